@@ -1,0 +1,105 @@
+"""Block keys: the identity of a block's KV bytes.
+
+A key is the xxh3-128 digest of the *flat* token prefix that ends with the block, so all keys of a
+prompt come out of one streaming pass, and the key of any single block can be had without those
+before it. That is what makes a match a bisection: see `prefix_index`.
+
+Model fingerprint, namespace and kind of key are digested once into a root. For tokens the root is
+what the hash starts from; the engine's own keys are used as they are, in a directory per root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from flexcache.ids import BlockKey, RootId
+
+TOKEN_KEYS = "tokens/xxh3-128"
+ENGINE_KEYS = "engine"
+
+
+def make_root(fingerprint: str, namespace: Sequence[str], kind: str) -> RootId:
+    """Digest what a key's identity rests on besides the tokens. 16 bytes."""
+    encoded = msgspec.msgpack.encode((fingerprint, list(namespace), kind))
+    return RootId(xxhash.xxh3_128_digest(encoded))
+
+
+class BlockKeys(Protocol):
+    """The keys of one prompt's whole blocks, computed no sooner than asked for."""
+
+    root: RootId
+    num_blocks: int
+
+    def key(self, index: int) -> BlockKey:
+        """Key of block ``index``, for a probe."""
+
+    def slice(self, start: int, stop: int) -> list[BlockKey]:
+        """Keys of blocks ``start`` to ``stop``, to be stored."""
+
+
+class EngineBlockKeys:
+    """Keys that the engine has computed already, one per whole block."""
+
+    __slots__ = ("_keys", "num_blocks", "root")
+
+    def __init__(self, root: RootId, keys: Sequence[bytes], num_blocks: int) -> None:
+        self.root = root
+        self.num_blocks = min(num_blocks, len(keys))
+        self._keys = keys
+
+    def key(self, index: int) -> BlockKey:
+        return BlockKey(self._keys[index])
+
+    def slice(self, start: int, stop: int) -> list[BlockKey]:
+        return list(self._keys[start:stop])  # type: ignore[arg-type]
+
+
+class TokenBlockKeys:
+    """Keys hashed from tokens, lazily.
+
+    A hasher copied at each probe that was answered goes on from there, so a bisection hashes each
+    token about once more, not once per probe.
+    """
+
+    __slots__ = ("_bytes_per_block", "_checkpoints", "_data", "_probed", "num_blocks", "root")
+
+    def __init__(self, root: RootId, tokens: npt.NDArray[np.int64], tokens_per_block: int) -> None:
+        self.root = root
+        self.num_blocks = len(tokens) // tokens_per_block
+        self._bytes_per_block = 8 * tokens_per_block
+        self._data = memoryview(np.ascontiguousarray(tokens, dtype="<i8")).cast("B")
+        self._checkpoints = [(0, xxhash.xxh3_128(root))]  # (blocks hashed, hasher), ascending
+        self._probed: dict[int, BlockKey] = {}
+
+    def key(self, index: int) -> BlockKey:
+        known = self._probed.get(index)
+        if known is not None:
+            return known
+        end = index + 1
+        position = len(self._checkpoints) - 1
+        while self._checkpoints[position][0] > end:
+            position -= 1
+        done, hasher = self._checkpoints[position]
+        hasher = hasher.copy()
+        hasher.update(self._data[done * self._bytes_per_block : end * self._bytes_per_block])
+        self._checkpoints.insert(position + 1, (end, hasher))
+        key = BlockKey(hasher.digest())
+        self._probed[index] = key
+        return key
+
+    def slice(self, start: int, stop: int) -> list[BlockKey]:
+        if start >= stop:
+            return []
+        keys = [self.key(start)]
+        hasher = next(h for done, h in self._checkpoints if done == start + 1).copy()
+        update, digest, data, step = hasher.update, hasher.digest, self._data, self._bytes_per_block
+        for offset in range((start + 1) * step, stop * step, step):
+            update(data[offset : offset + step])
+            keys.append(BlockKey(digest()))
+        return keys

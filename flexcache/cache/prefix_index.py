@@ -1,0 +1,373 @@
+"""Prefix index of one tier: which blocks are cached, where, and in which order they may go.
+
+Blocks are kept in *runs*: arrays of consecutive blocks of one sequence. A run starts at the root
+or hangs off a position in another run, so the runs form a tree:
+
+    root   |0------------------9|            run A, blocks 0..9 of a prompt
+                  |5-----------------14|     run B, parent A after 5 blocks
+                                 |12--13|    run C, parent B after 7 of B's blocks
+
+    half-open: run B holds depths [5, 15); parent_length = 5 blocks of A precede it.
+
+A dictionary per root takes a key straight to (run, offset). Since blocks leave from the leaves
+only, what is cached is closed under prefixes: if the key of block i is there, so are those of all
+blocks before it. The longest match is hence a bisection over a handful of keys, and the block ids
+of a match are slices of a few arrays; neither takes a Python step per cached block.
+
+What keeps a block in place is a *hold* on its run: a child that hangs off it, or a pin. Holds are
+counted by length, and all beyond the longest hold is the run's evictable tail. Recency is kept as
+segments, because a prompt that matches part of a run makes only that part recent; it never grows
+along a run, so the tail is always its least recent part.
+
+Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number that
+does not decrease.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from sortedcontainers import SortedDict
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.errors import InternalError
+from flexcache.ids import BlockKey, RootId
+
+BlockIds = npt.NDArray[np.int64]
+
+NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
+_OFFSET_BITS = 24
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+_DISCARDED = float("-inf")  # recency of blocks that can no longer be found: the first to go
+
+
+class Run:
+    """Consecutive blocks of one sequence. Internal to the index."""
+
+    __slots__ = (
+        "blocks", "children", "depth", "holds", "keys", "parent", "parent_length", "queued",
+        "recency", "root", "run_id",
+    )  # fmt: skip
+
+    def __init__(self, run_id: int, root: RootId, parent: Run | None, parent_length: int) -> None:
+        self.run_id = run_id
+        self.root = root
+        self.parent = parent
+        self.parent_length = parent_length
+        self.depth = 0 if parent is None else parent.depth + parent_length
+        self.keys: list[BlockKey] = []
+        self.blocks: BlockIds = NO_BLOCKS
+        self.holds: SortedDict[int, int] | None = None  # length held -> how often
+        self.children: dict[int, Run] | None = None
+        self.recency: list[tuple[int, float]] = []  # (end, time): ends rise, times do not
+        self.queued = False
+
+    @property
+    def length(self) -> int:
+        return len(self.keys)
+
+    @property
+    def held_length(self) -> int:
+        return self.holds.peekitem(-1)[0] if self.holds else 0
+
+    def hold(self, length: int) -> None:
+        if self.holds is None:
+            self.holds = SortedDict()
+        self.holds[length] = self.holds.get(length, 0) + 1
+
+    def release(self, length: int) -> None:
+        assert self.holds is not None
+        if self.holds[length] == 1:
+            del self.holds[length]
+            if not self.holds:
+                self.holds = None
+        else:
+            self.holds[length] -= 1
+
+    def touch(self, length: int, now: float) -> None:
+        """Make the first ``length`` blocks the most recent. Amortised O(1)."""
+        recency = self.recency
+        covered = 0
+        while covered < len(recency) and recency[covered][0] <= length:
+            covered += 1
+        if covered == 0 and recency and recency[0][1] == now:
+            return
+        recency[:covered] = [(length, now)]
+
+    def truncate(self, length: int) -> None:
+        del self.keys[length:]
+        self.blocks = self.blocks[:length]
+        recency = self.recency
+        while recency and (recency[-2][0] if len(recency) > 1 else 0) >= length:
+            recency.pop()
+        if recency:
+            recency[-1] = (length, recency[-1][1])
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest cached prefix of a prompt: ``length`` blocks of ``run`` and all that precede.
+
+    Valid until the index changes; `PrefixIndex.pin` makes it last.
+    """
+
+    run: Run | None
+    length: int
+    num_blocks: int
+
+
+EMPTY_MATCH = PrefixMatch(None, 0, 0)
+
+
+class PrefixIndex:
+    """The tree of runs. See the module's text for what holds."""
+
+    def __init__(self) -> None:
+        self._directories: dict[RootId, dict[BlockKey, int]] = {}
+        self._runs: dict[int, Run] = {}
+        self._next_run_id = 0
+        self._lru: list[tuple[float, int]] = []  # (recency of the tail, run id), lazily kept
+        self._num_blocks = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def contains(self, root: RootId, key: BlockKey) -> bool:
+        return key in self._directories.get(root, ())
+
+    def locate(self, root: RootId, key: BlockKey) -> PrefixMatch:
+        """The prefix that ends with ``key``; empty if it is not cached. O(1)."""
+        code = self._directories.get(root, {}).get(key)
+        if code is None:
+            return EMPTY_MATCH
+        run, length = self._runs[code >> _OFFSET_BITS], (code & _OFFSET_MASK) + 1
+        return PrefixMatch(run, length, run.depth + length)
+
+    def match(self, keys: BlockKeys) -> PrefixMatch:
+        """The longest cached prefix. O(log n) probes in the prompt's blocks; no side effect.
+
+        Probes the first block (most misses end there), then the last (most hits do), then bisects.
+        """
+        directory = self._directories.get(keys.root)
+        count = keys.num_blocks
+        if not directory or count == 0:
+            return EMPTY_MATCH
+        found = directory.get(keys.key(0))
+        if found is None:
+            return EMPTY_MATCH
+        hit, miss = 1, count
+        if count > 1:
+            last = directory.get(keys.key(count - 1))
+            if last is not None:
+                found, hit = last, count
+        while miss - hit > 1:
+            middle = (hit + miss) // 2
+            probe = directory.get(keys.key(middle - 1))
+            if probe is None:
+                miss = middle
+            else:
+                found, hit = probe, middle
+        run = self._runs[found >> _OFFSET_BITS]
+        length = (found & _OFFSET_MASK) + 1
+        if run.depth + length != hit:  # engine keys that do not chain: not a prefix cache's keys
+            return EMPTY_MATCH
+        return PrefixMatch(run, length, hit)
+
+    def blocks(self, match: PrefixMatch, start: int = 0) -> BlockIds:
+        """Block ids of the match from depth ``start`` on. O(runs) slices."""
+        pieces: list[BlockIds] = []
+        run, length = match.run, match.length
+        while run is not None and run.depth + length > start:
+            pieces.append(run.blocks[max(0, start - run.depth) : length])
+            run, length = run.parent, run.parent_length
+        if not pieces:
+            return NO_BLOCKS
+        return pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces[::-1])
+
+    def touch(self, match: PrefixMatch, now: float) -> None:
+        """Make the matched blocks the most recent. O(runs)."""
+        run, length = match.run, match.length
+        while run is not None:
+            run.touch(length, now)
+            run, length = run.parent, run.parent_length
+
+    def pin(self, match: PrefixMatch) -> None:
+        """Keep the matched blocks in place until `unpin` with the same match. O(log holds)."""
+        if match.run is not None:
+            match.run.hold(match.length)
+
+    def unpin(self, match: PrefixMatch) -> None:
+        if match.run is not None:
+            match.run.release(match.length)
+            self._queue_if_evictable(match.run)
+
+    def insert(
+        self, parent: PrefixMatch, root: RootId, keys: Sequence[BlockKey], blocks: BlockIds,
+        now: float,
+    ) -> PrefixMatch:  # fmt: skip
+        """Add blocks behind ``parent``; none of their keys may be there. Returns the new prefix.
+
+        The prefix becomes the most recent. O(1) Python steps per call, C speed per block.
+        """
+        if len(keys) != len(blocks) or not len(keys):
+            raise InternalError(f"{len(keys)} keys for {len(blocks)} blocks")
+        run, length = parent.run, parent.length
+        if run is None or length != run.length:
+            run = self._add_run(root, run, length)
+        offset = run.length
+        run.blocks = np.concatenate((run.blocks, blocks))
+        run.keys.extend(keys)
+        code = (run.run_id << _OFFSET_BITS) + offset
+        directory = self._directories.setdefault(root, {})
+        before = len(directory)
+        directory.update(zip(keys, range(code, code + len(keys)), strict=True))
+        if len(directory) != before + len(keys):
+            raise InternalError("a key was inserted twice")
+        self._num_blocks += len(keys)
+        match = PrefixMatch(run, run.length, run.depth + run.length)
+        run.recency.append((run.length, now))
+        self.touch(match, now)
+        self._queue_if_evictable(run)
+        return match
+
+    def evict(self, count: int) -> BlockIds:
+        """Remove up to ``count`` blocks, least recent leaves first, and return their ids.
+
+        Pinned blocks and those with blocks behind them stay. Amortised O(log leaves) per run cut,
+        slices within a run.
+        """
+        freed: list[BlockIds] = []
+        missing = count
+        while missing > 0 and self._lru:
+            time, run_id = heapq.heappop(self._lru)
+            run = self._runs.get(run_id)
+            if run is None or not run.queued:
+                continue
+            run.queued = False
+            tail_start = max(run.held_length, run.recency[-2][0] if len(run.recency) > 1 else 0)
+            if run.length <= run.held_length:
+                continue
+            if run.recency[-1][1] != time:
+                self._queue_if_evictable(run)
+                continue
+            keep = max(tail_start, run.length - missing)
+            missing -= run.length - keep
+            freed.append(self._cut(run, keep))
+        return np.concatenate(freed) if freed else NO_BLOCKS
+
+    def discard(self, root: RootId, key: BlockKey) -> BlockIds:
+        """Make a block and all behind it unfindable, for its bytes are bad; return the freed ids.
+
+        What is pinned stays allocated until it is unpinned, and goes first then. O(blocks dropped).
+        """
+        code = self._directories.get(root, {}).get(key)
+        if code is None:
+            return NO_BLOCKS
+        freed: list[BlockIds] = []
+        self._discard_tail(self._runs[code >> _OFFSET_BITS], code & _OFFSET_MASK, freed)
+        return np.concatenate(freed) if freed else NO_BLOCKS
+
+    def _discard_tail(self, run: Run, offset: int, freed: list[BlockIds]) -> None:
+        for child in list((run.children or {}).values()):
+            if child.parent_length > offset:
+                self._discard_tail(child, 0, freed)
+        directory = self._directories.get(run.root, {})
+        code = run.run_id << _OFFSET_BITS
+        for position in range(offset, run.length):
+            if directory.get(run.keys[position]) == code + position:
+                del directory[run.keys[position]]
+        keep = max(offset, run.held_length)
+        if keep < run.length:
+            freed.append(self._cut(run, keep))
+        if offset < run.length:  # pinned: unfindable now, freed at the unpin
+            recency = [(end, time) for end, time in run.recency if end < offset]
+            if offset:
+                recency.append((offset, run.recency[len(recency)][1]))
+            run.recency = [*recency, (run.length, _DISCARDED)]
+
+    def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
+        run = Run(self._next_run_id, root, parent, parent_length)
+        self._next_run_id += 1
+        self._runs[run.run_id] = run
+        if parent is not None:
+            parent.hold(parent_length)
+            if parent.children is None:
+                parent.children = {}
+            parent.children[run.run_id] = run
+        return run
+
+    def _cut(self, run: Run, keep: int) -> BlockIds:
+        """Drop the run's blocks from ``keep`` on, and the run itself when none is left."""
+        directory = self._directories.get(run.root, {})
+        code = run.run_id << _OFFSET_BITS
+        for position in range(keep, run.length):
+            key = run.keys[position]
+            if directory.get(key) == code + position:
+                del directory[key]
+        freed = run.blocks[keep:].copy()
+        self._num_blocks -= len(freed)
+        run.truncate(keep)
+        if not directory:
+            self._directories.pop(run.root, None)
+        if keep:
+            self._queue_if_evictable(run)
+            return freed
+        del self._runs[run.run_id]
+        if run.parent is not None:
+            assert run.parent.children is not None
+            del run.parent.children[run.run_id]
+            if not run.parent.children:
+                run.parent.children = None
+            run.parent.release(run.parent_length)
+            self._queue_if_evictable(run.parent)
+        return freed
+
+    def _queue_if_evictable(self, run: Run) -> None:
+        if not run.queued and run.length > run.held_length:
+            run.queued = True
+            heapq.heappush(self._lru, (run.recency[-1][1], run.run_id))
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(blocks)."""
+        num_blocks = 0
+        queued = {run_id for _, run_id in self._lru}
+        for run in self._runs.values():
+            self._check_run(run, queued)
+            num_blocks += run.length
+        if num_blocks != self._num_blocks:
+            raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
+        for directory in self._directories.values():
+            for key, code in directory.items():
+                found = self._runs.get(code >> _OFFSET_BITS)
+                offset = code & _OFFSET_MASK
+                if found is None or offset >= found.length or found.keys[offset] != key:
+                    raise InternalError("a key leads nowhere")
+
+    def _check_run(self, run: Run, queued: set[int]) -> None:
+        name = f"run {run.run_id}"
+        if not run.length == len(run.blocks) > 0:
+            raise InternalError(f"{name} has {run.length} keys for {len(run.blocks)} blocks")
+        if run.held_length > run.length:
+            raise InternalError(f"{name} lost blocks that are held")
+        ends = [end for end, _ in run.recency]
+        times = [time for _, time in run.recency]
+        if ends != sorted(set(ends)) or ends[-1] != run.length:
+            raise InternalError(f"{name} has recency segments {ends} for {run.length} blocks")
+        if times != sorted(times, reverse=True):
+            raise InternalError(f"{name} is more recent behind than before")
+        if run.length > run.held_length and not (run.queued and run.run_id in queued):
+            raise InternalError(f"{name} could be evicted and is not queued")
+        attached = [child.parent_length for child in (run.children or {}).values()]
+        for length in set(attached):
+            if run.holds is None or run.holds.get(length, 0) < attached.count(length):
+                raise InternalError(f"{name} does not hold its children")
+        if run.parent is not None:
+            if self._runs.get(run.parent.run_id) is not run.parent:
+                raise InternalError(f"{name} hangs off a run that is gone")
+            if run.recency[0][1] > run.parent.recency[0][1]:
+                raise InternalError(f"{name} is more recent than its parent")

@@ -1,0 +1,272 @@
+"""One tier: a pool of block ids, the index of what is in them, and the leases on the rest.
+
+Every id of a tier is free, indexed, or in exactly one lease. A lease is reserved before bytes move
+and made findable (`publish`) only after they arrived; it ends once, by `release`:
+
+    reserve ---> [bytes move] ---> publish(n) ---> release      n blocks indexed, the rest freed
+        \\-----------------------------------------> release     nothing indexed, all freed
+
+Keys of a lease that may still be published are *in flight*: nobody else reserves them, no match
+sees them. A lease can build on another's blocks that are in flight themselves. If those are not
+there yet when it wants to publish, it waits for them, beyond its release if need be, and shares
+their fate.
+
+Not thread-safe, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_pool import BlockPool
+from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
+from flexcache.errors import InternalError
+from flexcache.ids import BlockKey, RootId, TierName
+
+BlockIds = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened in a tier since it was made, in blocks and bytes."""
+
+    hit_blocks: int = 0
+    miss_blocks: int = 0
+    stored_blocks: int = 0
+    evicted_blocks: int = 0
+    dropped_blocks: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Blocks of one tier that one task has reserved. Made by `Tier.reserve`."""
+
+    root: RootId
+    parent_key: BlockKey | None
+    keys: Sequence[BlockKey]
+    """Keys of the blocks; empty for a private lease, which is never published."""
+    blocks: BlockIds
+    parent_pin: PrefixMatch = EMPTY_MATCH
+    to_publish: int = 0
+    published: PrefixMatch = EMPTY_MATCH
+    num_published: int = 0
+    waiting: bool = False
+    released: bool = False
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Keys of one root that are in flight, and who waits for them to land."""
+
+    owners: dict[BlockKey, Lease] = field(default_factory=dict)
+    waiting: dict[BlockKey, list[Lease]] = field(default_factory=dict)
+
+
+class Tier:
+    """Blocks of one tier. See the module's text for the life of a lease."""
+
+    def __init__(self, name: TierName, capacity: int) -> None:
+        self.name = name
+        self.pool = BlockPool(capacity)
+        self.index = PrefixIndex()
+        self.counters = TierCounters()
+        self._flights: dict[RootId, _Flight] = {}
+        self._num_leased = 0
+        self._now = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.pool.capacity
+
+    @property
+    def num_leased(self) -> int:
+        return self._num_leased
+
+    def match(self, keys: BlockKeys) -> PrefixMatch:
+        """The longest prefix that is cached here, made the most recent."""
+        match = self.index.match(keys)
+        if match.run is not None:
+            self.index.touch(match, self._tick())
+        return match
+
+    def num_in_flight(self, keys: BlockKeys, start: int, stop: int) -> int:
+        """How many of the blocks from ``start`` on are in flight, contiguously."""
+        flight = self._flights.get(keys.root)
+        if flight is None:
+            return 0
+        position = start
+        while position < stop and keys.key(position) in flight.owners:
+            position += 1
+        return position - start
+
+    def reserve(self, keys: BlockKeys, start: int, stop: int) -> Lease:
+        """Reserve blocks for ``[start, stop)`` of a prompt, as many from the front as can be had.
+
+        The block before ``start`` must be indexed or in flight. Evicts what nobody holds.
+        """
+        parent_key = keys.key(start - 1) if start else None
+        pin = self.index.locate(keys.root, parent_key) if parent_key is not None else EMPTY_MATCH
+        self.index.pin(pin)  # before anything is evicted to make room
+        blocks = self._allocate(stop - start)
+        lease = Lease(keys.root, parent_key, keys.slice(start, start + len(blocks)), blocks, pin)
+        if len(blocks):
+            owners = self._flights.setdefault(keys.root, _Flight()).owners
+            for key in lease.keys:
+                owners.setdefault(key, lease)
+        return lease
+
+    def reserve_private(self, root: RootId, count: int) -> Lease:
+        """Reserve up to ``count`` blocks as staging that will not be published."""
+        return Lease(root, None, (), self._allocate(count))
+
+    def publish(self, lease: Lease, count: int) -> None:
+        """Make the first ``count`` blocks findable; their bytes are in place.
+
+        They stay pinned until the lease is released. Waits if the block before them is in flight.
+        """
+        if lease.released or lease.to_publish or lease.published.run is not None:
+            raise InternalError("a lease is published once, before its release")
+        lease.to_publish = min(count, len(lease.keys))
+        if lease.to_publish:
+            self._try_publish([lease])
+
+    def release(self, lease: Lease) -> None:
+        """End the lease: what was published stays indexed, the rest is freed."""
+        if lease.released:
+            raise InternalError("a lease ends once")
+        lease.released = True
+        self.index.unpin(lease.parent_pin)
+        if not lease.waiting:
+            self._settle(lease)
+
+    def discard(self, root: RootId, key: BlockKey) -> int:
+        """Drop a block whose bytes are bad, and what builds on it. How many are free at once."""
+        freed = self.index.discard(root, key)
+        self.pool.give_back(freed)
+        self.counters.dropped_blocks += len(freed)
+        return len(freed)
+
+    def clear(self) -> int:
+        """Drop every block that nobody holds. How many."""
+        freed = self.index.evict(self.capacity)
+        self.pool.give_back(freed)
+        return len(freed)
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "capacity": self.capacity,
+            "free": self.pool.num_free,
+            "indexed": self.index.num_blocks,
+            "leased": self._num_leased,
+            **asdict(self.counters),
+        }
+
+    def _tick(self) -> int:
+        self._now += 1
+        return self._now
+
+    def _allocate(self, count: int) -> BlockIds:
+        shortfall = count - self.pool.num_free
+        if shortfall > 0:
+            evicted = self.index.evict(shortfall)
+            self.counters.evicted_blocks += len(evicted)
+            self.pool.give_back(evicted)
+        blocks = self.pool.take(min(count, self.pool.num_free))
+        self._num_leased += len(blocks)
+        return blocks
+
+    def _try_publish(self, leases: list[Lease]) -> None:
+        """Publish each lease whose parent is there; those that waited for it follow."""
+        while leases:
+            lease = leases.pop()
+            parent = EMPTY_MATCH
+            if lease.parent_key is not None:
+                parent = self.index.locate(lease.root, lease.parent_key)
+                if parent.run is None and self._wait_for_parent(lease):
+                    continue
+            if lease.parent_key is None or parent.run is not None:
+                self._insert(lease, parent)
+            leases.extend(self._land(lease))
+            if lease.released:
+                self._settle(lease)
+
+    def _wait_for_parent(self, lease: Lease) -> bool:
+        flight = self._flights[lease.root]
+        assert lease.parent_key is not None
+        if lease.parent_key not in flight.owners:
+            return False  # it was dropped: what builds on it cannot be found
+        flight.waiting.setdefault(lease.parent_key, []).append(lease)
+        lease.waiting = True
+        return True
+
+    def _insert(self, lease: Lease, parent: PrefixMatch) -> None:
+        """Index the lease's blocks, but for those that somebody else published meanwhile."""
+        count, start = lease.to_publish, 0
+        while start < count:
+            there = self.index.locate(lease.root, lease.keys[start])
+            if there.run is None:
+                break
+            parent, start = there, start + 1
+        if start == count:
+            return
+        stop = next(
+            (i for i in range(start, count) if self.index.contains(lease.root, lease.keys[i])),
+            count,
+        )
+        lease.published = self.index.insert(
+            parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop], self._tick()
+        )
+        self.index.pin(lease.published)
+        lease.num_published = stop - start
+        lease.blocks = np.concatenate((lease.blocks[start:stop], lease.blocks[:start],
+                                       lease.blocks[stop:]))  # fmt: skip
+        self._num_leased -= lease.num_published
+        self.counters.stored_blocks += lease.num_published
+
+    def _land(self, lease: Lease) -> list[Lease]:
+        """The lease's keys are in flight no more; who waited for one of them may try now."""
+        flight = self._flights.get(lease.root)
+        if flight is None:
+            return []
+        followers: list[Lease] = []
+        for key in lease.keys:
+            if flight.owners.get(key) is lease:
+                del flight.owners[key]
+                if flight.waiting:
+                    followers.extend(flight.waiting.pop(key, ()))
+        if not flight.owners:
+            del self._flights[lease.root]
+        for follower in followers:
+            follower.waiting = False
+        return followers
+
+    def _settle(self, lease: Lease) -> None:
+        """Free what a released lease did not publish."""
+        self.index.unpin(lease.published)
+        followers = self._land(lease)
+        unpublished = lease.blocks[lease.num_published :]
+        self.pool.give_back(unpublished)
+        self._num_leased -= len(unpublished)
+        lease.blocks = NO_BLOCKS
+        self._try_publish(followers)
+
+    def check(self) -> None:
+        """Raise `InternalError` if ids were lost or a structure is broken. O(capacity)."""
+        self.pool.check()
+        self.index.check()
+        total = self.pool.num_free + self.index.num_blocks + self._num_leased
+        if total != self.capacity:
+            raise InternalError(
+                f"{self.name.value}: {self.pool.num_free} free + {self.index.num_blocks} indexed "
+                f"+ {self._num_leased} leased != {self.capacity}"
+            )

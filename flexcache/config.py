@@ -1,0 +1,353 @@
+"""Configuration: what the model's KV looks like and how much of it is kept where.
+
+Both classes are frozen and are wholly checked when they are made; a bad value is a `ConfigError`
+that names the field, the value and what is allowed. The environment is read here and nowhere
+else, once, by whoever calls `CacheConfig.from_env`; other processes get the result handed over.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import torch
+
+from flexcache.errors import ConfigError, MissingDependencyError
+
+ENV_PREFIX = "FLEXCACHE_"
+CONFIG_FILE_ENV = ENV_PREFIX + "CONFIG"
+LAYOUT_VERSION = 1
+"""Goes up when the bytes that FlexCache stores for the same KV change."""
+
+EVICTION_POLICIES = ("lru",)
+IO_ENGINES = ("auto", "io_uring", "threads")
+
+
+def _reject(name: str, value: object, allowed: str) -> ConfigError:
+    return ConfigError(f"{name} = {value!r}: {allowed}")
+
+
+def _require_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and not value > 0:
+            raise _reject(name, value, "must be greater than zero")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model's KV cache.
+
+    Args:
+        model_id: Name of the weights; KV of different models never mixes.
+        num_layers: Layers that hold KV.
+        num_kv_heads: KV heads of the whole model, over all tensor-parallel ranks.
+        head_size: Elements of one head of K (and of V). For MLA the latent size (512 + 64).
+        dtype: Element type of the KV cache as the engine allocates it.
+        use_mla: One latent vector per token instead of K and V per head; every rank holds the same.
+        tp_size: Tensor-parallel ranks, each with its share of the heads.
+        dp_size: Data-parallel engine ranks.
+    """
+
+    model_id: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    use_mla: bool = False
+    tp_size: int = 1
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_id, str) or not self.model_id:
+            raise _reject("model_id", self.model_id, "must be a non-empty string")
+        for name in ("num_layers", "num_kv_heads", "head_size", "tp_size", "dp_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _reject(name, value, "must be an integer of at least 1")
+        if not isinstance(self.dtype, torch.dtype):
+            raise _reject("dtype", self.dtype, "must be a torch.dtype")
+        if not self.use_mla and max(self.num_kv_heads, self.tp_size) % min(
+            self.num_kv_heads, self.tp_size
+        ):
+            raise _reject(
+                "num_kv_heads",
+                self.num_kv_heads,
+                f"must divide evenly over tp_size = {self.tp_size}, or the other way round",
+            )
+
+    @property
+    def num_kv_copies(self) -> int:
+        """Ranks whose bytes are stored: one for MLA, where every rank holds the same."""
+        return 1 if self.use_mla else self.tp_size
+
+    @property
+    def token_size_in_bytes_per_rank(self) -> int:
+        """KV bytes of one token on one rank, over all layers."""
+        if self.use_mla:
+            elements = self.head_size
+        else:  # more ranks than heads: heads are replicated, as vLLM does
+            elements = 2 * max(1, self.num_kv_heads // self.tp_size) * self.head_size
+        return self.num_layers * elements * self.dtype.itemsize
+
+    @property
+    def token_size_in_bytes(self) -> int:
+        """KV bytes of one token as stored: over all layers and all ranks (MLA: one rank's copy)."""
+        return self.token_size_in_bytes_per_rank * self.num_kv_copies
+
+    def fingerprint(self, tokens_per_block: int) -> str:
+        """What must agree for KV bytes to be interchangeable, in a readable form."""
+        attention = "mla" if self.use_mla else "mha"
+        return (
+            f"{self.model_id}|{str(self.dtype).removeprefix('torch.')}|{attention}"
+            f"|layers={self.num_layers}|heads={self.num_kv_heads}|head={self.head_size}"
+            f"|tp={self.tp_size}|block={tokens_per_block}|layout=v{LAYOUT_VERSION}"
+        )
+
+
+def _setting(default: Any, help: str, unit: str = "") -> Any:
+    return field(default=default, metadata={"help": help, "unit": unit})
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How much KV is kept where, and how it moves.
+
+    Every field is also the environment variable ``FLEXCACHE_<FIELD>`` and, in vLLM, a key of
+    ``kv_connector_extra_config``. ``docs/configuration.md`` is made from this class.
+    """
+
+    tokens_per_block: int = _setting(16, "Tokens of one cached block.", "tokens")
+    num_cpu_blocks: int | None = _setting(
+        None, "Size of the DRAM tier in blocks. Give this or cpu_cache_gb.", "blocks"
+    )
+    cpu_cache_gb: float | None = _setting(
+        None, "Size of the DRAM tier in GB, over all ranks.", "1e9 bytes"
+    )
+    num_ssd_blocks: int | None = _setting(
+        None, "Size of the SSD tier in blocks. Unset, as ssd_cache_gb: no SSD tier.", "blocks"
+    )
+    ssd_cache_gb: float | None = _setting(
+        None, "Size of the SSD tier in GB, over all directories.", "1e9 bytes"
+    )
+    ssd_cache_dirs: Sequence[str] = _setting(
+        (), "Directories of the SSD tier, striped block by block (`:`-separated in the environment)."
+    )
+    remote_url: str | None = _setting(
+        None, "Cluster store. Not in this version: setting it is refused."
+    )
+    eviction_policy: str = _setting("lru", f"One of {', '.join(EVICTION_POLICIES)}.")
+    endpoint: str | None = _setting(
+        None, "ZMQ address that tensor-parallel clients connect to. Unset: a private ipc socket."
+    )
+    io_engine: str = _setting(
+        "auto", "SSD I/O: auto (io_uring, else threads), io_uring (or fail), threads."
+    )
+    direct_io: bool = _setting(True, "O_DIRECT on the SSD tier where the directory allows it.")
+    ssd_queue_depth: int = _setting(32, "Block I/Os in flight at the SSD tier.", "I/Os")
+    transfer_chunk_mb: float = _setting(
+        16.0, "Blocks are handed from tier to tier in chunks of about this size.", "1e6 bytes"
+    )
+    op_timeout_s: float = _setting(
+        30.0, "Deadline of one op. A late disk worker is replaced, a late rank fails.", "s"
+    )
+    match_ttl_s: float = _setting(
+        120.0, "A match that nobody launches is cancelled after this long.", "s"
+    )
+    log_level: str = _setting("INFO", "Level of the `flexcache` logger.")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            object.__setattr__(self, spec.name, _typed(spec.name, getattr(self, spec.name)))
+        _require_positive(
+            self,
+            "tokens_per_block", "num_cpu_blocks", "cpu_cache_gb", "num_ssd_blocks", "ssd_cache_gb",
+            "ssd_queue_depth", "transfer_chunk_mb", "op_timeout_s", "match_ttl_s",
+        )  # fmt: skip
+        self._check_tier("num_cpu_blocks", "cpu_cache_gb")
+        if self.num_cpu_blocks is None and self.cpu_cache_gb is None:
+            raise _reject(
+                "cpu_cache_gb", None, "no tier to cache in: set cpu_cache_gb or num_cpu_blocks"
+            )
+        self._check_tier("num_ssd_blocks", "ssd_cache_gb")
+        if self.has_ssd_tier and not self.ssd_cache_dirs:
+            raise _reject("ssd_cache_dirs", (), "an SSD tier needs at least one directory")
+        if self.ssd_cache_dirs and not self.has_ssd_tier:
+            raise _reject(
+                "ssd_cache_gb", None, "ssd_cache_dirs is set: set ssd_cache_gb or num_ssd_blocks"
+            )
+        if len(set(self.ssd_cache_dirs)) != len(self.ssd_cache_dirs):
+            raise _reject("ssd_cache_dirs", self.ssd_cache_dirs, "names a directory twice")
+        for directory in self.ssd_cache_dirs:
+            _check_writable("ssd_cache_dirs", directory)
+        for name, allowed in (
+            ("eviction_policy", EVICTION_POLICIES),
+            ("io_engine", IO_ENGINES),
+            ("log_level", ("DEBUG", "INFO", "WARNING", "ERROR")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise _reject(name, getattr(self, name), f"must be one of {', '.join(allowed)}")
+        if self.remote_url is not None:
+            raise _reject("remote_url", self.remote_url, "this version has no remote tier")
+
+    def _check_tier(self, blocks: str, gigabytes: str) -> None:
+        if getattr(self, blocks) is not None and getattr(self, gigabytes) is not None:
+            raise _reject(blocks, getattr(self, blocks), f"set either this or {gigabytes}")
+
+    @property
+    def has_ssd_tier(self) -> bool:
+        return self.num_ssd_blocks is not None or self.ssd_cache_gb is not None
+
+    def cpu_blocks_for(self, block_bytes: int) -> int:
+        """Capacity of the DRAM tier in blocks of ``block_bytes`` (over all ranks)."""
+        return _capacity("cpu_cache_gb", self.num_cpu_blocks, self.cpu_cache_gb, block_bytes)
+
+    def ssd_blocks_for(self, block_bytes: int) -> int:
+        """Capacity of the SSD tier in blocks of ``block_bytes``; 0 without that tier."""
+        if not self.has_ssd_tier:
+            return 0
+        return _capacity("ssd_cache_gb", self.num_ssd_blocks, self.ssd_cache_gb, block_bytes)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, /, **overrides: Any) -> CacheConfig:
+        """Make a config from defaults, then the file that ``FLEXCACHE_CONFIG`` names, then
+        ``FLEXCACHE_*`` variables, then ``overrides``; the later wins.
+
+        A size given in one form replaces the other form of the same tier given earlier.
+        """
+        env = os.environ if environ is None else environ
+        merged: dict[str, Any] = {}
+        path = env.get(CONFIG_FILE_ENV)
+        for layer in (_read_file(path) if path else {}, _read_env(env), overrides):
+            _reject_unknown(layer)
+            for pair in (("num_cpu_blocks", "cpu_cache_gb"), ("num_ssd_blocks", "ssd_cache_gb")):
+                if any(layer.get(name) is not None for name in pair):
+                    for name in pair:
+                        merged.pop(name, None)
+            merged.update(layer)
+        return cls(**merged)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@cache
+def _field_types() -> dict[str, Any]:
+    return get_type_hints(CacheConfig)
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value as its field's type; text from the environment is parsed."""
+    if name == "ssd_cache_dirs":
+        if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            raise _reject(name, value, "must be a list of directories")
+        return tuple(os.fspath(item) for item in value)
+    try:
+        return msgspec.convert(value, _field_types()[name], strict=not isinstance(value, str))
+    except msgspec.ValidationError as error:
+        raise _reject(name, value, str(error)) from None
+
+
+def _check_writable(name: str, directory: str) -> None:
+    existing = Path(directory).absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise _reject(name, directory, f"{existing} is not a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _reject(name, directory, f"{existing} must be writable")
+
+
+def _capacity(name: str, blocks: int | None, gigabytes: float | None, block_bytes: int) -> int:
+    if blocks is not None:
+        return blocks
+    assert gigabytes is not None
+    capacity = int(gigabytes * 1e9) // block_bytes
+    if capacity == 0:
+        raise _reject(
+            name, gigabytes, f"must hold at least one block, which is {block_bytes / 1e9:.6f} GB"
+        )
+    return capacity
+
+
+def field_names() -> list[str]:
+    return [spec.name for spec in fields(CacheConfig)]
+
+
+def _reject_unknown(layer: Mapping[str, Any]) -> None:
+    known = field_names()
+    for name in layer:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"{name}: no such setting; {hint}")
+
+
+def _read_env(env: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_FILE_ENV:
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        found[name] = text.split(":") if name == "ssd_cache_dirs" and text else text
+    return {name: value for name, value in found.items() if value != ""}
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise _reject(CONFIG_FILE_ENV, path, f"cannot be read: {error.strerror}") from None
+    decoders = {".json": msgspec.json.decode, ".toml": _toml_decode, ".yaml": _yaml_decode}
+    suffix = Path(path).suffix.replace(".yml", ".yaml")
+    if suffix not in decoders:
+        raise _reject(CONFIG_FILE_ENV, path, "must end in .json, .toml or .yaml")
+    try:
+        content = decoders[suffix](data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _reject(CONFIG_FILE_ENV, path, f"cannot be parsed: {error}") from None
+    if not isinstance(content, dict):
+        raise _reject(CONFIG_FILE_ENV, path, "must hold a table of settings")
+    return content
+
+
+def _toml_decode(data: bytes) -> Any:
+    if sys.version_info < (3, 11):
+        try:
+            import tomli  # noqa: F401
+        except ImportError:
+            raise MissingDependencyError("a .toml config needs the package tomli here") from None
+    return msgspec.toml.decode(data)
+
+
+def _yaml_decode(data: bytes) -> Any:
+    try:
+        return msgspec.yaml.decode(data)
+    except ImportError:
+        raise MissingDependencyError("a .yaml config needs the package pyyaml") from None
+
+
+def describe_settings() -> list[dict[str, str]]:
+    """One row per setting, for the documentation and ``flexcache config``."""
+    rows = []
+    for spec in fields(CacheConfig):
+        default = "" if spec.default is MISSING or spec.default is None else spec.default
+        if default == ():
+            default = ""
+        rows.append(
+            {
+                "field": spec.name,
+                "environment": ENV_PREFIX + spec.name.upper(),
+                "default": str(default),
+                "unit": spec.metadata["unit"],
+                "meaning": spec.metadata["help"],
+            }
+        )
+    return rows

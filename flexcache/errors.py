@@ -1,0 +1,33 @@
+"""The errors FlexCache raises, by whose fault they are.
+
+Bad arguments at a call are the builtin ``ValueError`` and ``KeyError``; waiting too long is the
+builtin ``TimeoutError``. What is left has a class here.
+"""
+
+
+class FlexCacheError(Exception):
+    """Base of every error of FlexCache's own."""
+
+
+class ConfigError(FlexCacheError, ValueError):
+    """A setting is wrong. The message names the field, its value and what is allowed."""
+
+
+class UnsupportedLayoutError(FlexCacheError, ValueError):
+    """A KV tensor has a layout that cannot be moved as whole blocks. Names the layer and why."""
+
+
+class RegistrationError(FlexCacheError):
+    """The server refused a client. The message has both sides of what did not agree."""
+
+
+class MissingDependencyError(FlexCacheError, ImportError):
+    """An optional package is needed for what was asked. Names the package and the extra."""
+
+
+class ClosedError(FlexCacheError):
+    """The object was shut down before the call."""
+
+
+class InternalError(FlexCacheError):
+    """An invariant of FlexCache's own does not hold: a bug here, never the caller's fault."""

@@ -1,0 +1,68 @@
+"""Identifiers and enumerations that every layer speaks in. No behaviour."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NewType
+
+BlockKey = NewType("BlockKey", bytes)
+"""Digest of a token prefix up to and including one block, or the engine's own hash of it."""
+
+RootId = NewType("RootId", bytes)
+"""Digest of fingerprint, namespace and kind of key: what a key's identity rests on."""
+
+TaskId = NewType("TaskId", int)
+OpId = NewType("OpId", int)
+
+
+class TierName(str, Enum):
+    """A place that holds blocks. The GPU is the engine's own: FlexCache never evicts it."""
+
+    GPU = "GPU"
+    CPU = "CPU"
+    SSD = "SSD"
+
+
+class OpKind(str, Enum):
+    """The typed movements; the name reads source, then destination."""
+
+    H2D = "H2D"
+    D2H = "D2H"
+    DISK2H = "DISK2H"
+    H2DISK = "H2DISK"
+
+    @property
+    def touches_gpu(self) -> bool:
+        """Whether the op reads or writes the engine's own slots."""
+        return self is OpKind.H2D or self is OpKind.D2H
+
+
+class TaskKind(str, Enum):
+    GET = "get"
+    PUT = "put"
+    PREFETCH = "prefetch"
+
+
+class TaskState(str, Enum):
+    """Life of a task; ``docs/tasks.md`` draws the transitions."""
+
+    CREATED = "created"
+    READY = "ready"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return self in (TaskState.COMPLETED, TaskState.CANCELLED, TaskState.FAILED)
+
+
+class KVStatus(str, Enum):
+    """How a task ended, as its caller sees it."""
+
+    SUCCESS = "success"
+    NOT_FOUND = "not_found"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    TIMEOUT = "timeout"

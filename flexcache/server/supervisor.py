@@ -1,0 +1,98 @@
+"""Starts the disk worker process, notices its death at once, and starts it anew with back-off."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from flexcache.transfer.workers.disk import DiskWorkerConfig
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.1
+_LONGEST_BACKOFF_S = 5.0
+_STABLE_AFTER_S = 30.0
+
+
+class DiskSupervisor:
+    """One disk worker at a time. Driven by the server's thread; time is handed in.
+
+    Args:
+        make_config: The worker's config for a socket identity; called for every start.
+        keep_fds: Descriptors that the child inherits.
+    """
+
+    def __init__(
+        self, make_config: Callable[[str], DiskWorkerConfig], keep_fds: Sequence[int]
+    ) -> None:
+        self._make_config = make_config
+        self._keep_fds = tuple(keep_fds)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._started_s = 0.0
+        self.num_starts = 0
+        self.restart_at: float | None = 0.0
+        self.pidfd = -1
+        self.identity = ""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self, now: float) -> None:
+        self.num_starts += 1
+        self.restart_at = None
+        self._started_s = now
+        self.identity = f"disk-{self.num_starts}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "flexcache.transfer.workers.disk"],
+            stdin=subprocess.PIPE,
+            pass_fds=self._keep_fds,
+        )
+        self.pidfd = os.pidfd_open(self._process.pid)
+        assert self._process.stdin is not None
+        config = msgspec.json.encode(self._make_config(self.identity))
+        try:
+            self._process.stdin.write(config + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it died already: the pidfd tells
+
+    def died(self, now: float) -> str:
+        """Take in the death of the worker and plan the next start. Returns how it ended."""
+        assert self._process is not None and self._process.stdin is not None
+        code = self._process.wait()
+        self._process.stdin.close()
+        os.close(self.pidfd)
+        self._process, self.pidfd, self.identity = None, -1, ""
+        if now - self._started_s > _STABLE_AFTER_S:
+            self._backoff_s = _FIRST_BACKOFF_S
+        self.restart_at = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
+        return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
+
+    def kill(self) -> None:
+        """End the worker at once; `died` is due when the pidfd says so."""
+        if self._process is not None:
+            self._process.kill()
+
+    def stop(self, timeout: float) -> None:
+        """End the worker for good: it was told to stop before, so wait, then kill."""
+        self.restart_at = None
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            logger.warning("the disk worker did not stop within %g s: killed", timeout)
+            self._process.kill()
+            self._process.wait()
+        os.close(self.pidfd)
+        self._process, self.pidfd = None, -1

@@ -1,0 +1,62 @@
+"""The contract of block I/O."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Direction(Enum):
+    READ = "read"
+    WRITE = "write"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One vectored I/O: ``pieces`` one after the other, from or to ``offset`` of the file.
+
+    The pieces must stay alive and, for a write, unchanged until the completion.
+    """
+
+    token: int
+    direction: Direction
+    fd: int
+    offset: int
+    pieces: Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """How an I/O ended: bytes moved, or minus an errno. Short counts are passed on as they are."""
+
+    token: int
+    result: int
+
+
+class BlockIO(ABC):
+    """Up to ``depth`` vectored I/Os at once, for one thread.
+
+    Every submitted request yields exactly one completion. `fileno` becomes readable when there is
+    something to reap, so that the owner can wait for I/O and for messages in one place.
+    """
+
+    name: str
+    depth: int
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Start I/Os. The caller keeps no more than ``depth`` unfinished."""
+
+    @abstractmethod
+    def reap(self) -> list[Completion]:
+        """What has completed since the last call. Never blocks."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Readable when `reap` has something to return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for unfinished I/O and let go of everything. Idempotent."""

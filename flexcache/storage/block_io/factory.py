@@ -1,0 +1,60 @@
+"""Chooses the block I/O engine."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+
+from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.storage.block_io.base import BlockIO
+from flexcache.storage.block_io.threads import ThreadedBlockIO
+
+logger = logging.getLogger(__name__)
+
+_PROBE = """
+import tempfile
+from flexcache.storage.block_io.base import Direction, Request
+from flexcache.storage.block_io.uring import UringBlockIO
+io = UringBlockIO(2)
+with tempfile.TemporaryFile() as file:
+    io.submit([Request(1, Direction.WRITE, file.fileno(), 0, [memoryview(bytearray(16))])])
+    io.close()
+"""
+
+
+def io_uring_problem() -> str | None:
+    """Why io_uring cannot be used here; None if it can.
+
+    Tried in a process of its own, since a binding built for another CPU dies by a signal.
+    """
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=20, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "the probe did not answer"
+    if probe.returncode == 0:
+        return None
+    if probe.returncode < 0:
+        name = signal.Signals(-probe.returncode).name
+        return f"the liburing binding dies by {name} on this CPU; liburing==2024.5.3 builds for it"
+    return probe.stderr.strip().rsplit("\n", 1)[-1] or f"the probe exited with {probe.returncode}"
+
+
+def open_block_io(engine: str, depth: int) -> BlockIO:
+    """Open ``io_uring``, ``threads``, or for ``auto`` the first of them that works here."""
+    if engine == "threads":
+        return ThreadedBlockIO(depth)
+    problem = io_uring_problem()
+    if problem is None:
+        from flexcache.storage.block_io.uring import UringBlockIO
+
+        return UringBlockIO(depth)
+    if engine == "io_uring":
+        if problem.startswith(MissingDependencyError.__module__):
+            raise MissingDependencyError(problem)
+        raise ConfigError(f"io_engine = 'io_uring': cannot be used here: {problem}")
+    logger.warning("io_uring cannot be used, reading and writing on threads instead: %s", problem)
+    return ThreadedBlockIO(depth)

@@ -1,0 +1,120 @@
+"""The DRAM tier's memory: one shared segment per stored copy of the KV.
+
+A segment is an anonymous file in memory (memfd), not a named one: it does not count against the
+size of /dev/shm, which containers keep small, and is gone with its last user however that dies.
+Other processes map it through the maker's /proc entry, children through the inherited descriptor.
+
+    segment of rank r:   | block 0 | pad | block 1 | pad | ...      stride = block, page-aligned
+
+A block is one contiguous run per rank, so that it is one I/O for the disk and, where the engine's
+layout allows, one copy for the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from types import TracebackType
+
+import msgspec
+import numpy as np
+
+from flexcache.errors import RegistrationError
+from flexcache.storage.alignment import align_up
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_POPULATE_STEP = 1 << 30
+
+
+class SegmentRef(msgspec.Struct, frozen=True):
+    """How another process of this host finds a segment."""
+
+    path: str
+    inode: int
+    size: int
+    stride: int
+    num_blocks: int
+
+
+class HostSegment:
+    """One rank's share of the host pool. Made by the server, or mapped from its reference."""
+
+    def __init__(self, fd: int, stride: int, num_blocks: int) -> None:
+        self.fd = fd
+        self.stride = stride
+        self.num_blocks = num_blocks
+        self.size = stride * num_blocks
+        self._map: mmap.mmap | None = None
+        self._view: memoryview | None = None
+        self.address = 0
+
+    @classmethod
+    def create(cls, block_bytes: int, num_blocks: int) -> HostSegment:
+        stride = align_up(block_bytes)
+        fd = os.memfd_create("flexcache-host-pool", os.MFD_CLOEXEC)
+        os.ftruncate(fd, stride * num_blocks)
+        return cls(fd, stride, num_blocks)
+
+    @classmethod
+    def open(cls, ref: SegmentRef) -> HostSegment:
+        """Open a segment that a living process of the same user made."""
+        try:
+            fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RegistrationError(f"host pool at {ref.path}: {error.strerror}") from None
+        if os.fstat(fd).st_ino != ref.inode:
+            os.close(fd)
+            raise RegistrationError(f"host pool at {ref.path} is not the server's any more")
+        return cls(fd, ref.stride, ref.num_blocks)
+
+    def ref(self) -> SegmentRef:
+        return SegmentRef(
+            path=f"/proc/{os.getpid()}/fd/{self.fd}",
+            inode=os.fstat(self.fd).st_ino,
+            size=self.size,
+            stride=self.stride,
+            num_blocks=self.num_blocks,
+        )
+
+    def map(self) -> None:
+        """Map the segment and fault its pages in, so that no copy has to wait for one."""
+        self._map = mmap.mmap(self.fd, self.size)
+        self._view = memoryview(self._map)
+        self.address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        for start in range(0, self.size, _POPULATE_STEP):
+            # A kernel before 5.14 does not know the advice: pages then come at first use.
+            with contextlib.suppress(OSError):
+                self._map.madvise(
+                    _MADV_POPULATE_WRITE, start, min(_POPULATE_STEP, self.size - start)
+                )
+
+    def block(self, index: int) -> memoryview:
+        """The block's run of bytes, padding included. The segment must be mapped."""
+        assert self._view is not None
+        start = index * self.stride
+        return self._view[start : start + self.stride]
+
+    def close(self) -> None:
+        """Give the mapping and the descriptor back. Idempotent."""
+        if self._view is not None:
+            self._view.release()
+            self._view = None
+        if self._map is not None:
+            # A slice may still be exported by an I/O that is being torn down: the mapping then
+            # goes with the last of them.
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            self._map = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> HostSegment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()

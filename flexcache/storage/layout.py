@@ -1,0 +1,203 @@
+"""Where the bytes of one GPU block lie in an engine's KV tensors.
+
+Whatever the engine chose (K and V split or joined, heads before tokens or after, a tensor per
+layer or views of one shared buffer, MLA) comes down to the same: for block `b`, each *segment*
+`s` is `sizes[s]` contiguous bytes at `bases[s] + b * strides[s]`. That is read off shapes and
+strides alone; the bytes inside are never interpreted. In the host pool the segments of a block
+stand one after the other, layers in the order of registration.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexcache.errors import UnsupportedLayoutError
+
+Addresses = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLayout:
+    """The segments of a block, and where each stands in the host pool.
+
+    Attributes:
+        bases: Address of each segment in block 0.
+        strides: Bytes from a segment to the same one of the next block.
+        sizes: Bytes of each segment.
+        offsets: Where each segment starts within a host block.
+        num_blocks: Blocks that the engine has.
+        block_bytes: Bytes of one block on this rank, the sum of ``sizes``.
+        signature: What must agree for two ranks' stored bytes to be interchangeable.
+    """
+
+    bases: Addresses
+    strides: Addresses
+    sizes: Addresses
+    offsets: Addresses
+    num_blocks: int
+    block_bytes: int
+    signature: str
+
+    def gpu_addresses(self, blocks: npt.NDArray[np.int64]) -> Addresses:
+        """Addresses of all segments of the blocks; shape ``(blocks, segments)``."""
+        return self.bases[None, :] + blocks[:, None] * self.strides[None, :]
+
+    def host_addresses(
+        self, pool_address: int, pool_stride: int, blocks: npt.NDArray[np.int64]
+    ) -> Addresses:
+        """Addresses of all segments of the host blocks; shape ``(blocks, segments)``."""
+        return (pool_address + blocks * pool_stride)[:, None] + self.offsets[None, :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    base: int
+    stride: int
+    size: int
+
+
+def describe_kv_caches(
+    kv_caches: Mapping[str, torch.Tensor], block_bytes: int, block_dim: int = 0
+) -> BlockLayout:
+    """Read the layout off an engine's KV tensors.
+
+    Args:
+        kv_caches: Layer name to paged KV tensor, in the engine's order.
+        block_bytes: What a block must weigh on this rank. Tensors that count finer blocks (an
+            attention kernel's) are taken together, as many as it takes.
+        block_dim: The dimension of each tensor that counts blocks.
+
+    Raises:
+        UnsupportedLayoutError: A tensor cannot be moved as whole blocks; names it and says why.
+    """
+    layers = _without_aliases(kv_caches, block_dim)
+    per_index = bytes_per_index(kv_caches, block_dim)
+    if per_index == 0 or block_bytes % per_index:
+        raise UnsupportedLayoutError(
+            f"a block weighs {per_index} bytes over {len(layers)} KV tensors, but "
+            f"{block_bytes} by the model's shape: layers, heads, head size, dtype or "
+            "tokens per block do not agree"
+        )
+    ratio = block_bytes // per_index
+    num_blocks = {tensor.shape[block_dim] for tensor in layers.values()}
+    if len(num_blocks) != 1 or next(iter(num_blocks)) % ratio:
+        raise UnsupportedLayoutError(
+            f"KV tensors count {sorted(num_blocks)} blocks in dimension {block_dim}; one number "
+            f"is wanted, a multiple of {ratio}"
+        )
+    segments: list[_Segment] = []
+    signature: list[str] = []
+    for name, tensor in layers.items():
+        stride, inner, form = _inner_segments(name, tensor, block_dim, ratio)
+        segments.extend(_Segment(tensor.data_ptr() + at, stride, size) for at, size in inner)
+        signature.append(form)
+    merged = _merge(segments)
+    sizes = np.array([segment.size for segment in merged], dtype=np.int64)
+    runs = [f"{len(list(group))}x{form}" for form, group in itertools.groupby(signature)]
+    return BlockLayout(
+        bases=np.array([segment.base for segment in merged], dtype=np.int64),
+        strides=np.array([segment.stride for segment in merged], dtype=np.int64),
+        sizes=sizes,
+        offsets=np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64),
+        num_blocks=next(iter(num_blocks)) // ratio,
+        block_bytes=block_bytes,
+        signature=",".join(runs),
+    )
+
+
+def bytes_per_index(kv_caches: Mapping[str, torch.Tensor], block_dim: int = 0) -> int:
+    """Bytes that one index of ``block_dim`` weighs over all tensors: a block, or a part of one."""
+    layers = _without_aliases(kv_caches, block_dim).values()
+    return sum(
+        tensor.numel() // tensor.shape[block_dim] * tensor.element_size()
+        for tensor in layers
+        if tensor.shape[block_dim]
+    )
+
+
+def _without_aliases(
+    kv_caches: Mapping[str, torch.Tensor], block_dim: int
+) -> dict[str, torch.Tensor]:
+    """Layers that share another's KV are registered as the same tensor: it is moved once."""
+    if not kv_caches:
+        raise UnsupportedLayoutError("no KV tensors were given")
+    seen: dict[tuple[object, ...], str] = {}
+    layers: dict[str, torch.Tensor] = {}
+    for name, tensor in kv_caches.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedLayoutError(f"{name}: {type(tensor).__name__} is not a tensor")
+        if not -tensor.dim() <= block_dim < tensor.dim():
+            raise UnsupportedLayoutError(
+                f"{name}: shape {tuple(tensor.shape)} has no dimension {block_dim} to count blocks"
+            )
+        identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if identity not in seen:
+            seen[identity] = name
+            layers[name] = tensor
+    devices = {tensor.device for tensor in layers.values()}
+    if len(devices) != 1:
+        raise UnsupportedLayoutError(f"KV tensors lie on several devices: {sorted(map(str, devices))}")
+    return layers
+
+
+def _inner_segments(
+    name: str, tensor: torch.Tensor, block_dim: int, ratio: int
+) -> tuple[int, list[tuple[int, int]], str]:
+    """Stride of a block, its contiguous pieces as (offset, size), and a text of their form."""
+    item = tensor.element_size()
+    block_dim %= tensor.dim()
+    dims = [
+        (tensor.stride(dim) * item, tensor.shape[dim], dim)
+        for dim in range(tensor.dim())
+        if dim != block_dim and tensor.shape[dim] != 1
+    ]
+    stride = tensor.stride(block_dim) * item
+    if ratio > 1:
+        dims.append((stride, ratio, block_dim))
+        stride *= ratio
+    dims.sort(reverse=True)
+    size = item
+    while dims and dims[-1][0] == size:
+        size *= dims.pop()[1]
+    if any(dim_stride < size for dim_stride, _, _ in dims) or (
+        abs(stride) < size and tensor.shape[block_dim] > ratio
+    ):
+        raise UnsupportedLayoutError(
+            f"{name}: shape {tuple(tensor.shape)} with strides {tensor.stride()} overlaps itself"
+        )
+    offsets = [0]
+    for dim_stride, count, _ in dims:
+        offsets = [offset + i * dim_stride for offset in offsets for i in range(count)]
+    order = [
+        dim for _, _, dim in sorted(
+            ((tensor.stride(d), tensor.shape[d], d) for d in range(tensor.dim()) if d != block_dim),
+            reverse=True,
+        )
+    ]  # fmt: skip
+    form = f"{str(tensor.dtype).removeprefix('torch.')}" + "".join(
+        f"[{tensor.shape[dim]}@{dim}]" for dim in order
+    )
+    return stride, [(offset, size) for offset in offsets], form
+
+
+def _merge(segments: list[_Segment]) -> list[_Segment]:
+    """Join neighbours that are contiguous on the GPU too: fewer, larger copies."""
+    merged = [segments[0]]
+    for segment in segments[1:]:
+        last = merged[-1]
+        grown = last.size + segment.size
+        if (
+            segment.base == last.base + last.size
+            and segment.stride == last.stride
+            and grown <= abs(last.stride)
+        ):
+            merged[-1] = _Segment(last.base, last.stride, grown)
+        else:
+            merged.append(segment)
+    return merged

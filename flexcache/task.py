@@ -1,0 +1,564 @@
+"""KVTaskEngine: the life of every get, put and prefetch, from match to final response.
+
+    CREATED --launch--> READY --first op starts--> RUNNING --last op ends--> COMPLETED | FAILED
+       |                  |                           |
+       +------------------+----------cancel-----------+--ops that run end first--> CANCELLED
+
+A state machine without I/O: it takes calls and events, each with the time, and leaves instructions
+that the shell around it takes out (`take_instructions`) and carries out. An op is carried out by
+one executor (the disk worker) or by several at once (the device worker of every rank), and has
+ended when all of them said so or are gone.
+
+Not thread-safe: the shell holds a lock around each call.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
+from flexcache.errors import InternalError
+from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
+from flexcache.transfer.graph import BlockIds, TransferOp
+from flexcache.transfer.scheduler import OpEnded, Outcome, StartOp, TransferScheduler
+
+DISK = "disk"
+_LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
+_STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
+_NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
+
+
+def device(rank: int) -> str:
+    """Name of the executor of H2D and D2H on one rank."""
+    return f"device:{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOp:
+    """Instruction: an executor shall move the blocks and report by `KVTaskEngine.op_done`.
+
+    ``checksums`` has one per block where the bytes read must be verified. A ``gated`` op must wait
+    until the engine's worker has opened the gate of its task.
+    """
+
+    executor: str
+    task_id: TaskId
+    op: TransferOp
+    checksums: npt.NDArray[np.uint64] | None
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DropOp:
+    """Instruction: what of the op has not started need not; it must still be reported."""
+
+    executor: str
+    op_id: OpId
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEnded:
+    """Instruction: the GPU side of a task is done; tell whoever waits, and, if it is ``gated``,
+    the engine's workers. ``num_ok`` blocks from the task's first on have arrived."""
+
+    task_id: TaskId
+    num_ok: int
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceExecutor:
+    """Instruction: an executor missed an op's deadline; stop it and report `executor_down`."""
+
+    executor: str
+    reason: str
+
+
+Instruction = RunOp | DropOp | TaskEnded | ReplaceExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """How a task ended: ``num_ok`` blocks from block ``start`` of the prompt on."""
+
+    status: KVStatus
+    start: int
+    num_ok: int
+    num_tokens: int
+    error: str | None = None
+    is_final: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    task_id: TaskId
+    plan: Plan
+    num_tokens: int
+    created_s: float
+    state: TaskState = TaskState.CREATED
+    launched: bool = False
+    gated: bool = False
+    cancelled: bool = False
+    overdue: bool = False
+    announced: bool = False
+    open_ops: Counter[OpKind] = field(default_factory=Counter)
+    moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)
+    """Per kind of op: position of its first block -> blocks that it moved."""
+    errors: list[str] = field(default_factory=list)
+    running: dict[OpId, _RunningOp] = field(default_factory=dict)
+
+    def contiguous(self, kinds: Iterable[OpKind], start: int) -> int:
+        """How many blocks from ``start`` on were moved without a gap by ops of these kinds."""
+        results: dict[int, int] = {}
+        for kind in kinds:
+            results.update(self.moved.get(kind, {}))
+        position = start
+        while results.get(position, 0):
+            position += results[position]
+        return position - start
+
+    @property
+    def gpu_ops_open(self) -> int:
+        return self.open_ops[OpKind.H2D] + self.open_ops[OpKind.D2H]
+
+
+@dataclass(slots=True, eq=False)
+class _RunningOp:
+    task: _Task
+    op: TransferOp
+    started_s: float
+    waiting_for: dict[str, None]
+    num_ok: int
+    bad_block: bool = False
+
+
+@dataclass(slots=True)
+class OpTotals:
+    """What ops of one kind did since the start."""
+
+    ops: int = 0
+    failed_ops: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class KVTaskEngine:
+    """Tasks over a planner and a scheduler.
+
+    Args:
+        cache: The planner with its tiers.
+        block_bytes: Bytes of one block over all ranks, for the counters.
+        load_ranks: Ranks that must all execute an H2D.
+        store_ranks: Ranks that must all execute a D2H (MLA: one).
+        op_timeout_s: Deadline of an op.
+        match_ttl_s: A task that is not launched for so long is cancelled.
+    """
+
+    def __init__(
+        self,
+        cache: GlobalCacheEngine,
+        *,
+        block_bytes: int,
+        load_ranks: Sequence[int] = (0,),
+        store_ranks: Sequence[int] = (0,),
+        op_timeout_s: float = 30.0,
+        match_ttl_s: float = 120.0,
+    ) -> None:
+        self.cache = cache
+        self._scheduler = TransferScheduler()
+        self._block_bytes = block_bytes
+        self._executors = {
+            OpKind.H2D: tuple(device(rank) for rank in load_ranks),
+            OpKind.D2H: tuple(device(rank) for rank in store_ranks),
+            OpKind.DISK2H: (DISK,),
+            OpKind.H2DISK: (DISK,),
+        }
+        self._op_timeout_s = op_timeout_s
+        self._match_ttl_s = match_ttl_s
+        self._up: dict[str, None] = {}
+        self._tasks: dict[TaskId, _Task] = {}
+        self._results: OrderedDict[TaskId, TaskResult] = OrderedDict()
+        self._collected: dict[TaskId, None] = {}
+        self._next_id = itertools.count(1)
+        self._last_id = 0
+        self._running: dict[OpId, _RunningOp] = {}
+        self._deadlines: list[tuple[float, OpId]] = []
+        self._unlaunched: deque[tuple[float, TaskId]] = deque()
+        self._outcomes: deque[Outcome] = deque()
+        self._instructions: list[Instruction] = []
+        self._checksums = {
+            tier.name: np.zeros(tier.capacity, dtype=np.uint64) for tier in cache.lower
+        }
+        self.op_totals = {kind: OpTotals() for kind in OpKind}
+        self.dropped_blocks: Counter[str] = Counter()
+        self.ended_tasks: Counter[str] = Counter()
+
+    # -- calls of the engine's adapter -----------------------------------------------------------
+
+    def match(
+        self, kind: TaskKind, keys: BlockKeys, start: int, stop: int, num_tokens: int, now: float
+    ) -> tuple[TaskId, Plan]:
+        """Make a task for blocks ``[start, stop)`` of a prompt. An empty one is finished already."""
+        plan = {
+            TaskKind.GET: self.cache.plan_get,
+            TaskKind.PUT: self.cache.plan_put,
+            TaskKind.PREFETCH: self.cache.plan_prefetch,
+        }[kind](keys, start, stop)
+        self.dropped_blocks.update(plan.dropped)
+        task = _Task(TaskId(next(self._next_id)), plan, num_tokens, now)
+        self._last_id = task.task_id
+        if plan.num_blocks == 0:
+            self.cache.finish(plan)
+            self._remember(task, TaskState.COMPLETED, KVStatus.NOT_FOUND, 0)
+            return task.task_id, plan
+        self._tasks[task.task_id] = task
+        self._unlaunched.append((now + self._match_ttl_s, task.task_id))
+        return task.task_id, plan
+
+    def launch(
+        self,
+        task_ids: Sequence[TaskId],
+        gpu_blocks: Sequence[BlockIds],
+        now: float,
+        gated: bool = False,
+    ) -> None:
+        """Start tasks with the GPU blocks for each. All are checked before any is started.
+
+        A task that was cancelled meanwhile, or had nothing to move, stays as it is.
+        """
+        if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
+            raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
+        to_start: list[tuple[_Task, BlockIds]] = []
+        for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
+            task = self._tasks.get(task_id)
+            if task is None:
+                result = self._result(task_id)
+                if result.status in (KVStatus.SUCCESS, KVStatus.FAILED):
+                    raise ValueError(f"task {task_id} was launched before")
+                continue
+            if task.launched:
+                raise ValueError(f"task {task_id} was launched before")
+            if task.plan.kind is not TaskKind.PREFETCH and len(blocks) != task.plan.num_blocks:
+                raise ValueError(
+                    f"task {task_id} needs slots for {task.plan.num_blocks} blocks, "
+                    f"{len(blocks)} were given"
+                )
+            to_start.append((task, blocks))
+        for task, blocks in to_start:
+            task.launched = True
+            task.gated = gated
+            task.state = TaskState.READY
+            for op in task.plan.graph.ops:
+                task.open_ops[op.kind] += 1
+            task.plan.graph.bind_gpu_blocks(blocks, task.plan.start)
+            self._follow(self._scheduler.submit(task.task_id, task.plan.graph), now)
+            if not task.plan.graph.ops:  # a prefetch of what the host tier has
+                self._finish(task)
+
+    def cancel(self, task_ids: Iterable[TaskId], now: float) -> None:
+        """Stop what has not started. Idempotent; a finished task stays as it is."""
+        for task_id in task_ids:
+            task = self._tasks.get(task_id)
+            if task is None:
+                self._require_known(task_id)
+                continue
+            if task.cancelled:
+                continue
+            task.cancelled = True
+            if not task.launched:
+                self._finish(task)
+                continue
+            for running in task.running.values():
+                for executor in running.waiting_for:
+                    self._instructions.append(DropOp(executor, running.op.op_id))
+            self._follow(self._scheduler.cancel(task_id), now)
+
+    def cancel_all(self, now: float) -> None:
+        self.cancel(list(self._tasks), now)
+
+    @property
+    def num_open_tasks(self) -> int:
+        return len(self._tasks)
+
+    def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
+        """How the task ended; None while it goes on. Without ``completely``, the GPU side counts.
+
+        Raises `KeyError` for an id that was never given out or is forgotten.
+        """
+        task = self._tasks.get(task_id)
+        if task is None:
+            return self._result(task_id)
+        if task.overdue or (not completely and task.announced):
+            return self._judge(task, is_final=False)
+        return None
+
+    def collected(self, task_id: TaskId) -> None:
+        """The final response was handed over: the task no longer counts, and may be forgotten."""
+        if task_id in self._results:
+            self._collected[task_id] = None
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def executor_up(self, executor: str) -> None:
+        self._up[executor] = None
+
+    def executor_down(self, executor: str, reason: str, now: float) -> None:
+        """An executor is gone, and with it all that it was moving."""
+        self._up.pop(executor, None)
+        for running in list(self._running.values()):
+            if executor in running.waiting_for:
+                self._one_done(running, executor, 0, f"{executor}: {reason}", False, now)
+
+    def is_up(self, executor: str) -> bool:
+        return executor in self._up
+
+    def op_done(
+        self,
+        executor: str,
+        op_id: OpId,
+        num_ok: int,
+        now: float,
+        *,
+        error: str | None = None,
+        bad_block: bool = False,
+        checksums: npt.NDArray[np.uint64] | None = None,
+    ) -> None:
+        """An executor has ended its part of an op with the first ``num_ok`` blocks moved.
+
+        Args:
+            bad_block: The block after these is unreadable or has wrong bytes.
+            checksums: Of the blocks written, where the op wrote to a tier that verifies.
+        """
+        running = self._running.get(op_id)
+        if running is None or executor not in running.waiting_for:
+            return  # it was declared gone before; what it says no longer counts
+        op = running.op
+        if checksums is not None and op.kind in _STORE_TIER and op.dst is not None:
+            count = min(len(checksums), len(op.dst))
+            self._checksums[_STORE_TIER[op.kind]][op.dst[:count]] = checksums[:count]
+        self._one_done(running, executor, min(num_ok, len(op)), error, bad_block, now)
+
+    def tick(self, now: float) -> None:
+        """Let deadlines pass."""
+        while self._unlaunched and self._unlaunched[0][0] <= now:
+            task = self._tasks.get(self._unlaunched.popleft()[1])
+            if task is not None and not task.launched:
+                task.errors.append(f"not launched within {self._match_ttl_s:g} s")
+                self.cancel([task.task_id], now)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            running = self._running.get(heapq.heappop(self._deadlines)[1])
+            if running is None:
+                continue
+            reason = (
+                f"{running.op.kind.value} op {running.op.op_id} missed its deadline of "
+                f"{self._op_timeout_s:g} s"
+            )
+            running.task.errors.append(reason)
+            for executor in list(running.waiting_for):
+                self._instructions.append(ReplaceExecutor(executor, reason))
+            if running.op.kind.touches_gpu:
+                # The copy may still land, so its blocks stay leased; only the answer is given.
+                running.task.overdue = True
+                self._follow(self._scheduler.cancel(running.task.task_id), now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do at the earliest."""
+        times = [queue[0][0] for queue in (self._deadlines, self._unlaunched) if queue]
+        return min(times) if times else None
+
+    def take_instructions(self) -> list[Instruction]:
+        instructions, self._instructions = self._instructions, []
+        return instructions
+
+    # -- what follows from them ------------------------------------------------------------------
+
+    def _follow(self, outcomes: list[Outcome], now: float) -> None:
+        self._outcomes.extend(outcomes)
+        while self._outcomes:
+            outcome = self._outcomes.popleft()
+            if isinstance(outcome, StartOp):
+                self._start(outcome, now)
+            else:
+                self._op_ended(outcome)
+
+    def _start(self, outcome: StartOp, now: float) -> None:
+        task, op = self._tasks[outcome.task_id], outcome.op
+        executors = self._executors[op.kind]
+        down = [name for name in executors if name not in self._up]
+        if down:
+            task.errors.append(f"{', '.join(down)} not connected")
+            self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
+            return
+        task.state = TaskState.RUNNING
+        running = _RunningOp(task, op, now, dict.fromkeys(executors), len(op))
+        self._running[op.op_id] = task.running[op.op_id] = running
+        heapq.heappush(self._deadlines, (now + self._op_timeout_s, op.op_id))
+        checksums = None
+        if op.kind in _LOAD_TIER and op.src is not None:
+            checksums = self._checksums[_LOAD_TIER[op.kind]][op.src]
+        gated = task.gated and op.kind.touches_gpu
+        for executor in executors:
+            self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
+
+    def _one_done(
+        self,
+        running: _RunningOp,
+        executor: str,
+        num_ok: int,
+        error: str | None,
+        bad_block: bool,
+        now: float,
+    ) -> None:
+        del running.waiting_for[executor]
+        running.num_ok = min(running.num_ok, num_ok)
+        running.bad_block |= bad_block
+        if error is not None:
+            running.task.errors.append(error)
+        if running.waiting_for:
+            return
+        op, task = running.op, running.task
+        del self._running[op.op_id], task.running[op.op_id]
+        self._count(running, now)
+        if running.bad_block and op.kind in _LOAD_TIER and running.num_ok < len(op):
+            position = op.first + running.num_ok
+            self.cache.discard_bad_block(task.plan, _LOAD_TIER[op.kind], position)
+        self._follow(self._scheduler.op_ended(op.op_id, running.num_ok), now)
+
+    def _count(self, running: _RunningOp, now: float) -> None:
+        op, moved = running.op, running.num_ok * self._block_bytes
+        totals = self.op_totals[op.kind]
+        totals.ops += 1
+        totals.failed_ops += running.num_ok < len(op)
+        totals.blocks += running.num_ok
+        totals.bytes += moved
+        totals.seconds += now - running.started_s
+        host = self.cache.host.counters
+        if op.kind in (OpKind.H2D, *_STORE_TIER):
+            host.read_bytes += moved
+        else:
+            host.written_bytes += moved
+        if op.kind in _LOAD_TIER:
+            self.cache.by_name[_LOAD_TIER[op.kind]].counters.read_bytes += moved
+        if op.kind in _STORE_TIER:
+            self.cache.by_name[_STORE_TIER[op.kind]].counters.written_bytes += moved
+            if running.num_ok < len(op):
+                self.dropped_blocks["ssd_write_failed"] += len(op) - running.num_ok
+
+    def _op_ended(self, ended: OpEnded) -> None:
+        task, op = self._tasks[ended.task_id], ended.op
+        # What still moved when the task was cancelled is published to nobody.
+        num_ok = 0 if task.cancelled else ended.num_ok
+        task.moved.setdefault(op.kind, {})[op.first] = num_ok
+        task.open_ops[op.kind] -= 1
+        self._publish_what_is_whole(task, op.kind)
+        if task.gpu_ops_open == 0 and (op.kind.touches_gpu or task.open_ops.total() == 0):
+            self._announce(task)
+        if task.open_ops.total() == 0:
+            self._finish(task)
+
+    def _publish_what_is_whole(self, task: _Task, kind: OpKind) -> None:
+        plan = task.plan
+        if kind in _STORE_TIER:
+            if task.open_ops[kind] == 0:
+                tier = _STORE_TIER[kind]
+                count = task.contiguous([kind], plan.store_starts[tier])
+                self.cache.publish_store(plan, tier, count)
+        elif kind is not OpKind.H2D and plan.staging is not None:
+            kinds = [OpKind.D2H] if plan.kind is TaskKind.PUT else list(_LOAD_TIER)
+            if not any(task.open_ops[k] for k in kinds):
+                begin = plan.start if plan.kind is TaskKind.PUT else plan.load_start
+                self.cache.publish_staging(plan, task.contiguous(kinds, begin))
+
+    def _announce(self, task: _Task) -> None:
+        if not task.announced:
+            task.announced = True
+            num_ok = self._judge(task).num_ok
+            self._instructions.append(TaskEnded(task.task_id, num_ok, task.gated))
+
+    def _judge(self, task: _Task, is_final: bool = True) -> TaskResult:
+        plan, error = task.plan, "; ".join(dict.fromkeys(task.errors)) or None
+        if task.cancelled:
+            return TaskResult(KVStatus.CANCELLED, plan.start, 0, task.num_tokens, error, is_final)
+        if plan.kind is TaskKind.PREFETCH:
+            on_host = plan.sources.get(TierName.CPU, 0)
+            num_ok = on_host + task.contiguous(_LOAD_TIER, plan.start + on_host)
+        else:
+            num_ok = task.contiguous([OpKind.H2D, OpKind.D2H], plan.start)
+        status = KVStatus.SUCCESS if num_ok else KVStatus.FAILED
+        return TaskResult(status, plan.start, num_ok, task.num_tokens, error, is_final)
+
+    def _finish(self, task: _Task) -> None:
+        """Every op of the task has ended, or none was ever started."""
+        self.cache.finish(task.plan)
+        self._announce(task)
+        result = self._judge(task)
+        state = {
+            KVStatus.SUCCESS: TaskState.COMPLETED,
+            KVStatus.CANCELLED: TaskState.CANCELLED,
+            KVStatus.FAILED: TaskState.FAILED,
+        }[result.status]
+        del self._tasks[task.task_id]
+        self._remember(task, state, result.status, result.num_ok, result.error)
+
+    def _remember(
+        self, task: _Task, state: TaskState, status: KVStatus, num_ok: int, error: str | None = None
+    ) -> None:
+        task.state = state
+        self.ended_tasks[f"{task.plan.kind.value}_{status.value}"] += 1
+        self._results[task.task_id] = TaskResult(
+            status, task.plan.start, num_ok, task.num_tokens, error
+        )
+        while len(self._results) > _NUM_REMEMBERED:
+            forgotten, _ = self._results.popitem(last=False)
+            self._collected.pop(forgotten, None)
+
+    def _result(self, task_id: TaskId) -> TaskResult:
+        self._require_known(task_id)
+        result = self._results.get(task_id)
+        if result is None:
+            raise KeyError(f"task {task_id} was answered long ago and is forgotten")
+        return result
+
+    def _require_known(self, task_id: TaskId) -> None:
+        if not 1 <= task_id <= self._last_id:
+            raise KeyError(f"task {task_id} was never given out")
+
+    # -- insight ---------------------------------------------------------------------------------
+
+    def tasks_by_state(self) -> dict[str, int]:
+        """Tasks whose final response was not collected yet, by state."""
+        counts = {state.value: 0 for state in TaskState}
+        for task in self._tasks.values():
+            counts[task.state.value] += 1
+        ended = {
+            KVStatus.CANCELLED: TaskState.CANCELLED,
+            KVStatus.FAILED: TaskState.FAILED,
+        }
+        for task_id, result in self._results.items():
+            if task_id not in self._collected:
+                counts[ended.get(result.status, TaskState.COMPLETED).value] += 1
+        return counts
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(everything)."""
+        self.cache.check()
+        self._scheduler.check()
+        for op_id, running in self._running.items():
+            if not running.waiting_for:
+                raise InternalError(f"op {op_id} waits for nobody")
+            if running.task.task_id not in self._tasks:
+                raise InternalError(f"op {op_id} runs for a task that has ended")
+        for task_id, task in self._tasks.items():
+            if task.state.is_final or task_id in self._results:
+                raise InternalError(f"task {task_id} has ended and is still kept open")
+            if not task.launched and task.open_ops.total():
+                raise InternalError(f"task {task_id} has open ops without a launch")

@@ -1,0 +1,76 @@
+"""What a planner hands to the scheduler: ops, and which must end before which may start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.errors import InternalError
+from flexcache.ids import OpId, OpKind
+
+BlockIds = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class TransferOp:
+    """One typed movement of a list of blocks of one task.
+
+    ``first`` is the position of the op's first block among the task's blocks. An op that depends
+    on another over the same positions moves at most the prefix that the other delivered.
+
+    Attributes:
+        src: Block ids to read, of the tier that ``kind`` names first; GPU ids come at the launch.
+        dst: Block ids to write, likewise.
+    """
+
+    op_id: OpId
+    kind: OpKind
+    first: int
+    src: BlockIds | None
+    dst: BlockIds | None
+    depends_on: tuple[OpId, ...] = ()
+
+    def __len__(self) -> int:
+        blocks = self.src if self.src is not None else self.dst
+        assert blocks is not None
+        return len(blocks)
+
+    def truncate(self, count: int) -> None:
+        if self.src is not None:
+            self.src = self.src[:count]
+        if self.dst is not None:
+            self.dst = self.dst[:count]
+
+
+@dataclass(slots=True, eq=False)
+class TransferOpGraph:
+    """The ops of one get, put or prefetch, in an order in which they could run one by one."""
+
+    ops: list[TransferOp] = field(default_factory=list)
+
+    def add(
+        self,
+        op_id: OpId,
+        kind: OpKind,
+        first: int,
+        src: BlockIds | None,
+        dst: BlockIds | None,
+        depends_on: Sequence[OpId] = (),
+    ) -> OpId:
+        self.ops.append(TransferOp(op_id, kind, first, src, dst, tuple(depends_on)))
+        return op_id
+
+    def bind_gpu_blocks(self, gpu_blocks: BlockIds, base: int) -> None:
+        """Say which GPU blocks the task's blocks ``base, base + 1, ...`` are."""
+        for op in self.ops:
+            if op.kind.touches_gpu:
+                chunk = gpu_blocks[op.first - base : op.first - base + len(op)]
+                if len(chunk) != len(op):
+                    raise InternalError(f"op {op.op_id} has no GPU block for each of its blocks")
+                if op.kind is OpKind.H2D:
+                    op.dst = chunk
+                else:
+                    op.src = chunk

@@ -1,0 +1,281 @@
+"""The disk worker: executes DISK2H and H2DISK in a process of its own.
+
+Run as ``python -m flexcache.transfer.workers.disk`` by the server, which hands its descriptors
+down, supervises it and starts it anew if it dies. It keeps nothing that matters: which block lies
+where, and what its checksum is, is told with each op.
+
+`DiskWorker` is the logic, without sockets or processes; `main` is the shell around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+import zmq
+
+from flexcache.ids import OpKind
+from flexcache.storage.block_io import BlockIO, Completion, Direction, Request, open_block_io
+from flexcache.storage.disk_pool import preallocate
+from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.messages import (
+    Done,
+    Drop,
+    Execute,
+    Ready,
+    Stop,
+    pack_checksums,
+    unpack_checksums,
+    unpack_ids,
+)
+
+logger = logging.getLogger(__name__)
+
+_EAGER_READS = 3  # reads go first, but a write gets every fourth turn
+
+
+@dataclass(slots=True, eq=False)
+class _DiskOp:
+    op_id: int
+    direction: Direction
+    slots: npt.NDArray[np.int64]
+    host_blocks: npt.NDArray[np.int64]
+    expected: npt.NDArray[np.uint64]
+    checksums: npt.NDArray[np.uint64]
+    ok: npt.NDArray[np.bool_]
+    next_block: int = 0
+    in_flight: int = 0
+    dropped: bool = False
+    bad_block: int | None = None
+    error: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.in_flight == 0 and (self.dropped or self.next_block == len(self.slots))
+
+    def done(self) -> Done:
+        num_ok = len(self.ok) if self.ok.all() else int(self.ok.argmin())
+        return Done(
+            self.op_id,
+            num_ok,
+            error=self.error,
+            bad_block=self.bad_block == num_ok,
+            checksums=b"" if self.direction is Direction.READ else pack_checksums(self.checksums),
+        )
+
+
+@dataclass(slots=True)
+class _Queue:
+    reads: deque[_DiskOp] = field(default_factory=deque)
+    writes: deque[_DiskOp] = field(default_factory=deque)
+    reads_since_write: int = 0
+
+    def next(self) -> _DiskOp | None:
+        """The op whose next block is to be moved."""
+        write_first = self.writes and self.reads_since_write >= _EAGER_READS
+        for queue in (self.writes, self.reads) if write_first else (self.reads, self.writes):
+            while queue and (queue[0].dropped or queue[0].next_block == len(queue[0].slots)):
+                queue.popleft()
+            if queue:
+                self.reads_since_write = self.reads_since_write + 1 if queue is self.reads else 0
+                return queue[0]
+        return None
+
+
+class DiskWorker:
+    """Keeps a block I/O engine full with the blocks of the ops at hand.
+
+    A block that cannot be read, or whose checksum differs, ends the useful part of its op: what
+    comes after it could not be used. For one thread.
+    """
+
+    def __init__(
+        self,
+        io: BlockIO,
+        segments: Sequence[HostSegment],
+        locate: Callable[[int], tuple[int, int]],
+    ) -> None:
+        self._io = io
+        self._segments = segments
+        self._locate = locate
+        self._ops: dict[int, _DiskOp] = {}
+        self._queue = _Queue()
+        self._tokens = count()
+        self._in_flight: dict[int, tuple[_DiskOp, int]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._ops
+
+    def execute(self, message: Execute) -> None:
+        is_read = message.kind is OpKind.DISK2H
+        src, dst = unpack_ids(message.src), unpack_ids(message.dst)
+        op = _DiskOp(
+            message.op_id,
+            Direction.READ if is_read else Direction.WRITE,
+            slots=src if is_read else dst,
+            host_blocks=dst if is_read else src,
+            expected=unpack_checksums(message.checksums),
+            checksums=np.zeros(len(src), dtype=np.uint64),
+            ok=np.zeros(len(src), dtype=np.bool_),
+        )
+        self._ops[op.op_id] = op
+        (self._queue.reads if is_read else self._queue.writes).append(op)
+
+    def drop(self, op_id: int) -> None:
+        if op_id in self._ops:
+            self._ops[op_id].dropped = True
+
+    def advance(self) -> list[Done]:
+        """Take in completions and start further I/O; returns the ops that are over."""
+        for completion in self._io.reap():
+            self._complete(completion)
+        self._fill()
+        over = [op for op in self._ops.values() if op.is_over]
+        for op in over:
+            del self._ops[op.op_id]
+        return [op.done() for op in over]
+
+    def _fill(self) -> None:
+        started: list[tuple[_DiskOp, int, Request]] = []
+        while len(self._in_flight) < self._io.depth:
+            op = self._queue.next()
+            if op is None:
+                break
+            position, token = op.next_block, next(self._tokens)
+            op.next_block += 1
+            op.in_flight += 1
+            fd, offset = self._locate(int(op.slots[position]))
+            request = Request(token, op.direction, fd, offset, self._pieces(op, position))
+            self._in_flight[token] = (op, position)
+            started.append((op, position, request))
+        self._io.submit([request for _, _, request in started])
+        for op, position, request in started:  # summed while the device is busy writing
+            if op.direction is Direction.WRITE:
+                op.checksums[position] = checksum(request.pieces)
+
+    def _pieces(self, op: _DiskOp, position: int) -> list[memoryview]:
+        block = int(op.host_blocks[position])
+        return [segment.block(block) for segment in self._segments]
+
+    def _complete(self, completion: Completion) -> None:
+        op, position = self._in_flight.pop(completion.token)
+        op.in_flight -= 1
+        problem = self._problem(op, position, completion.result)
+        if problem is None:
+            op.ok[position] = True
+            return
+        op.error = op.error or f"{op.direction.value} of slot {op.slots[position]}: {problem}"
+        if op.bad_block is None or position < op.bad_block:
+            op.bad_block = position
+        op.dropped = True  # nothing behind the gap is of use
+
+    def _problem(self, op: _DiskOp, position: int, result: int) -> str | None:
+        size = sum(segment.stride for segment in self._segments)
+        if result < 0:
+            return os.strerror(-result)
+        if result != size:
+            return f"{result} of {size} bytes moved"
+        if op.direction is Direction.READ and checksum(self._pieces(op, position)) != int(
+            op.expected[position]
+        ):
+            return "checksum mismatch"
+        return None
+
+
+def checksum(pieces: Sequence[memoryview]) -> int:
+    """xxh3-64 over the pieces one after the other."""
+    hasher = xxhash.xxh3_64()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.intdigest()
+
+
+class DiskWorkerConfig(msgspec.Struct, frozen=True):
+    """All that the process is told, on the first line of its standard input."""
+
+    endpoint: str
+    identity: str
+    segment_fds: list[int]
+    segment_stride: int
+    num_host_blocks: int
+    file_fds: list[int]
+    file_bytes: int
+    slot_bytes: int
+    io_engine: str
+    queue_depth: int
+    log_level: str
+
+
+def main() -> None:
+    """Serve until told to stop, or until the parent's end of standard input closes."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the parent's business
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=DiskWorkerConfig)
+    logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
+    for fd in config.file_fds:
+        problem = preallocate(fd, config.file_bytes)
+        if problem:
+            logger.warning("SSD space could not be reserved (%s): writes may fail later", problem)
+    io = open_block_io(config.io_engine, config.queue_depth)
+    segments = [
+        HostSegment(fd, config.segment_stride, config.num_host_blocks) for fd in config.segment_fds
+    ]
+    for segment in segments:
+        segment.map()
+    lanes = len(config.file_fds)
+
+    def locate(slot: int) -> tuple[int, int]:
+        return config.file_fds[slot % lanes], slot // lanes * config.slot_bytes
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.identity = config.identity.encode()
+        socket.connect(config.endpoint)
+        socket.send(msgspec.msgpack.encode(Ready(f"{io.name}, depth {io.depth}")))
+        _serve(socket, DiskWorker(io, segments, locate), io)
+    io.close()
+
+
+def _serve(socket: zmq.Socket[bytes], worker: DiskWorker, io: BlockIO) -> None:
+    decoder = msgspec.msgpack.Decoder(Execute | Drop | Stop)
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(io.fileno(), zmq.POLLIN)
+    poller.register(sys.stdin.fileno(), zmq.POLLIN)
+    stopping = False
+    while not (stopping and worker.is_idle):
+        ready = dict(poller.poll())
+        if sys.stdin.fileno() in ready:
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = decoder.decode(socket.recv(zmq.NOBLOCK))
+                if isinstance(message, Execute):
+                    worker.execute(message)
+                elif isinstance(message, Drop):
+                    worker.drop(message.op_id)
+                else:
+                    stopping = True
+        for done in worker.advance():
+            socket.send(msgspec.msgpack.encode(done))
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__main__":
+    main()
