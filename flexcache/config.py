@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -95,7 +95,7 @@ class ModelConfig:
             elements = self.head_size
         else:  # more ranks than heads: heads are replicated, as vLLM does
             elements = 2 * max(1, self.num_kv_heads // self.tp_size) * self.head_size
-        return self.num_layers * elements * self.dtype.itemsize
+        return self.num_layers * elements * int(self.dtype.itemsize)
 
     @property
     def token_size_in_bytes(self) -> int:
@@ -138,7 +138,8 @@ class CacheConfig:
         None, "Size of the SSD tier in GB, over all directories.", "1e9 bytes"
     )
     ssd_cache_dirs: Sequence[str] = _setting(
-        (), "Directories of the SSD tier, striped block by block (`:`-separated in the environment)."
+        (),
+        "Directories of the SSD tier, striped block by block (`:` between in the environment).",
     )
     remote_url: str | None = _setting(
         None, "Cluster store. Not in this version: setting it is refused."
@@ -305,7 +306,11 @@ def _read_file(path: str) -> dict[str, Any]:
         data = Path(path).read_bytes()
     except OSError as error:
         raise _reject(CONFIG_FILE_ENV, path, f"cannot be read: {error.strerror}") from None
-    decoders = {".json": msgspec.json.decode, ".toml": _toml_decode, ".yaml": _yaml_decode}
+    decoders: dict[str, Callable[[bytes], Any]] = {
+        ".json": msgspec.json.decode,
+        ".toml": _toml_decode,
+        ".yaml": _yaml_decode,
+    }
     suffix = Path(path).suffix.replace(".yml", ".yaml")
     if suffix not in decoders:
         raise _reject(CONFIG_FILE_ENV, path, "must end in .json, .toml or .yaml")

@@ -128,6 +128,21 @@ class KVManager:
         """
         return self._match(TaskKind.GET, token_ids, token_mask, namespace, block_keys)[:2]
 
+    def get_match_by_tier(
+        self,
+        token_ids: Tokens,
+        token_mask: Mask | None = None,
+        *,
+        namespace: Namespace = None,
+        block_keys: Sequence[bytes] | None = None,
+    ) -> tuple[int, Mask, dict[TierName, int]]:
+        """`get_match`, and how many of the tokens each tier will supply."""
+        task_id, mask, plan = self._match(
+            TaskKind.GET, token_ids, token_mask, namespace, block_keys
+        )
+        sources = {tier: n * self._tokens_per_block for tier, n in plan.sources.items()}
+        return task_id, mask, sources
+
     def put_match(
         self,
         token_ids: Tokens,
@@ -184,9 +199,7 @@ class KVManager:
         block_keys: Sequence[bytes] | None = None,
     ) -> int:
         """Bring what lower tiers have of a prompt to DRAM. Needs no GPU slots."""
-        task_id, _, _ = self._match(
-            TaskKind.PREFETCH, token_ids, token_mask, namespace, block_keys
-        )
+        task_id, _, _ = self._match(TaskKind.PREFETCH, token_ids, token_mask, namespace, block_keys)
         with self._server.session() as engine:
             engine.launch([TaskId(task_id)], [np.empty(0, np.int64)], time.monotonic())
         return task_id

@@ -33,6 +33,11 @@ from flexcache.transfer.scheduler import OpEnded, Outcome, StartOp, TransferSche
 DISK = "disk"
 _LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
 _STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
+_MAX_DISK_OPS = 8  # given to the disk worker at once: enough to keep it busy, few enough that a
+# read need not wait behind many writes, and that a deadline means what it says
+_EAGER_LOADS = 3  # loads go first, but a store gets every fourth turn
+_SLOWEST_BYTES_PER_S = 1e8  # a large op gets this much longer than the configured deadline
+_GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
 _NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
 
 
@@ -114,6 +119,8 @@ class _Task:
     """Per kind of op: position of its first block -> blocks that it moved."""
     errors: list[str] = field(default_factory=list)
     running: dict[OpId, _RunningOp] = field(default_factory=dict)
+    queued: dict[OpId, TransferOp] = field(default_factory=dict)
+    """Ops that may start and wait for a turn at the disk."""
 
     def contiguous(self, kinds: Iterable[OpKind], start: int) -> int:
         """How many blocks from ``start`` on were moved without a gap by ops of these kinds."""
@@ -138,6 +145,33 @@ class _RunningOp:
     waiting_for: dict[str, None]
     num_ok: int
     bad_block: bool = False
+
+
+@dataclass(slots=True)
+class _DiskQueue:
+    """Ops that wait for the disk worker, loads before stores."""
+
+    loads: deque[tuple[_Task, TransferOp]] = field(default_factory=deque)
+    stores: deque[tuple[_Task, TransferOp]] = field(default_factory=deque)
+    num_running: int = 0
+    loads_since_store: int = 0
+
+    def add(self, task: _Task, op: TransferOp) -> None:
+        task.queued[op.op_id] = op
+        (self.loads if op.kind in _LOAD_TIER else self.stores).append((task, op))
+
+    def next(self) -> tuple[_Task, TransferOp] | None:
+        """Take out the op whose turn it is; those cancelled meanwhile are skipped."""
+        store_first = self.stores and self.loads_since_store >= _EAGER_LOADS
+        queues = (self.stores, self.loads) if store_first else (self.loads, self.stores)
+        for queue in queues:
+            while queue:
+                task, op = queue.popleft()
+                if task.queued.pop(op.op_id, None) is not None:
+                    is_load = queue is self.loads
+                    self.loads_since_store = self.loads_since_store + 1 if is_load else 0
+                    return task, op
+        return None
 
 
 @dataclass(slots=True)
@@ -193,6 +227,7 @@ class KVTaskEngine:
         self._running: dict[OpId, _RunningOp] = {}
         self._deadlines: list[tuple[float, OpId]] = []
         self._unlaunched: deque[tuple[float, TaskId]] = deque()
+        self._disk_queue = _DiskQueue()
         self._outcomes: deque[Outcome] = deque()
         self._instructions: list[Instruction] = []
         self._checksums = {
@@ -207,7 +242,7 @@ class KVTaskEngine:
     def match(
         self, kind: TaskKind, keys: BlockKeys, start: int, stop: int, num_tokens: int, now: float
     ) -> tuple[TaskId, Plan]:
-        """Make a task for blocks ``[start, stop)`` of a prompt. An empty one is finished already."""
+        """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already."""
         plan = {
             TaskKind.GET: self.cache.plan_get,
             TaskKind.PUT: self.cache.plan_put,
@@ -280,6 +315,7 @@ class KVTaskEngine:
             for running in task.running.values():
                 for executor in running.waiting_for:
                     self._instructions.append(DropOp(executor, running.op.op_id))
+            self._end_queued(task)
             self._follow(self._scheduler.cancel(task_id), now)
 
     def cancel_all(self, now: float) -> None:
@@ -314,6 +350,11 @@ class KVTaskEngine:
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
         self._up.pop(executor, None)
+        if executor == DISK:
+            while (waiting := self._disk_queue.next()) is not None:
+                waiting[0].errors.append(f"{executor}: {reason}")
+                self._outcomes.extend(self._scheduler.op_ended(waiting[1].op_id, 0))
+            self._follow([], now)
         for running in list(self._running.values()):
             if executor in running.waiting_for:
                 self._one_done(running, executor, 0, f"{executor}: {reason}", False, now)
@@ -359,8 +400,8 @@ class KVTaskEngine:
             if running is None:
                 continue
             reason = (
-                f"{running.op.kind.value} op {running.op.op_id} missed its deadline of "
-                f"{self._op_timeout_s:g} s"
+                f"{running.op.kind.value} op {running.op.op_id} missed its deadline after "
+                f"{now - running.started_s:.1f} s"
             )
             running.task.errors.append(reason)
             for executor in list(running.waiting_for):
@@ -368,6 +409,7 @@ class KVTaskEngine:
             if running.op.kind.touches_gpu:
                 # The copy may still land, so its blocks stay leased; only the answer is given.
                 running.task.overdue = True
+                self._end_queued(running.task)
                 self._follow(self._scheduler.cancel(running.task.task_id), now)
 
     def next_deadline(self) -> float | None:
@@ -392,20 +434,44 @@ class KVTaskEngine:
 
     def _start(self, outcome: StartOp, now: float) -> None:
         task, op = self._tasks[outcome.task_id], outcome.op
-        executors = self._executors[op.kind]
-        down = [name for name in executors if name not in self._up]
+        down = [name for name in self._executors[op.kind] if name not in self._up]
         if down:
             task.errors.append(f"{', '.join(down)} not connected")
             self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
-            return
+        elif op.kind.touches_gpu:
+            self._dispatch(task, op, now)
+        else:
+            self._disk_queue.add(task, op)
+            self._fill_disk(now)
+
+    def _fill_disk(self, now: float) -> None:
+        while self._disk_queue.num_running < _MAX_DISK_OPS:
+            waiting = self._disk_queue.next()
+            if waiting is None:
+                return
+            self._disk_queue.num_running += 1
+            self._dispatch(*waiting, now)
+
+    def _end_queued(self, task: _Task) -> None:
+        """Ops that have not had their turn at the disk end with nothing moved."""
+        for op_id in list(task.queued):
+            del task.queued[op_id]
+            self._outcomes.extend(self._scheduler.op_ended(op_id, 0))
+
+    def _dispatch(self, task: _Task, op: TransferOp, now: float) -> None:
+        """Hand the op to its executors; its deadline starts."""
         task.state = TaskState.RUNNING
+        executors = self._executors[op.kind]
         running = _RunningOp(task, op, now, dict.fromkeys(executors), len(op))
         self._running[op.op_id] = task.running[op.op_id] = running
-        heapq.heappush(self._deadlines, (now + self._op_timeout_s, op.op_id))
+        gated = task.gated and op.kind.touches_gpu
+        patience = self._op_timeout_s + len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
+        if gated:
+            patience += _GATE_PATIENCE_S
+        heapq.heappush(self._deadlines, (now + patience, op.op_id))
         checksums = None
         if op.kind in _LOAD_TIER and op.src is not None:
             checksums = self._checksums[_LOAD_TIER[op.kind]][op.src]
-        gated = task.gated and op.kind.touches_gpu
         for executor in executors:
             self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
 
@@ -427,6 +493,9 @@ class KVTaskEngine:
             return
         op, task = running.op, running.task
         del self._running[op.op_id], task.running[op.op_id]
+        if not op.kind.touches_gpu:
+            self._disk_queue.num_running -= 1
+            self._fill_disk(now)
         self._count(running, now)
         if running.bad_block and op.kind in _LOAD_TIER and running.num_ok < len(op):
             position = op.first + running.num_ok
@@ -517,6 +586,9 @@ class KVTaskEngine:
         self._results[task.task_id] = TaskResult(
             status, task.plan.start, num_ok, task.num_tokens, error
         )
+        # An empty match needs no answer, and a gated task's goes to the engine's workers.
+        if task.gated or status is KVStatus.NOT_FOUND:
+            self._collected[task.task_id] = None
         while len(self._results) > _NUM_REMEMBERED:
             forgotten, _ = self._results.popitem(last=False)
             self._collected.pop(forgotten, None)

@@ -73,7 +73,7 @@ class TokenBlockKeys:
         self.root = root
         self.num_blocks = len(tokens) // tokens_per_block
         self._bytes_per_block = 8 * tokens_per_block
-        self._data = memoryview(np.ascontiguousarray(tokens, dtype="<i8")).cast("B")
+        self._data = memoryview(np.ascontiguousarray(tokens, dtype="<i8").view(np.uint8).data)
         self._checkpoints = [(0, xxhash.xxh3_128(root))]  # (blocks hashed, hasher), ascending
         self._probed: dict[int, BlockKey] = {}
 

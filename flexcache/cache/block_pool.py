@@ -31,7 +31,7 @@ class BlockPool:
         if count > self._num_free:
             raise InternalError(f"{count} blocks wanted, {self._num_free} free")
         start = self._num_free - count
-        ids = self._stack[start : self._num_free][::-1].copy()
+        ids: BlockIds = self._stack[start : self._num_free][::-1].copy()
         self._num_free = start
         self._is_free[ids] = False
         return ids

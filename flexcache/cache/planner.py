@@ -18,8 +18,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
@@ -289,5 +287,3 @@ class GlobalCacheEngine:
             for tier in self.tiers:
                 if tier.num_leased:
                     raise InternalError(f"{tier.name.value}: blocks leased and no plan open")
-
-

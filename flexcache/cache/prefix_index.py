@@ -45,6 +45,11 @@ _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _DISCARDED = float("-inf")  # recency of blocks that can no longer be found: the first to go
 
 
+def _joined(pieces: list[BlockIds]) -> BlockIds:
+    joined: BlockIds = np.concatenate(pieces) if pieces else NO_BLOCKS
+    return joined
+
+
 class Run:
     """Consecutive blocks of one sequence. Internal to the index."""
 
@@ -58,7 +63,7 @@ class Run:
         self.root = root
         self.parent = parent
         self.parent_length = parent_length
-        self.depth = 0 if parent is None else parent.depth + parent_length
+        self.depth: int = 0 if parent is None else parent.depth + parent_length
         self.keys: list[BlockKey] = []
         self.blocks: BlockIds = NO_BLOCKS
         self.holds: SortedDict[int, int] | None = None  # length held -> how often
@@ -184,7 +189,7 @@ class PrefixIndex:
         run, length = match.run, match.length
         while run is not None and run.depth + length > start:
             pieces.append(run.blocks[max(0, start - run.depth) : length])
-            run, length = run.parent, run.parent_length
+            length, run = run.parent_length, run.parent
         if not pieces:
             return NO_BLOCKS
         return pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces[::-1])
@@ -194,7 +199,7 @@ class PrefixIndex:
         run, length = match.run, match.length
         while run is not None:
             run.touch(length, now)
-            run, length = run.parent, run.parent_length
+            length, run = run.parent_length, run.parent
 
     def pin(self, match: PrefixMatch) -> None:
         """Keep the matched blocks in place until `unpin` with the same match. O(log holds)."""
@@ -258,7 +263,7 @@ class PrefixIndex:
             keep = max(tail_start, run.length - missing)
             missing -= run.length - keep
             freed.append(self._cut(run, keep))
-        return np.concatenate(freed) if freed else NO_BLOCKS
+        return _joined(freed)
 
     def discard(self, root: RootId, key: BlockKey) -> BlockIds:
         """Make a block and all behind it unfindable, for its bytes are bad; return the freed ids.
@@ -270,7 +275,7 @@ class PrefixIndex:
             return NO_BLOCKS
         freed: list[BlockIds] = []
         self._discard_tail(self._runs[code >> _OFFSET_BITS], code & _OFFSET_MASK, freed)
-        return np.concatenate(freed) if freed else NO_BLOCKS
+        return _joined(freed)
 
     def _discard_tail(self, run: Run, offset: int, freed: list[BlockIds]) -> None:
         for child in list((run.children or {}).values()):
@@ -309,7 +314,7 @@ class PrefixIndex:
             key = run.keys[position]
             if directory.get(key) == code + position:
                 del directory[key]
-        freed = run.blocks[keep:].copy()
+        freed: BlockIds = run.blocks[keep:].copy()
         self._num_blocks -= len(freed)
         run.truncate(keep)
         if not directory:

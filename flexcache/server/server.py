@@ -29,7 +29,7 @@ from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
-from flexcache.ids import TierName
+from flexcache.ids import OpId, TierName
 from flexcache.server.messages import (
     PROTOCOL_VERSION,
     Ended,
@@ -205,7 +205,7 @@ class KVServer:
             self._socket.bind(self.endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(f"endpoint = {self.endpoint!r}: {error.strerror}") from None
-        self.endpoint = self._socket.last_endpoint.decode()
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -400,7 +400,7 @@ class KVServer:
             case Done() if is_disk or (client is not None and client.serving):
                 self.engine.op_done(
                     DISK if client is None else device(client.tp_rank),
-                    message.op_id,
+                    OpId(message.op_id),
                     message.num_ok,
                     now,
                     error=message.error,

@@ -142,7 +142,9 @@ def _without_aliases(
             layers[name] = tensor
     devices = {tensor.device for tensor in layers.values()}
     if len(devices) != 1:
-        raise UnsupportedLayoutError(f"KV tensors lie on several devices: {sorted(map(str, devices))}")
+        raise UnsupportedLayoutError(
+            f"KV tensors lie on several devices: {sorted(map(str, devices))}"
+        )
     return layers
 
 

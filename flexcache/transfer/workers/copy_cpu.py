@@ -50,7 +50,7 @@ def _compile_with_numba() -> CopyRuns:
     from numba.core import cgutils
     from numba.extending import intrinsic
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def memcpy(typing_context, destination, source, size):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
             pointer = llvmlite.ir.IntType(8).as_pointer()
@@ -67,7 +67,7 @@ def _compile_with_numba() -> CopyRuns:
 
     array = types.Array(types.int64, 1, "C", readonly=True)
 
-    @njit(types.void(array, array, array), nogil=True)  # type: ignore[untyped-decorator]
+    @njit(types.void(array, array, array), nogil=True)
     def copy_runs(destinations, sources, sizes):  # type: ignore[no-untyped-def]
         for i in range(destinations.size):
             memcpy(destinations[i], sources[i], sizes[i])

@@ -70,6 +70,12 @@ class CudaBatchCopier:
                     raise RuntimeError(f"cudaHostRegister of {step} bytes failed with {code}")
                 self._pinned.append(address + start)
 
+    def fence(self) -> torch.cuda.Event:
+        """What the calling thread's current stream has been given up to now."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def start(
         self,
         destinations: Addresses,

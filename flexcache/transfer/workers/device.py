@@ -90,8 +90,7 @@ class CudaCopier:
         self._batch.pin(segment.address, segment.size)
 
     def fence(self) -> Fence | None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._batch.device))
+        event: Fence = self._batch.fence()
         return event
 
     def start(
@@ -99,7 +98,8 @@ class CudaCopier:
         after: Fence | None,
     ) -> Fence | None:  # fmt: skip
         assert after is None or isinstance(after, torch.cuda.Event)
-        return self._batch.start(destinations, sources, sizes, kind is OpKind.H2D, after)
+        landed: Fence = self._batch.start(destinations, sources, sizes, kind is OpKind.H2D, after)
+        return landed
 
     def close(self) -> None:
         self._batch.close()

@@ -1,0 +1,132 @@
+"""FlexCacheConnectorV1: vLLM's KV connector interface, translated and nothing more.
+
+For vLLM 0.28 to 0.33. Loads are asynchronous; a put at a request's end covers prompt and generated
+tokens while vLLM keeps the blocks. Set ``kv_load_failure_policy="recompute"``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from flexcache.ids import TierName
+from flexcache.integration.vllm.metadata import FlexCacheMetadata
+from flexcache.integration.vllm.scheduler import FlexCacheScheduler
+from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStats
+from flexcache.integration.vllm.worker import FlexCacheWorker
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
+    """Delegates to the scheduler's or the worker's side; each process has one of them."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = FlexCacheScheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = FlexCacheWorker(vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache is best effort: a request never has to wait for its KV to be stored."""
+        return False
+
+    # -- worker ----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, FlexCacheMetadata)
+        self._worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing to do: loads run between steps."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to do: a request is scheduled only after its load."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do: a put at the request's end covers all layers."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to do: vLLM keeps the blocks until the put is over."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = self._worker.take_finished()
+        return sent or None, received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks()
+
+    # -- scheduler -------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_tokens = self._scheduler.num_matched_tokens(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: Any, num_external_tokens: int
+    ) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return self._scheduler.take_step(scheduler_output.total_num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduler.transfers_ended(
+            connector_output.finished_sending or (), connector_output.finished_recving or ()
+        )
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.finished(request, block_ids), None
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Hits by tier, for vLLM 0.32 and later, which is the first to ask."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        names = {TierName.CPU: CacheHitSource.HOST, TierName.SSD: CacheHitSource.DISK}
+        sources = self._scheduler.hit_sources(request.request_id)
+        return {names[tier]: count for tier, count in sources.items()}
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduler.reset()
+
+    # -- both ------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> FlexCacheStats | None:
+        if self.role is not KVConnectorRole.SCHEDULER:
+            return None  # one report per engine: the scheduler's side sees every rank
+        return self._scheduler.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FlexCacheStats | None:
+        return FlexCacheStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> FlexCachePromMetrics:
+        return FlexCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).shutdown()

@@ -1,0 +1,114 @@
+"""Reads off a vLLM engine's config what FlexCache needs to know of it, and refuses what it cannot.
+
+Holds no state. Both the scheduler's and the workers' side use it, and come to the same answer.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from flexcache.config import CacheConfig, ModelConfig
+from flexcache.errors import ConfigError
+from flexcache.server.runtime import private_endpoint
+
+
+def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
+    """`CacheConfig` from ``FLEXCACHE_*`` and ``kv_connector_extra_config``; the latter wins."""
+    extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    set_size = extra.get("tokens_per_block", os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK"))
+    if set_size is not None and int(set_size) != block_size:
+        raise ConfigError(
+            f"tokens_per_block = {set_size!r}: must be vLLM's block size, {block_size}; leave it unset"
+        )
+    return CacheConfig.from_env(**{**extra, "tokens_per_block": block_size})
+
+
+def read_endpoint(vllm_config: Any, cache_config: CacheConfig) -> str:
+    """Where the scheduler's manager and the workers' clients of this engine meet."""
+    engine_id = vllm_config.kv_transfer_config.engine_id
+    return cache_config.endpoint or private_endpoint(f"vllm-{engine_id}")
+
+
+def read_block_size(kv_cache_config: Any) -> int:
+    """Tokens per KV block. Refuses caches of several groups or of other than attention KV."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise ConfigError(
+            f"the model has {len(groups)} KV cache groups ({kinds}); FlexCache moves one. "
+            "Set disable_hybrid_kv_cache_manager=True: all layers then share one group"
+        )
+    for spec in _layer_specs(kv_cache_config).values():
+        if not hasattr(spec, "head_size"):
+            raise ConfigError(
+                f"{type(spec).__name__}: only attention KV is cached, not recurrent state"
+            )
+    return int(groups[0].kv_cache_spec.block_size)
+
+
+def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
+    """The shape of the KV cache as vLLM allocates it.
+
+    A page that is not plain K and V of ``num_kv_heads`` heads (padded, quantised with scales,
+    different head sizes) is described as opaque bytes of the same weight.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    _refuse_unsupported(vllm_config, kv_cache_config)
+    specs = list(_layer_specs(kv_cache_config).values())
+    block_size = read_block_size(kv_cache_config)
+    tp_size = parallel.tensor_parallel_size
+    page_bytes = sum(spec.page_size_bytes for spec in specs)
+    first = specs[0]
+    use_mla = bool(model.use_mla)
+    model_id = "|".join(
+        str(part)
+        for part in (model.model, model.revision, model.dtype, vllm_config.cache_config.cache_dtype)
+    )
+    heads = first.num_kv_heads * tp_size
+    plain = ModelConfig(
+        model_id=model_id, num_layers=len(specs), num_kv_heads=heads,
+        head_size=first.head_size, dtype=first.dtype, use_mla=use_mla, tp_size=tp_size,
+    )  # fmt: skip
+    if plain.token_size_in_bytes_per_rank * block_size == page_bytes:
+        return plain
+    token_bytes, rest = divmod(page_bytes, block_size)
+    if rest or (token_bytes % 2 and not use_mla):
+        raise ConfigError(f"a KV page of {page_bytes} bytes does not divide into {block_size} tokens")
+    return ModelConfig(
+        model_id=model_id, num_layers=1, num_kv_heads=tp_size,
+        head_size=token_bytes if use_mla else token_bytes // 2,
+        dtype=torch.uint8, use_mla=use_mla, tp_size=tp_size,
+    )  # fmt: skip
+
+
+def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
+    """What vLLM's block hashes rest on besides the tokens, LoRA, salt and images in them."""
+    return ("vllm", str(vllm_config.cache_config.prefix_caching_hash_algo))
+
+
+def _layer_specs(kv_cache_config: Any) -> dict[str, Any]:
+    group = kv_cache_config.kv_cache_groups[0]
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if per_layer is not None:  # layers of one type and different sizes
+        return dict(per_layer)
+    return dict.fromkeys(group.layer_names, group.kv_cache_spec)
+
+
+def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for name in (
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+    ):
+        if getattr(parallel, name, 1) > 1:
+            raise ConfigError(f"{name} = {getattr(parallel, name)}: must be 1 with FlexCache")
+    hash_size = getattr(kv_cache_config, "hash_block_size", None)
+    block_size = read_block_size(kv_cache_config)
+    if hash_size not in (None, block_size):
+        raise ConfigError(
+            f"vLLM hashes {hash_size} tokens at a time and caches {block_size}: they must agree"
+        )

@@ -1,0 +1,33 @@
+"""What the scheduler's side tells the workers' side, once per engine step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+
+@dataclass(frozen=True)
+class Load:
+    """A request's blocks that a task fills. ``task_id`` None: it could not be started."""
+
+    request_id: str
+    task_id: int | None
+    block_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Store:
+    """A finished request whose blocks a task copies before they are freed."""
+
+    request_id: str
+    task_id: int
+
+
+@dataclass
+class FlexCacheMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Tasks launched since the last step; ``idle``: the engine computes nothing in this one."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    idle: bool = False

@@ -1,0 +1,257 @@
+"""The scheduler's side of the connector: turns vLLM's questions into FlexCache tasks.
+
+For each request at most one get is open, however often vLLM asks; its life here:
+
+    matched --blocks allocated--> launched --workers report--> gone
+       |
+       +--(other prefix, no blocks wanted, request ends)--> cancelled, gone
+
+and at its end at most one put, during which vLLM keeps the request's blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.errors import FlexCacheError
+from flexcache.ids import TierName
+from flexcache.integration.vllm.engine import (
+    read_block_size,
+    read_cache_config,
+    read_endpoint,
+    read_key_namespace,
+    read_model_config,
+)
+from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
+from flexcache.integration.vllm.stats import FlexCacheStats, read_counters
+from flexcache.manager import KVManager
+
+logger = logging.getLogger(__name__)
+
+_READY_TIMEOUT_S = 60.0
+_STATS_INTERVAL_S = 1.0
+
+
+@dataclass(slots=True)
+class _Get:
+    """A request's open get. ``num_tokens`` is 0 where nothing was found."""
+
+    task_id: int
+    num_computed: int
+    num_tokens: int
+    sources: dict[TierName, int]
+    matched_s: float
+    launched: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+
+
+class FlexCacheScheduler:
+    """Owns the `KVManager` of one engine. Called by vLLM's scheduler on its one thread."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._block_size = read_block_size(kv_cache_config)
+        model = read_model_config(vllm_config, kv_cache_config)
+        config = read_cache_config(vllm_config, self._block_size)
+        self._namespace = read_key_namespace(vllm_config)
+        self._match_ttl_s = config.match_ttl_s
+        self.manager = KVManager(model, config, endpoint=read_endpoint(vllm_config, config))
+        self.manager.start()
+        try:
+            # vLLM makes the workers and has them register before it makes the scheduler.
+            self.manager.wait_ready(_READY_TIMEOUT_S)
+        except TimeoutError as error:
+            logger.error("FlexCache starts without all of its workers: %s", error)
+        except BaseException:
+            self.manager.shutdown()
+            raise
+        if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            logger.warning(
+                "kv_load_failure_policy is %r: a request whose KV cannot be read back fails. "
+                'Set it to "recompute" to have vLLM compute it instead',
+                vllm_config.kv_transfer_config.kv_load_failure_policy,
+            )
+        self._gets: dict[str, _Get] = {}
+        self._puts: dict[str, int] = {}
+        self._step = _Step()
+        self._reported: dict[str, float] = {}
+        self._report_due_s = 0.0
+
+    def num_matched_tokens(self, request: Any, num_computed: int) -> int:
+        """How many tokens after the first ``num_computed`` can be loaded.
+
+        Asked again and again for a waiting request: the answer is kept until it is acted upon, the
+        engine's own prefix changes, or the match has grown old.
+        """
+        get = self._gets.get(request.request_id)
+        if get is not None:
+            is_fresh = time.monotonic() - get.matched_s < self._match_ttl_s / 2
+            if get.launched or (get.num_computed == num_computed and is_fresh):
+                return 0 if get.launched else get.num_tokens
+            self._cancel_get(request.request_id)
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        get = self._match(request, num_computed, request.num_tokens)
+        if get is None:
+            return 0
+        self._gets[request.request_id] = get
+        return get.num_tokens
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
+        """vLLM has blocks for the request and wants ``num_external`` tokens loaded into them."""
+        request_id = request.request_id
+        get = self._gets.get(request_id)
+        if get is not None and get.launched:
+            return  # the second call for the same load
+        if num_external == 0:
+            if get is not None:
+                self._cancel_get(request_id)
+            return
+        if get is None or get.num_tokens != num_external:
+            num_computed = get.num_computed if get is not None else 0
+            self._cancel_get(request_id)
+            get = self._match(request, num_computed, num_computed + num_external)
+        first = get.num_computed // self._block_size if get is not None else 0
+        wanted = list(block_ids[first : first + num_external // self._block_size])
+        task_id = self._launch(get, wanted)
+        if get is not None:
+            get.launched = True
+            self._gets[request_id] = get
+        self._step.loads.append(Load(request_id, task_id, wanted))
+
+    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
+        """The request ends. Whether vLLM must keep its blocks until a put of them is done."""
+        request_id = request.request_id
+        get = self._gets.get(request_id)
+        if get is not None and get.launched:  # aborted while loading; the workers report its end
+            self._safely(self.manager.cancel, [get.task_id])
+            return False
+        self._cancel_get(request_id)
+        # What is certain to be computed: not a step in flight, nor the token just sampled.
+        num_tokens = min(
+            request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
+            request.num_tokens - 1,
+        )
+        num_blocks = min(num_tokens // self._block_size, len(block_ids), len(request.block_hashes))
+        if num_blocks <= 0 or request.status.name == "FINISHED_ERROR":
+            return False
+        task_id = self._put(request, block_ids, num_blocks)
+        if task_id is None:
+            return False
+        self._puts[request_id] = task_id
+        self._step.stores.append(Store(request_id, task_id))
+        return True
+
+    def take_step(self, num_scheduled_tokens: int) -> FlexCacheMetadata:
+        """What the workers need to know for this step."""
+        step, self._step = self._step, _Step()
+        return FlexCacheMetadata(step.loads, step.stores, idle=num_scheduled_tokens == 0)
+
+    def transfers_ended(self, sent: Iterable[str], received: Iterable[str]) -> None:
+        """All ranks have reported these requests' puts and gets as over."""
+        for request_id in sent:
+            self._puts.pop(request_id, None)
+        for request_id in received:
+            self._gets.pop(request_id, None)
+
+    def hit_sources(self, request_id: str) -> dict[TierName, int]:
+        """Tokens that each tier supplies to the request's load."""
+        get = self._gets.get(request_id)
+        return {} if get is None else get.sources
+
+    def reset(self) -> bool:
+        """Drop all that is cached and not in use."""
+        for request_id in [r for r, get in self._gets.items() if not get.launched]:
+            self._cancel_get(request_id)
+        self.manager.reset()
+        return True
+
+    def take_stats(self) -> FlexCacheStats | None:
+        """What has happened since the last report, about once a second."""
+        now = time.monotonic()
+        if now < self._report_due_s:
+            return None
+        self._report_due_s = now + _STATS_INTERVAL_S
+        counters = read_counters(self.manager.stats(), self._block_size)
+        stats = FlexCacheStats.between(self._reported, counters)
+        self._reported = counters
+        return stats
+
+    def shutdown(self) -> None:
+        self.manager.shutdown()
+
+    def _match(self, request: Any, num_computed: int, num_tokens: int) -> _Get | None:
+        mask = np.zeros(request.num_tokens, dtype=np.bool_)
+        mask[num_computed:num_tokens] = True
+        try:
+            task_id, found, sources = self.manager.get_match_by_tier(
+                request.all_token_ids,
+                mask,
+                namespace=self._namespace,
+                block_keys=request.block_hashes,
+            )
+        except FlexCacheError as error:
+            logger.warning("FlexCache cannot be asked: %s", error)
+            return None
+        return _Get(task_id, num_computed, int(found.sum()), sources, time.monotonic())
+
+    def _launch(self, get: _Get | None, block_ids: list[int]) -> int | None:
+        """Start a get; None if it cannot be."""
+        if get is None or get.num_tokens == 0:
+            return None
+        served = block_ids[: get.num_tokens // self._block_size]
+        if self._safely(self.manager.launch, [get.task_id], [self._slots(served)], gated=True):
+            return get.task_id
+        return None
+
+    def _put(self, request: Any, block_ids: Sequence[int], num_blocks: int) -> int | None:
+        mask = np.zeros(request.num_tokens, dtype=np.bool_)
+        mask[: num_blocks * self._block_size] = True
+        try:
+            task_id, wanted = self.manager.put_match(
+                request.all_token_ids,
+                mask,
+                namespace=self._namespace,
+                block_keys=request.block_hashes,
+            )
+        except FlexCacheError as error:
+            logger.warning("FlexCache cannot store: %s", error)
+            return None
+        if not wanted.any():
+            return None
+        first = int(wanted.argmax()) // self._block_size
+        count = int(wanted.sum()) // self._block_size
+        slots = self._slots(block_ids[first : first + count])
+        if self._safely(self.manager.launch, [task_id], [slots], gated=True):
+            return task_id
+        return None
+
+    def _slots(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        blocks = np.asarray(block_ids, dtype=np.int64)
+        grid = blocks[:, None] * self._block_size + np.arange(self._block_size)
+        return grid.ravel()
+
+    def _cancel_get(self, request_id: str) -> None:
+        get = self._gets.pop(request_id, None)
+        if get is not None:
+            self._safely(self.manager.cancel, [get.task_id])
+
+    def _safely(self, call: Any, *arguments: Any, **options: Any) -> bool:
+        """The cache may fail, the request may not."""
+        try:
+            call(*arguments, **options)
+        except (FlexCacheError, ValueError, KeyError) as error:
+            logger.warning("FlexCache: %s failed: %s", call.__name__, error)
+            return False
+        return True

@@ -1,0 +1,101 @@
+"""Connector statistics in vLLM's own log line and on its Prometheus endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+_COUNTERS = {
+    "dram_hit_tokens": "Prompt tokens whose KV came from DRAM.",
+    "ssd_hit_tokens": "Prompt tokens whose KV came from SSD.",
+    "missed_tokens": "Prompt tokens that were looked up and not found.",
+    "stored_tokens": "Tokens whose KV was copied off the GPU.",
+    "loaded_bytes": "Bytes copied to the GPU.",
+    "load_seconds": "Time that copies to the GPU took, summed over copies.",
+    "stored_bytes": "Bytes copied off the GPU.",
+    "store_seconds": "Time that copies off the GPU took, summed over copies.",
+    "ssd_read_bytes": "Bytes read from SSD.",
+    "ssd_written_bytes": "Bytes written to SSD.",
+    "failed_loads": "Loads that lost at least their tail.",
+    "dropped_blocks": "Blocks that could not be stored, for whatever reason.",
+}
+
+
+@dataclass
+class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
+    """What happened since the last report: counter name to increase."""
+
+    @classmethod
+    def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> FlexCacheStats:
+        return cls({k: after[k] - before.get(k, 0) for k in after if after[k] != before.get(k, 0)})
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        data = self.data
+        hits = data.get("dram_hit_tokens", 0) + data.get("ssd_hit_tokens", 0)
+        looked_up = hits + data.get("missed_tokens", 0)
+        shown = {k: round(v, 4) for k, v in data.items() if not k.endswith(("_bytes", "_seconds"))}
+        shown["external_hit_rate"] = round(hits / looked_up, 4) if looked_up else 0.0
+        for way, seconds in (("loaded", "load_seconds"), ("stored", "store_seconds")):
+            if data.get(seconds):
+                shown[f"{way}_GB_per_s"] = round(data[f"{way}_bytes"] / data[seconds] / 1e9, 2)
+        return shown
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One Prometheus counter per statistic, labelled like vLLM's own."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(f"flexcache_{name}", text, labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for name, text in _COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            if value > 0:
+                self._counters[name][engine_idx].inc(value)
+
+
+def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, float]:
+    """The counters as they stand, from `KVManager.stats`."""
+    tiers, ops = stats["tiers"], stats["ops"]
+    ssd = tiers.get("SSD", {})
+    last = ssd or tiers["CPU"]
+    return {
+        "dram_hit_tokens": tiers["CPU"]["hit_blocks"] * tokens_per_block,
+        "ssd_hit_tokens": ssd.get("hit_blocks", 0) * tokens_per_block,
+        "missed_tokens": last["miss_blocks"] * tokens_per_block,
+        "stored_tokens": ops["D2H"]["blocks"] * tokens_per_block,
+        "loaded_bytes": ops["H2D"]["bytes"],
+        "load_seconds": ops["H2D"]["seconds"],
+        "stored_bytes": ops["D2H"]["bytes"],
+        "store_seconds": ops["D2H"]["seconds"],
+        "ssd_read_bytes": ops["DISK2H"]["bytes"],
+        "ssd_written_bytes": ops["H2DISK"]["bytes"],
+        "failed_loads": ops["H2D"]["failed_ops"] + ops["DISK2H"]["failed_ops"],
+        "dropped_blocks": sum(stats["dropped_blocks"].values()),
+    }

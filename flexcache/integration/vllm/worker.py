@@ -1,0 +1,80 @@
+"""The workers' side of the connector: lends the KV tensors and reports what has ended.
+
+Nothing is copied on vLLM's thread. A task may touch the GPU only after the step that carries its
+metadata has begun (its gate), so never while an earlier owner of its blocks is still computing; and
+it is reported only when it is over on every rank, so its blocks are never reused too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_endpoint
+from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
+from flexcache.server.client import KVTPClient
+
+_IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins: better to wait for the copy
+
+
+class FlexCacheWorker:
+    """One rank's `KVTPClient` and the tasks it is to report."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        config = read_cache_config(vllm_config, read_block_size(kv_cache_config))
+        self._endpoint = read_endpoint(vllm_config, config)
+        self.client: KVTPClient | None = None
+        self._loads: dict[int, Load] = {}
+        self._stores: dict[int, Store] = {}
+        self._received: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._idle = False
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        self.client = KVTPClient(self._endpoint, tp_rank=get_tensor_model_parallel_rank())
+        self.client.register_kv_caches(kv_caches)
+
+    def begin_step(self, metadata: FlexCacheMetadata) -> None:
+        """Take on the step's new tasks and let them touch the GPU."""
+        self._idle = metadata.idle
+        for load in metadata.loads:
+            if load.task_id is None:  # it never started: all of it is missing
+                self._received.add(load.request_id)
+                self._bad_blocks.update(load.block_ids)
+            else:
+                self._loads[load.task_id] = load
+        self._stores.update({store.task_id: store for store in metadata.stores})
+        new = [load.task_id for load in metadata.loads if load.task_id is not None]
+        new += [store.task_id for store in metadata.stores]
+        if new and self.client is not None:
+            self.client.open_gates(new)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose put, and whose get, is over on every rank since the last call."""
+        sent: set[str] = set()
+        received, self._received = self._received, set()
+        if self.client is None or not (self._loads or self._stores):
+            return sent, received
+        if self._idle:
+            self.client.wait_ended(_IDLE_WAIT_S)
+        for task_id, num_ok in self.client.take_ended([*self._loads, *self._stores]).items():
+            load = self._loads.pop(task_id, None)
+            if load is not None:
+                received.add(load.request_id)
+                self._bad_blocks.update(load.block_ids[num_ok:])
+            else:
+                sent.add(self._stores.pop(task_id).request_id)
+        return sent, received
+
+    def take_bad_blocks(self) -> set[int]:
+        """GPU blocks that a get was to fill and did not."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def shutdown(self) -> None:
+        if self.client is not None:
+            self.client.close()
