@@ -300,23 +300,22 @@ class KVTaskEngine:
                 self._finish(task)
 
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> None:
-        """Stop what has not started. Idempotent; a finished task stays as it is."""
-        for task_id in task_ids:
+        """Stop what has not started. Idempotent; a finished task stays as it is.
+
+        All ids are checked before any task is cancelled.
+        """
+        to_cancel = list(task_ids)
+        for task_id in to_cancel:
+            self._require_known(task_id)
+        for task_id in to_cancel:
             task = self._tasks.get(task_id)
-            if task is None:
-                self._require_known(task_id)
-                continue
-            if task.cancelled:
+            if task is None or task.cancelled:
                 continue
             task.cancelled = True
-            if not task.launched:
+            if task.launched:
+                self._stop(task, now)
+            else:
                 self._finish(task)
-                continue
-            for running in task.running.values():
-                for executor in running.waiting_for:
-                    self._instructions.append(DropOp(executor, running.op.op_id))
-            self._end_queued(task)
-            self._follow(self._scheduler.cancel(task_id), now)
 
     def cancel_all(self, now: float) -> None:
         self.cancel(list(self._tasks), now)
@@ -386,7 +385,8 @@ class KVTaskEngine:
         if checksums is not None and op.kind in _STORE_TIER and op.dst is not None:
             count = min(len(checksums), len(op.dst))
             self._checksums[_STORE_TIER[op.kind]][op.dst[:count]] = checksums[:count]
-        self._one_done(running, executor, min(num_ok, len(op)), error, bad_block, now)
+        num_ok = max(0, min(num_ok, len(op)))
+        self._one_done(running, executor, num_ok, error, bad_block, now)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass."""
@@ -406,11 +406,11 @@ class KVTaskEngine:
             running.task.errors.append(reason)
             for executor in list(running.waiting_for):
                 self._instructions.append(ReplaceExecutor(executor, reason))
-            if running.op.kind.touches_gpu:
+            if running.op.kind.touches_gpu and not running.task.overdue:
                 # The copy may still land, so its blocks stay leased; only the answer is given.
                 running.task.overdue = True
-                self._end_queued(running.task)
-                self._follow(self._scheduler.cancel(running.task.task_id), now)
+                self._stop(running.task, now)
+                self._announce(running.task)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
@@ -451,6 +451,14 @@ class KVTaskEngine:
                 return
             self._disk_queue.num_running += 1
             self._dispatch(*waiting, now)
+
+    def _stop(self, task: _Task, now: float) -> None:
+        """Start nothing more of the task; what moves already ends by itself."""
+        for running in task.running.values():
+            for executor in running.waiting_for:
+                self._instructions.append(DropOp(executor, running.op.op_id))
+        self._end_queued(task)
+        self._follow(self._scheduler.cancel(task.task_id), now)
 
     def _end_queued(self, task: _Task) -> None:
         """Ops that have not had their turn at the disk end with nothing moved."""
@@ -498,8 +506,9 @@ class KVTaskEngine:
             self._fill_disk(now)
         self._count(running, now)
         if running.bad_block and op.kind in _LOAD_TIER and running.num_ok < len(op):
-            position = op.first + running.num_ok
-            self.cache.discard_bad_block(task.plan, _LOAD_TIER[op.kind], position)
+            tier, position = _LOAD_TIER[op.kind], op.first + running.num_ok
+            self.cache.discard_bad_block(task.plan, tier, position)
+            self.dropped_blocks[f"{tier.value.lower()}_bad_block"] += 1
         self._follow(self._scheduler.op_ended(op.op_id, running.num_ok), now)
 
     def _count(self, running: _RunningOp, now: float) -> None:
@@ -524,8 +533,10 @@ class KVTaskEngine:
 
     def _op_ended(self, ended: OpEnded) -> None:
         task, op = self._tasks[ended.task_id], ended.op
-        # What still moved when the task was cancelled is published to nobody.
-        num_ok = 0 if task.cancelled else ended.num_ok
+        # What still moved when the task was cancelled is published to nobody; nor is what was
+        # copied from or to slots after the answer gave them back.
+        is_void = task.cancelled or (task.overdue and op.kind.touches_gpu)
+        num_ok = 0 if is_void else ended.num_ok
         task.moved.setdefault(op.kind, {})[op.first] = num_ok
         task.open_ops[op.kind] -= 1
         self._publish_what_is_whole(task, op.kind)

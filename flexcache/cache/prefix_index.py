@@ -294,6 +294,7 @@ class PrefixIndex:
             if offset:
                 recency.append((offset, run.recency[len(recency)][1]))
             run.recency = [*recency, (run.length, _DISCARDED)]
+            run.queued = False  # what the queue may have of it is from when it was more recent
 
     def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
         run = Run(self._next_run_id, root, parent, parent_length)

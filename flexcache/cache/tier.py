@@ -205,6 +205,11 @@ class Tier:
         assert lease.parent_key is not None
         if lease.parent_key not in flight.owners:
             return False  # it was dropped: what builds on it cannot be found
+        ahead: Lease | None = flight.owners[lease.parent_key]
+        while ahead is not None and ahead is not lease and ahead.waiting and ahead.parent_key:
+            ahead = flight.owners.get(ahead.parent_key)
+        if ahead is lease:
+            return False  # it would wait for itself: keys of an engine that does not chain them
         flight.waiting.setdefault(lease.parent_key, []).append(lease)
         lease.waiting = True
         return True
@@ -219,10 +224,12 @@ class Tier:
             parent, start = there, start + 1
         if start == count:
             return
-        stop = next(
-            (i for i in range(start, count) if self.index.contains(lease.root, lease.keys[i])),
-            count,
-        )
+        stop, seen = start, set[BlockKey]()
+        for key in lease.keys[start:count]:
+            if key in seen or self.index.contains(lease.root, key):
+                break  # the engine's own keys, and they do not chain
+            seen.add(key)
+            stop += 1
         lease.published = self.index.insert(
             parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop], self._tick()
         )

@@ -104,6 +104,10 @@ class KVTPClient:
         self._thread.start()
 
     @property
+    def tp_rank(self) -> int:
+        return self._tp_rank
+
+    @property
     def state(self) -> ClientState:
         return self._state
 

@@ -78,7 +78,7 @@ def describe_kv_caches(
     """
     layers = _without_aliases(kv_caches, block_dim)
     per_index = bytes_per_index(kv_caches, block_dim)
-    if per_index == 0 or block_bytes % per_index:
+    if per_index == 0 or block_bytes <= 0 or block_bytes % per_index:
         raise UnsupportedLayoutError(
             f"a block weighs {per_index} bytes over {len(layers)} KV tensors, but "
             f"{block_bytes} by the model's shape: layers, heads, head size, dtype or "
@@ -157,35 +157,39 @@ def _inner_segments(
     dims = [
         (tensor.stride(dim) * item, tensor.shape[dim], dim)
         for dim in range(tensor.dim())
-        if dim != block_dim and tensor.shape[dim] != 1
+        if dim != block_dim
     ]
     stride = tensor.stride(block_dim) * item
     if ratio > 1:
         dims.append((stride, ratio, block_dim))
         stride *= ratio
     dims.sort(reverse=True)
-    size = item
-    while dims and dims[-1][0] == size:
-        size *= dims.pop()[1]
-    if any(dim_stride < size for dim_stride, _, _ in dims) or (
-        abs(stride) < size and tensor.shape[block_dim] > ratio
-    ):
+    form = f"{str(tensor.dtype).removeprefix('torch.')}" + "".join(
+        f"[{count}@{dim}]" for _, count, dim in dims
+    )
+    dims = [entry for entry in dims if entry[1] != 1]
+    if _overlap(item, [*dims, (stride, tensor.shape[block_dim] // ratio, block_dim)]):
         raise UnsupportedLayoutError(
             f"{name}: shape {tuple(tensor.shape)} with strides {tensor.stride()} overlaps itself"
         )
+    size = item
+    while dims and dims[-1][0] == size:
+        size *= dims.pop()[1]
     offsets = [0]
     for dim_stride, count, _ in dims:
         offsets = [offset + i * dim_stride for offset in offsets for i in range(count)]
-    order = [
-        dim for _, _, dim in sorted(
-            ((tensor.stride(d), tensor.shape[d], d) for d in range(tensor.dim()) if d != block_dim),
-            reverse=True,
-        )
-    ]  # fmt: skip
-    form = f"{str(tensor.dtype).removeprefix('torch.')}" + "".join(
-        f"[{tensor.shape[dim]}@{dim}]" for dim in order
-    )
     return stride, [(offset, size) for offset in offsets], form
+
+
+def _overlap(item: int, dims: list[tuple[int, int, int]]) -> bool:
+    """Whether a step along some dimension stays within what smaller steps have covered."""
+    extent = item
+    for stride, count, _ in sorted(dims):
+        if count > 1:
+            if stride < extent:
+                return True
+            extent += stride * (count - 1)
+    return False
 
 
 def _merge(segments: list[_Segment]) -> list[_Segment]:

@@ -59,6 +59,8 @@ class TransferScheduler:
         """Take on a graph; the ops that depend on nothing start at once."""
         if task_id in self._open_ops:
             raise InternalError(f"task {task_id} has a graph in flight already")
+        if not graph.ops:
+            return []
         self._open_ops[task_id] = {}
         for op in graph.ops:
             node = _Node(task_id, op, len(op), len(op.depends_on))
@@ -126,7 +128,7 @@ class TransferScheduler:
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(ops in flight)."""
         listed = [op_id for ops in self._open_ops.values() for op_id in ops]
-        if sorted(listed) != sorted(self._nodes):
+        if sorted(listed) != sorted(self._nodes) or not all(self._open_ops.values()):
             raise InternalError("ops and the tasks they belong to disagree")
         for op_id, node in self._nodes.items():
             blockers = sum(op_id in other.dependents for other in self._nodes.values())

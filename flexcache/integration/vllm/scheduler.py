@@ -84,6 +84,7 @@ class FlexCacheScheduler:
             )
         self._gets: dict[str, _Get] = {}
         self._puts: dict[str, int] = {}
+        self._failed: set[str] = set()  # lost a load: to offer another could go on for ever
         self._step = _Step()
         self._reported: dict[str, float] = {}
         self._report_due_s = 0.0
@@ -100,7 +101,9 @@ class FlexCacheScheduler:
             if get.launched or (get.num_computed == num_computed and is_fresh):
                 return 0 if get.launched else get.num_tokens
             self._cancel_get(request.request_id)
-        if getattr(request, "skip_reading_prefix_cache", False):
+        if request.request_id in self._failed or getattr(
+            request, "skip_reading_prefix_cache", False
+        ):
             return 0
         get = self._match(request, num_computed, request.num_tokens)
         if get is None:
@@ -125,7 +128,10 @@ class FlexCacheScheduler:
         first = get.num_computed // self._block_size if get is not None else 0
         wanted = list(block_ids[first : first + num_external // self._block_size])
         task_id = self._launch(get, wanted)
-        if get is not None:
+        if get is None or task_id is None:
+            self._failed.add(request_id)
+            self._gets.pop(request_id, None)
+        else:
             get.launched = True
             self._gets[request_id] = get
         self._step.loads.append(Load(request_id, task_id, wanted))
@@ -133,11 +139,11 @@ class FlexCacheScheduler:
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """The request ends. Whether vLLM must keep its blocks until a put of them is done."""
         request_id = request.request_id
+        self._failed.discard(request_id)
         get = self._gets.get(request_id)
-        if get is not None and get.launched:  # aborted while loading; the workers report its end
-            self._safely(self.manager.cancel, [get.task_id])
-            return False
         self._cancel_get(request_id)
+        if get is not None and get.launched:  # aborted while loading; the workers report its end
+            return False
         # What is certain to be computed: not a step in flight, nor the token just sampled.
         num_tokens = min(
             request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
@@ -163,7 +169,9 @@ class FlexCacheScheduler:
         for request_id in sent:
             self._puts.pop(request_id, None)
         for request_id in received:
-            self._gets.pop(request_id, None)
+            get = self._gets.pop(request_id, None)
+            if get is not None and not self._arrived(get):
+                self._failed.add(request_id)
 
     def hit_sources(self, request_id: str) -> dict[TierName, int]:
         """Tokens that each tier supplies to the request's load."""
@@ -210,10 +218,18 @@ class FlexCacheScheduler:
         """Start a get; None if it cannot be."""
         if get is None or get.num_tokens == 0:
             return None
-        served = block_ids[: get.num_tokens // self._block_size]
-        if self._safely(self.manager.launch, [get.task_id], [self._slots(served)], gated=True):
-            return get.task_id
-        return None
+        return self._start(get.task_id, block_ids[: get.num_tokens // self._block_size])
+
+    def _arrived(self, get: _Get) -> bool:
+        """Whether all that was matched was loaded."""
+        try:
+            response = self.manager.try_wait([get.task_id])[get.task_id]
+        except (FlexCacheError, KeyError):
+            return False
+        if int(response.mask.sum()) == get.num_tokens:
+            return True
+        logger.warning("FlexCache lost part of a load, vLLM recomputes it: %s", response.error)
+        return False
 
     def _put(self, request: Any, block_ids: Sequence[int], num_blocks: int) -> int | None:
         mask = np.zeros(request.num_tokens, dtype=np.bool_)
@@ -232,9 +248,13 @@ class FlexCacheScheduler:
             return None
         first = int(wanted.argmax()) // self._block_size
         count = int(wanted.sum()) // self._block_size
-        slots = self._slots(block_ids[first : first + count])
-        if self._safely(self.manager.launch, [task_id], [slots], gated=True):
+        return self._start(task_id, block_ids[first : first + count])
+
+    def _start(self, task_id: int, block_ids: Sequence[int]) -> int | None:
+        """Launch a matched task; None, and nothing is left of it, if that fails."""
+        if self._safely(self.manager.launch, [task_id], [self._slots(block_ids)], gated=True):
             return task_id
+        self._safely(self.manager.cancel, [task_id])
         return None
 
     def _slots(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexcache.errors import UnsupportedLayoutError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
@@ -106,8 +107,16 @@ class CudaCopier:
 
 
 def open_copier(device: torch.device) -> Copier:
-    """The copier for a device's memory."""
-    return CudaCopier(device) if device.type == "cuda" else CpuCopier()
+    """The copier for a device's memory.
+
+    Raises:
+        UnsupportedLayoutError: There is none; names the device.
+    """
+    if device.type == "cuda":
+        return CudaCopier(device)
+    if device.type == "cpu":
+        return CpuCopier()
+    raise UnsupportedLayoutError(f"KV tensors on {device} cannot be moved, only on cpu or cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +221,10 @@ class DeviceWorker:
         is_load = message.kind is OpKind.H2D
         src, dst = unpack_ids(message.src), unpack_ids(message.dst)
         gpu, host = (dst, src) if is_load else (src, dst)
-        problem = _out_of_range("GPU", gpu, self._layout.num_blocks) or _out_of_range(
-            "host", host, self._segment.num_blocks
+        problem = (
+            _unpaired(gpu, host)
+            or _out_of_range("GPU", gpu, self._layout.num_blocks)
+            or _out_of_range("host", host, self._segment.num_blocks)
         )
         if problem:
             return [Done(message.op_id, 0, error=problem)]
@@ -239,6 +250,12 @@ class DeviceWorker:
 
     def close(self) -> None:
         self._copier.close()
+
+
+def _unpaired(gpu: npt.NDArray[np.int64], host: npt.NDArray[np.int64]) -> str | None:
+    if len(gpu) != len(host):
+        return f"{len(gpu)} GPU blocks do not pair with {len(host)} host blocks"
+    return None
 
 
 def _out_of_range(place: str, blocks: npt.NDArray[np.int64], count: int) -> str | None:

@@ -1,0 +1,112 @@
+"""FlexCacheConnectorV1 that also writes down a digest of every block it stores and loads.
+
+Equal tokens do not prove equal KV: attention does not notice two blocks of a prompt that changed
+places. With this connector the bytes in vLLM's own paged tensors are compared, layer by layer.
+
+Each rank appends JSON lines to ``$KV_PROBE_DIR/rank-<r>.jsonl``:
+``{"event": "stored" | "loaded", "key": <block hash>, "digest": <of all layers' pages>}``
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from flexcache.integration.vllm.connector import FlexCacheConnectorV1 as _Connector
+
+Pairs = list[tuple[str, int]]  # block hash, GPU block
+
+
+class ProbeConnector(_Connector):  # type: ignore[misc]
+    """The scheduler's side names the blocks, the workers' side digests them."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = vllm_config.cache_config.block_size
+        self._stored: list[Pairs] = []
+        self._loading: dict[str, Pairs] = {}
+        self._layers: dict[str, torch.Tensor] = {}
+
+    # -- scheduler
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        get = self._scheduler._gets.get(request.request_id)
+        if num_external_tokens and get is not None:
+            first = get.num_computed // self._block_size
+            last = first + num_external_tokens // self._block_size
+            ids = blocks.get_block_ids()[0]
+            self._loading[request.request_id] = [
+                (request.block_hashes[i].hex(), ids[i]) for i in range(first, last)
+            ]
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        computed = min(request.num_computed_tokens, request.num_tokens - 1) // self._block_size
+        self._stored.append([(request.block_hashes[i].hex(), block_ids[i]) for i in range(computed)])
+        return super().request_finished(request, block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        metadata.probe = (self._stored, self._loading)
+        self._stored, self._loading = [], {}
+        return metadata
+
+    # -- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._layers = kv_caches
+        super().register_kv_caches(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        stored, loading = connector_metadata.probe
+        for pairs in stored:
+            self._write("stored", pairs)
+        self._loading.update(loading)
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)
+        bad = self._worker._bad_blocks
+        for request_id in received or ():
+            pairs = self._loading.pop(request_id, [])
+            self._write("loaded", [pair for pair in pairs if pair[1] not in bad])
+        return sent, received
+
+    def _write(self, event: str, pairs: Pairs) -> None:
+        assert self._worker.client is not None
+        path = Path(os.environ["KV_PROBE_DIR"]) / f"rank-{self._worker.client.tp_rank}.jsonl"
+        with path.open("a") as file:
+            for key, block in pairs:
+                digest = digest_block(self._layers, block)
+                file.write(json.dumps({"event": event, "key": key, "digest": digest}) + "\n")
+
+
+def digest_block(layers: dict[str, torch.Tensor], block: int) -> str:
+    """Digest of one GPU block's bytes over all layers."""
+    hasher = xxhash.xxh3_128()
+    for tensor in layers.values():
+        hasher.update(tensor[block].contiguous().view(torch.uint8).numpy())
+    return hasher.hexdigest()
+
+
+def compare_probes(directory: Path) -> dict[str, Any]:
+    """How many loaded blocks were seen, and which differ from what had been stored."""
+    result: dict[str, Any] = {"ranks": 0, "loaded": 0, "different": []}
+    for path in sorted(directory.glob("rank-*.jsonl")):
+        result["ranks"] += 1
+        stored: dict[str, set[str]] = defaultdict(set)
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if row["event"] == "stored":
+                stored[row["key"]].add(row["digest"])
+                continue
+            result["loaded"] += 1
+            if row["digest"] not in stored[row["key"]]:
+                result["different"].append((path.stem, row["key"][:16]))
+    return result

@@ -1,0 +1,456 @@
+"""A `KVTaskEngine` in a world of dictionaries: executors that move contents instead of bytes.
+
+The content of a block is the prefix that it ends, so a block that holds anything else is seen at
+once. What an executor does not get done leaves garbage behind, and a GPU slot is overwritten as
+soon as its task is answered, as an engine would. Each call carries out the engine's instructions,
+and holds them against what must be true of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
+from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.tier import Tier
+from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
+from flexcache.task import (
+    DISK,
+    DropOp,
+    KVTaskEngine,
+    ReplaceExecutor,
+    RunOp,
+    TaskEnded,
+    TaskResult,
+    device,
+)
+
+ROOT = make_root("a model", [], ENGINE_KEYS)
+GATE_PATIENCE_S = 600.0
+
+Content = tuple[str, int] | str
+"""A block's prefix and whose share of it, or a word for what no request may ever see."""
+
+
+def keys_of(text: str) -> EngineBlockKeys:
+    """The keys of a prompt in which each letter is a block: its prefixes."""
+    return EngineBlockKeys(ROOT, [text[: i + 1].encode() for i in range(len(text))], len(text))
+
+
+@dataclass(slots=True, eq=False)
+class TaskInfo:
+    """What the world knows of a task."""
+
+    kind: TaskKind
+    text: str
+    plan: Plan
+    slots: np.ndarray
+    launched: bool = False
+    gated: bool = False
+    announced: TaskEnded | None = None
+
+    def content(self, index: int, copy: int) -> Content:
+        return self.text[: self.plan.start + index + 1], copy
+
+
+@dataclass(slots=True, eq=False)
+class Errand:
+    """What an executor was told to do and has not reported yet."""
+
+    run: RunOp
+    started_s: float
+    dropped: bool = False
+
+
+class World:
+    """An engine with tiny tiers, its executors, and all that they can reach.
+
+    Args:
+        cpu, ssd: Blocks of the tiers; without SSD blocks there is no such tier.
+        load_ranks, store_ranks: As for `KVTaskEngine`.
+    """
+
+    def __init__(
+        self,
+        *,
+        cpu: int = 6,
+        ssd: int = 10,
+        chunk: int = 2,
+        backlog: int = 1000,
+        load_ranks: Sequence[int] = (0,),
+        store_ranks: Sequence[int] = (0,),
+        op_timeout_s: float = 30.0,
+        match_ttl_s: float = 120.0,
+    ) -> None:
+        tiers = [Tier(TierName.CPU, cpu)]
+        if ssd:
+            tiers.append(Tier(TierName.SSD, ssd))
+        self.cache = GlobalCacheEngine(tiers, chunk, backlog)
+        self.engine = KVTaskEngine(
+            self.cache,
+            block_bytes=1,
+            load_ranks=load_ranks,
+            store_ranks=store_ranks,
+            op_timeout_s=op_timeout_s,
+            match_ttl_s=match_ttl_s,
+        )
+        self.now = 1000.0
+        self.executors = [device(rank) for rank in load_ranks] + ([DISK] if ssd else [])
+        self.alive: dict[str, None] = {}
+        self.tasks: dict[TaskId, TaskInfo] = {}
+        self.at_work: dict[tuple[str, OpId], Errand] = {}
+        self.gone: list[RunOp] = []
+        """What executors were at when they died."""
+        self.to_replace: dict[str, str] = {}
+        self.num_announced: Counter[TaskId] = Counter()
+        self.gpu: dict[tuple[int, int], Content] = {}
+        self.stored: dict[tuple[TierName, int, int], Content] = {}
+        self.rotten: set[int] = set()
+        self._load_ranks = list(load_ranks)
+        self._copies = list(store_ranks)
+        self._op_timeout_s = op_timeout_s
+        self._next_slot = 0
+        for executor in self.executors:
+            self.up(executor)
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def match(self, kind: TaskKind, text: str, start: int = 0, stop: int | None = None) -> TaskId:
+        keys = keys_of(text)
+        stop = len(text) if stop is None else min(stop, len(text))
+        task_id, plan = self.engine.match(
+            kind, keys, min(start, stop), stop, 16 * len(text), self.now
+        )
+        count = 0 if kind is TaskKind.PREFETCH else plan.num_blocks
+        slots = np.arange(self._next_slot, self._next_slot + count, dtype=np.int64)
+        self._next_slot += count
+        self.tasks[task_id] = info = TaskInfo(kind, text, plan, slots)
+        if kind is TaskKind.PUT:
+            for index, slot in enumerate(slots.tolist()):
+                for rank in self._load_ranks:
+                    self.gpu[rank, slot] = info.content(index, self._copy(rank))
+        self._carry_out()
+        return task_id
+
+    def launch(self, *task_ids: TaskId, gated: bool = False) -> None:
+        are_open = [self.engine.result(task_id) is None for task_id in task_ids]
+        for task_id in task_ids:
+            self.tasks[task_id].gated = gated
+        slots = [self.tasks[task_id].slots for task_id in task_ids]
+        self.engine.launch(task_ids, slots, self.now, gated)
+        for task_id, is_open in zip(task_ids, are_open, strict=True):
+            self.tasks[task_id].launched |= is_open
+        self._carry_out()
+
+    def put(self, text: str, start: int = 0) -> TaskId:
+        task_id = self.match(TaskKind.PUT, text, start)
+        self.launch(task_id)
+        return task_id
+
+    def get(self, text: str, start: int = 0) -> TaskId:
+        task_id = self.match(TaskKind.GET, text, start)
+        self.launch(task_id)
+        return task_id
+
+    def prefetch(self, text: str) -> TaskId:
+        task_id = self.match(TaskKind.PREFETCH, text)
+        self.launch(task_id)
+        return task_id
+
+    def cancel(self, *task_ids: TaskId) -> None:
+        self.engine.cancel(task_ids, self.now)
+        self._carry_out()
+
+    def cancel_all(self) -> None:
+        self.engine.cancel_all(self.now)
+        self._carry_out()
+
+    def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
+        return self.engine.result(task_id, completely)
+
+    def final(self, task_id: TaskId) -> TaskResult:
+        result = self.engine.result(task_id, completely=True)
+        assert result is not None
+        assert result.is_final
+        return result
+
+    def clear(self, tier: TierName) -> int:
+        return self.cache.by_name[tier].clear()
+
+    def cached(self, tier: TierName, text: str) -> int:
+        """Blocks of the prompt's longest prefix that the tier has; no side effect."""
+        return self.cache.by_name[tier].index.match(keys_of(text)).num_blocks
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.engine.tick(self.now)
+        self._carry_out()
+
+    def up(self, executor: str) -> None:
+        self.alive[executor] = None
+        self.engine.executor_up(executor)
+        self._carry_out()
+
+    def down(self, executor: str, reason: str = "it died") -> None:
+        """The executor dies with all that it was moving half done."""
+        self.alive.pop(executor, None)
+        self.to_replace.pop(executor, None)
+        for key in [key for key in self.at_work if key[0] == executor]:
+            self.gone.append(self.at_work.pop(key).run)
+            self._move(self.gone[-1], 0)
+        self.engine.executor_down(executor, reason, self.now)
+        self._carry_out()
+
+    def report_after_death(self, run: RunOp) -> None:
+        """A message that was still on its way says that an op of the dead executor was done."""
+        self.engine.op_done(run.executor, run.op.op_id, len(run.op), self.now)
+        assert self.engine.take_instructions() == []
+
+    def ops(self, kind: OpKind | None = None, task_id: TaskId | None = None) -> list[RunOp]:
+        """What executors are at, the oldest first."""
+        return [
+            errand.run
+            for errand in self.at_work.values()
+            if kind in (None, errand.run.op.kind) and task_id in (None, errand.run.task_id)
+        ]
+
+    def was_dropped(self, run: RunOp) -> bool:
+        return self.at_work[run.executor, run.op.op_id].dropped
+
+    def finish(self, run: RunOp, num_ok: int | None = None, error: str | None = None) -> None:
+        """The executor is done with the op; all of it has moved unless ``num_ok`` says less."""
+        del self.at_work[run.executor, run.op.op_id]
+        op, bad_block, checksums = run.op, False, None
+        count = len(op) if num_ok is None else num_ok
+        if op.kind is OpKind.DISK2H:
+            assert run.checksums is not None
+            assert op.src is not None
+            sums = [self._checksum(TierName.SSD, slot) for slot in op.src.tolist()]
+            for index in range(count):
+                if sums[index] != run.checksums[index]:
+                    count, bad_block, error = index, True, "checksum mismatch"
+                    break
+        elif op.kind is OpKind.H2DISK:
+            assert op.src is not None
+            sums = [self._checksum(TierName.CPU, block) for block in op.src.tolist()]
+            checksums = np.array(sums, dtype=np.uint64)
+        self._move(run, count)
+        self.engine.op_done(
+            run.executor, op.op_id, count, self.now,
+            error=error, bad_block=bad_block, checksums=checksums,
+        )  # fmt: skip
+        self._carry_out()
+
+    def finish_all(self) -> None:
+        """Let every executor get its work done, and what follows from it, in turn."""
+        while self.at_work:
+            self.finish(next(iter(self.at_work.values())).run)
+
+    def rot(self, text: str) -> None:
+        """The last block of a prompt, which is on the SSD, loses its content there."""
+        tier = self.cache.by_name[TierName.SSD]
+        match = tier.index.match(keys_of(text))
+        assert match.num_blocks == len(text)
+        slot = int(tier.index.blocks(match)[-1])
+        self.rotten.add(slot)
+        for copy in self._copies:
+            self.stored[TierName.SSD, copy, slot] = "rotten"
+
+    # -- the executors ---------------------------------------------------------------------------
+
+    def _copy(self, rank: int) -> int:
+        """Whose stored share of a block is a rank's."""
+        return rank if rank in self._copies else self._copies[0]
+
+    def _checksum(self, tier: TierName, block: int) -> int:
+        return zlib.crc32(repr([self.stored.get((tier, c, block)) for c in self._copies]).encode())
+
+    def _move(self, run: RunOp, count: int) -> None:
+        """Move the op's first blocks, and leave garbage where the others should have gone."""
+        op = run.op
+        assert op.src is not None
+        assert op.dst is not None
+        for index, (src, dst) in enumerate(zip(op.src.tolist(), op.dst.tolist(), strict=True)):
+            whole = index < count
+            if op.kind.touches_gpu:
+                rank = int(run.executor.removeprefix("device:"))
+                copy = self._copy(rank)
+                if op.kind is OpKind.H2D:
+                    self.gpu[rank, dst] = self.stored[TierName.CPU, copy, src] if whole else "torn"
+                else:
+                    self.stored[TierName.CPU, copy, dst] = self.gpu[rank, src] if whole else "torn"
+                continue
+            tiers = [TierName.SSD, TierName.CPU]
+            source, target = tiers if op.kind is OpKind.DISK2H else tiers[::-1]
+            for copy in self._copies:
+                content = self.stored.get((source, copy, src), "never written")
+                self.stored[target, copy, dst] = content if whole else "torn"
+            if target is TierName.SSD:
+                self.rotten.discard(dst)
+
+    def _carry_out(self) -> None:
+        for instruction in self.engine.take_instructions():
+            match instruction:
+                case RunOp():
+                    self._take_on(instruction)
+                case DropOp(executor, op_id):
+                    self.at_work[executor, op_id].dropped = True
+                case TaskEnded():
+                    self._answer(instruction)
+                case ReplaceExecutor(executor, reason):
+                    assert executor in self.alive
+                    if executor == DISK:
+                        self.to_replace[executor] = reason
+
+    def _take_on(self, run: RunOp) -> None:
+        op, info = run.op, self.tasks[run.task_id]
+        assert run.executor in self.alive, "an op for an executor that is gone"
+        assert run.gated == (info.gated and op.kind.touches_gpu)
+        assert op.src is not None
+        assert op.dst is not None
+        assert len(op.src) == len(op.dst) > 0
+        assert not (op.kind.touches_gpu and info.announced), "a slot was given back before its use"
+        if op.kind.touches_gpu:
+            mine = (op.dst if op.kind is OpKind.H2D else op.src).tolist()
+            base = op.first - info.plan.start
+            assert mine == info.slots[base : base + len(op)].tolist()
+        reads, writes = _places(run)
+        for errand in self.at_work.values():
+            if errand.run.op is not op:
+                others_read, others_write = _places(errand.run)
+                assert not writes & (others_read | others_write), "two ops at one block"
+                assert not reads & others_write, "a block is read while it is written"
+        assert (run.executor, op.op_id) not in self.at_work
+        self.at_work[run.executor, op.op_id] = Errand(run, self.now)
+
+    def _answer(self, ended: TaskEnded) -> None:
+        """The task is answered; the engine puts something else into its slots."""
+        info = self.tasks[ended.task_id]
+        self.num_announced[ended.task_id] += 1
+        info.announced = ended
+        assert ended.gated == info.gated
+        result = self.result(ended.task_id)
+        assert result is not None
+        assert result.num_ok == ended.num_ok
+        self._check_slots_are_unused(ended.task_id)
+        for index, slot in enumerate(info.slots.tolist()):
+            for rank in self._load_ranks:
+                if info.kind is TaskKind.GET and index < ended.num_ok:
+                    assert self.gpu[rank, slot] == info.content(index, self._copy(rank))
+                self.gpu[rank, slot] = "reused"
+
+    # -- what must be true -----------------------------------------------------------------------
+
+    def is_overdue(self, errand: Errand) -> bool:
+        patience = self._op_timeout_s + (GATE_PATIENCE_S if errand.run.gated else 0)
+        return self.now - errand.started_s >= patience
+
+    def _errands_of(self, task_id: TaskId) -> list[Errand]:
+        return [errand for errand in self.at_work.values() if errand.run.task_id == task_id]
+
+    def _check_slots_are_unused(self, task_id: TaskId) -> None:
+        """Nobody touches the slots of an answered task, but for a copy that is late beyond hope."""
+        at_slots = [e for e in self._errands_of(task_id) if e.run.op.kind.touches_gpu]
+        assert not at_slots or any(self.is_overdue(errand) for errand in at_slots)
+
+    def check(self) -> None:
+        self.engine.check()
+        for tier in self.cache.tiers:
+            stats = tier.stats()
+            assert stats["free"] + stats["indexed"] + stats["leased"] == stats["capacity"]
+            assert min(stats["free"], stats["indexed"], stats["leased"]) >= 0
+        for text in {info.text for info in self.tasks.values()}:
+            for tier in self.cache.tiers:
+                self._check_content(tier, text)
+        for errand in self.at_work.values():
+            for places in _places(errand.run):
+                for name, block in places:
+                    assert not self.cache.by_name[name].pool.is_free(block)
+        for task_id, info in self.tasks.items():
+            self._check_task(task_id, info)
+
+    def _check_content(self, tier: Tier, text: str) -> None:
+        """What can be found is what it says it is."""
+        blocks = tier.index.blocks(tier.index.match(keys_of(text))).tolist()
+        for position, block in enumerate(blocks):
+            if tier.name is TierName.SSD and block in self.rotten:
+                continue
+            for copy in self._copies:
+                assert self.stored[tier.name, copy, block] == (text[: position + 1], copy)
+
+    def _check_task(self, task_id: TaskId, info: TaskInfo) -> None:
+        result = self.result(task_id)
+        final = self.result(task_id, completely=True)
+        if info.plan.num_blocks == 0:
+            assert result is not None
+            assert result.status is KVStatus.NOT_FOUND
+            assert self.num_announced[task_id] == 0
+            return
+        assert (result is not None) == (info.announced is not None)
+        assert self.num_announced[task_id] == (info.announced is not None)
+        if result is None or info.announced is None:
+            return
+        self._check_slots_are_unused(task_id)
+        if result.status is KVStatus.CANCELLED:
+            assert result.num_ok == 0
+        else:
+            assert info.launched
+            assert result.num_ok == info.announced.num_ok
+            assert result.status is (KVStatus.SUCCESS if result.num_ok else KVStatus.FAILED)
+        if final is not None and final.is_final:
+            assert not self._errands_of(task_id)
+            assert final == result
+
+    def drain(self) -> None:
+        """Let everything end in an ordinary way."""
+        self.cancel(*[task_id for task_id, info in self.tasks.items() if not info.launched])
+        for executor in list(self.to_replace):
+            self.down(executor)
+        self.finish_all()
+
+    def check_nothing_is_held(self) -> None:
+        """Nothing goes on: so every task has its answer, and no block belongs to one."""
+        self.check()
+        assert not self.at_work
+        assert self.engine.num_open_tasks == 0
+        for tier in self.cache.tiers:
+            assert tier.num_leased == 0
+        for task_id in self.tasks:
+            assert self.final(task_id).is_final
+
+    def check_every_prompt_can_be_stored(self, texts: Sequence[str]) -> None:
+        """No key is blocked and no block is lost: a put of any prompt works, and so does a get."""
+        for executor in self.executors:
+            self.up(executor)
+        for text in texts:
+            self.put(text)
+            self.finish_all()
+            task_id = self.get(text)
+            self.finish_all()
+            result = self.final(task_id)  # what arrived was compared when it was announced
+            assert (result.status, result.num_ok) == (KVStatus.SUCCESS, len(text))
+            self.check_nothing_is_held()
+
+
+def _places(run: RunOp) -> tuple[set[tuple[TierName, int]], set[tuple[TierName, int]]]:
+    """Blocks of the tiers that an op reads, and those that it writes."""
+    source, target = {
+        OpKind.H2D: (TierName.CPU, None),
+        OpKind.D2H: (None, TierName.CPU),
+        OpKind.DISK2H: (TierName.SSD, TierName.CPU),
+        OpKind.H2DISK: (TierName.CPU, TierName.SSD),
+    }[run.op.kind]
+    src, dst = run.op.src, run.op.dst
+    assert src is not None
+    assert dst is not None
+    return (
+        {(source, block) for block in src.tolist()} if source else set(),
+        {(target, block) for block in dst.tolist()} if target else set(),
+    )

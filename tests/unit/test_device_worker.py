@@ -1,0 +1,436 @@
+"""DeviceWorker over a real host segment and real tensors, and with copies that land later."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from flexcache.errors import UnsupportedLayoutError
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
+from flexcache.transfer.messages import Done, Execute, pack_ids
+from flexcache.transfer.workers.device import CpuCopier, DeviceWorker, open_copier
+
+Tensors = dict[str, torch.Tensor]
+
+NUM_GPU_BLOCKS = 7
+NUM_HOST_BLOCKS = 5
+
+
+def make_tensors() -> Tensors:
+    """Two layers with K and V apart; no two blocks are alike."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        f"layer {i}": torch.randn((NUM_GPU_BLOCKS, 2, 16, 2, 8), generator=generator)
+        for i in range(2)
+    }
+
+
+@pytest.fixture
+def tensors() -> Tensors:
+    """The engine's: a worker knows no more than where they lie."""
+    return make_tensors()
+
+
+@pytest.fixture
+def segment() -> Iterator[HostSegment]:
+    block_bytes = bytes_per_index(make_tensors())
+    with HostSegment.create(block_bytes, NUM_HOST_BLOCKS) as segment:
+        segment.map()
+        yield segment
+
+
+def layout_of(tensors: Tensors) -> BlockLayout:
+    return describe_kv_caches(tensors, bytes_per_index(tensors))
+
+
+def cpu_worker(tensors: Tensors, segment: HostSegment) -> DeviceWorker:
+    copier = open_copier(torch.device("cpu"))
+    assert isinstance(copier, CpuCopier)
+    copier.attach(segment)
+    return DeviceWorker(layout_of(tensors), segment, copier)
+
+
+def order(
+    op_id: int, kind: OpKind, src: Sequence[int], dst: Sequence[int], gated: bool = False,
+    task_id: int = 1,
+) -> Execute:  # fmt: skip
+    """An op's order; its task is 1 unless told."""
+    return Execute(
+        op_id, kind, pack_ids(np.array(src, np.int64)), pack_ids(np.array(dst, np.int64)),
+        task_id, gated,
+    )  # fmt: skip
+
+
+def store(op_id: int, src: Sequence[int], dst: Sequence[int], gated: bool = False) -> Execute:
+    return order(op_id, OpKind.D2H, src, dst, gated)
+
+
+def load(op_id: int, src: Sequence[int], dst: Sequence[int], gated: bool = False) -> Execute:
+    return order(op_id, OpKind.H2D, src, dst, gated)
+
+
+def run_dry(worker: DeviceWorker) -> list[Done]:
+    """All that the worker reports until it has no more work."""
+    done = worker.advance()
+    while worker.has_work:
+        done.extend(worker.advance())
+    return done
+
+
+def snapshot(tensors: Tensors, segment: HostSegment) -> tuple[bytes, ...]:
+    gpu = [tensor.numpy().tobytes() for tensor in tensors.values()]
+    return (*gpu, *(bytes(segment.block(i)) for i in range(segment.num_blocks)))
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+def test_blocks_come_back_byte_for_byte_in_other_slots_and_nothing_else_changes(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    worker = cpu_worker(tensors, segment)
+    worker.execute(store(1, [6, 0, 3], [4, 1, 2]))
+    assert run_dry(worker) == [Done(1, 3)]
+    for tensor, original in zip(tensors.values(), before.values(), strict=True):
+        assert torch.equal(tensor, original)
+    worker.execute(load(2, [2, 4, 1], [1, 2, 5]))
+    assert run_dry(worker) == [Done(2, 3)]
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor[[1, 2, 5]], before[name][[3, 6, 0]])
+        assert torch.equal(tensor[[0, 3, 4, 6]], before[name][[0, 3, 4, 6]])
+
+
+def test_a_host_block_is_the_layers_bytes_one_after_the_other(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.execute(store(1, [5], [3]))
+    run_dry(worker)
+    expected = b"".join(tensor[5].numpy().tobytes() for tensor in tensors.values())
+    assert bytes(segment.block(3))[: len(expected)] == expected
+    assert not any(bytes(segment.block(3))[len(expected) :])
+    assert not any(bytes(segment.block(2)))
+    assert not any(bytes(segment.block(4)))
+
+
+def test_an_op_without_blocks_is_done_at_once(tensors: Tensors, segment: HostSegment) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.execute(store(1, [], []))
+    assert run_dry(worker) == [Done(1, 0)]
+
+
+@pytest.mark.parametrize("kind", [OpKind.H2D, OpKind.D2H])
+@pytest.mark.parametrize(
+    ("gpu", "host", "complaint"),
+    [
+        ([0, NUM_GPU_BLOCKS], [0, 1], f"a GPU block lies outside of [0, {NUM_GPU_BLOCKS})"),
+        ([0, -1], [0, 1], f"a GPU block lies outside of [0, {NUM_GPU_BLOCKS})"),
+        ([0, 2**40], [0, 1], f"a GPU block lies outside of [0, {NUM_GPU_BLOCKS})"),
+        ([0, 1], [0, NUM_HOST_BLOCKS], f"a host block lies outside of [0, {NUM_HOST_BLOCKS})"),
+        ([0, 1], [0, -1], f"a host block lies outside of [0, {NUM_HOST_BLOCKS})"),
+        ([0, 1], [0], "2 GPU blocks do not pair with 1 host blocks"),
+        ([0], [0, 1], "1 GPU blocks do not pair with 2 host blocks"),
+    ],
+)
+def test_an_order_that_would_miss_the_pools_is_refused_and_moves_nothing(
+    tensors: Tensors,
+    segment: HostSegment,
+    kind: OpKind,
+    gpu: list[int],
+    host: list[int],
+    complaint: str,
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    before = snapshot(tensors, segment)
+    src, dst = (host, gpu) if kind is OpKind.H2D else (gpu, host)
+    worker.execute(order(1, kind, src, dst))
+    assert run_dry(worker) == [Done(1, 0, error=complaint)]
+    assert snapshot(tensors, segment) == before
+    worker.execute(order(2, kind, src[:1], dst[:1]))
+    assert run_dry(worker) == [Done(2, 1)]
+
+
+# -- turns ---------------------------------------------------------------------------------------
+
+
+def test_loads_go_before_stores_and_each_in_the_order_of_their_arrival(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.execute(store(1, [0], [0]))
+    worker.execute(store(2, [1], [1]))
+    worker.execute(load(3, [2], [2]))
+    worker.execute(load(4, [3], [3]))
+    assert [done.op_id for done in run_dry(worker)] == [3, 4, 1, 2]
+
+
+def test_a_turn_on_the_cpu_copies_for_one_op_only(tensors: Tensors, segment: HostSegment) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.execute(load(1, [0], [0]))
+    worker.execute(load(2, [1], [1]))
+    assert worker.advance() == [Done(1, 1)]
+    assert worker.has_work
+    assert not worker.only_waits
+    assert worker.advance() == [Done(2, 1)]
+    assert not worker.has_work
+    assert worker.advance() == []
+
+
+# -- gates ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [store, load])
+def test_a_gated_op_waits_until_its_gate_is_opened(
+    tensors: Tensors, segment: HostSegment, make: Callable[..., Execute]
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    before = snapshot(tensors, segment)
+    worker.execute(make(1, [0, 1], [2, 3], gated=True))
+    assert worker.advance() == []
+    assert not worker.has_work
+    worker.open_gates([2])
+    assert worker.advance() == []
+    assert snapshot(tensors, segment) == before
+    worker.open_gates([1])
+    assert run_dry(worker) == [Done(1, 2)]
+    assert snapshot(tensors, segment) != before
+
+
+def test_a_gate_that_is_open_lets_later_ops_of_its_task_through(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.open_gates([1])
+    worker.execute(load(1, [0], [0], gated=True))
+    worker.execute(load(2, [1], [1], gated=True))
+    assert run_dry(worker) == [Done(1, 1), Done(2, 1)]
+
+
+def test_all_ops_behind_one_gate_go_in_the_order_of_their_arrival(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    for op_id in (1, 2, 3):
+        worker.execute(load(op_id, [0], [op_id], gated=True))
+    worker.execute(order(4, OpKind.H2D, [0], [4], gated=True, task_id=2))
+    worker.open_gates([1])
+    assert [done.op_id for done in run_dry(worker)] == [1, 2, 3]
+    worker.open_gates([2])
+    assert [done.op_id for done in run_dry(worker)] == [4]
+
+
+def test_a_gate_that_was_closed_again_holds_back_what_comes_later(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.open_gates([1, 2])
+    worker.close_gates([1, 99])
+    worker.execute(load(1, [0], [0], gated=True))
+    assert run_dry(worker) == []
+    worker.open_gates([1])
+    assert run_dry(worker) == [Done(1, 1)]
+
+
+def test_a_gate_may_be_opened_by_another_thread(tensors: Tensors, segment: HostSegment) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.execute(load(1, [0], [0], gated=True))
+    thread = threading.Thread(target=worker.open_gates, args=([1],))
+    thread.start()
+    thread.join()
+    assert run_dry(worker) == [Done(1, 1)]
+
+
+# -- drops ---------------------------------------------------------------------------------------
+
+DROPPED = "dropped before it started"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("make", [store, load])
+def test_an_op_dropped_before_its_start_ends_once_with_nothing_moved(
+    tensors: Tensors, segment: HostSegment, make: Callable[..., Execute], gated: bool
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    before = snapshot(tensors, segment)
+    worker.execute(make(1, [0], [1], gated=gated))
+    worker.drop(1)
+    worker.drop(1)
+    assert worker.has_work
+    assert run_dry(worker) == [Done(1, 0, error=DROPPED)]
+    worker.open_gates([1])
+    worker.drop(1)
+    assert run_dry(worker) == []
+    assert not worker.has_work
+    assert snapshot(tensors, segment) == before
+
+
+def test_the_others_behind_a_gate_and_in_the_queues_stay_when_one_is_dropped(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    for op_id in (1, 2, 3):
+        worker.execute(load(op_id, [0], [op_id]))
+        worker.execute(load(10 + op_id, [0], [op_id], gated=True))
+    worker.drop(2)
+    worker.drop(12)
+    done = run_dry(worker)
+    assert done[:2] == [Done(2, 0, error=DROPPED), Done(12, 0, error=DROPPED)]
+    assert done[2:] == [Done(1, 1), Done(3, 1)]
+    worker.open_gates([1])
+    assert run_dry(worker) == [Done(11, 1), Done(13, 1)]
+
+
+def test_a_drop_and_an_opened_gate_at_once_end_the_op_once(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.execute(load(1, [0], [0], gated=True))
+    worker.open_gates([1])
+    worker.drop(1)
+    assert run_dry(worker) == [Done(1, 0, error=DROPPED)]
+
+
+def test_a_drop_of_an_op_that_has_ended_or_never_was_does_nothing(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    worker.execute(load(1, [0], [0]))
+    assert run_dry(worker) == [Done(1, 1)]
+    worker.drop(1)
+    worker.drop(99)
+    assert run_dry(worker) == []
+    worker.execute(load(2, [0], [0]))
+    assert run_dry(worker) == [Done(2, 1)]
+
+
+# -- copies that land later ----------------------------------------------------------------------
+
+
+class FakeFence:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_past = False
+
+    def query(self) -> bool:
+        return self.is_past
+
+
+class LateCopier:
+    """Takes copies on and moves nothing until they are told to land."""
+
+    def __init__(self) -> None:
+        self.moment = "the start"
+        self.closed = False
+        self.refusal: str | None = None
+        self.started: list[tuple[OpKind, str, FakeFence]] = []
+
+    def attach(self, segment: HostSegment) -> None:
+        pass
+
+    def fence(self) -> FakeFence:
+        return FakeFence(self.moment)
+
+    def start(
+        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, kind: OpKind,
+        after: FakeFence | None,
+    ) -> FakeFence:  # fmt: skip
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
+        assert len(destinations) == len(sources) == len(sizes)
+        landing = FakeFence("a landing")
+        self.started.append((kind, after.name if after is not None else "nothing", landing))
+        return landing
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def late_worker(segment: HostSegment) -> tuple[DeviceWorker, LateCopier]:
+    copier = LateCopier()
+    return DeviceWorker(layout_of(make_tensors()), segment, copier), copier
+
+
+def test_an_op_is_done_only_when_its_copies_have_landed(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.execute(load(1, [0, 1], [0, 1]))
+    assert worker.advance() == []
+    assert worker.has_work
+    assert worker.only_waits
+    assert worker.advance() == []
+    copier.started[0][2].is_past = True
+    assert worker.advance() == [Done(1, 2)]
+    assert not worker.has_work
+    assert worker.advance() == []
+
+
+def test_the_next_op_starts_while_the_one_before_is_on_its_way(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.execute(store(1, [0], [0]))
+    worker.execute(store(2, [1], [1]))
+    worker.advance()
+    assert not worker.only_waits
+    worker.advance()
+    assert worker.only_waits
+    assert len(copier.started) == 2
+    copier.started[1][2].is_past = True
+    assert worker.advance() == [Done(2, 1)]
+    copier.started[0][2].is_past = True
+    assert worker.advance() == [Done(1, 1)]
+
+
+def test_a_drop_of_an_op_on_its_way_lets_it_land(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.execute(load(1, [0], [0]))
+    worker.advance()
+    worker.drop(1)
+    assert worker.advance() == []
+    copier.started[0][2].is_past = True
+    assert worker.advance() == [Done(1, 1)]
+
+
+def test_a_gated_op_is_ordered_after_the_moment_its_gate_was_opened(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.execute(load(1, [0], [0], gated=True))
+    copier.moment = "the end of step 7"
+    worker.open_gates([1])
+    copier.moment = "the end of step 8"
+    worker.advance()
+    worker.execute(load(2, [1], [1], gated=True))
+    worker.advance()
+    worker.execute(order(3, OpKind.H2D, [2], [2], task_id=2))  # not gated
+    worker.advance()
+    after = [moment for _, moment, _ in copier.started]
+    assert after == ["the end of step 7", "the end of step 7", "the end of step 8"]
+
+
+def test_a_copy_that_cannot_start_fails_its_op_and_the_worker_goes_on(
+    segment: HostSegment,
+) -> None:
+    worker, copier = late_worker(segment)
+    copier.refusal = "CUDA error: invalid argument"
+    worker.execute(load(1, [0], [0]))
+    assert run_dry(worker) == [Done(1, 0, error="CUDA error: invalid argument")]
+    copier.refusal = None
+    worker.execute(load(2, [0], [0]))
+    worker.advance()
+    copier.started[0][2].is_past = True
+    assert worker.advance() == [Done(2, 1)]
+
+
+@pytest.mark.parametrize("name", ["meta", "xpu:1"])
+def test_memory_that_nothing_here_can_copy_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedLayoutError, match=name):
+        open_copier(torch.device(name))
+
+
+def test_closing_the_worker_closes_its_copier(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.close()
+    assert copier.closed
