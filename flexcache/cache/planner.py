@@ -66,8 +66,8 @@ class GlobalCacheEngine:
     Args:
         tiers: Fastest first.
         chunk_blocks: Blocks per op where one tier feeds another, so that both work at once.
-        max_store_backlog: Host blocks that may wait to be written below; a put beyond it stays on
-            the host tier only.
+        max_store_backlog: Host blocks that may wait to be written below; what of a put is beyond
+            it stays on the host tier only.
     """
 
     def __init__(self, tiers: Sequence[Tier], chunk_blocks: int, max_store_backlog: int) -> None:
@@ -235,16 +235,18 @@ class GlobalCacheEngine:
                 continue
             if begin < plan.start and cached.num_blocks < plan.start:
                 continue  # what precedes is still on its way to the host: its own put writes it
-            if self._store_backlog + plan.stop - begin > self._max_store_backlog:
-                plan.dropped[f"{tier.name.value.lower()}_write_backlog"] = plan.stop - begin
-                continue
-            lease = tier.reserve(keys, begin, plan.stop)
+            room = max(0, self._max_store_backlog - self._store_backlog)
+            if plan.stop - begin > room:
+                name = f"{tier.name.value.lower()}_write_backlog"
+                plan.dropped[name] = plan.stop - begin - room
+            lease = tier.reserve(keys, begin, min(plan.stop, begin + room))
             plan.stores[tier.name] = lease
             plan.store_starts[tier.name] = begin
             self._store_backlog += len(lease)
             end = begin + len(lease)
-            if end < plan.stop:
-                plan.dropped[f"{tier.name.value.lower()}_tier_full"] = plan.stop - end
+            if end < min(plan.stop, begin + room):
+                name = f"{tier.name.value.lower()}_tier_full"
+                plan.dropped[name] = min(plan.stop, begin + room) - end
             self._add_back_fill(plan, tier, lease, cached, begin, min(end, plan.start))
             for copy, chunk, landing in copies:
                 low, high = max(chunk.start, begin), min(chunk.stop, end)

@@ -250,16 +250,16 @@ def test_aborting_while_a_load_runs_frees_everything(engine: Engine) -> None:
 
 def test_connector_statistics_are_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     side = engine.scheduler.connector._scheduler
-    monkeypatch.setattr(side, "_report_due_s", 0.0)
-    side.take_stats()
     prompt = make_prompt(200, next(_seeds))
     engine.generate(prompt)
     engine.forget_gpu()
-    monkeypatch.setattr(side, "_report_due_s", float("inf"))
-    engine.generate(prompt)
-    engine.drain()
-    monkeypatch.setattr(side, "_report_due_s", 0.0)
-    stats = side.take_stats()
+    take, side._has_news = side.take_stats, True
+    take()
+    with monkeypatch.context() as patch:
+        patch.setattr(side, "take_stats", lambda: None)
+        engine.generate(prompt)
+        engine.drain()
+    stats = take()
     assert stats is not None
     assert stats.data["dram_hit_tokens"] == 192
     assert stats.data["loaded_bytes"] == 6 * engine.manager.stats()["block_bytes"]
@@ -283,8 +283,6 @@ def test_hits_are_counted_by_tier_in_vllms_own_prometheus_metrics(engine: Engine
     prompt = make_prompt(200, next(_seeds))
     engine.generate(prompt)
     engine.forget_gpu()
-    side._report_due_s = 0.0
     engine.generate(prompt)
-    side._report_due_s = 0.0
-    engine.generate(make_prompt(40, next(_seeds)))
+    engine.drain()
     assert value("flexcache_dram_hit_tokens_total") - before == 192

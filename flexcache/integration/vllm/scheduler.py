@@ -36,7 +36,6 @@ from flexcache.manager import KVManager
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
-_STATS_INTERVAL_S = 1.0
 
 
 @dataclass(slots=True)
@@ -87,7 +86,7 @@ class FlexCacheScheduler:
         self._failed: set[str] = set()  # lost a load: to offer another could go on for ever
         self._step = _Step()
         self._reported: dict[str, float] = {}
-        self._report_due_s = 0.0
+        self._has_news = False
 
     def num_matched_tokens(self, request: Any, num_computed: int) -> int:
         """How many tokens after the first ``num_computed`` can be loaded.
@@ -166,6 +165,8 @@ class FlexCacheScheduler:
 
     def transfers_ended(self, sent: Iterable[str], received: Iterable[str]) -> None:
         """All ranks have reported these requests' puts and gets as over."""
+        sent, received = list(sent), list(received)
+        self._has_news |= bool(sent or received)
         for request_id in sent:
             self._puts.pop(request_id, None)
         for request_id in received:
@@ -186,11 +187,10 @@ class FlexCacheScheduler:
         return True
 
     def take_stats(self) -> FlexCacheStats | None:
-        """What has happened since the last report, about once a second."""
-        now = time.monotonic()
-        if now < self._report_due_s:
+        """What has happened since the last report; None in a step in which nothing did."""
+        if not self._has_news:
             return None
-        self._report_due_s = now + _STATS_INTERVAL_S
+        self._has_news = False
         counters = read_counters(self.manager.stats(), self._block_size)
         stats = FlexCacheStats.between(self._reported, counters)
         self._reported = counters
@@ -212,6 +212,7 @@ class FlexCacheScheduler:
         except FlexCacheError as error:
             logger.warning("FlexCache cannot be asked: %s", error)
             return None
+        self._has_news = True
         return _Get(task_id, num_computed, int(found.sum()), sources, time.monotonic())
 
     def _launch(self, get: _Get | None, block_ids: list[int]) -> int | None:
