@@ -369,6 +369,8 @@ class KVManager:
         )
 
     def _root(self, namespace: Namespace, kind: str) -> RootId:
+        if not isinstance(namespace, (str, Sequence, type(None))):
+            raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
         if namespace is not None and not isinstance(namespace, str):
             namespace = tuple(namespace)
         root = self._roots.get((namespace, kind))

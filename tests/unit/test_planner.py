@@ -407,9 +407,11 @@ def shape(task: Task) -> list[tuple[OpKind, int, int]]:
     return [(op.kind, op.first, len(op)) for op in task.plan.graph.ops]
 
 
-def world_with(on_host: str, on_disk: str, host: int = 20, disk: int = 20) -> World:
+def world_with(
+    on_host: str, on_disk: str, host: int = 20, disk: int = 20, max_store_backlog: int = PLENTY
+) -> World:
     """One word is on the host tier, another one on the disk."""
-    world = World(host, disk)
+    world = World(host, disk, max_store_backlog=max_store_backlog)
     if on_disk:
         world.run(world.put(on_disk))
         world.host.clear()
@@ -534,16 +536,36 @@ def test_a_host_tier_that_is_all_in_use_stores_nothing() -> None:
     assert not task.plan.stores
 
 
-def test_a_put_beyond_the_write_backlog_stays_on_the_host_tier() -> None:
+def test_what_of_a_put_is_beyond_the_write_backlog_stays_on_the_host_tier() -> None:
     world = World(20, 20, max_store_backlog=4)
     first, second = world.put("aaa"), world.put("bbb")
+    third = world.put("abab", root=OTHER_ROOT)
     assert not first.plan.dropped
-    assert second.plan.dropped == {"ssd_write_backlog": 3}
-    assert shape(second) == [(OpKind.D2H, 0, 2), (OpKind.D2H, 2, 1)]
-    world.run(first)
-    world.run(second)
-    assert world.cached("bbb") == (3, 0)
-    assert not world.put("abab").plan.dropped, "the first one's writes are done"
+    assert second.plan.dropped == {"ssd_write_backlog": 2}
+    assert shape(second) == [(OpKind.D2H, 0, 2), (OpKind.D2H, 2, 1), (OpKind.H2DISK, 0, 1)]
+    assert third.plan.dropped == {"ssd_write_backlog": 4}
+    assert not third.ops(OpKind.H2DISK)
+    for task in (first, second, third):
+        world.run(task)
+    assert world.cached("bbb") == (3, 1)
+    assert world.num_cached(world.host, "abab", OTHER_ROOT) == 4
+    assert not world.put("baba").plan.dropped, "the writes of the others are done"
+
+
+def test_a_write_back_counts_towards_the_backlog() -> None:
+    world = world_with("abab", "a", max_store_backlog=4)
+    task = world.put("ababba")
+    assert task.plan.dropped == {"ssd_write_backlog": 1}
+    world.run(task)
+    assert world.cached("ababba") == (6, 5)
+
+
+def test_what_neither_the_backlog_nor_the_disk_has_room_for_is_counted_by_reason() -> None:
+    world = World(20, 2, max_store_backlog=3)
+    task = world.put("ababab")
+    assert task.plan.dropped == {"ssd_write_backlog": 3, "ssd_tier_full": 1}
+    world.run(task)
+    assert world.cached("ababab") == (6, 2)
 
 
 def test_blocks_that_the_disk_lost_are_written_again_with_the_next_that_follow_them() -> None:
@@ -573,11 +595,16 @@ def test_a_write_back_that_fails_leaves_nothing_that_hangs_in_the_air() -> None:
 
 def test_nothing_is_written_behind_blocks_that_are_on_their_way_to_the_host_only() -> None:
     world = World(20, 20, max_store_backlog=4)
-    world.put("aaaa")
+    first = world.put("aaaa")
     kept_off_disk = world.put("bb")
-    follower = world.put("bbbb")
     assert kept_off_disk.plan.dropped == {"ssd_write_backlog": 2}
+    world.run(first)
+    follower = world.put("bbbb")
     assert shape(follower) == [(OpKind.D2H, 2, 2)]
+    assert follower.plan.dropped == {}
+    world.run(follower)
+    world.run(kept_off_disk)
+    assert world.cached("bbbb") == (4, 0)
 
 
 def test_a_get_of_host_blocks_is_one_copy() -> None:
@@ -627,6 +654,7 @@ def test_a_get_that_begins_behind_the_host_tier_publishes_nothing_there() -> Non
     task = world.get("ababab", start=3)
     assert shape(task)[0] == (OpKind.DISK2H, 3, 2)
     assert task.plan.sources == {SSD: 3}
+    assert world.host.num_in_flight(prompt("ababab"), 3, 6) == 0
     assert world.run(task) == 3
     assert world.cached("ababab") == (2, 6)
     assert world.host.num_leased == 0

@@ -58,7 +58,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         "cached": [w[1] for w in warm],
         "probes": compare_probes(Path(probe_dir)),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
-        "ssd_hit_tokens": metrics.get("flexcache_ssd_hit_tokens", 0),
+        "ssd_hit_tokens": metrics.get("vllm:flexcache_ssd_hit_tokens", 0),
     }
 
 

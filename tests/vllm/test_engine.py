@@ -278,11 +278,10 @@ def test_hits_are_counted_by_tier_in_vllms_own_prometheus_metrics(engine: Engine
             if sample.name == name
         )
 
-    side = engine.scheduler.connector._scheduler
-    before = value("flexcache_dram_hit_tokens_total")
+    before = value("vllm:flexcache_dram_hit_tokens_total")
     prompt = make_prompt(200, next(_seeds))
     engine.generate(prompt)
     engine.forget_gpu()
     engine.generate(prompt)
     engine.drain()
-    assert value("flexcache_dram_hit_tokens_total") - before == 192
+    assert value("vllm:flexcache_dram_hit_tokens_total") - before == 192

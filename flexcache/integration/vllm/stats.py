@@ -68,7 +68,7 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {
             name: create_metric_per_engine(
-                self._counter_cls(f"flexcache_{name}", text, labelnames=labelnames),
+                self._counter_cls(f"vllm:flexcache_{name}", text, labelnames=labelnames),
                 per_engine_labelvalues,
             )
             for name, text in _COUNTERS.items()

@@ -1,0 +1,126 @@
+"""A manager and its ranks in one process, with KV tensors that look like an engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flexcache import CacheConfig, KVManager, KVResponse, KVTPClient, ModelConfig
+
+NUM_GPU_BLOCKS = 64
+READY_S = 60.0
+WAIT_S = 60.0
+
+
+class Cluster:
+    """One engine: `manager`, a client per rank, and each rank's KV tensors."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: CacheConfig,
+        make_kv: Callable[[ModelConfig, int], dict[str, torch.Tensor]],
+        block_dim: int = 0,
+    ) -> None:
+        self.config = config
+        self.block_dim = block_dim
+        self.manager = KVManager(model, config)
+        self.kv = [make_kv(model, config.tokens_per_block) for _ in range(model.tp_size)]
+        self.clients: list[KVTPClient] = []
+
+    def start(self) -> None:
+        self.manager.start()
+        for rank, kv in enumerate(self.kv):
+            self.add_client(rank, kv)
+        self.manager.wait_ready(READY_S)
+
+    def add_client(self, rank: int, kv: dict[str, torch.Tensor]) -> KVTPClient:
+        client = KVTPClient(self.manager.endpoint, tp_rank=rank)
+        client.register_kv_caches(kv, block_dim=self.block_dim)
+        self.clients.append(client)
+        return client
+
+    def stop(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.manager.shutdown()
+
+    def slots(self, gpu_blocks: Sequence[int]) -> np.ndarray:
+        size = self.config.tokens_per_block
+        return (np.asarray(gpu_blocks)[:, None] * size + np.arange(size)).ravel()
+
+    def read(self, gpu_blocks: Sequence[int]) -> list[bytes]:
+        """Bytes of the blocks, rank by rank and layer by layer."""
+        return [
+            as_bytes(tensor.select(self.block_dim, block))
+            for kv in self.kv
+            for tensor in kv.values()
+            for block in gpu_blocks
+        ]
+
+    def wipe(self, gpu_blocks: Sequence[int]) -> None:
+        for kv in self.kv:
+            for tensor in kv.values():
+                for block in gpu_blocks:
+                    tensor.select(self.block_dim, block).zero_()
+
+    def put(self, tokens: Sequence[int] | np.ndarray, gpu_blocks: Sequence[int]) -> KVResponse:
+        """Store whole blocks and wait for every tier."""
+        size = self.config.tokens_per_block
+        tokens = tokens[: len(gpu_blocks) * size]
+        task_id, _ = self.manager.put_async(tokens, self.slots(gpu_blocks))
+        return self.manager.wait([task_id], WAIT_S, completely=True)[task_id]
+
+    def get(self, tokens: Sequence[int] | np.ndarray, gpu_blocks: Sequence[int]) -> KVResponse:
+        size = self.config.tokens_per_block
+        tokens = tokens[: len(gpu_blocks) * size]
+        task_id, _ = self.manager.get_async(tokens, self.slots(gpu_blocks))
+        return self.manager.wait([task_id], WAIT_S, completely=True)[task_id]
+
+    def num_leased(self) -> int:
+        return sum(int(tier["leased"]) for tier in self.manager.stats()["tiers"].values())
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def random_like(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def joined_kv(model: ModelConfig, tokens: int) -> dict[str, torch.Tensor]:
+    """A tensor per layer: blocks, K and V, tokens, heads, head."""
+    heads = max(1, model.num_kv_heads // model.tp_size)
+    shape = (NUM_GPU_BLOCKS, 2, tokens, heads, model.head_size)
+    return {f"layer.{i}": random_like(*shape, dtype=model.dtype) for i in range(model.num_layers)}
+
+
+@contextmanager
+def running_cluster(
+    ssd_dirs: Sequence[Path] = (),
+    *,
+    model: ModelConfig | None = None,
+    make_kv: Callable[[ModelConfig, int], dict[str, torch.Tensor]] = joined_kv,
+    block_dim: int = 0,
+    **settings: object,
+) -> Iterator[Cluster]:
+    """A cluster with an SSD tier if directories are given; checked and stopped at the end."""
+    model = model or ModelConfig("test", 3, 4, 32, torch.bfloat16)
+    arguments: dict[str, object] = {"num_cpu_blocks": 48, **settings}
+    if ssd_dirs:
+        arguments.setdefault("num_ssd_blocks", 96)
+        arguments["ssd_cache_dirs"] = [str(path) for path in ssd_dirs]
+    arguments.setdefault("transfer_chunk_mb", 0.05)
+    cluster = Cluster(model, CacheConfig(**arguments), make_kv, block_dim)  # type: ignore[arg-type]
+    try:
+        cluster.start()
+        yield cluster
+        cluster.manager.check()
+    finally:
+        cluster.stop()

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """No thread, descriptor, child or socket file of ours outlives a test."""
+    from flexcache.server.runtime import runtime_dir
+
+    def descriptors() -> list[str]:
+        found = []
+        for link in Path("/proc/self/fd").iterdir():
+            try:
+                target = str(link.readlink())
+            except OSError:
+                continue
+            if "flexcache" in target or "pidfd" in target or "io_uring" in target:
+                found.append(target)
+        return sorted(found)
+
+    def children() -> set[str]:
+        path = Path("/proc/self/task")
+        text = " ".join((task / "children").read_text() for task in path.iterdir())
+        return set(text.split())
+
+    before = (descriptors(), children(), sorted(runtime_dir().iterdir()))
+    yield
+    threads = [thread.name for thread in threading.enumerate() if "flexcache" in thread.name]
+    assert threads == []
+    assert (descriptors(), children(), sorted(runtime_dir().iterdir())) == before

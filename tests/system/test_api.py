@@ -1,0 +1,251 @@
+"""The public API's promises, at its edges."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cluster import running_cluster
+
+import flexcache
+import flexcache.errors
+from flexcache import CacheConfig, KVManager, KVStatus, ModelConfig
+from flexcache.errors import ClosedError
+
+
+def test_the_public_names_are_there() -> None:
+    for name in ("KVManager", "KVTPClient", "KVResponse", "KVStatus", "ModelConfig", "CacheConfig"):
+        assert getattr(flexcache, name)
+        assert name in dir(flexcache)
+
+
+def test_importing_needs_neither_vllm_nor_cuda_nor_liburing_and_says_what_is_missing() -> None:
+    script = """
+import sys
+for missing in ("vllm", "liburing", "numba", "cuda", "obstore", "mooncake"):
+    sys.modules[missing] = None
+import flexcache
+import flexcache.errors
+from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
+import torch
+from flexcache.errors import MissingDependencyError
+from flexcache.storage.block_io import io_uring_problem, open_block_io
+try:
+    import flexcache.storage.block_io.uring as uring
+    uring.UringBlockIO(4)
+except MissingDependencyError as error:
+    assert "liburing" in str(error), error
+else:
+    raise SystemExit("liburing was not missed")
+try:
+    import flexcache.integration.vllm
+except MissingDependencyError as error:
+    assert "vLLM" in str(error), error
+else:
+    raise SystemExit("vllm was not missed")
+model = ModelConfig("m", 2, 2, 16, torch.float32)
+kv = {"a": torch.rand(8, 2, 16, 2, 16), "b": torch.rand(8, 2, 16, 2, 16)}
+with KVManager(model, CacheConfig(num_cpu_blocks=8)) as manager:
+    client = KVTPClient(manager.endpoint)
+    client.register_kv_caches(kv)
+    manager.wait_ready(30)
+    task, mask = manager.put_async(list(range(64)), list(range(64)))
+    assert manager.wait([task], 30)[task].mask.all()
+    client.close()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_worker_processes_start_without_torch() -> None:
+    script = "import sys, flexcache.transfer.workers.disk; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 15])
+def test_a_prompt_shorter_than_a_block_is_an_empty_match(num_tokens: int) -> None:
+    with running_cluster() as cluster:
+        for match in (cluster.manager.get_match, cluster.manager.put_match):
+            task_id, mask = match(list(range(num_tokens)))
+            assert mask.shape == (num_tokens,)
+            assert not mask.any()
+            response = cluster.manager.wait([task_id], 5)[task_id]
+            assert response.status is KVStatus.NOT_FOUND
+        assert cluster.num_leased() == 0
+
+
+def test_only_whole_wanted_blocks_count_and_what_is_cached_is_skipped() -> None:
+    with running_cluster() as cluster:
+        manager = cluster.manager
+        tokens = np.arange(100)
+        task_id, mask = manager.put_match(tokens)
+        assert mask.sum() == 96
+        manager.launch([task_id], [cluster.slots(range(6))])
+        manager.wait([task_id], 30, completely=True)
+        longer = np.arange(150)
+        task_id, mask = manager.put_match(longer)
+        assert not mask[:96].any()
+        assert mask[96:144].all()
+        assert not mask[144:].any()
+        manager.cancel([task_id])
+        wanted = np.ones(100, dtype=bool)
+        wanted[:32] = False
+        task_id, mask = manager.get_match(tokens, wanted)
+        assert mask.nonzero()[0].tolist() == list(range(32, 96))
+        manager.cancel([task_id])
+        wanted[:40] = False  # not on a block border: the block it cuts is not supplied
+        task_id, mask = manager.get_match(tokens, wanted)
+        assert mask.nonzero()[0].tolist() == list(range(48, 96))
+        manager.cancel([task_id])
+
+
+def test_bad_arguments_change_nothing() -> None:
+    with running_cluster() as cluster:
+        manager, tokens = cluster.manager, np.arange(64)
+        before = manager.stats()["tiers"]
+        for bad in (
+            lambda: manager.get_match(tokens, np.ones(63, dtype=bool)),
+            lambda: manager.get_match(tokens, np.ones(64)),
+            lambda: manager.put_match(np.zeros((2, 8), dtype=int)),
+            lambda: manager.put_match(np.arange(64.0)),
+            lambda: manager.put_async(tokens, np.arange(63)),
+            lambda: manager.put_async(tokens, np.arange(64) + 3),
+            lambda: manager.put_async(tokens, np.arange(64)[::-1].copy()),
+            lambda: manager.put_async(tokens, np.arange(64) - 16),
+            lambda: manager.get_match(tokens, namespace=7),  # type: ignore[arg-type]
+            lambda: manager.clear("GPU"),
+        ):
+            with pytest.raises(ValueError):
+                bad()
+        for unknown in (manager.cancel, manager.wait, manager.try_wait):
+            with pytest.raises(KeyError):
+                unknown([999_999])
+        assert manager.stats()["tiers"] == before
+        assert cluster.num_leased() == 0
+
+
+def test_launching_twice_and_with_wrong_slots_is_refused() -> None:
+    with running_cluster() as cluster:
+        manager, tokens = cluster.manager, np.arange(64)
+        task_id, _ = manager.put_match(tokens)
+        with pytest.raises(ValueError, match="4 blocks, 3 were given"):
+            manager.launch([task_id], [cluster.slots([0, 1, 2])])
+        manager.launch([task_id], [cluster.slots([0, 1, 2, 3])])
+        with pytest.raises(ValueError, match="launched before"):
+            manager.launch([task_id], [cluster.slots([0, 1, 2, 3])])
+        assert manager.wait([task_id], 30)[task_id].status is KVStatus.SUCCESS
+
+
+def test_a_slot_beyond_the_engines_blocks_fails_and_touches_nothing() -> None:
+    with running_cluster() as cluster:
+        task_id, _ = cluster.manager.put_async(np.arange(64), cluster.slots([1, 2, 3, 64]))
+        response = cluster.manager.wait([task_id], 30)[task_id]
+        assert response.status is KVStatus.FAILED
+        assert "GPU block" in (response.error or "")
+
+
+def test_wait_answers_timeout_and_the_task_goes_on() -> None:
+    with running_cluster() as cluster:
+        task_id, _ = cluster.manager.put_match(np.arange(64))
+        assert cluster.manager.wait([task_id], 0)[task_id].status is KVStatus.TIMEOUT
+        assert cluster.manager.try_wait([task_id]) == {}
+        cluster.manager.launch([task_id], [cluster.slots([0, 1, 2, 3])])
+        assert cluster.manager.wait([task_id], 30)[task_id].status is KVStatus.SUCCESS
+        assert cluster.manager.try_wait([task_id])[task_id].status is KVStatus.SUCCESS
+
+
+def test_cancel_before_the_launch_frees_the_blocks_and_is_idempotent() -> None:
+    with running_cluster() as cluster:
+        task_id, _ = cluster.manager.put_match(np.arange(64))
+        assert cluster.num_leased() == 4
+        cluster.manager.cancel([task_id])
+        cluster.manager.cancel([task_id])
+        assert cluster.num_leased() == 0
+        assert cluster.manager.wait([task_id], 5)[task_id].status is KVStatus.CANCELLED
+        assert cluster.put(np.arange(64), [0, 1, 2, 3]).mask.all()
+
+
+def test_block_keys_stand_for_tokens_that_are_then_never_looked_at() -> None:
+    class Opaque:
+        def __len__(self) -> int:
+            return 70
+
+    with running_cluster() as cluster:
+        keys = [bytes([i]) * 32 for i in range(4)]
+        manager = cluster.manager
+        task_id, mask = manager.put_match(Opaque(), block_keys=keys)  # type: ignore[arg-type]
+        assert mask.sum() == 64
+        manager.launch([task_id], [cluster.slots([0, 1, 2, 3])])
+        manager.wait([task_id], 30, completely=True)
+        task_id, mask = manager.get_match(Opaque(), block_keys=keys)  # type: ignore[arg-type]
+        assert mask.sum() == 64
+        manager.cancel([task_id])
+
+
+def test_gated_ops_wait_for_the_workers_gate() -> None:
+    with running_cluster() as cluster:
+        task_id, _ = cluster.manager.put_match(np.arange(64))
+        cluster.manager.launch([task_id], [cluster.slots([0, 1, 2, 3])], gated=True)
+        client = cluster.clients[0]
+        assert not client.wait_ended(0.2)
+        client.open_gates([task_id])
+        assert client.wait_ended(30)
+        assert client.take_ended([task_id]) == {task_id: 4}
+        assert client.take_ended([task_id]) == {}
+
+
+def test_shutdown_wakes_whoever_waits() -> None:
+    with running_cluster() as cluster:
+        task_id, _ = cluster.manager.put_match(np.arange(64))
+        seen: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                cluster.manager.wait([task_id])
+            except ClosedError as error:
+                seen.append(error)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        with running_cluster() as other:  # the block's check needs one that is still up
+            cluster.manager.shutdown()
+            waiter.join(30)
+            assert seen
+            cluster.stop()
+            cluster.manager = other.manager
+
+
+def test_many_threads_may_use_one_manager(tmp_path: Path) -> None:
+    with running_cluster([tmp_path], num_cpu_blocks=32) as cluster:
+        failures: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            try:
+                rng = np.random.default_rng(seed)
+                for _ in range(20):
+                    tokens = np.arange(int(rng.integers(1, 6)) * 16) + 100 * int(rng.integers(4))
+                    blocks = [seed * 8 + i for i in range(len(tokens) // 16)]
+                    (cluster.put if rng.random() < 0.5 else cluster.get)(tokens, blocks)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert failures == []
+        cluster.manager.check()
+        assert cluster.num_leased() == 0
+
+
+def test_data_parallel_ranks_are_refused_by_name_in_this_version() -> None:
+    with pytest.raises(flexcache.errors.ConfigError, match="dp_size = 2"):
+        KVManager(
+            ModelConfig("m", 1, 1, 8, torch.float32, dp_size=2), CacheConfig(num_cpu_blocks=1)
+        )

@@ -1,0 +1,313 @@
+"""Faults, injected for real: processes killed, bytes flipped, disks filled, ranks gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cluster import Cluster, joined_kv, random_like, running_cluster
+
+from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
+from flexcache.errors import ConfigError, RegistrationError, UnsupportedLayoutError
+
+TOKENS = np.arange(24 * 16)
+SOURCE = list(range(24))
+
+
+def until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
+    """Wait for something that another process brings about."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x40]))
+
+
+def slot_of(cluster: Cluster, position: int) -> int:
+    with cluster.manager._server.session() as engine:
+        return int(next(iter(engine.cache.lower[0].index._runs.values())).blocks[position])
+
+
+def slot_bytes(cluster: Cluster) -> int:
+    pool = cluster.manager._server._disk_pool
+    assert pool is not None
+    return pool.slot_bytes
+
+
+def test_a_flipped_byte_on_ssd_costs_the_blocks_behind_it_and_nothing_else(tmp_path: Path) -> None:
+    with running_cluster([tmp_path]) as cluster:
+        expected = cluster.read(SOURCE[:9])
+        cluster.put(TOKENS, SOURCE)
+        cluster.manager.clear("CPU")
+        data = next(tmp_path.iterdir())
+        flip_byte(data, slot_of(cluster, 9) * slot_bytes(cluster) + 123)
+        cluster.wipe(SOURCE)
+        response = cluster.get(TOKENS, SOURCE)
+        assert response.status is KVStatus.SUCCESS
+        assert response.mask.sum() == 9 * 16
+        assert "checksum" in (response.error or "")
+        assert cluster.read(SOURCE[:9]) == expected
+        assert cluster.manager.stats()["tiers"]["SSD"]["indexed"] == 9
+        assert cluster.num_leased() == 0
+
+
+def test_a_truncated_ssd_file_is_a_short_read_and_a_shorter_get(tmp_path: Path) -> None:
+    with running_cluster([tmp_path], direct_io=False) as cluster:
+        cluster.put(TOKENS, SOURCE)
+        cluster.manager.clear("CPU")
+        data = next(tmp_path.iterdir())
+        os.truncate(data, slot_of(cluster, 5) * slot_bytes(cluster) + 100)
+        response = cluster.get(TOKENS, SOURCE)
+        assert response.mask.sum() == 5 * 16
+        assert "bytes moved" in (response.error or "")
+
+
+def test_swapped_slots_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+    with running_cluster([tmp_path]) as cluster:
+        cluster.put(TOKENS, SOURCE)
+        cluster.manager.clear("CPU")
+        size, data = slot_bytes(cluster), next(tmp_path.iterdir())
+        one, two = slot_of(cluster, 2), slot_of(cluster, 3)
+        content = data.read_bytes()
+        with data.open("r+b") as file:
+            for here, there in ((one, two), (two, one)):
+                file.seek(here * size)
+                file.write(content[there * size : (there + 1) * size])
+        assert cluster.get(TOKENS, SOURCE).mask.sum() == 2 * 16
+
+
+@pytest.mark.parametrize("io_engine", ["auto", "threads"])
+def test_a_full_disk_drops_what_did_not_fit_and_keeps_the_rest(
+    io_engine: str, tmp_path: Path
+) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        with running_cluster([mount], io_engine=io_engine, direct_io=False) as cluster:
+            expected = cluster.read(SOURCE)
+            response = cluster.put(TOKENS, SOURCE)
+            assert response.mask.all()  # DRAM took all of it
+            stats = cluster.manager.stats()
+            kept = stats["tiers"]["SSD"]["indexed"]
+            assert 0 < kept < 24
+            assert stats["dropped_blocks"]["ssd_write_failed"] > 0
+            cluster.wipe(SOURCE)
+            assert cluster.get(TOKENS, SOURCE).mask.all()
+            assert cluster.read(SOURCE) == expected
+            cluster.manager.clear("CPU")
+            assert cluster.get(TOKENS, SOURCE).mask.sum() == kept * 16
+            assert cluster.num_leased() == 0
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_killing_the_disk_worker_is_a_miss_and_then_a_restart(tmp_path: Path) -> None:
+    with running_cluster([tmp_path]) as cluster:
+        expected = cluster.read(SOURCE)
+        cluster.put(TOKENS, SOURCE)
+        cluster.manager.clear("CPU")
+        pid = cluster.manager.stats()["workers"]["disk"]
+        os.kill(pid, signal.SIGSTOP)  # so that the ops are with it when it dies
+        task_id, mask = cluster.manager.get_async(TOKENS, cluster.slots(SOURCE))
+        assert mask.all()
+        os.kill(pid, signal.SIGKILL)
+        response = cluster.manager.wait([task_id], 5)[task_id]
+        assert response.status is KVStatus.FAILED
+        assert "disk" in (response.error or "")
+        cluster.manager.check()
+        cluster.manager.wait_ready(30)
+        assert cluster.manager.stats()["disk_worker_restarts"] >= 1
+        cluster.wipe(SOURCE)
+        assert cluster.get(TOKENS, SOURCE).mask.all()  # the SSD tier's content is still there
+        assert cluster.read(SOURCE) == expected
+        assert cluster.num_leased() == 0
+
+
+def test_a_disk_worker_that_hangs_is_replaced_after_the_deadline(tmp_path: Path) -> None:
+    with running_cluster([tmp_path], op_timeout_s=0.3) as cluster:
+        cluster.put(TOKENS, SOURCE)
+        cluster.manager.clear("CPU")
+        os.kill(cluster.manager.stats()["workers"]["disk"], signal.SIGSTOP)
+        response = cluster.get(TOKENS, SOURCE)
+        assert response.status is KVStatus.FAILED
+        assert "deadline" in (response.error or "")
+        cluster.manager.wait_ready(30)
+        assert cluster.get(TOKENS, SOURCE).mask.all()
+
+
+def test_killing_the_disk_worker_again_and_again_loses_nothing(tmp_path: Path) -> None:
+    with running_cluster([tmp_path]) as cluster:
+        rng = np.random.default_rng(7)
+        for turn in range(6):
+            tokens = np.arange(16 * 16) + 1000 * turn
+            blocks = list(range(16))
+            expected = cluster.read(blocks)
+            task_id, _ = cluster.manager.put_async(tokens, cluster.slots(blocks))
+            if rng.random() < 0.5:
+                cluster.manager.wait([task_id], 5)
+            pid = cluster.manager.stats()["workers"].get("disk")
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            cluster.manager.wait([task_id], 5, completely=True)
+            cluster.manager.check()
+            cluster.wipe(blocks)
+            response = cluster.get(tokens, blocks)
+            assert response.mask.all()  # DRAM has it in any case
+            assert cluster.read(blocks) == expected
+        assert cluster.num_leased() == 0
+
+
+def test_a_rank_that_leaves_fails_its_ops_and_can_come_back() -> None:
+    model = ModelConfig("test", 3, 4, 32, torch.bfloat16, tp_size=2)
+    with running_cluster(model=model) as cluster:
+        expected = cluster.read(SOURCE)
+        cluster.put(TOKENS, SOURCE)
+        cluster.clients[1].close()
+        until(lambda: not cluster.manager.is_ready())
+        response = cluster.get(TOKENS, SOURCE)
+        assert response.status is KVStatus.FAILED
+        assert "device:1" in (response.error or "")
+        with pytest.raises(TimeoutError, match="tp_rank 1"):
+            cluster.manager.wait_ready(0.01)
+        cluster.add_client(1, cluster.kv[1])
+        cluster.manager.wait_ready(30)
+        cluster.wipe(SOURCE)
+        assert cluster.get(TOKENS, SOURCE).mask.all()
+        assert cluster.read(SOURCE) == expected
+
+
+def test_a_rank_process_killed_while_ops_are_with_it_leaves_nothing_leased() -> None:
+    script = """
+import os, sys, signal, torch
+from flexcache import KVTPClient
+kv = {f"layer.{i}": torch.zeros((64, 2, 16, 4, 32), dtype=torch.bfloat16) for i in range(3)}
+client = KVTPClient(sys.argv[1], tp_rank=0)
+client.register_kv_caches(kv)
+client.wait_registered(30)
+print("up", flush=True)
+sys.stdin.read()
+"""
+    model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
+    with KVManager(model, CacheConfig(num_cpu_blocks=48)) as manager:
+        for _ in range(2):
+            rank = subprocess.Popen(
+                [sys.executable, "-c", script, manager.endpoint],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            assert rank.stdin is not None
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == b"up\n"
+            manager.wait_ready(30)
+            os.kill(rank.pid, signal.SIGSTOP)
+            task_id, mask = manager.put_async(TOKENS, np.arange(len(TOKENS)))
+            assert mask.all()
+            os.kill(rank.pid, signal.SIGKILL)
+            response = manager.wait([task_id], 5, completely=True)[task_id]
+            assert response.status is KVStatus.FAILED
+            rank.wait()
+            rank.stdin.close()
+            rank.stdout.close()
+            manager.check()
+            assert manager.stats()["tiers"]["CPU"]["free"] == 48
+
+
+def test_cancelling_while_bytes_move_answers_once_they_have_landed(tmp_path: Path) -> None:
+    with running_cluster([tmp_path]) as cluster:
+        for turn in range(40):
+            tokens = TOKENS + 10_000 * turn
+            task_id, _ = cluster.manager.put_async(tokens, cluster.slots(SOURCE))
+            cluster.manager.cancel([task_id])
+            response = cluster.manager.wait([task_id], 30, completely=True)[task_id]
+            assert response.status in (KVStatus.CANCELLED, KVStatus.SUCCESS)
+            cluster.manager.check()
+            assert cluster.num_leased() == 0
+        assert cluster.put(TOKENS + 10**6, SOURCE).mask.all()
+
+
+def test_a_rank_with_another_model_is_refused_and_told_both_sides() -> None:
+    model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
+    with KVManager(model, CacheConfig(num_cpu_blocks=8)) as manager:
+        client = KVTPClient(manager.endpoint)
+        client.register_kv_caches(
+            joined_kv(ModelConfig("other", 5, 4, 32, torch.bfloat16), tokens=16)
+        )
+        with pytest.raises(RegistrationError, match="12288 by the model's shape"):
+            manager.wait_ready(30)
+        with pytest.raises(RegistrationError, match="layers=3"):
+            client.wait_registered(30)
+        client.close()
+
+
+def test_a_second_client_for_a_rank_is_refused_by_name() -> None:
+    with running_cluster() as cluster:
+        second = KVTPClient(cluster.manager.endpoint)
+        second.register_kv_caches(cluster.kv[0])
+        with pytest.raises(RegistrationError, match=f"process {os.getpid()} already"):
+            second.wait_registered(30)
+        second.close()
+
+
+def test_an_unknown_layout_is_refused_at_once_by_name() -> None:
+    client = KVTPClient("ipc:///nowhere.sock")
+    overlapping = random_like(1, 2, 16, 4, 32, dtype=torch.bfloat16).expand(8, -1, -1, -1, -1)
+    with pytest.raises(UnsupportedLayoutError, match=r"layer\.0"):
+        client.register_kv_caches({"layer.0": overlapping})
+    client.close()
+
+
+def test_two_servers_on_one_endpoint_are_refused_by_name() -> None:
+    with running_cluster() as cluster:
+        second = KVManager(
+            ModelConfig("test", 1, 1, 8, torch.bfloat16),
+            CacheConfig(num_cpu_blocks=4),
+            endpoint=cluster.manager.endpoint,
+        )
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+            second.start()
+
+
+def test_two_caches_in_one_directory_are_refused_by_name(tmp_path: Path) -> None:
+    with running_cluster([tmp_path]):
+        second = KVManager(
+            ModelConfig("test", 1, 1, 8, torch.bfloat16),
+            CacheConfig(num_cpu_blocks=4, num_ssd_blocks=4, ssd_cache_dirs=[str(tmp_path)]),
+        )
+        with pytest.raises(ConfigError, match="in use by another FlexCache process"):
+            second.start()
+
+
+def test_malformed_messages_are_counted_and_hurt_nobody() -> None:
+    import zmq
+
+    with running_cluster() as cluster:
+        rng = np.random.default_rng(3)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(cluster.manager.endpoint)
+            for size in (0, 1, 7, 300, 70_000):
+                socket.send(rng.bytes(size))
+                socket.send_multipart([b"", rng.bytes(size)])
+            until(lambda: cluster.manager._server.counters["rejected_messages"] >= 10)
+        assert cluster.put(TOKENS, SOURCE).mask.all()
+        assert cluster.get(TOKENS, SOURCE).mask.all()
