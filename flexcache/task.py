@@ -235,6 +235,7 @@ class KVTaskEngine:
         }
         self.op_totals = {kind: OpTotals() for kind in OpKind}
         self.dropped_blocks: Counter[str] = Counter()
+        self._num_ended = 0
         self.ended_tasks: Counter[str] = Counter()
 
     # -- calls of the engine's adapter -----------------------------------------------------------
@@ -319,6 +320,11 @@ class KVTaskEngine:
 
     def cancel_all(self, now: float) -> None:
         self.cancel(list(self._tasks), now)
+
+    @property
+    def num_ended_tasks(self) -> int:
+        """Tasks that have come to their final state since the start."""
+        return self._num_ended
 
     @property
     def num_open_tasks(self) -> int:
@@ -593,6 +599,7 @@ class KVTaskEngine:
         self, task: _Task, state: TaskState, status: KVStatus, num_ok: int, error: str | None = None
     ) -> None:
         task.state = state
+        self._num_ended += 1
         self.ended_tasks[f"{task.plan.kind.value}_{status.value}"] += 1
         self._results[task.task_id] = TaskResult(
             status, task.plan.start, num_ok, task.num_tokens, error

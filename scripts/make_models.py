@@ -68,7 +68,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = [f"block {i} of a prompt that a cache has seen before, tier {i % 3}" for i in range(300)]
+    corpus = [
+        f"block {i} of a prompt that a cache has seen before, tier {i % 3}" for i in range(300)
+    ]
     tokenizer.train_from_iterator(
         corpus,
         trainers.BpeTrainer(

@@ -48,7 +48,9 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         computed = min(request.num_computed_tokens, request.num_tokens - 1) // self._block_size
-        self._stored.append([(request.block_hashes[i].hex(), block_ids[i]) for i in range(computed)])
+        self._stored.append(
+            [(request.block_hashes[i].hex(), block_ids[i]) for i in range(computed)]
+        )
         return super().request_finished(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -143,14 +143,14 @@ class GlobalCacheEngine:
             self._store_backlog -= len(lease)
             self.by_name[name].release(lease)
         for tier, match in plan.pins:
-            tier.index.unpin(match)
+            tier.unpin(match)
         plan.staging = None
         plan.stores = {}
         plan.pins = []
         self._open_plans -= 1
 
     def _pin(self, plan: Plan, tier: Tier, match: PrefixMatch) -> None:
-        tier.index.pin(match)
+        tier.pin(match)
         plan.pins.append((tier, match))
 
     def _plan_load(self, kind: TaskKind, keys: BlockKeys, start: int, stop: int) -> Plan:

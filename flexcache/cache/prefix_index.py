@@ -137,6 +137,7 @@ class PrefixIndex:
         self._next_run_id = 0
         self._lru: list[tuple[float, int]] = []  # (recency of the tail, run id), lazily kept
         self._num_blocks = 0
+        self._discarded: dict[int, None] = {}  # runs with blocks that wait for their last unpin
 
     @property
     def num_blocks(self) -> int:
@@ -277,6 +278,24 @@ class PrefixIndex:
         self._discard_tail(self._runs[code >> _OFFSET_BITS], code & _OFFSET_MASK, freed)
         return _joined(freed)
 
+    def sweep(self) -> BlockIds:
+        """Remove discarded blocks that nothing holds any more; returns their ids.
+
+        O(runs with discarded blocks), which is O(1) where there are none.
+        """
+        freed: list[BlockIds] = []
+        for run_id in sorted(self._discarded, reverse=True):  # children are younger than parents
+            run = self._runs.get(run_id)
+            if run is not None and run.recency[-1][1] == _DISCARDED:
+                start = run.recency[-2][0] if len(run.recency) > 1 else 0
+                keep = max(start, run.held_length)
+                if keep < run.length:
+                    freed.append(self._cut(run, keep))
+                if keep > start:
+                    continue
+            del self._discarded[run_id]
+        return _joined(freed)
+
     def _discard_tail(self, run: Run, offset: int, freed: list[BlockIds]) -> None:
         for child in list((run.children or {}).values()):
             if child.parent_length > offset:
@@ -294,6 +313,7 @@ class PrefixIndex:
             if offset:
                 recency.append((offset, run.recency[len(recency)][1]))
             run.recency = [*recency, (run.length, _DISCARDED)]
+            self._discarded[run.run_id] = None
             run.queued = False  # what the queue may have of it is from when it was more recent
 
     def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:

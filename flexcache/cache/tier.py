@@ -145,15 +145,23 @@ class Tier:
         if lease.released:
             raise InternalError("a lease ends once")
         lease.released = True
-        self.index.unpin(lease.parent_pin)
+        self.unpin(lease.parent_pin)
         if not lease.waiting:
             self._settle(lease)
+
+    def pin(self, match: PrefixMatch) -> None:
+        """Keep the matched blocks in place until `unpin` with the same match."""
+        self.index.pin(match)
+
+    def unpin(self, match: PrefixMatch) -> None:
+        """Let go of matched blocks; what was discarded meanwhile is freed."""
+        self.index.unpin(match)
+        self._drop(self.index.sweep())
 
     def discard(self, root: RootId, key: BlockKey) -> int:
         """Drop a block whose bytes are bad, and what builds on it. How many are free at once."""
         freed = self.index.discard(root, key)
-        self.pool.give_back(freed)
-        self.counters.dropped_blocks += len(freed)
+        self._drop(freed)
         return len(freed)
 
     def clear(self) -> int:
@@ -170,6 +178,10 @@ class Tier:
             "leased": self._num_leased,
             **asdict(self.counters),
         }
+
+    def _drop(self, blocks: BlockIds) -> None:
+        self.pool.give_back(blocks)
+        self.counters.dropped_blocks += len(blocks)
 
     def _tick(self) -> int:
         self._now += 1
@@ -259,7 +271,7 @@ class Tier:
 
     def _settle(self, lease: Lease) -> None:
         """Free what a released lease did not publish."""
-        self.index.unpin(lease.published)
+        self.unpin(lease.published)
         followers = self._land(lease)
         unpublished = lease.blocks[lease.num_published :]
         self.pool.give_back(unpublished)

@@ -126,6 +126,7 @@ class KVServer:
         self._decoder = msgspec.msgpack.Decoder(ToServer)
         self._wake = -1
         self._thread: threading.Thread | None = None
+        self._seen_ended = 0
         self._stopping = False
         self._stopped = False
         self.counters: Counter[str] = Counter()
@@ -135,7 +136,9 @@ class KVServer:
         if num_slots:
             tiers.append(Tier(TierName.SSD, num_slots))
         chunk_blocks = max(1, int(self.config.transfer_chunk_mb * 1e6) // self.block_bytes)
-        cache = GlobalCacheEngine(tiers, chunk_blocks, max(1, self._num_host_blocks // 2))
+        # Blocks that wait to be written below are pinned: an eighth stays for gets to stage in.
+        max_store_backlog = max(1, self._num_host_blocks - self._num_host_blocks // 8)
+        cache = GlobalCacheEngine(tiers, chunk_blocks, max_store_backlog)
         return KVTaskEngine(
             cache,
             block_bytes=self.block_bytes,
@@ -327,7 +330,9 @@ class KVServer:
         """Queue the engine's instructions for the pump; whether there are any."""
         instructions = self.engine.take_instructions()
         self._outbox.extend(instructions)
-        if any(isinstance(instruction, TaskEnded) for instruction in instructions):
+        ended = self.engine.num_ended_tasks
+        if ended != self._seen_ended or any(isinstance(i, TaskEnded) for i in instructions):
+            self._seen_ended = ended
             self._changed.notify_all()
         return bool(instructions)
 

@@ -252,7 +252,7 @@ def test_a_rank_with_another_model_is_refused_and_told_both_sides() -> None:
         client.register_kv_caches(
             joined_kv(ModelConfig("other", 5, 4, 32, torch.bfloat16), tokens=16)
         )
-        with pytest.raises(RegistrationError, match="12288 by the model's shape"):
+        with pytest.raises(RegistrationError, match="24576 by the model's shape"):
             manager.wait_ready(30)
         with pytest.raises(RegistrationError, match="layers=3"):
             client.wait_registered(30)

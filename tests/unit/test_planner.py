@@ -313,6 +313,13 @@ class PlannerMachine(RuleBasedStateMachine):
         self.world.run(self.world.get(word, 0, root))
 
     @precondition(lambda self: self.world.tasks)
+    @rule(task=some_position, tail=st.text("ab", min_size=1, max_size=3))
+    def put_behind_what_is_on_its_way(self, task: int, tail: str) -> None:
+        keys = self.world.tasks[task % len(self.world.tasks)].keys
+        word = keys.key(keys.num_blocks - 1).decode()
+        self.world.put(word + tail, 0, keys.root)
+
+    @precondition(lambda self: self.world.tasks)
     @rule(task=some_position, op=some_position)
     def run_an_op(self, task: int, op: int) -> None:
         chosen = self.world.tasks[task % len(self.world.tasks)]
@@ -365,7 +372,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 class TestPlannerMachine(PlannerMachine.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 # -- one plan after the other, with room for everything: what is cached is known -----------------------

@@ -213,7 +213,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         assert len(self.index.evict(NUM_IDS)) == len(self.model.allocated)
         self.index.check()
         assert self.index.num_blocks == 0
-        assert not any(self.index.contains(root, key_of("a")) for root in ROOTS)
+        assert not self.index._directories, "namespaces come and go"
 
 
 class TestPrefixIndexMachine(PrefixIndexMachine.TestCase):
@@ -329,8 +329,8 @@ def test_only_the_part_of_a_run_that_was_matched_becomes_recent() -> None:
     store(index, "abcd", 0, now=1)
     store(index, "xy", 10, now=2)
     index.touch(index.match(prompt("ab")), 3)
-    assert sorted(index.evict(2).tolist()) == [2, 3]
-    assert sorted(index.evict(2).tolist()) == [10, 11]
+    assert sorted(index.evict(1).tolist()) == [3]
+    assert sorted(index.evict(3).tolist()) == [2, 10, 11]
     assert cached(index, "abcd") == 2
 
 

@@ -43,7 +43,6 @@ class Reservation:
     start: int
     block_ids: list[int]
     num_arrived: int | None = None
-    waiting: bool = False
     released: bool = False
 
     @property
@@ -159,6 +158,23 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(root=some_root, word=some_word)
     def reserve(self, root: RootId, word: str) -> None:
+        self.put(root, word)
+
+    @rule(root=some_root, word=some_word)
+    def store(self, root: RootId, word: str) -> None:
+        reservation = self.put(root, word)
+        if reservation is not None:
+            self.arrive(reservation, len(word))
+            self.end(reservation)
+
+    @precondition(lambda self: self.model.owners)
+    @rule(position=some_position, tail=st.text("ab", min_size=1, max_size=2))
+    def reserve_behind_what_is_in_flight(self, position: int, tail: str) -> None:
+        in_flight = list(self.model.owners)
+        root, word = in_flight[position % len(in_flight)]
+        self.put(root, word + tail)
+
+    def put(self, root: RootId, word: str) -> Reservation | None:
         keys = prompt(word, root)
         start = self.tier.match(keys).num_blocks
         assert start == self.model.num_found(root, word)
@@ -167,7 +183,7 @@ class TierMachine(RuleBasedStateMachine):
         assert in_flight == self.model.num_in_flight(root, word, start)
         start += in_flight
         if start == len(word):
-            return  # it is all there or on its way: nothing moves
+            return None  # it is all there or on its way: nothing moves
         held = self.held_ids()
         if not in_flight:
             held |= set(self.tier.index.blocks(parent).tolist())
@@ -178,7 +194,9 @@ class TierMachine(RuleBasedStateMachine):
 
         assert len(lease) == min(len(word) - start, can_be_had)
         self.forget_evicted(held, before)
-        self.model.reserve(self.hand_out(lease, root, word, start))
+        reservation = self.hand_out(lease, root, word, start)
+        self.model.reserve(reservation)
+        return reservation
 
     @rule(root=some_root, count=st.integers(0, 4))
     def reserve_private(self, root: RootId, count: int) -> None:
@@ -192,7 +210,9 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unpublished)
     @rule(position=some_position, num_arrived=st.integers(0, LONGEST))
     def publish(self, position: int, num_arrived: int) -> None:
-        reservation = self.unpublished[position % len(self.unpublished)]
+        self.arrive(self.unpublished[position % len(self.unpublished)], num_arrived)
+
+    def arrive(self, reservation: Reservation, num_arrived: int) -> None:
         num_arrived = min(num_arrived, len(reservation.paths))
         for block, path in zip(
             reservation.block_ids[:num_arrived], reservation.paths, strict=False
@@ -266,6 +286,7 @@ class TierMachine(RuleBasedStateMachine):
             self.end(reservation)
         self.finds_what_the_model_finds_and_it_has_its_bytes()
         assert self.tier.num_leased == 0
+        assert not self.tier._flights, "namespaces come and go"
         for root in ROOTS:
             for word in LONG_WORDS:
                 self.store_anew(prompt(word, root))
@@ -284,7 +305,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 class TestTierMachine(TierMachine.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 # -- by example -----------------------------------------------------------------------------------
@@ -595,6 +616,31 @@ def test_a_key_that_comes_twice_in_a_prompt_costs_only_what_is_behind_it() -> No
     assert tier.pool.num_free + tier.index.num_blocks == 8
 
 
+def test_a_key_that_is_there_already_ends_what_is_stored() -> None:
+    tier = tier_of(8)
+    for letters in ("a", "cda"):
+        lease = tier.reserve(engine_prompt(letters), 0, len(letters))
+        tier.publish(lease, len(letters))
+        tier.release(lease)
+        tier.check()
+    assert tier.match(engine_prompt("cd")).num_blocks == 2
+    assert tier.match(engine_prompt("a")).num_blocks == 1
+    assert tier.pool.num_free == 5
+
+
+def test_a_lease_does_not_wait_for_itself() -> None:
+    tier = tier_of(8)
+    first = tier.reserve(engine_prompt("a"), 0, 1)
+    tier.publish(first, 1)
+    tier.release(first)
+    lease = tier.reserve(engine_prompt("aba"), 1, 3)
+    tier.discard(ROOT, key_of("a"))
+    tier.publish(lease, 2)
+    tier.release(lease)
+    tier.check()
+    assert tier.num_leased == 0
+
+
 class UnchainedKeysMachine(RuleBasedStateMachine):
     """Whatever the keys are, no id is lost, and no error comes out of a publish."""
 
@@ -602,7 +648,7 @@ class UnchainedKeysMachine(RuleBasedStateMachine):
     def make(self, capacity: int) -> None:
         self.tier = Tier(TierName.CPU, capacity)
         self.fresh: list[Lease] = []
-        self.open: list[Lease] = []
+        self.published: list[Lease] = []
 
     @rule(letters=st.text("abcd", min_size=1, max_size=5))
     def reserve(self, letters: str) -> None:
@@ -610,21 +656,33 @@ class UnchainedKeysMachine(RuleBasedStateMachine):
         start = self.tier.match(keys).num_blocks
         start += self.tier.num_in_flight(keys, start, len(letters))
         if start < len(letters):
-            lease = self.tier.reserve(keys, start, len(letters))
-            self.fresh.append(lease)
-            self.open.append(lease)
+            self.fresh.append(self.tier.reserve(keys, start, len(letters)))
+
+    @rule(letters=st.text("abcd", min_size=1, max_size=5))
+    def store(self, letters: str) -> None:
+        num_fresh = len(self.fresh)
+        self.reserve(letters)
+        if len(self.fresh) > num_fresh:
+            lease = self.fresh.pop()
+            self.tier.publish(lease, len(letters))
+            self.tier.release(lease)
 
     @precondition(lambda self: self.fresh)
     @rule(position=some_position, count=st.integers(0, 5))
     def publish(self, position: int, count: int) -> None:
-        self.tier.publish(self.fresh.pop(position % len(self.fresh)), count)
+        lease = self.fresh.pop(position % len(self.fresh))
+        self.tier.publish(lease, count)
+        self.published.append(lease)
 
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: self.fresh)
+    @rule(position=some_position)
+    def fail(self, position: int) -> None:
+        self.tier.release(self.fresh.pop(position % len(self.fresh)))
+
+    @precondition(lambda self: self.published)
     @rule(position=some_position)
     def release(self, position: int) -> None:
-        lease = self.open.pop(position % len(self.open))
-        self.fresh = [other for other in self.fresh if other is not lease]
-        self.tier.release(lease)
+        self.tier.release(self.published.pop(position % len(self.published)))
 
     @rule(letter=st.sampled_from("abcd"))
     def discard(self, letter: str) -> None:
@@ -637,7 +695,7 @@ class UnchainedKeysMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "tier"):
             return
-        for lease in self.open:
+        for lease in self.fresh + self.published:
             self.tier.release(lease)
         assert self.tier.num_leased == 0
         self.tier.clear()
@@ -645,7 +703,7 @@ class UnchainedKeysMachine(RuleBasedStateMachine):
 
 
 class TestUnchainedKeysMachine(UnchainedKeysMachine.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 # -- the checker ----------------------------------------------------------------------------------
