@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -286,7 +286,7 @@ class KVManager:
                 "tiers": {tier.name.value: tier.stats() for tier in engine.cache.tiers},
                 "tasks": engine.tasks_by_state(),
                 "ended_tasks": dict(engine.ended_tasks),
-                "ops": {kind.value: asdict(total) for kind, total in engine.op_totals.items()},
+                "ops": {kind.value: total.report() for kind, total in engine.op_totals.items()},
                 "dropped_blocks": dict(engine.dropped_blocks),
                 "workers": self._server.workers(),
                 "disk_worker_restarts": self._server.num_disk_restarts,

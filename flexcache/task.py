@@ -183,6 +183,28 @@ class OpTotals:
     blocks: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    """Time during which at least one was running: bytes / seconds is what they reach together."""
+    running: int = 0
+    busy_since_s: float = 0.0
+
+    def report(self) -> dict[str, float]:
+        return {
+            "ops": self.ops,
+            "failed_ops": self.failed_ops,
+            "blocks": self.blocks,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+        }
+
+    def started(self, now: float) -> None:
+        if self.running == 0:
+            self.busy_since_s = now
+        self.running += 1
+
+    def ended(self, now: float) -> None:
+        self.running -= 1
+        if self.running == 0:
+            self.seconds += now - self.busy_since_s
 
 
 class KVTaskEngine:
@@ -478,6 +500,7 @@ class KVTaskEngine:
         executors = self._executors[op.kind]
         running = _RunningOp(task, op, now, dict.fromkeys(executors), len(op))
         self._running[op.op_id] = task.running[op.op_id] = running
+        self.op_totals[op.kind].started(now)
         gated = task.gated and op.kind.touches_gpu
         patience = self._op_timeout_s + len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
         if gated:
@@ -524,7 +547,7 @@ class KVTaskEngine:
         totals.failed_ops += running.num_ok < len(op)
         totals.blocks += running.num_ok
         totals.bytes += moved
-        totals.seconds += now - running.started_s
+        totals.ended(now)
         host = self.cache.host.counters
         if op.kind in (OpKind.H2D, *_STORE_TIER):
             host.read_bytes += moved

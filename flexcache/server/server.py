@@ -468,7 +468,10 @@ class KVServer:
     def _lose(self, client: _Client, reason: str, now: float) -> None:
         self._forget(client)
         if client.serving and not self._stopping:
-            logger.warning("tp_rank %d (process %d): %s", client.tp_rank, client.pid, reason)
+            level = logging.INFO if reason == "closed" else logging.WARNING
+            logger.log(
+                level,
+                "tp_rank %d (process %d): %s", client.tp_rank, client.pid, reason)
         self.engine.executor_down(device(client.tp_rank), reason, now)
 
     def _forget(self, client: _Client) -> None:

@@ -28,6 +28,7 @@ LONG_WORDS = words("ab", LONGEST)
 
 some_root = st.sampled_from(ROOTS)
 some_word = st.text("ab", min_size=1, max_size=LONGEST)
+some_part = st.text("ab", min_size=1, max_size=2)
 some_position = st.integers(0, 99)
 
 Path = tuple[RootId, str]
@@ -105,7 +106,7 @@ class Model:
 
 
 class TierMachine(RuleBasedStateMachine):
-    @initialize(capacity=st.integers(0, 9))
+    @initialize(capacity=st.sampled_from([12, 9, 6, 3, 1, 0]))
     def make(self, capacity: int) -> None:
         self.tier = Tier(TierName.CPU, capacity)
         self.model = Model()
@@ -168,11 +169,16 @@ class TierMachine(RuleBasedStateMachine):
             self.end(reservation)
 
     @precondition(lambda self: self.model.owners)
-    @rule(position=some_position, tail=st.text("ab", min_size=1, max_size=2))
-    def reserve_behind_what_is_in_flight(self, position: int, tail: str) -> None:
+    @rule(position=some_position, tail=st.text("ab", max_size=2))
+    def reserve_with_what_is_in_flight(self, position: int, tail: str) -> None:
         in_flight = list(self.model.owners)
         root, word = in_flight[position % len(in_flight)]
         self.put(root, word + tail)
+
+    @rule(root=some_root, parts=st.lists(some_part, min_size=2, max_size=4))
+    def reserve_a_chain(self, root: RootId, parts: list[str]) -> None:
+        for end in range(1, len(parts) + 1):
+            self.put(root, "".join(parts[:end]))
 
     def put(self, root: RootId, word: str) -> Reservation | None:
         keys = prompt(word, root)
@@ -211,6 +217,14 @@ class TierMachine(RuleBasedStateMachine):
     @rule(position=some_position, num_arrived=st.integers(0, LONGEST))
     def publish(self, position: int, num_arrived: int) -> None:
         self.arrive(self.unpublished[position % len(self.unpublished)], num_arrived)
+
+    @precondition(lambda self: self.unpublished)
+    @rule(and_end=st.booleans())
+    def publish_the_newest(self, and_end: bool) -> None:
+        reservation = self.unpublished[-1]
+        self.arrive(reservation, len(reservation.paths))
+        if and_end:
+            self.end(reservation)
 
     def arrive(self, reservation: Reservation, num_arrived: int) -> None:
         num_arrived = min(num_arrived, len(reservation.paths))
@@ -305,7 +319,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 class TestTierMachine(TierMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 # -- by example -----------------------------------------------------------------------------------

@@ -1,0 +1,41 @@
+# Sets up the virtual environment of the demo and the tests, unless it is there. Sourced.
+#
+#   VENV         where it goes (default: .venv in this repository)
+#   PYTHON_BIN   the interpreter it is made with (default: python3)
+#
+# Leaves $PYTHON, the environment's interpreter.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=${VENV:-$ROOT/.venv}
+PYTHON=$VENV/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+REQUIREMENTS=$ROOT/scripts/requirements.txt
+STAMP=$VENV/.complete-$(cat "$REQUIREMENTS" "$ROOT/pyproject.toml" | sha256sum | cut -c1-16)
+
+# Counts packages as pip goes through them: on a terminal in place, else now and then.
+show_progress() {
+  awk -v total="$1" -v tty="$([ -t 1 ] && echo 1 || echo 0)" '
+    /^Collecting /    { n++; say("collecting", $2) }
+    /^Installing /    { printf "\n  unpacking %d packages, about a minute\n", n; fflush() }
+    /^(ERROR|error)/  { print "\n  " $0; fflush() }
+    function say(what, name) {
+      if (tty) printf "\r  %3d/%d %s %-40s", n, total, what, substr(name, 1, 40)
+      else if (n % 25 == 0) printf "  %3d/%d packages collected\n", n, total
+      fflush()
+    }'
+}
+
+if [ ! -e "$STAMP" ]; then
+  started=$SECONDS
+  echo "setting up $VENV (once; about 2.5 GB)"
+  [ -x "$PYTHON" ] || "${PYTHON_BIN:-python3}" -m venv "$VENV" || exit 1
+  "$PYTHON" -m pip install --no-deps -r "$REQUIREMENTS" 2>&1 |
+    show_progress "$(grep -c '==' "$REQUIREMENTS")"
+  [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "pip could not install $REQUIREMENTS" >&2; exit 1; }
+  # Built here, since the newer wheels need AVX-512. Without it the SSD tier runs on threads.
+  "$PYTHON" -m pip install -q --no-deps liburing==2024.5.3 ||
+    echo "  liburing does not build here: the SSD tier will use threads instead of io_uring"
+  "$PYTHON" -m pip install -q --no-deps --no-build-isolation -e "$ROOT" || exit 1
+  touch "$STAMP"
+  echo "  done in $((SECONDS - started)) s"
+fi

@@ -1,0 +1,53 @@
+"""Endpoints: private by default, and never anybody's on the network."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from flexcache.errors import ConfigError
+from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint, runtime_dir
+
+
+def test_the_runtime_directory_is_the_users_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    path = runtime_dir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    path.chmod(0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        runtime_dir()
+
+
+def test_a_name_has_one_endpoint_and_no_name_a_new_one_each_time() -> None:
+    assert private_endpoint("engine") == private_endpoint("engine")
+    assert private_endpoint() != private_endpoint()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://[::1]:1", "ipc:///tmp/x.sock"])
+def test_local_endpoints_are_served(endpoint: str) -> None:
+    check_endpoint(endpoint)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://10.0.0.1:1", "udp://x", "ipc://" + "x" * 120, ""],
+)
+def test_others_are_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="endpoint"):
+        check_endpoint(endpoint)
+
+
+def test_a_lock_left_by_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    (tmp_path / "s.sock.lock").write_text("1234")
+    (tmp_path / "s.sock").touch()
+    lock = EndpointLock(endpoint)
+    with pytest.raises(ConfigError, match="in use by process"):
+        EndpointLock(endpoint)
+    lock.release()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
