@@ -16,7 +16,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 Every setting is a field of `CacheConfig`, an environment variable, a key of the file that
-`FLEXCACHE_CONFIG` names (`.json`, `.toml`, `.yaml`), and in vLLM a key of `kv_connector_extra_config`.
+`FLEXCACHE_CONFIG` names (`.json`, `.toml`, `.yaml`), and in vLLM a key of
+`kv_connector_extra_config`.
 Later beats earlier: default, file, environment, arguments. A name that does not exist is refused,
 with the closest ones that do. vLLM sets `tokens_per_block` and `endpoint` itself.
 
