@@ -33,7 +33,7 @@ if [ ! -e "$STAMP" ]; then
     show_progress "$(grep -c '==' "$REQUIREMENTS")"
   [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "pip could not install $REQUIREMENTS" >&2; exit 1; }
   # Built here, since the newer wheels need AVX-512. Without it the SSD tier runs on threads.
-  "$PYTHON" -m pip install -q --no-deps liburing==2024.5.3 ||
+  "$PYTHON" -m pip install -q liburing==2024.5.3 ||
     echo "  liburing does not build here: the SSD tier will use threads instead of io_uring"
   "$PYTHON" -m pip install -q --no-deps --no-build-isolation -e "$ROOT" || exit 1
   touch "$STAMP"
