@@ -322,7 +322,7 @@ class TestTierMachine(TierMachine.TestCase):
     settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
-# -- by example -----------------------------------------------------------------------------------
+# -- by example -----------------------------------------------------------------------------
 
 
 def tier_of(capacity: int) -> Tier:
@@ -611,7 +611,7 @@ def test_stats_say_where_the_blocks_are() -> None:
     assert stats["stored_blocks"] == 2
 
 
-# -- keys of an engine that does not chain them -----------------------------------------------------
+# -- keys of an engine that does not chain them -----------------------------------------------
 
 
 def engine_prompt(letters: str) -> EngineBlockKeys:
@@ -720,7 +720,7 @@ class TestUnchainedKeysMachine(UnchainedKeysMachine.TestCase):
     settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-# -- the checker ----------------------------------------------------------------------------------
+# -- the checker ----------------------------------------------------------------------------
 
 
 def _lose_an_id(tier: Tier) -> None:
