@@ -144,9 +144,15 @@ class KVTPClient:
             return self._changed.wait_for(lambda: bool(self._ended), timeout)
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
-        """Those of the gated tasks that are over on every rank, with how many blocks arrived."""
+        """Those of the gated tasks that are over on every rank, with how many blocks arrived.
+
+        Without a server all of them are over with nothing: no copy can be running any more.
+        """
         with self._changed:
-            ended = {t: self._ended.pop(t) for t in list(task_ids) if t in self._ended}
+            wanted = list(task_ids)
+            ended = {t: self._ended.pop(t) for t in wanted if t in self._ended}
+            if self._state is not ClientState.SERVING:
+                ended = {t: ended.get(t, 0) for t in wanted}
         if ended and self._worker is not None:
             self._worker.close_gates(ended)
         return ended

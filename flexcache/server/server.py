@@ -108,6 +108,7 @@ class KVServer:
         self.block_bytes = self.block_bytes_per_rank * model.num_kv_copies
         self._num_host_blocks = config.cpu_blocks_for(stored_bytes)
         num_slots = config.ssd_blocks_for(stored_bytes)
+        self._check_memory()
         self.engine = self._make_engine(num_slots)
         self._changed = threading.Condition()
         self._clients: dict[bytes, _Client] = {}
@@ -172,6 +173,17 @@ class KVServer:
             raise
         self._thread = threading.Thread(target=self._run, name="flexcache-server", daemon=True)
         self._thread.start()
+
+    def _check_memory(self) -> None:
+        """A pool beyond the machine's memory would end some process without a word."""
+        wanted = align_up(self.block_bytes_per_rank) * self._num_host_blocks
+        wanted *= self.model.num_kv_copies
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if wanted > installed:
+            raise ConfigError(
+                f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than this machine's memory, "
+                f"{installed / 1e9:.1f} GB: lower cpu_cache_gb or num_cpu_blocks"
+            )
 
     def _open_disk(self) -> None:
         slot_bytes = sum(segment.stride for segment in self._segments)
@@ -299,6 +311,8 @@ class KVServer:
             with self._changed:
                 self._stopping = True
                 self._changed.notify_all()
+            for client in list(self._clients.values()):
+                self._send(client.identity, Stop())
 
     def _turn(self) -> None:
         """Wait for one batch of events and take it in."""

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +11,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_runtime_dir() -> Iterator[None]:
+    """Sockets go where no other run on this machine puts any. Their paths must be short."""
+    path = tempfile.mkdtemp(prefix="fc-")
+    os.environ["XDG_RUNTIME_DIR"] = path
+    yield
+    del os.environ["XDG_RUNTIME_DIR"]
+    shutil.rmtree(path)
 
 
 @pytest.fixture(autouse=True)

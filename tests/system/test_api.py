@@ -245,6 +245,22 @@ def test_many_threads_may_use_one_manager(tmp_path: Path) -> None:
         assert cluster.num_leased() == 0
 
 
+def test_a_pool_larger_than_memory_is_refused() -> None:
+    model = ModelConfig("m", 1, 1, 8, torch.float32)
+    with pytest.raises(flexcache.errors.ConfigError, match="larger than this machine's memory"):
+        KVManager(model, CacheConfig(cpu_cache_gb=1e6))
+
+
+def test_without_its_server_a_client_answers_that_nothing_arrived() -> None:
+    with running_cluster() as cluster:
+        task_id, _ = cluster.manager.put_match(np.arange(64))
+        cluster.manager.launch([task_id], [cluster.slots([0, 1, 2, 3])], gated=True)
+        client = cluster.clients[0]
+        assert client.take_ended([task_id]) == {}
+        client.close()
+        assert client.take_ended([task_id]) == {task_id: 0}
+
+
 def test_data_parallel_ranks_are_refused_by_name_in_this_version() -> None:
     with pytest.raises(flexcache.errors.ConfigError, match="dp_size = 2"):
         KVManager(

@@ -6,6 +6,7 @@ tokens while vLLM keeps the blocks. Set ``kv_load_failure_policy="recompute"``.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_where_vllm_does()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = FlexCacheScheduler(vllm_config, kv_cache_config)
         else:
@@ -130,3 +132,11 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         (self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker).shutdown()
+
+
+def _log_where_vllm_does() -> None:
+    """vLLM sets up its own logger only; ours would be silent below WARNING."""
+    ours, vllms = logging.getLogger("flexcache"), logging.getLogger("vllm")
+    if vllms.handlers and not ours.handlers:
+        ours.handlers = list(vllms.handlers)
+        ours.propagate = False

@@ -183,15 +183,17 @@ class FlexCacheScheduler:
         """Drop all that is cached and not in use."""
         for request_id in [r for r, get in self._gets.items() if not get.launched]:
             self._cancel_get(request_id)
-        self.manager.reset()
-        return True
+        return self._safely(self.manager.reset)
 
     def take_stats(self) -> FlexCacheStats | None:
         """What has happened since the last report; None in a step in which nothing did."""
         if not self._has_news:
             return None
         self._has_news = False
-        counters = read_counters(self.manager.stats(), self._block_size)
+        try:
+            counters = read_counters(self.manager.stats(), self._block_size)
+        except FlexCacheError:
+            return None
         stats = FlexCacheStats.between(self._reported, counters)
         self._reported = counters
         return stats
