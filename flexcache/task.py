@@ -27,10 +27,19 @@ from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
 from flexcache.errors import InternalError
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
+from flexcache.instructions import (
+    DISK,
+    DropOp,
+    Instruction,
+    ReplaceExecutor,
+    RunOp,
+    TaskEnded,
+    device,
+)
 from flexcache.transfer.graph import BlockIds, TransferOp
 from flexcache.transfer.scheduler import OpEnded, Outcome, StartOp, TransferScheduler
+from flexcache.transfer.totals import OpTotals
 
-DISK = "disk"
 _LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
 _STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
 _MAX_DISK_OPS = 8  # given to the disk worker at once: enough to keep it busy, few enough that a
@@ -39,55 +48,6 @@ _EAGER_LOADS = 3  # loads go first, but a store gets every fourth turn
 _SLOWEST_BYTES_PER_S = 1e8  # a large op gets this much longer than the configured deadline
 _GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
 _NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
-
-
-def device(rank: int) -> str:
-    """Name of the executor of H2D and D2H on one rank."""
-    return f"device:{rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class RunOp:
-    """Instruction: an executor shall move the blocks and report by `KVTaskEngine.op_done`.
-
-    ``checksums`` has one per block where the bytes read must be verified. A ``gated`` op must wait
-    until the engine's worker has opened the gate of its task.
-    """
-
-    executor: str
-    task_id: TaskId
-    op: TransferOp
-    checksums: npt.NDArray[np.uint64] | None
-    gated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DropOp:
-    """Instruction: what of the op has not started need not; it must still be reported."""
-
-    executor: str
-    op_id: OpId
-
-
-@dataclass(frozen=True, slots=True)
-class TaskEnded:
-    """Instruction: the GPU side of a task is done; tell whoever waits, and, if it is ``gated``,
-    the engine's workers. ``num_ok`` blocks from the task's first on have arrived."""
-
-    task_id: TaskId
-    num_ok: int
-    gated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaceExecutor:
-    """Instruction: an executor missed an op's deadline; stop it and report `executor_down`."""
-
-    executor: str
-    reason: str
-
-
-Instruction = RunOp | DropOp | TaskEnded | ReplaceExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,39 +132,6 @@ class _DiskQueue:
                     self.loads_since_store = self.loads_since_store + 1 if is_load else 0
                     return task, op
         return None
-
-
-@dataclass(slots=True)
-class OpTotals:
-    """What ops of one kind did since the start."""
-
-    ops: int = 0
-    failed_ops: int = 0
-    blocks: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    """Time during which at least one was running: bytes / seconds is what they reach together."""
-    running: int = 0
-    busy_since_s: float = 0.0
-
-    def report(self) -> dict[str, float]:
-        return {
-            "ops": self.ops,
-            "failed_ops": self.failed_ops,
-            "blocks": self.blocks,
-            "bytes": self.bytes,
-            "seconds": self.seconds,
-        }
-
-    def started(self, now: float) -> None:
-        if self.running == 0:
-            self.busy_since_s = now
-        self.running += 1
-
-    def ended(self, now: float) -> None:
-        self.running -= 1
-        if self.running == 0:
-            self.seconds += now - self.busy_since_s
 
 
 class KVTaskEngine:

@@ -47,16 +47,16 @@ from flexcache.server.supervisor import DiskSupervisor
 from flexcache.storage.alignment import align_up
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
-from flexcache.task import (
+from flexcache.instructions import (
     DISK,
     DropOp,
     Instruction,
-    KVTaskEngine,
     ReplaceExecutor,
     RunOp,
     TaskEnded,
     device,
 )
+from flexcache.task import KVTaskEngine
 from flexcache.transfer.messages import (
     Done,
     Drop,

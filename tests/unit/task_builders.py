@@ -19,16 +19,8 @@ from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.planner import GlobalCacheEngine, Plan
 from flexcache.cache.tier import Tier
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
-from flexcache.task import (
-    DISK,
-    DropOp,
-    KVTaskEngine,
-    ReplaceExecutor,
-    RunOp,
-    TaskEnded,
-    TaskResult,
-    device,
-)
+from flexcache.instructions import DISK, DropOp, ReplaceExecutor, RunOp, TaskEnded, device
+from flexcache.task import KVTaskEngine, TaskResult
 
 ROOT = make_root("a model", [], ENGINE_KEYS)
 GATE_PATIENCE_S = 600.0

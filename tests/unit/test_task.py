@@ -16,7 +16,8 @@ from task_builders import GATE_PATIENCE_S, World, keys_of
 
 from flexcache.errors import InternalError
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
-from flexcache.task import DISK, KVTaskEngine, ReplaceExecutor, RunOp, TaskEnded, device
+from flexcache.instructions import DISK, ReplaceExecutor, RunOp, TaskEnded, device
+from flexcache.task import KVTaskEngine
 
 PROMPTS = ["abcdef", "abcxy", "ab", "apq", "z"]
 WORLDS: dict[str, dict[str, Any]] = {

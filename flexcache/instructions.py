@@ -1,0 +1,62 @@
+"""What `KVTaskEngine` tells the shell around it to do, and the names of who does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.ids import OpId, TaskId
+from flexcache.transfer.graph import TransferOp
+
+DISK = "disk"
+
+
+def device(rank: int) -> str:
+    """Name of the executor of H2D and D2H on one rank."""
+    return f"device:{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOp:
+    """Instruction: an executor shall move the blocks and report by `KVTaskEngine.op_done`.
+
+    ``checksums`` has one per block where the bytes read must be verified. A ``gated`` op must wait
+    until the engine's worker has opened the gate of its task.
+    """
+
+    executor: str
+    task_id: TaskId
+    op: TransferOp
+    checksums: npt.NDArray[np.uint64] | None
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DropOp:
+    """Instruction: what of the op has not started need not; it must still be reported."""
+
+    executor: str
+    op_id: OpId
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEnded:
+    """Instruction: the GPU side of a task is done; tell whoever waits, and, if it is ``gated``,
+    the engine's workers. ``num_ok`` blocks from the task's first on have arrived."""
+
+    task_id: TaskId
+    num_ok: int
+    gated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceExecutor:
+    """Instruction: an executor missed an op's deadline; stop it and report `executor_down`."""
+
+    executor: str
+    reason: str
+
+
+Instruction = RunOp | DropOp | TaskEnded | ReplaceExecutor
