@@ -276,7 +276,7 @@ class World:
 
 # -- plans in any order, with failures --------------------------------------------------------
 
-some_root = st.sampled_from(ROOTS)
+some_root = st.sampled_from([ROOT, ROOT, ROOT, OTHER_ROOT])
 some_word = st.text("ab", min_size=1, max_size=LONGEST)
 some_start = st.integers(0, 3)
 some_position = st.integers(0, 99)
@@ -285,26 +285,27 @@ some_position = st.integers(0, 99)
 class PlannerMachine(RuleBasedStateMachine):
     @initialize(
         host=st.integers(1, 9),
-        disk=st.sampled_from([14, 6, 3, 0]),
+        disk=st.sampled_from([14, 8, 3, 0]),
         chunk_blocks=st.integers(1, 3),
-        max_store_backlog=st.sampled_from([0, 3, PLENTY]),
+        max_store_backlog=st.sampled_from([PLENTY, 3, 0]),
+        stored=st.lists(st.text("ab", min_size=3, max_size=LONGEST), max_size=3),
     )
-    def make(self, host: int, disk: int, chunk_blocks: int, max_store_backlog: int) -> None:
+    def make(
+        self, host: int, disk: int, chunk_blocks: int, max_store_backlog: int, stored: list[str]
+    ) -> None:
         self.world = World(host, disk, chunk_blocks, max_store_backlog)
-        self.stored: list[tuple[RootId, str]] = []  # at some time
+        self.stored: list[tuple[RootId, str]] = []  # at some time, and perhaps still there
+        for word in stored:
+            self.put_and_run(word, ROOT)
+
+    def chosen(self, position: int) -> Task:
+        return self.world.tasks[position % len(self.world.tasks)]
+
+    # -- what is asked for
 
     @rule(word=some_word, start=some_start, root=some_root)
     def get(self, word: str, start: int, root: RootId) -> None:
         self.world.get(word, min(start, len(word)), root)
-
-    @rule(word=some_word, start=some_start, root=some_root)
-    def put(self, word: str, start: int, root: RootId) -> None:
-        self.world.put(word, min(start, len(word)), root)
-
-    @rule(word=some_word, root=some_root)
-    def put_and_run(self, word: str, root: RootId) -> None:
-        self.world.run(self.world.put(word, 0, root))
-        self.stored.append((root, word))
 
     @precondition(lambda self: self.stored)
     @rule(position=some_position, start=some_start, tail=st.text("ab", max_size=1))
@@ -318,50 +319,67 @@ class PlannerMachine(RuleBasedStateMachine):
         root, word = self.stored[position % len(self.stored)]
         self.world.prefetch(word, 0, root)
 
-    @rule()
-    def clear_the_host_tier(self) -> None:
-        self.world.host.clear()
+    @rule(word=some_word, start=some_start, root=some_root)
+    def put(self, word: str, start: int, root: RootId) -> None:
+        self.world.put(word, min(start, len(word)), root)
 
-    @rule(num_free=st.integers(0, 9))
-    def make_room_on_the_host_tier(self, num_free: int) -> None:
-        self.world.host.release(self.world.host.reserve_private(ROOT, num_free))
+    @rule(word=some_word, root=some_root)
+    def put_and_run(self, word: str, root: RootId) -> None:
+        self.world.run(self.world.put(word, 0, root))
+        self.stored.append((root, word))
+
+    @rule(word=some_word, root=some_root, num_kept=st.integers(0, 4), start=some_start)
+    def put_then_get(self, word: str, root: RootId, num_kept: int, start: int) -> None:
+        self.put_and_run(word, root)
+        self.make_room_on_the_host_tier(num_kept)
+        self.world.get(word, min(start, len(word)), root)
 
     @precondition(lambda self: self.world.tasks)
     @rule(task=some_position, tail=st.text("ab", min_size=1, max_size=3))
     def put_behind_what_is_on_its_way(self, task: int, tail: str) -> None:
-        keys = self.world.tasks[task % len(self.world.tasks)].keys
+        keys = self.chosen(task).keys
         word = keys.key(keys.num_blocks - 1).decode()
         self.world.put(word + tail, 0, keys.root)
+
+    # -- what becomes of it
 
     @precondition(lambda self: self.world.tasks)
     @rule(task=some_position, op=some_position)
     def run_an_op(self, task: int, op: int) -> None:
-        chosen = self.world.tasks[task % len(self.world.tasks)]
-        self.world.run_op(chosen, chosen.ready_ops[op % len(chosen.ready_ops)])
+        ready = self.chosen(task).ready_ops
+        self.world.run_op(self.chosen(task), ready[op % len(ready)])
 
     @precondition(lambda self: self.world.tasks)
     @rule(task=some_position, op=some_position, most=st.integers(0, 2))
     def run_an_op_that_fails(self, task: int, op: int, most: int) -> None:
-        chosen = self.world.tasks[task % len(self.world.tasks)]
-        self.world.run_op(chosen, chosen.ready_ops[op % len(chosen.ready_ops)], most)
+        ready = self.chosen(task).ready_ops
+        self.world.run_op(self.chosen(task), ready[op % len(ready)], most)
 
     @precondition(lambda self: self.world.tasks)
     @rule(task=some_position)
     def run_a_task(self, task: int) -> None:
-        self.world.run(self.world.tasks[task % len(self.world.tasks)])
+        self.world.run(self.chosen(task))
 
     @precondition(lambda self: self.world.tasks)
     @rule(task=some_position)
     def cancel(self, task: int) -> None:
-        self.world.cancel(self.world.tasks[task % len(self.world.tasks)])
+        self.world.cancel(self.chosen(task))
+
+    # -- what happens meanwhile
+
+    @rule(num_kept=st.integers(0, 4))
+    def make_room_on_the_host_tier(self, num_kept: int) -> None:
+        """All goes but what is held, and the beginning of what was used last."""
+        host = self.world.host
+        host.release(host.reserve_private(ROOT, max(0, host.capacity - num_kept)))
+
+    @rule(name=st.sampled_from([CPU, SSD]))
+    def clear(self, name: TierName) -> None:
+        (self.world.host if name is CPU else self.world.disk).clear()
 
     @rule(block=st.integers(0, 13))
     def lose_a_sector(self, block: int) -> None:
         self.world.bad_sectors.add((SSD, block))
-
-    @rule()
-    def clear_the_disk(self) -> None:
-        self.world.disk.clear()
 
     @invariant()
     def holds(self) -> None:
@@ -385,7 +403,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 class TestPlannerMachine(PlannerMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
 # -- one plan after the other, with room for everything: what is cached is known --------------

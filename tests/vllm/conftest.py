@@ -20,7 +20,7 @@ try:
 except ImportError:
     if os.environ.get("REQUIRE_VLLM"):
         raise
-    collect_ignore = ["test_engine.py", "test_processes.py", "test_adapter.py"]
+    collect_ignore = ["test_engine.py", "test_processes.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
