@@ -435,6 +435,19 @@ def test_what_was_discarded_is_evicted_before_anything_that_can_be_found() -> No
     assert cached(index, "old") == 3
 
 
+def test_blocks_before_a_discarded_one_are_as_recent_as_they_were() -> None:
+    index = PrefixIndex()
+    match = store(index, "abcdef", 0, now=1)
+    store(index, "xy", 10, now=2)
+    index.touch(index.match(prompt("ab")), 3)
+    index.pin(match)
+    index.discard(ROOT, key_of("abcde"))
+    index.unpin(match)
+    assert sorted(index.evict(2).tolist()) == [4, 5]
+    assert sorted(index.evict(2).tolist()) == [2, 3]
+    assert sorted(index.evict(2).tolist()) == [10, 11]
+
+
 def test_keys_that_do_not_chain_match_nothing() -> None:
     index = PrefixIndex()
     store(index, "abc", 0)
