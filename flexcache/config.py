@@ -11,7 +11,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -234,9 +234,6 @@ class CacheConfig:
                         merged.pop(name, None)
             merged.update(layer)
         return cls(**merged)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @cache
