@@ -151,7 +151,7 @@ class KVTPClient:
         with self._changed:
             wanted = list(task_ids)
             ended = {t: self._ended.pop(t) for t in wanted if t in self._ended}
-            if self._state is not ClientState.SERVING:
+            if self._state not in (ClientState.REGISTERING, ClientState.SERVING):
                 ended = {t: ended.get(t, 0) for t in wanted}
         if ended and self._worker is not None:
             self._worker.close_gates(ended)
@@ -191,6 +191,7 @@ class KVTPClient:
                         self._converse(socket)
             except Exception as error:  # the engine must go on without us
                 logger.exception("rank %d no longer serves FlexCache", self._tp_rank)
+                self._let_go()  # whoever sees the state may reuse the blocks
                 self._set_state(ClientState.REFUSED, str(error))
             finally:
                 self._let_go()

@@ -55,8 +55,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.pool.is_free(block) == (block not in self.given_out)
 
 
-class TestBlockPoolMachine(BlockPoolMachine.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestBlockPoolMachine = BlockPoolMachine.TestCase
+TestBlockPoolMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def test_a_fresh_pool_gives_out_neighbours_in_rising_order() -> None:

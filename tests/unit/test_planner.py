@@ -118,7 +118,7 @@ class World:
         keys = prompt(word, root)
         task = self._open(self.engine.plan_get(keys, start, len(word)), keys)
         self._check_load(task, start, cached)
-        covered = [p for op in task.ops(OpKind.H2D) for p in range(op.first, op.first + len(op))]
+        covered = [p for op in task.ops(OpKind.H2D) for p in self._positions(op)]
         assert covered == list(range(start, task.plan.stop))
         return task
 
@@ -136,7 +136,7 @@ class World:
         awaited = self.host.num_in_flight(keys, cached, len(word))
         task = self._open(self.engine.plan_put(keys, start, len(word)), keys)
         plan = task.plan
-        moved = [p for op in task.ops(OpKind.D2H) for p in range(op.first, op.first + len(op))]
+        moved = [p for op in task.ops(OpKind.D2H) for p in self._positions(op)]
         assert moved == list(range(plan.start, plan.stop))
         if start > cached + awaited:
             assert plan.dropped == {"prefix_not_cached": len(word) - start}
@@ -402,8 +402,8 @@ class PlannerMachine(RuleBasedStateMachine):
             assert tier.pool.num_free == tier.capacity
 
 
-class TestPlannerMachine(PlannerMachine.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPlannerMachine = PlannerMachine.TestCase
+TestPlannerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 # -- one plan after the other, with room for everything: what is cached is known --------------

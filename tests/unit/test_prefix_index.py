@@ -216,8 +216,8 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         assert not self.index._directories, "namespaces come and go"
 
 
-class TestPrefixIndexMachine(PrefixIndexMachine.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPrefixIndexMachine = PrefixIndexMachine.TestCase
+TestPrefixIndexMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 # -- by example -----------------------------------------------------------------------------------

@@ -318,8 +318,8 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.match(keys).num_blocks == min(keys.num_blocks, self.tier.capacity)
 
 
-class TestTierMachine(TierMachine.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestTierMachine = TierMachine.TestCase
+TestTierMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 # -- by example -----------------------------------------------------------------------------
@@ -716,8 +716,10 @@ class UnchainedKeysMachine(RuleBasedStateMachine):
         assert self.tier.pool.num_free == self.tier.capacity
 
 
-class TestUnchainedKeysMachine(UnchainedKeysMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestUnchainedKeysMachine = UnchainedKeysMachine.TestCase
+TestUnchainedKeysMachine.settings = settings(
+    max_examples=100, stateful_step_count=30, deadline=None
+)
 
 
 # -- the checker ----------------------------------------------------------------------------
