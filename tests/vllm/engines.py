@@ -46,3 +46,50 @@ def engine_arguments(model: str, extra_config: dict[str, Any], **overrides: Any)
 
 def make_prompt(num_tokens: int, seed: int) -> list[int]:
     return [3 + (i * (2 * seed + 7) + seed) % 500 for i in range(num_tokens)]
+
+
+class Engine:
+    """An engine in this process, and what a test asks of it."""
+
+    def __init__(self, llm: Any, probe_dir: Path) -> None:
+        self.llm = llm
+        self.probe_dir = probe_dir
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def manager(self) -> Any:
+        return self.scheduler.connector._scheduler.manager
+
+    def generate(self, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Any:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        request = {"prompt_token_ids": prompt, **extra}
+        return self.llm.generate([request], sampling, use_tqdm=False)[0]
+
+    def drain(self) -> None:
+        """Let puts end: in one process nobody else steps an idle engine."""
+        for _ in range(10_000):
+            if not self.scheduler.has_requests():
+                return
+            self.llm.llm_engine.step()
+        raise AssertionError("the engine did not come to rest")
+
+    def settle(self) -> None:
+        """Wait until what was stored is on SSD too."""
+        self.drain()
+        server = self.manager._server
+        with server.session() as engine:
+            while engine.num_open_tasks:
+                server.wait_for_change(0.05)
+
+    def forget_gpu(self) -> None:
+        self.drain()
+        assert self.llm.reset_prefix_cache()
+
+    def forget_all(self) -> None:
+        self.settle()
+        assert self.llm.reset_prefix_cache(reset_connector=True)

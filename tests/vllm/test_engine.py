@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Engine
-from engines import make_prompt
+from engines import Engine, make_prompt
 from probe_connector import compare_probes
 from vllm import SamplingParams
 
