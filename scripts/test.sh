@@ -18,14 +18,12 @@ if [ "${OLD_VLLM:-1}" != 0 ]; then
   fi
 fi
 
+# vLLM in a process of its own: starting its CPU engine fails once anything has imported llvmlite.
 if [ $# -eq 0 ]; then
   "$VENV/bin/ruff" check .
   "$VENV/bin/ruff" format --check .
   "$VENV/bin/mypy"
   "$PYTHON" scripts/make_docs.py --check
-fi
-# vLLM in a process of its own: starting its CPU engine fails once anything has imported llvmlite.
-if [ $# -eq 0 ]; then
   "$PYTHON" -m pytest tests/unit tests/system tests/gpu
   "$PYTHON" -m pytest tests/vllm
 else

@@ -68,11 +68,6 @@ class DiskPool:
         if direct_io and not _set_direct(lock):
             logger.warning("O_DIRECT is refused in %s: I/O goes through the page cache", directory)
 
-    def locate(self, slot: int) -> tuple[int, int]:
-        """The slot's file descriptor and offset."""
-        lane = slot % len(self.fds)
-        return self.fds[lane], slot // len(self.fds) * self.slot_bytes
-
     def close(self) -> None:
         """Remove the files and release the directories. Idempotent."""
         for fd, path in zip(self.fds, self.paths, strict=True):
@@ -80,6 +75,11 @@ class DiskPool:
                 path.unlink()
             os.close(fd)
         self.fds, self.paths = [], []
+
+
+def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:
+    """File descriptor and offset of a slot that is striped over ``fds``."""
+    return fds[slot % len(fds)], slot // len(fds) * slot_bytes
 
 
 def preallocate(fd: int, size: int) -> str | None:

@@ -28,7 +28,7 @@ import zmq
 
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import BlockIO, Completion, Direction, Request, open_block_io
-from flexcache.storage.disk_pool import preallocate
+from flexcache.storage.disk_pool import locate_slot, preallocate
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.messages import (
     Done,
@@ -235,10 +235,9 @@ def main() -> None:
     ]
     for segment in segments:
         segment.map()
-    lanes = len(config.file_fds)
 
     def locate(slot: int) -> tuple[int, int]:
-        return config.file_fds[slot % lanes], slot // lanes * config.slot_bytes
+        return locate_slot(slot, config.file_fds, config.slot_bytes)
 
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
