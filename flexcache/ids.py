@@ -11,6 +11,9 @@ BlockKey = NewType("BlockKey", bytes)
 RootId = NewType("RootId", bytes)
 """Digest of fingerprint, namespace and kind of key: what a key's identity rests on."""
 
+SessionId = NewType("SessionId", int)
+"""One registration of an engine's scheduler at one server; the upper half of its task ids."""
+
 TaskId = NewType("TaskId", int)
 OpId = NewType("OpId", int)
 

@@ -7,15 +7,30 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.ids import OpId, TaskId
+from flexcache.ids import KVStatus, OpId, TaskId
 from flexcache.transfer.graph import TransferOp
 
 DISK = "disk"
 
 
-def device(rank: int) -> str:
-    """Name of the executor of H2D and D2H on one rank."""
-    return f"device:{rank}"
+def device(engine: str, rank: int) -> str:
+    """Name of the executor of H2D and D2H on one rank of a serving engine."""
+    return f"device:{engine}:{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """How a task ended: ``num_ok`` blocks from block ``start`` of the prompt on.
+
+    Not ``is_final`` while something below the GPU still goes on (a write-through, say).
+    """
+
+    status: KVStatus
+    start: int
+    num_ok: int
+    num_tokens: int
+    error: str | None = None
+    is_final: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +67,15 @@ class TaskEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskAnswered:
+    """Instruction: tell the task's owner. Comes with the end of the GPU side and, where something
+    goes on after that, once more with the end of everything."""
+
+    task_id: TaskId
+    result: TaskResult
+
+
+@dataclass(frozen=True, slots=True)
 class ReplaceExecutor:
     """Instruction: an executor missed an op's deadline; stop it and report `executor_down`."""
 
@@ -59,4 +83,4 @@ class ReplaceExecutor:
     reason: str
 
 
-Instruction = RunOp | DropOp | TaskEnded | ReplaceExecutor
+Instruction = RunOp | DropOp | TaskEnded | TaskAnswered | ReplaceExecutor

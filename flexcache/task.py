@@ -9,13 +9,15 @@ that the shell around it takes out (`take_instructions`) and carries out. An op 
 one executor (the disk worker) or by several at once (the device worker of every rank), and has
 ended when all of them said so or are gone.
 
+Tasks belong to sessions of serving engines, which share the tiers and the disk worker; each has
+ranks of its own. The id of a task names its session.
+
 Not thread-safe: the shell holds a lock around each call.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,45 +28,46 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
 from flexcache.errors import InternalError
-from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
+from flexcache.ids import (
+    KVStatus,
+    OpId,
+    OpKind,
+    SessionId,
+    TaskId,
+    TaskKind,
+    TaskState,
+    TierName,
+)
 from flexcache.instructions import (
     DISK,
     DropOp,
     Instruction,
     ReplaceExecutor,
     RunOp,
+    TaskAnswered,
     TaskEnded,
+    TaskResult,
     device,
 )
+from flexcache.task_ids import id_before, session_of
+from flexcache.transfer.fair_queue import FairQueue
 from flexcache.transfer.graph import BlockIds, TransferOp
 from flexcache.transfer.scheduler import OpEnded, Outcome, StartOp, TransferScheduler
-from flexcache.transfer.totals import OpTotals
+from flexcache.transfer.totals import Totals
 
 _LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
 _STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
 _MAX_DISK_OPS = 8  # given to the disk worker at once: enough to keep it busy, few enough that a
 # read need not wait behind many writes, and that a deadline means what it says
-_EAGER_LOADS = 3  # loads go first, but a store gets every fourth turn
 _SLOWEST_BYTES_PER_S = 1e8  # a large op gets this much longer than the configured deadline
 _GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
-_NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
-
-
-@dataclass(frozen=True, slots=True)
-class TaskResult:
-    """How a task ended: ``num_ok`` blocks from block ``start`` of the prompt on."""
-
-    status: KVStatus
-    start: int
-    num_ok: int
-    num_tokens: int
-    error: str | None = None
-    is_final: bool = True
+NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
     task_id: TaskId
+    owner: _Owner
     plan: Plan
     num_tokens: int
     created_s: float
@@ -79,7 +82,7 @@ class _Task:
     """Per kind of op: position of its first block -> blocks that it moved."""
     errors: list[str] = field(default_factory=list)
     running: dict[OpId, _RunningOp] = field(default_factory=dict)
-    queued: dict[OpId, TransferOp] = field(default_factory=dict)
+    waiting: set[OpId] = field(default_factory=set)
     """Ops that may start and wait for a turn at the disk."""
 
     def contiguous(self, kinds: Iterable[OpKind], start: int) -> int:
@@ -107,31 +110,21 @@ class _RunningOp:
     bad_block: bool = False
 
 
-@dataclass(slots=True)
-class _DiskQueue:
-    """Ops that wait for the disk worker, loads before stores."""
+@dataclass(slots=True, eq=False)
+class _Owner:
+    """A session of a serving engine: its open tasks, and the results it may still ask for."""
 
-    loads: deque[tuple[_Task, TransferOp]] = field(default_factory=deque)
-    stores: deque[tuple[_Task, TransferOp]] = field(default_factory=deque)
-    num_running: int = 0
-    loads_since_store: int = 0
-
-    def add(self, task: _Task, op: TransferOp) -> None:
-        task.queued[op.op_id] = op
-        (self.loads if op.kind in _LOAD_TIER else self.stores).append((task, op))
-
-    def next(self) -> tuple[_Task, TransferOp] | None:
-        """Take out the op whose turn it is; those cancelled meanwhile are skipped."""
-        store_first = self.stores and self.loads_since_store >= _EAGER_LOADS
-        queues = (self.stores, self.loads) if store_first else (self.loads, self.stores)
-        for queue in queues:
-            while queue:
-                task, op = queue.popleft()
-                if task.queued.pop(op.op_id, None) is not None:
-                    is_load = queue is self.loads
-                    self.loads_since_store = self.loads_since_store + 1 if is_load else 0
-                    return task, op
-        return None
+    session: SessionId
+    engine: str
+    num_remembered: int
+    executors: dict[OpKind, tuple[str, ...]]
+    last_id: TaskId
+    tasks: dict[TaskId, _Task] = field(default_factory=dict)
+    results: OrderedDict[TaskId, TaskResult] = field(default_factory=OrderedDict)
+    collected: dict[TaskId, None] = field(default_factory=dict)
+    store_backlog: int = 0
+    is_gone: bool = False
+    totals: Totals = field(default_factory=Totals)
 
 
 class KVTaskEngine:
@@ -144,6 +137,7 @@ class KVTaskEngine:
         store_ranks: Ranks that must all execute a D2H (MLA: one).
         op_timeout_s: Deadline of an op.
         match_ttl_s: A task that is not launched for so long is cancelled.
+        max_open_tasks: Of one session; beyond it a get is a miss and a put is dropped.
     """
 
     def __init__(
@@ -155,59 +149,114 @@ class KVTaskEngine:
         store_ranks: Sequence[int] = (0,),
         op_timeout_s: float = 30.0,
         match_ttl_s: float = 120.0,
+        max_open_tasks: int = 4096,
     ) -> None:
         self.cache = cache
         self._scheduler = TransferScheduler()
         self._block_bytes = block_bytes
-        self._executors = {
-            OpKind.H2D: tuple(device(rank) for rank in load_ranks),
-            OpKind.D2H: tuple(device(rank) for rank in store_ranks),
-            OpKind.DISK2H: (DISK,),
-            OpKind.H2DISK: (DISK,),
-        }
+        self._load_ranks = tuple(load_ranks)
+        self._store_ranks = tuple(store_ranks)
+        self._max_open_tasks = max_open_tasks
+        self._owners: dict[SessionId, _Owner] = {}
         self._op_timeout_s = op_timeout_s
         self._match_ttl_s = match_ttl_s
         self._up: dict[str, None] = {}
         self._tasks: dict[TaskId, _Task] = {}
-        self._results: OrderedDict[TaskId, TaskResult] = OrderedDict()
-        self._collected: dict[TaskId, None] = {}
-        self._next_id = itertools.count(1)
-        self._last_id = 0
         self._running: dict[OpId, _RunningOp] = {}
         self._deadlines: list[tuple[float, OpId]] = []
         self._unlaunched: deque[tuple[float, TaskId]] = deque()
-        self._disk_queue = _DiskQueue()
+        self._disk_queue: FairQueue[tuple[_Task, TransferOp]] = FairQueue()
+        self._num_disk_ops = 0
         self._outcomes: deque[Outcome] = deque()
         self._instructions: list[Instruction] = []
         self._checksums = {
             tier.name: np.zeros(tier.capacity, dtype=np.uint64) for tier in cache.lower
         }
-        self.op_totals = {kind: OpTotals() for kind in OpKind}
-        self.dropped_blocks: Counter[str] = Counter()
+        self.totals = Totals()
         self._num_ended = 0
-        self.ended_tasks: Counter[str] = Counter()
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def add_session(
+        self, session: SessionId, engine: str, num_remembered: int = NUM_REMEMBERED
+    ) -> None:
+        """A serving engine may make tasks from now on.
+
+        Args:
+            engine: Its name; its ranks' executors are ``device(engine, rank)``.
+            num_remembered: Finished tasks whose result can still be asked for.
+        """
+        loads = tuple(device(engine, rank) for rank in self._load_ranks)
+        stores = tuple(device(engine, rank) for rank in self._store_ranks)
+        executors = {
+            OpKind.H2D: loads, OpKind.D2H: stores, OpKind.DISK2H: (DISK,), OpKind.H2DISK: (DISK,),
+        }  # fmt: skip
+        self._owners[session] = _Owner(
+            session, engine, num_remembered, executors, id_before(session)
+        )
+
+    def end_session(self, session: SessionId, now: float) -> None:
+        """The engine is gone: its tasks are cancelled, and forgotten once they have ended."""
+        owner = self._owners.get(session)
+        if owner is None:
+            return
+        owner.is_gone = True
+        self.cancel(list(owner.tasks), now)
+        self._forget_if_gone(owner)
+
+    def has_session_of(self, engine: str) -> bool:
+        """Whether tasks of an engine of this name can still be moving bytes."""
+        return any(owner.engine == engine for owner in self._owners.values())
+
+    def session_totals(self, session: SessionId) -> Totals:
+        return self._owners[session].totals
+
+    def num_open_tasks_of(self, session: SessionId) -> int:
+        return len(self._owners[session].tasks)
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
     def match(
-        self, kind: TaskKind, keys: BlockKeys, start: int, stop: int, num_tokens: int, now: float
-    ) -> tuple[TaskId, Plan]:
-        """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already."""
-        plan = {
-            TaskKind.GET: self.cache.plan_get,
-            TaskKind.PUT: self.cache.plan_put,
-            TaskKind.PREFETCH: self.cache.plan_prefetch,
-        }[kind](keys, start, stop)
-        self.dropped_blocks.update(plan.dropped)
-        task = _Task(TaskId(next(self._next_id)), plan, num_tokens, now)
-        self._last_id = task.task_id
+        self, task_id: TaskId, kind: TaskKind, keys: BlockKeys, start: int, stop: int,
+        num_tokens: int, now: float,
+    ) -> Plan:  # fmt: skip
+        """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
+
+        Raises:
+            ValueError: The id is not above all earlier ones of its session.
+            KeyError: There is no such session.
+        """
+        owner = self._owner_of(task_id)
+        if task_id <= owner.last_id:
+            raise ValueError(f"task {task_id} was given out before")
+        owner.last_id = task_id
+        plan = self._plan(owner, kind, keys, start, stop)
+        for totals in (self.totals, owner.totals):
+            totals.dropped_blocks.update(plan.dropped)
+            if kind is TaskKind.GET:
+                totals.hit_blocks.update({tier.value: n for tier, n in plan.sources.items()})
+                totals.missed_blocks += stop - plan.stop
+        task = _Task(task_id, owner, plan, num_tokens, now)
         if plan.num_blocks == 0:
             self.cache.finish(plan)
             self._remember(task, TaskState.COMPLETED, KVStatus.NOT_FOUND, 0)
-            return task.task_id, plan
-        self._tasks[task.task_id] = task
-        self._unlaunched.append((now + self._match_ttl_s, task.task_id))
-        return task.task_id, plan
+            return plan
+        self._tasks[task_id] = owner.tasks[task_id] = task
+        owner.store_backlog += plan.num_backlogged
+        self._unlaunched.append((now + self._match_ttl_s, task_id))
+        return plan
+
+    def _plan(self, owner: _Owner, kind: TaskKind, keys: BlockKeys, start: int, stop: int) -> Plan:
+        if len(owner.tasks) >= self._max_open_tasks:
+            return self.cache.plan_nothing(kind, keys, start, stop, "session_task_limit")
+        if kind is TaskKind.GET:
+            return self.cache.plan_get(keys, start, stop)
+        if kind is TaskKind.PREFETCH:
+            return self.cache.plan_prefetch(keys, start, stop)
+        # Engines that have something going on share the room for blocks that wait for the disk.
+        num_sharing = sum(bool(other.tasks) or other is owner for other in self._owners.values())
+        share = self.cache.max_store_backlog // num_sharing
+        return self.cache.plan_put(keys, start, stop, share - owner.store_backlog)
 
     def launch(
         self,
@@ -293,8 +342,9 @@ class KVTaskEngine:
 
     def collected(self, task_id: TaskId) -> None:
         """The final response was handed over: the task no longer counts, and may be forgotten."""
-        if task_id in self._results:
-            self._collected[task_id] = None
+        owner = self._owner_of(task_id)
+        if task_id in owner.results:
+            owner.collected[task_id] = None
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -306,8 +356,10 @@ class KVTaskEngine:
         self._up.pop(executor, None)
         if executor == DISK:
             while (waiting := self._disk_queue.next()) is not None:
-                waiting[0].errors.append(f"{executor}: {reason}")
-                self._outcomes.extend(self._scheduler.op_ended(waiting[1].op_id, 0))
+                task, op = waiting
+                task.waiting.discard(op.op_id)
+                task.errors.append(f"{executor}: {reason}")
+                self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
             self._follow([], now)
         for running in list(self._running.values()):
             if executor in running.waiting_for:
@@ -389,23 +441,27 @@ class KVTaskEngine:
 
     def _start(self, outcome: StartOp, now: float) -> None:
         task, op = self._tasks[outcome.task_id], outcome.op
-        down = [name for name in self._executors[op.kind] if name not in self._up]
+        down = [name for name in task.owner.executors[op.kind] if name not in self._up]
         if down:
             task.errors.append(f"{', '.join(down)} not connected")
             self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
         elif op.kind.touches_gpu:
             self._dispatch(task, op, now)
         else:
-            self._disk_queue.add(task, op)
+            is_load = op.kind in _LOAD_TIER
+            self._disk_queue.add(op.op_id, (task, op), owner=task.owner.session, is_load=is_load)
+            task.waiting.add(op.op_id)
             self._fill_disk(now)
 
     def _fill_disk(self, now: float) -> None:
-        while self._disk_queue.num_running < _MAX_DISK_OPS:
+        while self._num_disk_ops < _MAX_DISK_OPS:
             waiting = self._disk_queue.next()
             if waiting is None:
                 return
-            self._disk_queue.num_running += 1
-            self._dispatch(*waiting, now)
+            task, op = waiting
+            task.waiting.discard(op.op_id)
+            self._num_disk_ops += 1
+            self._dispatch(task, op, now)
 
     def _stop(self, task: _Task, now: float) -> None:
         """Start nothing more of the task; what moves already ends by itself."""
@@ -417,17 +473,19 @@ class KVTaskEngine:
 
     def _end_queued(self, task: _Task) -> None:
         """Ops that have not had their turn at the disk end with nothing moved."""
-        for op_id in list(task.queued):
-            del task.queued[op_id]
+        for op_id in sorted(task.waiting):
+            self._disk_queue.discard(op_id)
             self._outcomes.extend(self._scheduler.op_ended(op_id, 0))
+        task.waiting.clear()
 
     def _dispatch(self, task: _Task, op: TransferOp, now: float) -> None:
         """Hand the op to its executors; its deadline starts."""
         task.state = TaskState.RUNNING
-        executors = self._executors[op.kind]
+        executors = task.owner.executors[op.kind]
         running = _RunningOp(task, op, now, dict.fromkeys(executors), len(op))
         self._running[op.op_id] = task.running[op.op_id] = running
-        self.op_totals[op.kind].started(now)
+        for totals in (self.totals, task.owner.totals):
+            totals.ops[op.kind].started(now)
         gated = task.gated and op.kind.touches_gpu
         patience = self._op_timeout_s + len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
         if gated:
@@ -458,23 +516,19 @@ class KVTaskEngine:
         op, task = running.op, running.task
         del self._running[op.op_id], task.running[op.op_id]
         if not op.kind.touches_gpu:
-            self._disk_queue.num_running -= 1
+            self._num_disk_ops -= 1
             self._fill_disk(now)
         self._count(running, now)
         if running.bad_block and op.kind in _LOAD_TIER and running.num_ok < len(op):
             tier, position = _LOAD_TIER[op.kind], op.first + running.num_ok
             self.cache.discard_bad_block(task.plan, tier, position)
-            self.dropped_blocks[f"{tier.value.lower()}_bad_block"] += 1
+            self._drop(task, f"{tier.value.lower()}_bad_block", 1)
         self._follow(self._scheduler.op_ended(op.op_id, running.num_ok), now)
 
     def _count(self, running: _RunningOp, now: float) -> None:
         op, moved = running.op, running.num_ok * self._block_bytes
-        totals = self.op_totals[op.kind]
-        totals.ops += 1
-        totals.failed_ops += running.num_ok < len(op)
-        totals.blocks += running.num_ok
-        totals.bytes += moved
-        totals.ended(now)
+        for totals in (self.totals, running.task.owner.totals):
+            totals.ops[op.kind].ended(now, len(op), running.num_ok, self._block_bytes)
         host = self.cache.host.counters
         if op.kind in (OpKind.H2D, *_STORE_TIER):
             host.read_bytes += moved
@@ -485,7 +539,11 @@ class KVTaskEngine:
         if op.kind in _STORE_TIER:
             self.cache.by_name[_STORE_TIER[op.kind]].counters.written_bytes += moved
             if running.num_ok < len(op):
-                self.dropped_blocks["ssd_write_failed"] += len(op) - running.num_ok
+                self._drop(running.task, "ssd_write_failed", len(op) - running.num_ok)
+
+    def _drop(self, task: _Task, reason: str, num_blocks: int) -> None:
+        self.totals.dropped_blocks[reason] += num_blocks
+        task.owner.totals.dropped_blocks[reason] += num_blocks
 
     def _op_ended(self, ended: OpEnded) -> None:
         task, op = self._tasks[ended.task_id], ended.op
@@ -517,8 +575,10 @@ class KVTaskEngine:
     def _announce(self, task: _Task) -> None:
         if not task.announced:
             task.announced = True
-            num_ok = self._judge(task).num_ok
-            self._instructions.append(TaskEnded(task.task_id, num_ok, task.gated))
+            result = self._judge(task, is_final=False)
+            self._instructions.append(TaskEnded(task.task_id, result.num_ok, task.gated))
+            if task.open_ops.total():
+                self._instructions.append(TaskAnswered(task.task_id, result))
 
     def _judge(self, task: _Task, is_final: bool = True) -> TaskResult:
         plan, error = task.plan, "; ".join(dict.fromkeys(task.errors)) or None
@@ -534,6 +594,7 @@ class KVTaskEngine:
 
     def _finish(self, task: _Task) -> None:
         """Every op of the task has ended, or none was ever started."""
+        task.owner.store_backlog -= task.plan.num_backlogged
         self.cache.finish(task.plan)
         self._announce(task)
         result = self._judge(task)
@@ -542,35 +603,50 @@ class KVTaskEngine:
             KVStatus.CANCELLED: TaskState.CANCELLED,
             KVStatus.FAILED: TaskState.FAILED,
         }[result.status]
-        del self._tasks[task.task_id]
+        del self._tasks[task.task_id], task.owner.tasks[task.task_id]
         self._remember(task, state, result.status, result.num_ok, result.error)
+        self._forget_if_gone(task.owner)
 
     def _remember(
         self, task: _Task, state: TaskState, status: KVStatus, num_ok: int, error: str | None = None
     ) -> None:
         task.state = state
         self._num_ended += 1
-        self.ended_tasks[f"{task.plan.kind.value}_{status.value}"] += 1
-        self._results[task.task_id] = TaskResult(
-            status, task.plan.start, num_ok, task.num_tokens, error
-        )
+        owner, name = task.owner, f"{task.plan.kind.value}_{status.value}"
+        for totals in (self.totals, owner.totals):
+            totals.ended_tasks[name] += 1
+        result = TaskResult(status, task.plan.start, num_ok, task.num_tokens, error)
+        owner.results[task.task_id] = result
+        if status is not KVStatus.NOT_FOUND:
+            self._instructions.append(TaskAnswered(task.task_id, result))
         # An empty match needs no answer, and a gated task's goes to the engine's workers.
         if task.gated or status is KVStatus.NOT_FOUND:
-            self._collected[task.task_id] = None
-        while len(self._results) > _NUM_REMEMBERED:
-            forgotten, _ = self._results.popitem(last=False)
-            self._collected.pop(forgotten, None)
+            owner.collected[task.task_id] = None
+        while len(owner.results) > owner.num_remembered:
+            forgotten, _ = owner.results.popitem(last=False)
+            owner.collected.pop(forgotten, None)
+
+    def _forget_if_gone(self, owner: _Owner) -> None:
+        if owner.is_gone and not owner.tasks:
+            self._owners.pop(owner.session, None)
 
     def _result(self, task_id: TaskId) -> TaskResult:
         self._require_known(task_id)
-        result = self._results.get(task_id)
+        result = self._owner_of(task_id).results.get(task_id)
         if result is None:
             raise KeyError(f"task {task_id} was answered long ago and is forgotten")
         return result
 
     def _require_known(self, task_id: TaskId) -> None:
-        if not 1 <= task_id <= self._last_id:
+        owner = self._owner_of(task_id)
+        if not id_before(owner.session) < task_id <= owner.last_id:
             raise KeyError(f"task {task_id} was never given out")
+
+    def _owner_of(self, task_id: TaskId) -> _Owner:
+        owner = self._owners.get(session_of(task_id))
+        if owner is None:
+            raise KeyError(f"task {task_id} was never given out")
+        return owner
 
     # -- insight ---------------------------------------------------------------------------------
 
@@ -583,22 +659,35 @@ class KVTaskEngine:
             KVStatus.CANCELLED: TaskState.CANCELLED,
             KVStatus.FAILED: TaskState.FAILED,
         }
-        for task_id, result in self._results.items():
-            if task_id not in self._collected:
-                counts[ended.get(result.status, TaskState.COMPLETED).value] += 1
+        for owner in self._owners.values():
+            for task_id, result in owner.results.items():
+                if task_id not in owner.collected:
+                    counts[ended.get(result.status, TaskState.COMPLETED).value] += 1
         return counts
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(everything)."""
         self.cache.check()
         self._scheduler.check()
+        owned = [task_id for owner in self._owners.values() for task_id in owner.tasks]
+        if sorted(owned) != sorted(self._tasks):
+            raise InternalError("sessions and open tasks disagree")
+        for owner in self._owners.values():
+            backlog = sum(task.plan.num_backlogged for task in owner.tasks.values())
+            if owner.store_backlog != backlog:
+                raise InternalError(
+                    f"session {owner.session} counts {owner.store_backlog} blocks "
+                    f"of backlog, its tasks have {backlog}"
+                )
+            if owner.is_gone and not owner.tasks:
+                raise InternalError(f"session {owner.session} is gone and still kept")
         for op_id, running in self._running.items():
             if not running.waiting_for:
                 raise InternalError(f"op {op_id} waits for nobody")
             if running.task.task_id not in self._tasks:
                 raise InternalError(f"op {op_id} runs for a task that has ended")
         for task_id, task in self._tasks.items():
-            if task.state.is_final or task_id in self._results:
+            if task.state.is_final or task_id in task.owner.results:
                 raise InternalError(f"task {task_id} has ended and is still kept open")
             if not task.launched and task.open_ops.total():
                 raise InternalError(f"task {task_id} has open ops without a launch")

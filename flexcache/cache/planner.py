@@ -59,6 +59,11 @@ class Plan:
     def num_blocks(self) -> int:
         return self.stop - self.start
 
+    @property
+    def num_backlogged(self) -> int:
+        """Host blocks that wait to be written below until the plan ends."""
+        return sum(len(lease) for lease in self.stores.values())
+
 
 class GlobalCacheEngine:
     """Plans over an ordered list of tiers, the host tier first.
@@ -78,7 +83,7 @@ class GlobalCacheEngine:
         self.lower = self.tiers[1:]
         self.by_name = {tier.name: tier for tier in self.tiers}
         self._chunk_blocks = max(1, chunk_blocks)
-        self._max_store_backlog = max_store_backlog
+        self.max_store_backlog = max_store_backlog
         self._store_backlog = 0
         self._op_ids = itertools.count(1)
         self._open_plans = 0
@@ -97,11 +102,23 @@ class GlobalCacheEngine:
         """Plan to bring the cached part of blocks ``[start, stop)`` to the host tier."""
         return self._plan_load(TaskKind.PREFETCH, keys, start, stop)
 
-    def plan_put(self, keys: BlockKeys, start: int, stop: int) -> Plan:
+    def plan_nothing(
+        self, kind: TaskKind, keys: BlockKeys, start: int, stop: int, reason: str
+    ) -> Plan:
+        """The plan of a get that must be a miss, or of a put that is dropped, for ``reason``."""
+        plan = Plan(kind, keys.root, start, start)
+        self._open_plans += 1
+        if kind is TaskKind.PUT and stop > start:
+            plan.dropped[reason] = stop - start
+        return plan
+
+    def plan_put(
+        self, keys: BlockKeys, start: int, stop: int, max_backlog: int | None = None
+    ) -> Plan:
         """Plan to store what of blocks ``[start, stop)`` the host tier neither has nor awaits.
 
         Blocks that cannot be attached, because what precedes them is not cached, are not stored:
-        nobody could find them.
+        nobody could find them. At most ``max_backlog`` are to be written below.
         """
         cached = self.host.match(keys)
         first = cached.num_blocks
@@ -118,7 +135,10 @@ class GlobalCacheEngine:
         plan.stop = first + len(plan.staging)
         if plan.stop < stop:
             plan.dropped["host_tier_full"] = stop - plan.stop
-        self._add_offload(plan, keys, cached)
+        room = self.max_store_backlog - self._store_backlog
+        if max_backlog is not None:
+            room = min(room, max_backlog)
+        self._add_offload(plan, keys, cached, max(0, room))
         return plan
 
     def publish_staging(self, plan: Plan, num_ok: int) -> None:
@@ -217,8 +237,8 @@ class GlobalCacheEngine:
                 if plan.kind is TaskKind.GET:
                     plan.graph.add(self._op_id(), OpKind.H2D, chunk.start, landing, None, [load])
 
-    def _add_offload(self, plan: Plan, keys: BlockKeys, cached: PrefixMatch) -> None:
-        """Copy the staged blocks off the GPU, and write them through to the tiers below."""
+    def _add_offload(self, plan: Plan, keys: BlockKeys, cached: PrefixMatch, room: int) -> None:
+        """Copy the staged blocks off the GPU, and write up to ``room`` through to each lower tier."""
         assert plan.staging is not None
         staged = plan.staging.blocks.copy()
         copies = []
@@ -235,7 +255,6 @@ class GlobalCacheEngine:
                 continue
             if begin < plan.start and cached.num_blocks < plan.start:
                 continue  # what precedes is still on its way to the host: its own put writes it
-            room = max(0, self._max_store_backlog - self._store_backlog)
             if plan.stop - begin > room:
                 name = f"{tier.name.value.lower()}_write_backlog"
                 plan.dropped[name] = plan.stop - begin - room

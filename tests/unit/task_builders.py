@@ -19,11 +19,23 @@ from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.planner import GlobalCacheEngine, Plan
 from flexcache.cache.tier import Tier
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
-from flexcache.instructions import DISK, DropOp, ReplaceExecutor, RunOp, TaskEnded, device
-from flexcache.task import KVTaskEngine, TaskResult
+from flexcache.instructions import (
+    DISK,
+    DropOp,
+    ReplaceExecutor,
+    RunOp,
+    TaskAnswered,
+    TaskEnded,
+    TaskResult,
+    device,
+)
+from flexcache.task import KVTaskEngine
+from flexcache.task_ids import TaskIds, make_session
 
 ROOT = make_root("a model", [], ENGINE_KEYS)
 GATE_PATIENCE_S = 600.0
+ENGINE = "an engine"
+SESSION = make_session(0, 0)
 
 Content = tuple[str, int] | str
 """A block's prefix and whose share of it, or a word for what no request may ever see."""
@@ -91,8 +103,10 @@ class World:
             op_timeout_s=op_timeout_s,
             match_ttl_s=match_ttl_s,
         )
+        self.engine.add_session(SESSION, ENGINE)
+        self.ids = TaskIds(SESSION)
         self.now = 1000.0
-        self.executors = [device(rank) for rank in load_ranks] + ([DISK] if ssd else [])
+        self.executors = [device(ENGINE, rank) for rank in load_ranks] + ([DISK] if ssd else [])
         self.alive: dict[str, None] = {}
         self.tasks: dict[TaskId, TaskInfo] = {}
         self.at_work: dict[tuple[str, OpId], Errand] = {}
@@ -100,6 +114,8 @@ class World:
         """What executors were at when they died."""
         self.to_replace: dict[str, str] = {}
         self.num_announced: Counter[TaskId] = Counter()
+        self.told_early: Counter[TaskId] = Counter()
+        self.told_final: Counter[TaskId] = Counter()
         self.gpu: dict[tuple[int, int], Content] = {}
         self.stored: dict[tuple[TierName, int, int], Content] = {}
         self.rotten: set[int] = set()
@@ -115,8 +131,9 @@ class World:
     def match(self, kind: TaskKind, text: str, start: int = 0, stop: int | None = None) -> TaskId:
         keys = keys_of(text)
         stop = len(text) if stop is None else min(stop, len(text))
-        task_id, plan = self.engine.match(
-            kind, keys, min(start, stop), stop, 16 * len(text), self.now
+        task_id = self.ids.next()
+        plan = self.engine.match(
+            task_id, kind, keys, min(start, stop), stop, 16 * len(text), self.now
         )
         count = 0 if kind is TaskKind.PREFETCH else plan.num_blocks
         slots = np.arange(self._next_slot, self._next_slot + count, dtype=np.int64)
@@ -272,7 +289,7 @@ class World:
         for index, (src, dst) in enumerate(zip(op.src.tolist(), op.dst.tolist(), strict=True)):
             whole = index < count
             if op.kind.touches_gpu:
-                rank = int(run.executor.removeprefix("device:"))
+                rank = int(run.executor.rpartition(":")[2])
                 copy = self._copy(rank)
                 if op.kind is OpKind.H2D:
                     self.gpu[rank, dst] = self.stored[TierName.CPU, copy, src] if whole else "torn"
@@ -296,6 +313,8 @@ class World:
                     self.at_work[executor, op_id].dropped = True
                 case TaskEnded():
                     self._answer(instruction)
+                case TaskAnswered(task_id, result):
+                    self._told(task_id, result)
                 case ReplaceExecutor(executor, reason):
                     assert executor in self.alive
                     if executor == DISK:
@@ -321,6 +340,15 @@ class World:
                 assert not reads & others_write, "a block is read while it is written"
         assert (run.executor, op.op_id) not in self.at_work
         self.at_work[run.executor, op.op_id] = Errand(run, self.now)
+
+    def _told(self, task_id: TaskId, result: TaskResult) -> None:
+        """The owner learns of the end of the GPU side, and of everything, once each."""
+        assert task_id not in self.told_final, "told again after the end"
+        known = self.result(task_id, completely=result.is_final)
+        assert known is not None
+        assert (known.status, known.num_ok) == (result.status, result.num_ok)
+        (self.told_final if result.is_final else self.told_early)[task_id] += 1
+        assert self.told_early[task_id] <= 1
 
     def _answer(self, ended: TaskEnded) -> None:
         """The task is answered; the engine puts something else into its slots."""
@@ -396,6 +424,7 @@ class World:
             assert info.launched
             assert result.num_ok == info.announced.num_ok
             assert result.status is (KVStatus.SUCCESS if result.num_ok else KVStatus.FAILED)
+        assert (task_id in self.told_final) == (final is not None and final.is_final)
         if final is not None and final.is_final:
             assert not self._errands_of(task_id)
             assert final == result

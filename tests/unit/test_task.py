@@ -12,11 +12,11 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from task_builders import GATE_PATIENCE_S, World, keys_of
+from task_builders import ENGINE, GATE_PATIENCE_S, SESSION, World, keys_of
 
 from flexcache.errors import InternalError
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
-from flexcache.instructions import DISK, ReplaceExecutor, RunOp, TaskEnded, device
+from flexcache.instructions import DISK, ReplaceExecutor, RunOp, TaskAnswered, TaskEnded, device
 from flexcache.task import KVTaskEngine
 
 PROMPTS = ["abcdef", "abcxy", "ab", "apq", "z"]
@@ -421,7 +421,7 @@ def test_a_second_launch_is_refused_while_the_task_runs_and_after_it() -> None:
 
 def test_a_second_launch_of_a_task_that_failed_is_refused() -> None:
     world = World()
-    world.down(device(0))
+    world.down(device(ENGINE, 0))
     task_id = world.put("abc")
     assert status(world, task_id)[0] is KVStatus.FAILED
     with pytest.raises(ValueError, match="launched before"):
@@ -487,12 +487,11 @@ def test_an_answer_is_still_known_after_it_was_collected() -> None:
 def test_answers_are_forgotten_at_last_but_not_before_many_others() -> None:
     world = World()
     engine, nothing = world.engine, keys_of("")
-    first = engine.match(TaskKind.GET, nothing, 0, 0, 0, world.now)[0]
-    second = engine.match(TaskKind.GET, nothing, 0, 0, 0, world.now)[0]
-    for _ in range(16_384 - 2):
-        engine.match(TaskKind.GET, nothing, 0, 0, 0, world.now)
+    first, second, *others, last = [world.ids.next() for _ in range(16_384 + 1)]
+    for task_id in (first, second, *others):
+        engine.match(task_id, TaskKind.GET, nothing, 0, 0, 0, world.now)
     assert engine.result(first) is not None
-    engine.match(TaskKind.GET, nothing, 0, 0, 0, world.now)
+    engine.match(last, TaskKind.GET, nothing, 0, 0, 0, world.now)
     with pytest.raises(KeyError, match="forgotten"):
         engine.result(first)
     assert engine.result(second) is not None
@@ -617,11 +616,15 @@ def test_tasks_are_counted_by_state_until_their_answer_is_collected() -> None:
     for _ in range(2):
         for run in world.ops(task_id=done):
             world.finish(run)
-    world.down(device(0))
+    world.down(device(ENGINE, 0))
     world.put("ijk")
     expected = {"created": 1, "completed": 1, "cancelled": 1, "failed": 2}
     assert world.engine.tasks_by_state() == {state.value: 0 for state in TaskState} | expected
-    assert world.engine.ended_tasks == {"put_success": 1, "put_cancelled": 1, "put_failed": 2}
+    assert world.engine.totals.ended_tasks == {
+        "put_success": 1,
+        "put_cancelled": 1,
+        "put_failed": 2,
+    }
 
 
 def test_blocks_and_bytes_are_counted_where_they_went() -> None:
@@ -631,7 +634,7 @@ def test_blocks_and_bytes_are_counted_where_they_went() -> None:
     host, ssd = (tier.counters for tier in world.cache.tiers)
     assert (host.written_bytes, host.read_bytes) == (5 + 5, 5 + 5)
     assert (ssd.written_bytes, ssd.read_bytes) == (5, 5)
-    totals = world.engine.op_totals
+    totals = world.engine.totals.ops
     assert {kind: (t.ops, t.failed_ops, t.blocks) for kind, t in totals.items()} == {
         OpKind.D2H: (3, 0, 5), OpKind.H2DISK: (3, 0, 5),
         OpKind.DISK2H: (3, 0, 5), OpKind.H2D: (3, 0, 5),
@@ -747,11 +750,11 @@ def test_a_late_device_op_ends_with_its_rank() -> None:
     world = World(load_ranks=(0, 1), store_ranks=(0, 1))
     task_id = world.put("abc")
     for run in world.ops():
-        if run.executor == device(0):
+        if run.executor == device(ENGINE, 0):
             world.finish(run)
     world.tick(31.0)
     assert world.result(task_id) is not None
-    world.down(device(1))
+    world.down(device(ENGINE, 1))
     assert status(world, task_id) == (KVStatus.FAILED, 0)
     world.check_nothing_is_held()
 
@@ -759,8 +762,10 @@ def test_a_late_device_op_ends_with_its_rank() -> None:
 def test_a_large_op_gets_more_time() -> None:
     world = World()
     engine = KVTaskEngine(world.cache, block_bytes=10**10, op_timeout_s=30.0)
-    engine.executor_up(device(0))
-    task_id, plan = engine.match(TaskKind.PUT, keys_of("ab"), 0, 2, 32, 0.0)
+    engine.executor_up(device(ENGINE, 0))
+    engine.add_session(SESSION, ENGINE)
+    task_id = world.ids.next()
+    plan = engine.match(task_id, TaskKind.PUT, keys_of("ab"), 0, 2, 32, 0.0)
     engine.launch([task_id], [np.arange(plan.num_blocks)], 0.0)
     engine.take_instructions()
     engine.tick(30.0 + 199.0)
@@ -784,7 +789,7 @@ def test_a_get_keeps_the_prefix_before_a_lost_block_which_is_dropped_from_its_ti
     assert status(world, task_id) == (expected, position)
     assert world.final(task_id).error == "checksum mismatch"
     assert world.cached(SSD, "abcdef") == position
-    assert world.engine.dropped_blocks["ssd_bad_block"] == 1
+    assert world.engine.totals.dropped_blocks["ssd_bad_block"] == 1
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcdef"])
     assert world.cached(SSD, "abcdef") == 6
@@ -819,7 +824,7 @@ def test_a_write_that_fails_keeps_the_prefix_before_it_on_the_ssd_and_all_in_dra
     assert status(world, task_id) == (KVStatus.SUCCESS, 6)
     assert world.final(task_id).error == "No space left on device"
     assert (world.cached(CPU, "abcdef"), world.cached(SSD, "abcdef")) == (6, 3)
-    assert world.engine.dropped_blocks["ssd_write_failed"] == 1
+    assert world.engine.totals.dropped_blocks["ssd_write_failed"] == 1
     world.check_nothing_is_held()
 
 
@@ -843,7 +848,7 @@ def test_a_device_op_that_ends_early_leaves_the_contiguous_prefix(
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_task_fails_at_its_launch_while_a_rank_is_down(scene: Scene, lost: int) -> None:
     world, task_id = scene(load_ranks=(0, 1), store_ranks=(0, 1))
-    world.down(device(lost))
+    world.down(device(ENGINE, lost))
     world.launch(task_id)
     assert not world.at_work
     assert status(world, task_id) == (KVStatus.FAILED, 0)
@@ -859,7 +864,7 @@ def test_a_task_fails_when_a_rank_dies_once_the_other_ranks_have_ended(
 ) -> None:
     world, task_id = scene(load_ranks=(0, 1), store_ranks=(0, 1))
     world.launch(task_id)
-    world.down(device(lost), "its process died")
+    world.down(device(ENGINE, lost), "its process died")
     assert world.result(task_id) is None
     world.finish_all()
     assert status(world, task_id) == (KVStatus.FAILED, 0)
@@ -870,7 +875,7 @@ def test_a_task_fails_when_a_rank_dies_once_the_other_ranks_have_ended(
 
 def test_a_rank_that_shares_anothers_copy_is_not_needed_for_a_put() -> None:
     world = World(load_ranks=(0, 1), store_ranks=(0,))
-    world.down(device(1))
+    world.down(device(ENGINE, 1))
     task_id = world.put("abc")
     world.finish_all()
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
@@ -904,8 +909,8 @@ def test_the_death_of_the_disk_worker_ends_what_it_did_and_what_waited_for_it() 
 def test_what_an_executor_says_after_it_was_declared_gone_no_longer_counts() -> None:
     world = World()
     task_id = world.put("ab")
-    world.down(device(0))
-    world.up(device(0))
+    world.down(device(ENGINE, 0))
+    world.up(device(ENGINE, 0))
     world.report_after_death(world.gone[0])
     world.engine.op_done(DISK, OpId(10**6), 2, world.now)
     assert status(world, task_id) == (KVStatus.FAILED, 0)
@@ -997,11 +1002,16 @@ def test_the_checker_notices_a_broken_state(
 def test_each_task_announces_its_end_in_the_order_of_events() -> None:
     world = World(ssd=0)
     engine = world.engine
-    tasks = [engine.match(TaskKind.PUT, keys_of(text), 0, 1, 16, 0.0)[0] for text in "ab"]
+    tasks = [world.ids.next(), world.ids.next()]
+    for task_id, text in zip(tasks, "ab", strict=True):
+        engine.match(task_id, TaskKind.PUT, keys_of(text), 0, 1, 16, 0.0)
     engine.launch(tasks, [np.array([0]), np.array([1])], 0.0)
     first, second = [i for i in engine.take_instructions() if isinstance(i, RunOp)]
-    engine.op_done(device(0), second.op.op_id, 1, 0.0)
-    engine.op_done(device(0), first.op.op_id, 1, 0.0)
-    ends = [TaskEnded(tasks[1], 1, False), TaskEnded(tasks[0], 1, False)]
-    assert engine.take_instructions() == ends
+    engine.op_done(device(ENGINE, 0), second.op.op_id, 1, 0.0)
+    engine.op_done(device(ENGINE, 0), first.op.op_id, 1, 0.0)
+    told = engine.take_instructions()
+    assert [i for i in told if isinstance(i, TaskEnded)] == [
+        TaskEnded(tasks[1], 1, False), TaskEnded(tasks[0], 1, False),
+    ]  # fmt: skip
+    assert [i.task_id for i in told if isinstance(i, TaskAnswered)] == tasks[::-1]
     assert engine.take_instructions() == []
