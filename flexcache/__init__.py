@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flexcache.config import CacheConfig, ModelConfig
     from flexcache.ids import KVStatus
     from flexcache.manager import KVManager, KVResponse
-    from flexcache.server.client import KVTPClient
+    from flexcache.server.tp_client import KVTPClient
 
 __version__ = "0.1.0"
 
@@ -21,7 +21,7 @@ _HOMES = {
     "KVManager": "flexcache.manager",
     "KVResponse": "flexcache.manager",
     "KVStatus": "flexcache.ids",
-    "KVTPClient": "flexcache.server.client",
+    "KVTPClient": "flexcache.server.tp_client",
     "ModelConfig": "flexcache.config",
 }
 

@@ -11,7 +11,7 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -28,6 +28,7 @@ LAYOUT_VERSION = 1
 
 EVICTION_POLICIES = ("lru",)
 IO_ENGINES = ("auto", "io_uring", "threads")
+_IDLE_EXIT_S = 15.0
 
 
 def _reject(name: str, value: object, allowed: str) -> ConfigError:
@@ -146,7 +147,25 @@ class CacheConfig:
     )
     eviction_policy: str = _setting("lru", f"One of {', '.join(EVICTION_POLICIES)}.")
     endpoint: str | None = _setting(
-        None, "ZMQ address that tensor-parallel clients connect to. Unset: a private ipc socket."
+        None,
+        "Address of a server that engines share, `ipc://PATH` or `tcp://HOST:PORT`. Unset: "
+        "data-parallel ranks share a private one, a single engine keeps its cache to itself.",
+    )
+    curve_keys: str | None = _setting(
+        None, "Directory made by `flexcache server --keygen DIR`. Needed for TCP beyond loopback."
+    )
+    server_timeout_s: float = _setting(
+        3.0,
+        "A server that is silent for so long is given up; until one is back all is missed.",
+        "s",
+    )
+    client_timeout_s: float = _setting(
+        30.0,
+        "An engine that is silent for so long is taken for dead; its tasks are cancelled.",
+        "s",
+    )
+    max_open_tasks: int = _setting(
+        4096, "Of one engine at a server. Beyond it gets are misses and puts are dropped.", "tasks"
     )
     io_engine: str = _setting(
         "auto", "SSD I/O: auto (io_uring, else threads), io_uring (or fail), threads."
@@ -171,11 +190,15 @@ class CacheConfig:
             self,
             "tokens_per_block", "num_cpu_blocks", "cpu_cache_gb", "num_ssd_blocks", "ssd_cache_gb",
             "ssd_queue_depth", "transfer_chunk_mb", "op_timeout_s", "match_ttl_s",
+            "server_timeout_s", "client_timeout_s", "max_open_tasks",
         )  # fmt: skip
         self._check_tier("num_cpu_blocks", "cpu_cache_gb")
-        if self.num_cpu_blocks is None and self.cpu_cache_gb is None:
+        if not self.has_cpu_tier and self.endpoint is None:
             raise _reject(
-                "cpu_cache_gb", None, "no tier to cache in: set cpu_cache_gb or num_cpu_blocks"
+                "cpu_cache_gb",
+                None,
+                "no tier to cache in: set cpu_cache_gb or num_cpu_blocks, or the endpoint of a "
+                "server that has one",
             )
         self._check_tier("num_ssd_blocks", "ssd_cache_gb")
         if self.has_ssd_tier and not self.ssd_cache_dirs:
@@ -203,6 +226,11 @@ class CacheConfig:
             raise _reject(blocks, getattr(self, blocks), f"set either this or {gigabytes}")
 
     @property
+    def has_cpu_tier(self) -> bool:
+        """False for an engine that only uses another's server."""
+        return self.num_cpu_blocks is not None or self.cpu_cache_gb is not None
+
+    @property
     def has_ssd_tier(self) -> bool:
         return self.num_ssd_blocks is not None or self.ssd_cache_gb is not None
 
@@ -224,9 +252,17 @@ class CacheConfig:
         A size given in one form replaces the other form of the same tier given earlier.
         """
         env = os.environ if environ is None else environ
-        merged: dict[str, Any] = {}
         path = env.get(CONFIG_FILE_ENV)
-        for layer in (_read_file(path) if path else {}, _read_env(env), overrides):
+        content = _read_file(path) if path else {}
+        for name in _SERVER_ONLY:  # a server and its engines may share one file
+            content.pop(name, None)
+        return cls.from_layers(content, _read_env(env), overrides)
+
+    @classmethod
+    def from_layers(cls, *layers: Mapping[str, Any]) -> CacheConfig:
+        """Make a config from tables of settings; the later wins."""
+        merged: dict[str, Any] = {}
+        for layer in layers:
             _reject_unknown(layer)
             for pair in (("num_cpu_blocks", "cpu_cache_gb"), ("num_ssd_blocks", "ssd_cache_gb")):
                 if any(layer.get(name) is not None for name in pair):
@@ -234,6 +270,78 @@ class CacheConfig:
                         merged.pop(name, None)
             merged.update(layer)
         return cls(**merged)
+
+
+_SERVER_ONLY = ("model", "idle_exit_s")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """A server process: its cache, and where no engine shall decide it, the model.
+
+    Args:
+        cache: Sizes, endpoint, timeouts.
+        model: What is cached; None to take it, with the block size, from the first engine.
+        idle_exit_s: Stop once the last client has left, or this long after it has died. None:
+            serve until stopped.
+    """
+
+    cache: CacheConfig
+    model: ModelConfig | None = None
+    idle_exit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.cache.has_cpu_tier:
+            raise _reject("cpu_cache_gb", None, "a server needs cpu_cache_gb or num_cpu_blocks")
+        if self.cache.endpoint is None:
+            raise _reject("endpoint", None, "a server needs an endpoint")
+
+    @classmethod
+    def for_engines(cls, config: CacheConfig, endpoint: str) -> ServerConfig:
+        """Of a server that engines start for themselves: it ends with them."""
+        return cls(replace(config, endpoint=endpoint), idle_exit_s=_IDLE_EXIT_S)
+
+    @classmethod
+    def load(
+        cls, path: str | None, environ: Mapping[str, str] | None = None, /, **overrides: Any
+    ) -> ServerConfig:
+        """From a file with the fields of `CacheConfig`, optionally ``idle_exit_s`` and a table
+        ``model`` with the fields of `ModelConfig`; then ``FLEXCACHE_*``, then ``overrides``."""
+        env = os.environ if environ is None else environ
+        path = path or env.get(CONFIG_FILE_ENV)
+        content = _read_file(path) if path else {}
+        return cls.from_dict({**content, **_read_env(env), **overrides})
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> ServerConfig:
+        """The inverse of `to_dict`."""
+        settings = {k: v for k, v in content.items() if k not in _SERVER_ONLY}
+        model = content.get("model")
+        return cls(
+            CacheConfig.from_layers(settings),
+            None if model is None else _model_from_table(model),
+            content.get("idle_exit_s"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for another process."""
+        content = {k: v for k, v in asdict(self.cache).items() if v is not None}
+        if self.model is not None:
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            content["model"] = asdict(self.model) | {"dtype": dtype}
+        if self.idle_exit_s is not None:
+            content["idle_exit_s"] = self.idle_exit_s
+        return content
+
+
+def _model_from_table(table: Any) -> ModelConfig:
+    if not isinstance(table, Mapping):
+        raise _reject("model", table, "must be a table")
+    dtype = getattr(torch, str(table.get("dtype")), None)
+    try:
+        return ModelConfig(**{**table, "dtype": dtype})
+    except TypeError as error:
+        raise _reject("model", dict(table), str(error)) from None
 
 
 @cache
@@ -266,7 +374,8 @@ def _check_writable(name: str, directory: str) -> None:
 def _capacity(name: str, blocks: int | None, gigabytes: float | None, block_bytes: int) -> int:
     if blocks is not None:
         return blocks
-    assert gigabytes is not None
+    if gigabytes is None:
+        raise _reject(name, None, f"must be set where the cache is kept (or num_{name[:3]}_blocks)")
     capacity = int(gigabytes * 1e9) // block_bytes
     if capacity == 0:
         raise _reject(

@@ -31,3 +31,7 @@ class ClosedError(FlexCacheError):
 
 class InternalError(FlexCacheError):
     """An invariant of FlexCache's own does not hold: a bug here, never the caller's fault."""
+
+
+class ServerLostError(FlexCacheError):
+    """The server died or does not answer. What was asked of it is a miss."""

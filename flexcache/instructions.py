@@ -62,6 +62,7 @@ class TaskEnded:
     the engine's workers. ``num_ok`` blocks from the task's first on have arrived."""
 
     task_id: TaskId
+    engine: str
     num_ok: int
     gated: bool
 

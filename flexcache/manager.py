@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,20 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.backend import Backend, MatchedTask
 from flexcache.cache.block_keys import (
     ENGINE_KEYS,
     TOKEN_KEYS,
-    BlockKeys,
     EngineBlockKeys,
+    PromptKeys,
     TokenBlockKeys,
     make_root,
 )
-from flexcache.cache.planner import Plan
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.errors import ClosedError, ConfigError
-from flexcache.ids import KVStatus, RootId, TaskId, TaskKind, TierName
-from flexcache.server.server import KVServer
-from flexcache.task import TaskResult
+from flexcache.ids import KVStatus, RootId, TaskKind, TierName
+from flexcache.instructions import TaskResult
+from flexcache.server.dp_client import KVDPClient
+from flexcache.server.local import LocalCache
+from flexcache.server.names import engine_name
+from flexcache.server.runtime import check_endpoint, private_endpoint
 
 Mask = npt.NDArray[np.bool_]
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -33,6 +34,7 @@ Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 Namespace = str | Sequence[str] | None
 
 _MAX_ROOTS = 65_536
+_OTHERS_START_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,29 @@ class KVResponse:
     error: str | None = None
 
 
+def local_endpoint(engine_id: str) -> str:
+    """Where the ranks of an engine that keeps its own cache find it."""
+    return private_endpoint(f"engine-{engine_id}" if engine_id else None)
+
+
 class KVManager:
-    """The KV cache of one engine, held in this process.
+    """The KV cache of one engine: held in this process, or by a server that engines share.
+
+    It is shared if an ``endpoint`` is given (here or in the config) or ``dp_size > 1``. Then the
+    server may be started by hand; if nobody serves the endpoint, the engine of rank 0 starts one of
+    the config's sizes.
 
     Args:
         model_config: What the model's KV looks like.
         cache_config: How much is kept where.
-        endpoint: Address that the ranks' `KVTPClient`s connect to; a private one by default.
+        endpoint: Address of the shared server; by default, all ranks of one ``engine_id`` and
+            ``dp_size > 1`` find the same private one.
         dp_rank: The engine's data-parallel rank.
+        engine_id: Tells engines with the same ``dp_rank`` at one server apart. The engine's
+            `KVTPClient`s must be given the same.
 
-    Thread-safe. A match reserves what it promises: launch it or cancel it.
+    Thread-safe. A match reserves what it promises: launch it or cancel it. Without its server a
+    shared cache answers every match with a miss, at once.
     """
 
     def __init__(
@@ -69,28 +84,36 @@ class KVManager:
         *,
         endpoint: str | None = None,
         dp_rank: int = 0,
+        engine_id: str = "",
     ) -> None:
-        if model_config.dp_size != 1:
-            raise ConfigError(
-                f"dp_size = {model_config.dp_size}: this version caches for one data-parallel "
-                "rank per manager; give each rank its own with dp_size = 1"
-            )
         logging.getLogger("flexcache").setLevel(cache_config.log_level)
         self.model_config = model_config
         self.cache_config = cache_config
         self.dp_rank = dp_rank
-        self._server = KVServer(model_config, cache_config, endpoint)
         self._tokens_per_block = cache_config.tokens_per_block
+        self._backend = self._make_backend(endpoint or cache_config.endpoint, engine_id)
         self._roots: dict[tuple[Namespace, str], RootId] = {}
+
+    def _make_backend(self, endpoint: str | None, engine_id: str) -> Backend:
+        model, config = self.model_config, self.cache_config
+        name = engine_name(engine_id, self.dp_rank)
+        if endpoint is None and model.dp_size == 1:
+            return LocalCache(local_endpoint(engine_id), model, config, name)
+        if endpoint is None:
+            group = engine_id or model.fingerprint(config.tokens_per_block)
+            endpoint = private_endpoint(f"group-{group}")
+        check_endpoint(endpoint, has_keys=config.curve_keys is not None)
+        patience_s = 0.0 if self.dp_rank == 0 else _OTHERS_START_AFTER_S
+        return KVDPClient(endpoint, model, config, name, patience_s)
 
     @property
     def endpoint(self) -> str:
         """What a `KVTPClient` connects to."""
-        return self._server.endpoint
+        return self._backend.endpoint
 
     def start(self) -> None:
         """Begin to serve; returns at once. `wait_ready` says when every rank is there."""
-        self._server.start()
+        self._backend.start()
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait for all ranks and workers.
@@ -99,10 +122,10 @@ class KVManager:
             TimeoutError: Names who has not registered yet.
             RegistrationError: A rank was refused; says why.
         """
-        self._server.wait_ready(timeout)
+        self._backend.wait_ready(timeout)
 
     def is_ready(self) -> bool:
-        return not self._server.stopping and not self._server.missing()
+        return self._backend.is_ready()
 
     # -- match and launch ------------------------------------------------------------------------
 
@@ -126,7 +149,8 @@ class KVManager:
         Returns:
             A task id, and a mask over the tokens: True where FlexCache will supply KV.
         """
-        return self._match(TaskKind.GET, token_ids, token_mask, namespace, block_keys)[:2]
+        task, mask = self._match(TaskKind.GET, token_ids, token_mask, namespace, block_keys)
+        return task.task_id, mask
 
     def get_match_by_tier(
         self,
@@ -137,11 +161,9 @@ class KVManager:
         block_keys: Sequence[bytes] | None = None,
     ) -> tuple[int, Mask, dict[TierName, int]]:
         """`get_match`, and how many of the tokens each tier will supply."""
-        task_id, mask, plan = self._match(
-            TaskKind.GET, token_ids, token_mask, namespace, block_keys
-        )
-        sources = {tier: n * self._tokens_per_block for tier, n in plan.sources.items()}
-        return task_id, mask, sources
+        task, mask = self._match(TaskKind.GET, token_ids, token_mask, namespace, block_keys)
+        sources = {tier: n * self._tokens_per_block for tier, n in task.sources.items()}
+        return task.task_id, mask, sources
 
     def put_match(
         self,
@@ -156,7 +178,8 @@ class KVManager:
         The mask returned is True where KV will be copied; what is cached, on its way, or does not
         fit is False. Arguments as for `get_match`; ``token_mask`` is True where KV is offered.
         """
-        return self._match(TaskKind.PUT, token_ids, token_mask, namespace, block_keys)[:2]
+        task, mask = self._match(TaskKind.PUT, token_ids, token_mask, namespace, block_keys)
+        return task.task_id, mask
 
     def get_async(
         self,
@@ -199,10 +222,9 @@ class KVManager:
         block_keys: Sequence[bytes] | None = None,
     ) -> int:
         """Bring what lower tiers have of a prompt to DRAM. Needs no GPU slots."""
-        task_id, _, _ = self._match(TaskKind.PREFETCH, token_ids, token_mask, namespace, block_keys)
-        with self._server.session() as engine:
-            engine.launch([TaskId(task_id)], [np.empty(0, np.int64)], time.monotonic())
-        return task_id
+        task, _ = self._match(TaskKind.PREFETCH, token_ids, token_mask, namespace, block_keys)
+        self._backend.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
+        return task.task_id
 
     def launch(
         self, task_ids: Sequence[int], slot_mappings: Sequence[Slots], *, gated: bool = False
@@ -220,13 +242,11 @@ class KVManager:
             KeyError: An id was never given out.
         """
         blocks = [self._gpu_blocks(slots) for slots in slot_mappings]
-        with self._server.session() as engine:
-            engine.launch([TaskId(t) for t in task_ids], blocks, time.monotonic(), gated)
+        self._backend.launch(task_ids, blocks, gated)
 
     def cancel(self, task_ids: Iterable[int]) -> None:
         """Stop what has not started. Idempotent; a finished task stays as it is."""
-        with self._server.session() as engine:
-            engine.cancel([TaskId(t) for t in task_ids], time.monotonic())
+        self._backend.cancel(task_ids)
 
     # -- responses -------------------------------------------------------------------------------
 
@@ -240,66 +260,46 @@ class KVManager:
             completely: Wait for everything, write-through to lower tiers included.
         """
         wanted = list(task_ids)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._server.session():
-            while True:
-                responses = self._responses(wanted, completely)
-                if len(responses) == len(set(wanted)):
-                    return responses
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                self._server.wait_for_change(left)
-                if self._server.stopping:
-                    raise ClosedError("the cache was shut down")
-            nothing = np.zeros(0, dtype=np.bool_)
-            late = KVResponse(KVStatus.TIMEOUT, nothing, f"not done within {timeout} s")
-            return {task_id: responses.get(task_id, late) for task_id in wanted}
+        results = self._backend.results(wanted, timeout, completely)
+        nothing = np.zeros(0, dtype=np.bool_)
+        late = KVResponse(KVStatus.TIMEOUT, nothing, f"not done within {timeout} s")
+        return {
+            task_id: self._response(results[task_id]) if task_id in results else late
+            for task_id in wanted
+        }
 
     def try_wait(self, task_ids: Iterable[int]) -> dict[int, KVResponse]:
         """The responses of those tasks whose GPU side is done."""
-        with self._server.session():
-            return self._responses(list(task_ids), completely=False)
+        results = self._backend.results(list(task_ids), 0.0, completely=False)
+        return {task_id: self._response(result) for task_id, result in results.items()}
 
     # -- the cache as a whole --------------------------------------------------------------------
 
     def clear(self, tier: str) -> int:
         """Drop the blocks of one tier (`CPU`, `SSD`) that nobody holds; how many."""
-        with self._server.session() as engine:
-            known = engine.cache.by_name
-            if tier not in known:
-                names = ", ".join(name.value for name in known)
-                raise ValueError(f"no tier {tier!r} here; there is {names}")
-            return known[TierName(tier)].clear()
+        return self._backend.clear(tier)
 
     def reset(self) -> None:
         """Drop the blocks of every tier that nobody holds."""
-        for name in list(self._server.engine.cache.by_name):
-            self.clear(name)
+        self._backend.clear(None)
 
     def stats(self) -> dict[str, Any]:
-        """Counters and occupancy, as plain dicts of numbers and strings."""
-        with self._server.session() as engine:
-            return {
-                "fingerprint": self._server.fingerprint,
-                "block_bytes": self._server.block_bytes,
-                "tiers": {tier.name.value: tier.stats() for tier in engine.cache.tiers},
-                "tasks": engine.tasks_by_state(),
-                "ended_tasks": dict(engine.ended_tasks),
-                "ops": {kind.value: total.report() for kind, total in engine.op_totals.items()},
-                "dropped_blocks": dict(engine.dropped_blocks),
-                "workers": self._server.workers(),
-                "disk_worker_restarts": self._server.num_disk_restarts,
-            }
+        """Counters and occupancy, as plain dicts of numbers and strings.
+
+        ``engine`` has what this engine has had, the rest is of all that share the cache.
+
+        Raises:
+            ServerLostError: The cache is shared and its server is away.
+        """
+        return self._backend.stats()
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant of the control plane does not hold."""
-        with self._server.session() as engine:
-            engine.check()
+        self._backend.check()
 
     def shutdown(self) -> None:
         """Cancel, let moving bytes land, stop the workers, give the memory back. Idempotent."""
-        self._server.shutdown()
+        self._backend.shutdown()
 
     def __enter__(self) -> KVManager:
         self.start()
@@ -320,15 +320,13 @@ class KVManager:
         token_mask: Mask | None,
         namespace: Namespace,
         block_keys: Sequence[bytes] | None,
-    ) -> tuple[int, Mask, Plan]:
+    ) -> tuple[MatchedTask, Mask]:
         num_tokens = len(token_ids)
         start, stop = self._block_range(num_tokens, token_mask)
         keys = self._keys(token_ids, namespace, block_keys)
         stop = min(stop, keys.num_blocks)
-        with self._server.session() as engine:
-            now = time.monotonic()
-            task_id, plan = engine.match(kind, keys, min(start, stop), stop, num_tokens, now)
-        return task_id, self._token_mask(num_tokens, plan.start, plan.num_blocks), plan
+        task = self._backend.match(kind, keys, min(start, stop), stop, num_tokens)
+        return task, self._token_mask(num_tokens, task.start, task.num_blocks)
 
     def _match_and_launch(
         self,
@@ -341,7 +339,8 @@ class KVManager:
     ) -> tuple[int, Mask]:
         slots = _as_slots(slot_mapping)
         num_wanted = len(token_ids) if token_mask is None else int(np.count_nonzero(token_mask))
-        task_id, mask, _ = self._match(kind, token_ids, token_mask, namespace, block_keys)
+        task, mask = self._match(kind, token_ids, token_mask, namespace, block_keys)
+        task_id = task.task_id
         try:
             if len(slots) == num_wanted:
                 slots = slots[mask] if token_mask is None else slots[mask[token_mask]]
@@ -353,7 +352,7 @@ class KVManager:
 
     def _keys(
         self, token_ids: Tokens, namespace: Namespace, block_keys: Sequence[bytes] | None
-    ) -> BlockKeys:
+    ) -> PromptKeys:
         if block_keys is not None:
             root = self._root(namespace, ENGINE_KEYS)
             return EngineBlockKeys(root, block_keys, len(token_ids) // self._tokens_per_block)
@@ -381,7 +380,7 @@ class KVManager:
                 raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
             if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
-            root = self._roots[namespace, kind] = make_root(self._server.fingerprint, parts, kind)
+            root = self._roots[namespace, kind] = make_root(self._backend.fingerprint, parts, kind)
         return root
 
     def _block_range(self, num_tokens: int, token_mask: Mask | None) -> tuple[int, int]:
@@ -419,17 +418,6 @@ class KVManager:
         if len(blocks) and int(blocks.min()) < 0:
             raise ValueError("slots must not be negative")
         return blocks
-
-    def _responses(self, task_ids: Sequence[int], completely: bool) -> dict[int, KVResponse]:
-        engine = self._server.engine
-        responses = {}
-        for task_id in task_ids:
-            result = engine.result(TaskId(task_id), completely)
-            if result is not None:
-                responses[task_id] = self._response(result)
-                if result.is_final:
-                    engine.collected(TaskId(task_id))
-        return responses
 
     def _response(self, result: TaskResult) -> KVResponse:
         mask = self._token_mask(result.num_tokens, result.start, result.num_ok)

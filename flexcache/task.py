@@ -576,7 +576,9 @@ class KVTaskEngine:
         if not task.announced:
             task.announced = True
             result = self._judge(task, is_final=False)
-            self._instructions.append(TaskEnded(task.task_id, result.num_ok, task.gated))
+            self._instructions.append(
+                TaskEnded(task.task_id, task.owner.engine, result.num_ok, task.gated)
+            )
             if task.open_ops.total():
                 self._instructions.append(TaskAnswered(task.task_id, result))
 

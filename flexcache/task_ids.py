@@ -20,7 +20,7 @@ _EPOCHS_PER_S = 4
 
 def new_epoch() -> int:
     """A number that no server started shortly before or after has."""
-    return int(time.time() * _EPOCHS_PER_S) % (1 << 16)
+    return 1 + int(time.time() * _EPOCHS_PER_S) % 0xFFFF  # 0 is of no server
 
 
 def make_session(epoch: int, number: int) -> SessionId:

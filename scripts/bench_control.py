@@ -44,7 +44,7 @@ def measure(
 
 def fill(manager: KVManager, tokens: np.ndarray, keys: list[bytes] | None, count: int) -> None:
     """Make the first ``count`` blocks cached, without moving bytes: no rank is registered."""
-    with manager._server.session() as engine:
+    with manager._backend.server.session() as engine:  # type: ignore[attr-defined]
         cache = engine.cache
         source = manager._keys(tokens, None, keys)
         plan = cache.plan_put(source, 0, count)

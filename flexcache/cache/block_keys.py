@@ -43,6 +43,17 @@ class BlockKeys(Protocol):
         """Keys of blocks ``start`` to ``stop``, to be stored."""
 
 
+class PromptKeys(BlockKeys, Protocol):
+    """Keys that can be sent to a server."""
+
+    def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
+        """What the keys of the first ``stop`` blocks are made from, as one binary array.
+
+        Returns:
+            The size of a key and the keys; or 0 and the token ids.
+        """
+
+
 class EngineBlockKeys:
     """Keys that the engine has computed already, one per whole block."""
 
@@ -58,6 +69,14 @@ class EngineBlockKeys:
 
     def slice(self, start: int, stop: int) -> list[BlockKey]:
         return list(self._keys[start:stop])  # type: ignore[arg-type]
+
+    def packed(self, stop: int) -> tuple[int, bytes]:
+        """Raises `ValueError` where keys differ in size."""
+        size = len(self._keys[0]) if stop else 1
+        data = b"".join(self._keys[:stop])
+        if len(data) != size * stop or any(len(key) != size for key in self._keys[:stop:97]):
+            raise ValueError("block_keys must all be of one size to be sent to a server")
+        return size, data
 
 
 class TokenBlockKeys:
@@ -92,6 +111,9 @@ class TokenBlockKeys:
         key = BlockKey(hasher.digest())
         self._probed[index] = key
         return key
+
+    def packed(self, stop: int) -> tuple[int, memoryview]:
+        return 0, self._data[: stop * self._bytes_per_block]
 
     def slice(self, start: int, stop: int) -> list[BlockKey]:
         if start >= stop:

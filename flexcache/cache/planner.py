@@ -141,6 +141,17 @@ class GlobalCacheEngine:
         self._add_offload(plan, keys, cached, max(0, room))
         return plan
 
+    def clear(self, tier: str | None) -> int:
+        """Drop the blocks of one tier, or of all, that nobody holds; how many.
+
+        Raises:
+            ValueError: There is no such tier; names those there are.
+        """
+        names = [name.value for name in self.by_name]
+        if tier is not None and tier not in names:
+            raise ValueError(f"no tier {tier!r} here; there is {', '.join(names)}")
+        return sum(t.clear() for t in self.tiers if tier in (None, t.name.value))
+
     def publish_staging(self, plan: Plan, num_ok: int) -> None:
         """The first ``num_ok`` staged blocks hold their bytes."""
         if plan.staging is not None:
@@ -238,7 +249,7 @@ class GlobalCacheEngine:
                     plan.graph.add(self._op_id(), OpKind.H2D, chunk.start, landing, None, [load])
 
     def _add_offload(self, plan: Plan, keys: BlockKeys, cached: PrefixMatch, room: int) -> None:
-        """Copy the staged blocks off the GPU, and write up to ``room`` through to each lower tier."""
+        """Copy the staged blocks off the GPU, and up to ``room`` through to each tier below."""
         assert plan.staging is not None
         staged = plan.staging.blocks.copy()
         copies = []

@@ -1,39 +1,93 @@
-"""What a server and its tensor-parallel clients say to each other, besides ops.
+"""The protocol between a server and its clients; `docs/protocol.md` draws it.
 
-    client                                server
-      | Hello(rank, pid)          ------->  |   again and again until answered
-      | <-------  Welcome(segment, sizes)   |   or Refused(reason)
-      | maps the pool, reads its layout     |
-      | Register(layout)          ------->  |   compared with the other ranks'
-      | <-------  Registered()              |   or Refused(reason)
-      | <-------  Execute, Drop, Ended      |
-      | Done                      ------->  |
-      | Goodbye                   ------->  |   or the process just ends
+Every frame is one tagged msgspec struct in MessagePack. `Match` alone is followed by a second frame
+that holds keys or token ids as they lie in memory. Lists of blocks or tasks are one binary array
+each. New fields go last, with defaults; what old code cannot understand raises PROTOCOL_VERSION.
+
+    rank (KVTPClient)                         scheduler (KVDPClient), two sockets: events and calls
+      HelloRank -> WelcomeRank | Refused        HelloEngine -> WelcomeEngine | Refused
+      Register -> Registered | Refused          Match, Clear, GetStats, CheckInvariants -> a reply
+      Execute, Drop -> Done                     Launch, Cancel -> TaskAnswer, when there is one
+      Ended <-                                  Readiness, TaskAnswer <-
+      Ping -> Pong,  Stop <-,  Goodbye ->       the same
+
+Whoever repeats Hello while it is being considered does no harm.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import torch
 
+from flexcache.config import ModelConfig
+from flexcache.errors import ConfigError
+from flexcache.ids import KVStatus, TaskKind
 from flexcache.storage.host_pool import SegmentRef
-from flexcache.transfer.messages import Done, Drop, Execute, Ready, Stop
+from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+MAX_FRAME_BYTES = 16 << 20
+"""Two million token ids. A larger frame is refused."""
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
-    """A rank asks what it would serve."""
+class ModelSpec(msgspec.Struct, frozen=True):
+    """`ModelConfig` on the wire, with the block size that it is cached in."""
 
+    model_id: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    use_mla: bool
+    tp_size: int
+    tokens_per_block: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, tokens_per_block: int) -> ModelSpec:
+        return cls(
+            model.model_id, model.num_layers, model.num_kv_heads, model.head_size,
+            str(model.dtype).removeprefix("torch."), model.use_mla, model.tp_size, tokens_per_block,
+        )  # fmt: skip
+
+    def model(self) -> ModelConfig:
+        """Raises `ConfigError` where it describes none."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"dtype = {self.dtype!r}: must be a torch dtype")
+        if self.tokens_per_block < 1:
+            raise ConfigError(f"tokens_per_block = {self.tokens_per_block}: must be at least 1")
+        return ModelConfig(
+            self.model_id, self.num_layers, self.num_kv_heads, self.head_size, dtype,
+            self.use_mla, self.tp_size,
+        )  # fmt: skip
+
+
+# -- ranks ---------------------------------------------------------------------------------------
+
+
+class HelloRank(msgspec.Struct, tag=True, frozen=True):
+    """A tensor-parallel rank of an engine asks what it would serve."""
+
+    engine: str
     tp_rank: int
-    dp_rank: int
+    client: str
+    """The same in every conversation of one client: it may take its own place again."""
     pid: int
     version: int = PROTOCOL_VERSION
 
 
-class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The rank's share of the host pool, and what one of its blocks must weigh."""
+class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
+    """The rank's share of the host pool, and what one of its blocks must weigh.
 
+    ``epoch`` is of the task ids that this server gives out; ``fence``: see `server.fence`.
+    """
+
+    epoch: int
+    server_pid: int
     segment: SegmentRef
+    fence: str
     block_bytes: int
     fingerprint: str
 
@@ -50,12 +104,6 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
     """The rank will be given ops."""
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The server will not work with this client."""
-
-    reason: str
-
-
 class Ended(msgspec.Struct, tag=True, frozen=True):
     """The GPU side of a gated task is over on every rank; its first ``num_ok`` blocks arrived."""
 
@@ -63,9 +111,147 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
     num_ok: int
 
 
+# -- schedulers ----------------------------------------------------------------------------------
+
+
+class HelloEngine(msgspec.Struct, tag=True, frozen=True):
+    """An engine's scheduler asks for a session. ``calls`` is the identity of its second socket."""
+
+    engine: str
+    client: str
+    pid: int
+    model: ModelSpec
+    calls: bytes
+    version: int = PROTOCOL_VERSION
+
+
+class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
+    """The session is open; it numbers its tasks itself (`task_ids`)."""
+
+    session: int
+    server_pid: int
+    fence: str
+    fingerprint: str
+    missing: list[str]
+
+
+class Readiness(msgspec.Struct, tag=True, frozen=True):
+    """Whose registration the engine still waits for, and who was refused and why."""
+
+    missing: list[str]
+    problems: list[str]
+
+
+class Match(msgspec.Struct, tag=True, frozen=True):
+    """Make a task for blocks ``[start, stop)``. The next frame has the prompt's block keys, of
+    ``key_bytes`` each, or if that is 0 its token ids (int64). Answered with `Matched`."""
+
+    request_id: int
+    task_id: int
+    kind: TaskKind
+    root: bytes
+    start: int
+    stop: int
+    num_tokens: int
+    key_bytes: int
+
+
+class Matched(msgspec.Struct, tag=True, frozen=True):
+    request_id: int
+    start: int
+    num_blocks: int
+    sources: dict[str, int]
+
+
+class Launch(msgspec.Struct, tag=True, frozen=True):
+    """Start a matched task. What stands against it is answered as the task's failure."""
+
+    task_id: int
+    gpu_blocks: bytes
+    gated: bool
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """Stop what has not started of these tasks (an array of uint64)."""
+
+    task_ids: bytes
+
+
+class TaskAnswer(msgspec.Struct, tag=True, frozen=True):
+    """How a task ended: its GPU side, and once more if something went on after that."""
+
+    task_id: int
+    status: KVStatus
+    start: int
+    num_ok: int
+    num_tokens: int
+    error: str | None
+    is_final: bool
+
+
+class Clear(msgspec.Struct, tag=True, frozen=True):
+    """Drop what nobody holds, of one tier or of all. Answered with `Answer` (a number)."""
+
+    request_id: int
+    tier: str | None
+
+
+class GetStats(msgspec.Struct, tag=True, frozen=True):
+    """Answered with `Answer`, also to peers without a session."""
+
+    request_id: int
+
+
+class CheckInvariants(msgspec.Struct, tag=True, frozen=True):
+    """Answered with `Answer` (nothing) or `Failed`."""
+
+    request_id: int
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    request_id: int
+    value: Any
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The request could not be carried out. ``kind``: value, key or internal."""
+
+    request_id: int
+    kind: str
+    reason: str
+
+
+# -- both ----------------------------------------------------------------------------------------
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """The server will not work with this client, or, if it is not ``final``, not yet."""
+
+    reason: str
+    final: bool = True
+
+
+class Rejected(msgspec.Struct, tag=True, frozen=True):
+    """A frame could not be understood or was out of place; nothing was done."""
+
+    reason: str
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """The client lives. Answered with `Pong`."""
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """The server lives."""
+
+
 class Goodbye(msgspec.Struct, tag=True, frozen=True):
     """The client closes; nothing of it moves any more."""
 
 
-ToServer = Hello | Register | Done | Goodbye | Ready
-ToClient = Welcome | Registered | Refused | Execute | Drop | Ended | Stop
+Request = Match | Clear | GetStats | CheckInvariants
+Reply = Matched | Answer | Failed
+ToServer = HelloRank | HelloEngine | Register | Done | Launch | Cancel | Ping | Goodbye | Request
+ToRank = WelcomeRank | Registered | Refused | Rejected | Execute | Drop | Ended | Pong | Stop
+ToScheduler = WelcomeEngine | Refused | Rejected | Readiness | TaskAnswer | Pong | Stop
+ToClient = ToRank | ToScheduler | Reply

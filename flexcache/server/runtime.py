@@ -36,7 +36,7 @@ def private_endpoint(name: str | None = None) -> str:
     return f"ipc://{runtime_dir() / f'{short}.sock'}"
 
 
-def check_endpoint(endpoint: str) -> None:
+def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
     """Raise `ConfigError` for an address that must not or cannot be served."""
     parts = urlsplit(endpoint)
     if parts.scheme == "ipc":
@@ -45,42 +45,112 @@ def check_endpoint(endpoint: str) -> None:
             raise ConfigError(f"endpoint = {endpoint!r}: socket paths end at 107 characters")
         return
     if parts.scheme == "tcp":
+        if has_keys:
+            return
         with contextlib.suppress(ValueError):
             host = parts.hostname or ""
             if host == "localhost" or ipaddress.ip_address(host).is_loopback:
                 return
-        raise ConfigError(f"endpoint = {endpoint!r}: TCP is served on loopback addresses only")
+        raise ConfigError(
+            f"endpoint = {endpoint!r}: without curve_keys, TCP is for loopback addresses only"
+        )
     raise ConfigError(f"endpoint = {endpoint!r}: must be ipc://PATH or tcp://127.0.0.1:PORT")
 
 
+def _lock_path(endpoint: str) -> Path:
+    if endpoint.startswith("ipc://"):
+        return Path(endpoint.removeprefix("ipc://") + ".lock")
+    short = hashlib.sha256(endpoint.encode()).hexdigest()[:16]
+    return runtime_dir() / f"{short}.tcp.lock"
+
+
+def is_served(endpoint: str) -> bool:
+    """Whether a living server of this host holds the endpoint."""
+    try:
+        fd = os.open(_lock_path(endpoint), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 class EndpointLock:
-    """Holds an ipc endpoint for one server; the kernel lets go when its process dies."""
+    """Holds an endpoint for one server; the kernel lets go when its process dies.
+
+    Files that dead servers left in the private directory are removed on the way.
+    """
 
     def __init__(self, endpoint: str) -> None:
-        self._path: Path | None = None
+        self._path = _lock_path(endpoint)
         self._fd = -1
-        if not endpoint.startswith("ipc://"):
-            return  # binding a TCP port twice fails by itself
-        self._path = Path(endpoint.removeprefix("ipc://") + ".lock")
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = _lock_file(self._path)
         except OSError as error:
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}") from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(self._fd, 32).decode(errors="replace").strip()
-            os.close(self._fd)
-            raise ConfigError(f"endpoint = {endpoint!r}: in use by process {owner}") from None
-        os.ftruncate(self._fd, 0)
-        os.write(self._fd, str(os.getpid()).encode())
+        if fd is None:
+            owner = self._path.read_text().split("\n")[0]
+            raise ConfigError(f"endpoint = {endpoint!r}: in use by process {owner}")
+        self._fd = fd
+        os.ftruncate(fd, 0)
+        short = hashlib.sha256(endpoint.encode()).hexdigest()[:16]
+        self._worker_socket = runtime_dir() / f"{short}.work"
+        os.write(fd, f"{os.getpid()}\n{self._worker_socket}\n".encode())
+        _remove_stale(self._path)
+
+    @property
+    def worker_endpoint(self) -> str:
+        """Where the server's own workers connect, apart from its clients."""
+        return f"ipc://{self._worker_socket}"
 
     def release(self) -> None:
-        """Remove the socket and its lock. Idempotent."""
-        if self._fd < 0 or self._path is None:
+        """Remove the sockets and the lock. Idempotent."""
+        if self._fd < 0:
             return
-        for path in (self._path.with_suffix(""), self._path):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+        _remove(self._path, self._worker_socket)
         os.close(self._fd)
         self._fd = -1
+
+
+def _remove(lock: Path, worker_socket: Path | None) -> None:
+    """Remove a lock that is held, last of all, and the sockets that go with it."""
+    for path in (lock.with_suffix(""), worker_socket, lock):
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+
+def _lock_file(path: Path) -> int | None:
+    """Lock a file that others may remove meanwhile; None if somebody else has locked it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(fd).st_ino == path.stat().st_ino:
+                return fd
+        os.close(fd)  # it was removed between our two calls
+
+
+def _remove_stale(ours: Path) -> None:
+    """Remove what servers left in the private directory that did not end in an orderly way."""
+    for path in runtime_dir().glob("*.lock"):
+        if path == ours:
+            continue
+        with contextlib.suppress(OSError):
+            fd = _lock_file(path)
+            if fd is None:
+                continue
+            lines = os.read(fd, 4096).decode(errors="replace").split("\n")
+            worker_socket = Path(lines[1]) if len(lines) > 1 else None
+            if worker_socket is not None and worker_socket.parent != path.parent:
+                worker_socket = None
+            _remove(path, worker_socket)
+            os.close(fd)

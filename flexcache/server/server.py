@@ -1,229 +1,214 @@
-"""KVServer: the shell around the task engine. It owns the sockets, the memory and the workers.
+"""KVServer: the shell around hub and task engine. It owns the sockets, the memory and the workers.
 
-One thread (the pump) takes messages, deaths and deadlines and hands them to the `KVTaskEngine`;
-callers in this process use the engine directly, inside `session`. Either way the engine's
-instructions are carried out by the pump, so completions are applied though nobody asks.
+One thread (the pump) takes messages, deaths and deadlines and hands them on; the instructions that
+follow are carried out by it too, so completions are applied though nobody asks.
 
-                 callers --session()--> KVTaskEngine <--events-- pump <--ROUTER-- tp clients, disk
-                                             |                    ^
-                                             +----instructions----+
+    ranks, schedulers --ROUTER--> Hub --+--> KVTaskEngine --instructions--> pump --> ranks, disk
+    disk worker ------ROUTER------------+         ^
+                                                  +-- session(): callers in this process
 
-Lock: `session` and every event hold one condition, whose waiters are woken when a task ends.
+As a process of its own (`flexcache server`) it serves many engines, and its pump is the main
+thread. Inside an engine's scheduler it serves that one, whose calls come by `session`. One
+condition is held by every event and every session; its waiters are woken when a task ends.
+
+    new --start()--> serving --stop(), SIGTERM, idle--> draining --> stopped
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
-from flexcache.cache.planner import GlobalCacheEngine
-from flexcache.cache.tier import Tier
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
-from flexcache.ids import OpId, TierName
-from flexcache.server.messages import (
-    PROTOCOL_VERSION,
-    Ended,
-    Goodbye,
-    Hello,
-    Refused,
-    Register,
-    Registered,
-    ToClient,
-    ToServer,
-    Welcome,
-)
-from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint
-from flexcache.server.supervisor import DiskSupervisor
-from flexcache.storage.alignment import align_up
-from flexcache.storage.disk_pool import DiskPool
-from flexcache.storage.host_pool import HostSegment
+from flexcache.ids import OpId, SessionId
 from flexcache.instructions import (
     DISK,
     DropOp,
     Instruction,
     ReplaceExecutor,
     RunOp,
+    TaskAnswered,
     TaskEnded,
-    device,
 )
-from flexcache.task import KVTaskEngine
-from flexcache.transfer.messages import (
-    Done,
-    Drop,
-    Execute,
-    Ready,
-    Stop,
-    pack_checksums,
-    pack_ids,
-    unpack_checksums,
-)
-from flexcache.transfer.workers.disk import DiskWorkerConfig
+from flexcache.server.curve import secure_server
+from flexcache.server.hub import Hub, make_execute
+from flexcache.server.messages import MAX_FRAME_BYTES
+from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint
+from flexcache.server.store import CacheStore
+from flexcache.server.supervisor import DiskSupervisor
+from flexcache.task import NUM_REMEMBERED, KVTaskEngine
+from flexcache.task_ids import TaskIds, new_epoch
+from flexcache.transfer.messages import Done, Drop, Ready, Stop, unpack_checksums
 
 logger = logging.getLogger(__name__)
 
 _DRAIN_TIMEOUT_S = 5.0
-_MAX_MESSAGE_BYTES = 64 << 20
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """A tensor-parallel rank that said Hello."""
-
-    identity: bytes
-    tp_rank: int
-    pid: int
-    pidfd: int = -1
-    serving: bool = False
+_FIRST_CLIENT_PATIENCE_S = 60.0
+_MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood to end
+_RECEIVE_QUEUE = 64  # messages of one client that wait here; it waits with the others
+_SEND_QUEUE = 10_000
 
 
 class KVServer:
-    """Serves one model's KV cache to the ranks of one engine.
+    """Serves one model's KV cache.
 
     Args:
-        model: What the KV looks like.
-        config: How much of it is kept where.
-        endpoint: Address to serve at; a private one if None.
+        config: How much is kept where.
+        endpoint: Address to serve at; the config's, or a private one, if None.
+        model: What the KV looks like; None to take it from the first engine that comes.
+        engine: Name of the engine in this process that calls by `session`, if there is one.
+        idle_exit_s: Stop once the last client has left, or this long after it has died.
+
+    Raises:
+        ConfigError: The endpoint must not be served, or a size fits neither model nor machine.
     """
 
     def __init__(
-        self, model: ModelConfig, config: CacheConfig, endpoint: str | None = None
+        self,
+        config: CacheConfig,
+        endpoint: str | None = None,
+        *,
+        model: ModelConfig | None = None,
+        engine: str | None = None,
+        idle_exit_s: float | None = None,
     ) -> None:
-        self.model = model
         self.config = config
         self.endpoint = endpoint or config.endpoint or private_endpoint()
-        check_endpoint(self.endpoint)
-        self.fingerprint = model.fingerprint(config.tokens_per_block)
-        self.block_bytes_per_rank = config.tokens_per_block * model.token_size_in_bytes_per_rank
-        stored_bytes = align_up(self.block_bytes_per_rank) * model.num_kv_copies
-        self.block_bytes = self.block_bytes_per_rank * model.num_kv_copies
-        self._num_host_blocks = config.cpu_blocks_for(stored_bytes)
-        num_slots = config.ssd_blocks_for(stored_bytes)
-        self._check_memory()
-        self.engine = self._make_engine(num_slots)
+        check_endpoint(self.endpoint, has_keys=config.curve_keys is not None)
+        self.hub = Hub(self._open_store, self, new_epoch(), config.client_timeout_s)
+        self.hub.server_pid = os.getpid()
+        self.hub.extra_stats = self._own_stats
+        self._store = CacheStore(model, config) if model is not None else None
+        self._engine_name = self.hub.owner = engine
+        self._idle_exit_s = idle_exit_s
+        self._idle_since: float | None = None
+        self._had_client = False
         self._changed = threading.Condition()
-        self._clients: dict[bytes, _Client] = {}
-        self._ranks: dict[int, _Client] = {}
-        self._layout: str | None = None
-        self._problems: dict[str, str] = {}
         self._outbox: deque[Instruction] = deque()
         self._lock_file: EndpointLock | None = None
-        self._segments: list[HostSegment] = []
-        self._disk_pool: DiskPool | None = None
-        self._num_slots = num_slots
         self._disk: DiskSupervisor | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
+        self._front: zmq.Socket[bytes] | None = None
+        self._back: zmq.Socket[bytes] | None = None
+        self._authenticator: ThreadAuthenticator | None = None
         self._poller = zmq.Poller()
-        self._decoder = msgspec.msgpack.Decoder(ToServer)
+        self._watched: dict[bytes, int] = {}  # peer -> pidfd
+        self._worker_decoder = msgspec.msgpack.Decoder(Ready | Done)
         self._wake = -1
         self._thread: threading.Thread | None = None
         self._seen_ended = 0
+        self._started_s = 0.0
         self._stopping = False
         self._stopped = False
-        self.counters: Counter[str] = Counter()
-
-    def _make_engine(self, num_slots: int) -> KVTaskEngine:
-        tiers = [Tier(TierName.CPU, self._num_host_blocks)]
-        if num_slots:
-            tiers.append(Tier(TierName.SSD, num_slots))
-        chunk_blocks = max(1, int(self.config.transfer_chunk_mb * 1e6) // self.block_bytes)
-        # Blocks that wait to be written below are pinned: an eighth stays for gets to stage in.
-        max_store_backlog = max(1, self._num_host_blocks - self._num_host_blocks // 8)
-        cache = GlobalCacheEngine(tiers, chunk_blocks, max_store_backlog)
-        return KVTaskEngine(
-            cache,
-            block_bytes=self.block_bytes,
-            load_ranks=range(self.model.tp_size),
-            store_ranks=range(self.model.num_kv_copies),
-            op_timeout_s=self.config.op_timeout_s,
-            match_ttl_s=self.config.match_ttl_s,
-        )
 
     # -- for the process that owns it ------------------------------------------------------------
 
-    def start(self) -> None:
-        """Bind, make the pools and begin to serve; returns at once.
+    def start(self) -> TaskIds | None:
+        """Bind, make the pools and serve on a thread; returns at once.
+
+        Returns:
+            What numbers the tasks of the engine in this process, if there is one.
 
         Raises:
             ConfigError: The endpoint or a directory is another process's, or cannot be used.
         """
-        if self._thread is not None:
+        ids = self._open()
+        self._thread = threading.Thread(target=self._run, name="flexcache-server", daemon=True)
+        self._thread.start()
+        return ids
+
+    def serve(self) -> None:
+        """As `start`, but on the calling thread, until `stop` or idleness ends it."""
+        self._open()
+        try:
+            self._run()
+        finally:
+            self._release()
+            self._stopped = True
+
+    def stop(self) -> None:
+        """Have `serve` come to its orderly end. Safe in a signal handler and on any thread."""
+        self._stopping = True
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def _open(self) -> TaskIds | None:
+        if self._lock_file is not None:
             raise ValueError("the server was started before")
+        ids = None
         try:
             self._lock_file = EndpointLock(self.endpoint)
-            self._segments = [
-                HostSegment.create(self.block_bytes_per_rank, self._num_host_blocks)
-                for _ in range(self.model.num_kv_copies)
-            ]
-            if self._num_slots:
-                self._open_disk()
             self._bind()
+            if self._store is not None:
+                self._store.open()
+                self._adopt(self._store)
+                if self._engine_name is not None:
+                    ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
         except BaseException:
             self._release()
             raise
-        self._thread = threading.Thread(target=self._run, name="flexcache-server", daemon=True)
-        self._thread.start()
+        self._started_s = time.monotonic()
+        return ids
 
-    def _check_memory(self) -> None:
-        """A pool beyond the machine's memory would end some process without a word."""
-        wanted = align_up(self.block_bytes_per_rank) * self._num_host_blocks
-        wanted *= self.model.num_kv_copies
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if wanted > installed:
-            raise ConfigError(
-                f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than this machine's memory, "
-                f"{installed / 1e9:.1f} GB: lower cpu_cache_gb or num_cpu_blocks"
-            )
-
-    def _open_disk(self) -> None:
-        slot_bytes = sum(segment.stride for segment in self._segments)
-        pool = DiskPool(
-            self.config.ssd_cache_dirs, slot_bytes, self._num_slots, self.config.direct_io
+    def _open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
+        """The first engine says what is to be cached."""
+        store = CacheStore(
+            model, dataclasses.replace(self.config, tokens_per_block=tokens_per_block)
         )
-        self._disk_pool = pool
-        segment_fds = [segment.fd for segment in self._segments]
+        store.open()
+        self._adopt(store)
+        return store
 
-        def make_config(identity: str) -> DiskWorkerConfig:
-            return DiskWorkerConfig(
-                endpoint=self.endpoint,
-                identity=identity,
-                segment_fds=segment_fds,
-                segment_stride=self._segments[0].stride,
-                num_host_blocks=self._num_host_blocks,
-                file_fds=pool.fds,
-                file_bytes=-(-self._num_slots // len(pool.fds)) * slot_bytes,
-                slot_bytes=slot_bytes,
-                io_engine=self.config.io_engine,
-                queue_depth=self.config.ssd_queue_depth,
-                log_level=self.config.log_level,
+    def _adopt(self, store: CacheStore) -> None:
+        self._store = self.hub.store = store
+        if store.disk_pool is not None:
+            assert self._lock_file is not None
+            endpoint = self._lock_file.worker_endpoint
+            self._disk = DiskSupervisor(
+                lambda identity: store.disk_worker_config(endpoint, identity), store.inherited_fds
             )
-
-        self._disk = DiskSupervisor(make_config, [*segment_fds, *pool.fds])
 
     def _bind(self) -> None:
+        assert self._lock_file is not None
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 200  # ms, for the last Stop
-        self._socket.router_handover = True
-        self._socket.maxmsgsize = _MAX_MESSAGE_BYTES
+        self._front = self._router(self._context)
+        if self.config.curve_keys is not None:
+            self._authenticator = secure_server(self._front, self.config.curve_keys)
         try:
-            self._socket.bind(self.endpoint)
+            self._front.bind(self.endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(f"endpoint = {self.endpoint!r}: {error.strerror}") from None
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller.register(self._front, zmq.POLLIN)
+        if self.config.has_ssd_tier:
+            self._back = self._router(self._context)
+            self._back.bind(self._lock_file.worker_endpoint)
+            self._poller.register(self._back, zmq.POLLIN)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
+
+    @staticmethod
+    def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.ROUTER)
+        socket.linger = 200  # ms, for the last Stop
+        socket.router_handover = True
+        socket.router_mandatory = True
+        socket.maxmsgsize = 2 * MAX_FRAME_BYTES  # beyond it the connection is cut
+        socket.rcvhwm = _RECEIVE_QUEUE
+        socket.sndhwm = _SEND_QUEUE
+        return socket
 
     @contextlib.contextmanager
     def session(self) -> Iterator[KVTaskEngine]:
@@ -231,7 +216,8 @@ class KVServer:
         with self._changed:
             if self._stopping:
                 raise ClosedError("the cache was shut down")
-            yield self.engine
+            assert self._store is not None
+            yield self._store.engine
             if self._route():
                 os.eventfd_write(self._wake, 1)
 
@@ -243,20 +229,18 @@ class KVServer:
     def stopping(self) -> bool:
         return self._stopping
 
-    def missing(self) -> list[str]:
-        """Whose registration is still awaited."""
-        with self._changed:
-            names = [
-                f"tp_rank {rank}"
-                for rank in range(self.model.tp_size)
-                if not self.engine.is_up(device(rank))
-            ]
-            if self._disk is not None and not self.engine.is_up(DISK):
-                names.append("disk worker")
-            return names
+    @property
+    def fingerprint(self) -> str:
+        assert self._store is not None
+        return self._store.fingerprint
 
-    def wait_ready(self, timeout: float | None) -> None:
-        """Wait until every rank and the disk worker serve.
+    def missing(self, engine: str) -> list[str]:
+        """Whose registration an engine still awaits."""
+        with self._changed:
+            return self.hub.missing(engine)
+
+    def wait_ready(self, engine: str, timeout: float | None) -> None:
+        """Wait until every rank of an engine and the disk worker serve.
 
         Raises:
             TimeoutError: Names who does not yet.
@@ -264,27 +248,34 @@ class KVServer:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._stopping or self._problems or not self.missing(), timeout
+                lambda: (
+                    self._stopping or self.hub.problems(engine) or not self.hub.missing(engine)
+                ),
+                timeout,
             )
             if self._stopping:
                 raise ClosedError("the cache was shut down")
-            missing = self.missing()
-            if self._problems and missing:
-                raise RegistrationError("; ".join(self._problems.values()))
-            if missing:
-                raise TimeoutError(f"not registered after {timeout} s: {', '.join(missing)}")
+            missing, problems = self.hub.missing(engine), self.hub.problems(engine)
+        if problems and missing:
+            raise RegistrationError("; ".join(problems))
+        if missing:
+            raise TimeoutError(f"not registered after {timeout} s: {', '.join(missing)}")
 
-    def workers(self) -> dict[str, int]:
-        """Process id of every executor that serves."""
-        with self._changed:
-            pids = {device(rank): client.pid for rank, client in self._ranks.items()}
-            if self._disk is not None and self._disk.pid is not None:
-                pids[DISK] = self._disk.pid
-            return pids
+    def stats(self, session: SessionId) -> dict[str, Any]:
+        with self.session():
+            return self.hub.stats(session)
 
-    @property
-    def num_disk_restarts(self) -> int:
-        return max(0, self._disk.num_starts - 1) if self._disk is not None else 0
+    def _own_stats(self) -> dict[str, Any]:
+        workers = self.hub.workers()
+        if self._disk is not None and self._disk.pid is not None:
+            workers[DISK] = self._disk.pid
+        restarts = max(0, self._disk.num_starts - 1) if self._disk is not None else 0
+        return {
+            "endpoint": self.endpoint,
+            "server_pid": os.getpid(),
+            "workers": workers,
+            "disk_worker_restarts": restarts,
+        }
 
     def shutdown(self) -> None:
         """Cancel what has not started, let moving bytes land, stop the workers. Idempotent."""
@@ -294,7 +285,7 @@ class KVServer:
             self._stopping = True
             self._changed.notify_all()
         if self._thread is not None:
-            os.eventfd_write(self._wake, 1)
+            self.stop()
             self._thread.join()
         self._release()
         self._stopped = True
@@ -311,8 +302,8 @@ class KVServer:
             with self._changed:
                 self._stopping = True
                 self._changed.notify_all()
-            for client in list(self._clients.values()):
-                self._send(client.identity, Stop())
+            for identity in self.hub.peers:
+                self._send(identity, Stop())
 
     def _turn(self) -> None:
         """Wait for one batch of events and take it in."""
@@ -322,29 +313,58 @@ class KVServer:
                 self._disk.start(now)
                 self._poller.register(self._disk.pidfd, zmq.POLLIN)
         ready = dict(self._poller.poll(self._patience_ms(now)))
+        self._take_events(ready)
+        if self._is_idle_for_good(time.monotonic()):
+            logger.info("the last client has left")
+            self._stopping = True
+
+    def _take_events(self, ready: dict[object, int]) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         now = time.monotonic()
         with self._changed:
-            self._take_messages(now)
             self._take_deaths(ready, now)
-            self.engine.tick(now)
-            self._route()
+            self._take_worker_messages(now)
+            self._take_messages(now)
+            self.hub.tick(now)
+            if self._store is not None:
+                self._store.engine.tick(now)
+                self._route()
+            if self.hub.outgoing:
+                self._changed.notify_all()  # somebody may be ready now
         self._send_outbox()
 
     def _patience_ms(self, now: float) -> int | None:
         with self._changed:
-            times = [self.engine.next_deadline()]
+            times = [self.hub.next_deadline()]
+            if self._store is not None:
+                times.append(self._store.engine.next_deadline())
         if self._disk is not None:
             times.append(self._disk.restart_at)
+        if self._idle_exit_s is not None and not self.hub.peers:
+            times.append(now + 0.1)
         due = [moment for moment in times if moment is not None]
         return max(0, int((min(due) - now) * 1000) + 1) if due else None
 
+    def _is_idle_for_good(self, now: float) -> bool:
+        if self._idle_exit_s is None:
+            return False
+        if self.hub.peers:
+            self._idle_since, self._had_client = None, True
+            return False
+        if not self._had_client:
+            return now - self._started_s > max(self._idle_exit_s, _FIRST_CLIENT_PATIENCE_S)
+        self._idle_since = self._idle_since or now
+        patience = 0.0 if self.hub.last_left_orderly else self._idle_exit_s
+        return now - self._idle_since >= patience
+
     def _route(self) -> bool:
         """Queue the engine's instructions for the pump; whether there are any."""
-        instructions = self.engine.take_instructions()
+        assert self._store is not None
+        engine = self._store.engine
+        instructions = engine.take_instructions()
         self._outbox.extend(instructions)
-        ended = self.engine.num_ended_tasks
+        ended = engine.num_ended_tasks
         if ended != self._seen_ended or any(isinstance(i, TaskEnded) for i in instructions):
             self._seen_ended = ended
             self._changed.notify_all()
@@ -354,200 +374,133 @@ class KVServer:
         while self._outbox:
             instruction = self._outbox.popleft()
             match instruction:
-                case RunOp(executor, task_id, op, checksums, gated):
-                    assert op.src is not None and op.dst is not None
-                    self._send_to(
-                        executor,
-                        Execute(
-                            op.op_id, op.kind, pack_ids(op.src), pack_ids(op.dst), task_id, gated,
-                            b"" if checksums is None else pack_checksums(checksums),
-                        ),
-                    )  # fmt: skip
-                case DropOp(executor, op_id):
-                    self._send_to(executor, Drop(op_id))
-                case TaskEnded(task_id, num_ok, gated):
-                    if gated:
-                        for client in self._ranks.values():
-                            self._send(client.identity, Ended(task_id, num_ok))
-                case ReplaceExecutor(executor, reason):
-                    logger.error("%s: %s", executor, reason)
-                    if executor == DISK and self._disk is not None:
+                case RunOp() if instruction.executor == DISK:
+                    self._send_to_disk(make_execute(instruction))
+                case DropOp(executor, op_id) if executor == DISK:
+                    self._send_to_disk(Drop(op_id))
+                case ReplaceExecutor(executor, reason) if executor == DISK:
+                    logger.error("disk worker: %s", reason)
+                    if self._disk is not None:
                         self._disk.kill()
+                case TaskAnswered() if self._engine_name is not None:
+                    pass  # the engine in this process asks by `session`
+                case _:
+                    self.hub.deliver(instruction)
+        outgoing, self.hub.outgoing = self.hub.outgoing, []
+        for identity, message in outgoing:
+            self._send(identity, message)
 
-    def _send_to(self, executor: str, message: ToClient) -> None:
-        if executor == DISK:
-            assert self._disk is not None
-            self._send(self._disk.identity.encode(), message)
-        else:
-            client = self._ranks.get(int(executor.removeprefix("device:")))
-            if client is not None:
-                self._send(client.identity, message)
+    def _send(self, identity: bytes, message: object) -> None:
+        assert self._front is not None
+        try:
+            self._front.send_multipart([identity, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            with self._changed:
+                self.hub.does_not_read(identity, time.monotonic())
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # it has gone; its death is due
+                raise
 
-    def _send(self, identity: bytes, message: ToClient) -> None:
-        assert self._socket is not None
-        # A full pipe must not stop the pump: who does not read is found dead or late.
-        with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart([identity, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
+    def _send_to_disk(self, message: object) -> None:
+        assert self._disk is not None and self._back is not None
+        # If it just died, its ops end when its death is taken in.
+        with contextlib.suppress(zmq.ZMQError):
+            frames = [self._disk.identity.encode(), msgspec.msgpack.encode(message)]
+            self._back.send_multipart(frames, zmq.NOBLOCK)
 
     def _take_messages(self, now: float) -> None:
-        assert self._socket is not None
+        assert self._front is not None
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_MAX_MESSAGES_A_TURN):
+                frames = self._front.recv_multipart(zmq.NOBLOCK, copy=False)
+                self.hub.take(frames[0].bytes, [frame.buffer for frame in frames[1:]], now)
+                if self._store is not None:
+                    self._route()
+
+    def _take_worker_messages(self, now: float) -> None:
+        if self._back is None or self._disk is None or self._store is None:
+            return
+        engine = self._store.engine
         with contextlib.suppress(zmq.Again):
             while True:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                try:
-                    if len(frames) != 2:
-                        raise msgspec.DecodeError(f"{len(frames)} frames")
-                    message = self._decoder.decode(frames[1])
-                except msgspec.DecodeError as error:
-                    self.counters["rejected_messages"] += 1
-                    self._send(frames[0], Refused(f"malformed message: {error}"))
-                    continue
-                self._take(frames[0], message, now)
+                identity, data = self._back.recv_multipart(zmq.NOBLOCK)
+                if identity != self._disk.identity.encode():
+                    continue  # one that was replaced
+                match self._worker_decoder.decode(data):
+                    case Ready(detail):
+                        logger.info("disk worker %s is up: %s", self._disk.pid, detail)
+                        engine.executor_up(DISK)
+                        self.hub.readiness_changed()
+                        self._changed.notify_all()
+                    case Done() as done:
+                        sums = unpack_checksums(done.checksums) if done.checksums else None
+                        engine.op_done(
+                            DISK, OpId(done.op_id), done.num_ok, now, error=done.error,
+                            bad_block=done.bad_block, checksums=sums,
+                        )  # fmt: skip
 
-    def _take(self, identity: bytes, message: ToServer, now: float) -> None:
-        is_disk = self._disk is not None and identity == self._disk.identity.encode()
-        client = self._clients.get(identity)
-        match message:
-            case Hello():
-                self._greet(identity, message, now)
-            case Register() if client is not None and not client.serving:
-                self._register(client, message)
-            case Ready(detail) if is_disk:
-                logger.info("disk worker %s is up: %s", self._disk and self._disk.pid, detail)
-                self.engine.executor_up(DISK)
-                self._changed.notify_all()
-            case Done() if is_disk or (client is not None and client.serving):
-                self.engine.op_done(
-                    DISK if client is None else device(client.tp_rank),
-                    OpId(message.op_id),
-                    message.num_ok,
-                    now,
-                    error=message.error,
-                    bad_block=message.bad_block,
-                    checksums=unpack_checksums(message.checksums) if message.checksums else None,
-                )
-            case Goodbye() if client is not None:
-                self._lose(client, "closed", now)
-            case _:
-                self.counters["rejected_messages"] += 1
+    # -- deaths ----------------------------------------------------------------------------------
 
-    def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
-        if identity in self._clients:
-            return  # an impatient repetition
-        rank, holder = hello.tp_rank, self._ranks.get(hello.tp_rank)
-        problem = None
-        if hello.version != PROTOCOL_VERSION:
-            problem = f"speaks protocol {hello.version}, the server {PROTOCOL_VERSION}"
-        elif not 0 <= rank < self.model.tp_size:
-            problem = f"is not below tp_size = {self.model.tp_size}"
-        elif holder is not None:
-            problem = f"is served by process {holder.pid} already"
-        if problem:
-            self._send(identity, Refused(f"tp_rank {rank} {problem}"))
-            return
-        client = _Client(identity, rank, hello.pid)
-        if hello.pid != os.getpid():
-            # In another pid namespace its death is not seen; op deadlines have to do.
-            with contextlib.suppress(OSError):
-                client.pidfd = os.pidfd_open(hello.pid)
-                self._poller.register(client.pidfd, zmq.POLLIN)
-        self._clients[identity] = client
-        self._ranks[rank] = client
-        segment = self._segments[rank if len(self._segments) > 1 else 0]
-        self._send(identity, Welcome(segment.ref(), self.block_bytes_per_rank, self.fingerprint))
+    def watch(self, identity: bytes, pid: int) -> None:
+        """Report the death of a peer's process to the hub."""
+        # In another pid namespace it is not seen; then heartbeats and deadlines have to do.
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(pid)
+            self._watched[identity] = pidfd
+            self._poller.register(pidfd, zmq.POLLIN)
 
-    def _register(self, client: _Client, message: Register) -> None:
-        problem = message.problem
-        if problem is None and self._layout not in (None, message.layout):
-            problem = f"KV layout {message.layout} differs from the other ranks' {self._layout}"
-        if problem is not None:
-            problem = f"tp_rank {client.tp_rank}: {problem}"
-            self._problems[f"tp{client.tp_rank}"] = problem
-            logger.error("refused %s", problem)
-            self._send(client.identity, Refused(problem))
-            self._forget(client)
-        else:
-            self._layout = message.layout
-            self._problems.pop(f"tp{client.tp_rank}", None)
-            client.serving = True
-            self._send(client.identity, Registered())
-            self.engine.executor_up(device(client.tp_rank))
-            logger.info(
-                "tp_rank %d (process %d) serves %d GPU blocks of %d bytes, layout %s",
-                client.tp_rank, client.pid, message.num_blocks, self.block_bytes_per_rank,
-                message.layout,
-            )  # fmt: skip
-        self._changed.notify_all()
-
-    def _lose(self, client: _Client, reason: str, now: float) -> None:
-        self._forget(client)
-        if client.serving and not self._stopping:
-            level = logging.INFO if reason == "closed" else logging.WARNING
-            logger.log(
-                level,
-                "tp_rank %d (process %d): %s", client.tp_rank, client.pid, reason)
-        self.engine.executor_down(device(client.tp_rank), reason, now)
-
-    def _forget(self, client: _Client) -> None:
-        self._clients.pop(client.identity, None)
-        if self._ranks.get(client.tp_rank) is client:
-            del self._ranks[client.tp_rank]
-        if client.pidfd >= 0:
-            self._poller.unregister(client.pidfd)
-            os.close(client.pidfd)
-            client.pidfd = -1
+    def unwatch(self, identity: bytes) -> None:
+        pidfd = self._watched.pop(identity, None)
+        if pidfd is not None:
+            self._poller.unregister(pidfd)
+            os.close(pidfd)
 
     def _take_deaths(self, ready: dict[object, int], now: float) -> None:
-        for client in list(self._clients.values()):
-            if client.pidfd in ready:
-                self._lose(client, "its process died", now)
+        for identity, pidfd in list(self._watched.items()):
+            if pidfd in ready:
+                self.hub.peer_died(identity, now)
         if self._disk is not None and self._disk.pidfd in ready:
             self._poller.unregister(self._disk.pidfd)
             how = self._disk.died(now)
             logger.error("disk worker %s: its ops fail, it is started anew", how)
-            self.counters["disk_worker_deaths"] += 1
-            self.engine.executor_down(DISK, f"disk worker {how}", now)
+            self.hub.counters["disk_worker_deaths"] += 1
+            assert self._store is not None
+            self._store.engine.executor_down(DISK, f"disk worker {how}", now)
+            self.hub.readiness_changed()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         """Cancel every task and wait for the bytes that are still moving."""
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S
-        with self._changed:
-            self.engine.cancel_all(time.monotonic())
-            self._route()
-        self._send_outbox()
-        while time.monotonic() < deadline:
+        if self._store is not None:
             with self._changed:
-                if not self.engine.num_open_tasks:
-                    break
-            if not self._poller.poll(50):
-                continue
-            with self._changed:
-                self._take_messages(time.monotonic())
+                self._store.engine.cancel_all(time.monotonic())
                 self._route()
             self._send_outbox()
-        for client in list(self._clients.values()):
-            self._send(client.identity, Stop())
+            while time.monotonic() < deadline and self._store.engine.num_open_tasks:
+                self._take_events(dict(self._poller.poll(50)))
+        for identity in self.hub.peers:
+            self._send(identity, Stop())
         if self._disk is not None and self._disk.pid is not None:
-            self._send(self._disk.identity.encode(), Stop())
+            self._send_to_disk(Stop())
             self._disk.stop(_DRAIN_TIMEOUT_S)
 
     def _release(self) -> None:
-        for client in list(self._clients.values()):
-            self._forget(client)
+        self.hub.close()
         if self._disk is not None:
             self._disk.stop(0)
-        if self._socket is not None:
-            self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        for socket in (self._front, self._back):
+            if socket is not None:
+                socket.close()
         if self._context is not None:
             self._context.term()
         if self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
-        for segment in self._segments:
-            segment.close()
-        if self._disk_pool is not None:
-            self._disk_pool.close()
+            wake, self._wake = self._wake, -1
+            os.close(wake)
+        if self._store is not None:
+            self._store.close()
         if self._lock_file is not None:
             self._lock_file.release()

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from flexcache.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 DATA_FILE = "flexcache-ssd.data"
+_LOCK_PATIENCE_S = 1.0
 
 
 class DiskPool:
@@ -49,9 +51,7 @@ class DiskPool:
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / DATA_FILE
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not _lock_soon(lock):
                 os.close(lock)
                 raise ConfigError(
                     f"ssd_cache_dirs = {str(directory)!r}: in use by another FlexCache process; "
@@ -75,6 +75,18 @@ class DiskPool:
                 path.unlink()
             os.close(fd)
         self.fds, self.paths = [], []
+
+
+def _lock_soon(fd: int) -> bool:
+    """Lock the file. The disk worker of a server that was killed may hold it a moment longer."""
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
 
 
 def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:

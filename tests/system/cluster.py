@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from flexcache import CacheConfig, KVManager, KVResponse, KVTPClient, ModelConfig
+from flexcache.server.local import LocalCache
+from flexcache.server.server import KVServer
 
 NUM_GPU_BLOCKS = 64
 READY_S = 60.0
@@ -31,6 +33,13 @@ class Cluster:
         self.manager = KVManager(model, config)
         self.kv = [make_kv(model, config.tokens_per_block) for _ in range(model.tp_size)]
         self.clients: list[KVTPClient] = []
+
+    @property
+    def server(self) -> KVServer:
+        """The server inside the manager's own process."""
+        backend = self.manager._backend
+        assert isinstance(backend, LocalCache)
+        return backend.server
 
     def start(self) -> None:
         self.manager.start()

@@ -259,10 +259,3 @@ def test_without_its_server_a_client_answers_that_nothing_arrived() -> None:
         assert client.take_ended([task_id]) == {}
         client.close()
         assert client.take_ended([task_id]) == {task_id: 0}
-
-
-def test_data_parallel_ranks_are_refused_by_name_in_this_version() -> None:
-    with pytest.raises(flexcache.errors.ConfigError, match="dp_size = 2"):
-        KVManager(
-            ModelConfig("m", 1, 1, 8, torch.float32, dp_size=2), CacheConfig(num_cpu_blocks=1)
-        )

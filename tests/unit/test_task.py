@@ -852,7 +852,7 @@ def test_a_task_fails_at_its_launch_while_a_rank_is_down(scene: Scene, lost: int
     world.launch(task_id)
     assert not world.at_work
     assert status(world, task_id) == (KVStatus.FAILED, 0)
-    assert world.final(task_id).error == f"device:{lost} not connected"
+    assert world.final(task_id).error == f"device:{ENGINE}:{lost} not connected"
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcde"])
 
@@ -868,7 +868,7 @@ def test_a_task_fails_when_a_rank_dies_once_the_other_ranks_have_ended(
     assert world.result(task_id) is None
     world.finish_all()
     assert status(world, task_id) == (KVStatus.FAILED, 0)
-    assert world.final(task_id).error == f"device:{lost}: its process died"
+    assert world.final(task_id).error == f"device:{ENGINE}:{lost}: its process died"
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcde"])
 
@@ -968,11 +968,13 @@ def wait_for_nobody(world: World) -> None:
 
 def forget_a_task_that_runs(world: World) -> None:
     world.engine._tasks.clear()
+    world.engine._owners[SESSION].tasks.clear()
+    world.engine._owners[SESSION].store_backlog = 0
 
 
 def answer_a_task_that_goes_on(world: World) -> None:
     task_id = next(iter(world.tasks))
-    world.engine._results[task_id] = world.final(world.get("q"))
+    world.engine._owners[SESSION].results[task_id] = world.final(world.get("q"))
 
 
 def forget_the_launch(world: World) -> None:
@@ -1011,7 +1013,7 @@ def test_each_task_announces_its_end_in_the_order_of_events() -> None:
     engine.op_done(device(ENGINE, 0), first.op.op_id, 1, 0.0)
     told = engine.take_instructions()
     assert [i for i in told if isinstance(i, TaskEnded)] == [
-        TaskEnded(tasks[1], 1, False), TaskEnded(tasks[0], 1, False),
+        TaskEnded(tasks[1], ENGINE, 1, False), TaskEnded(tasks[0], ENGINE, 1, False),
     ]  # fmt: skip
     assert [i.task_id for i in told if isinstance(i, TaskAnswered)] == tasks[::-1]
     assert engine.take_instructions() == []

@@ -63,6 +63,11 @@ class Engine:
     def manager(self) -> Any:
         return self.scheduler.connector._scheduler.manager
 
+    @property
+    def server(self) -> Any:
+        """The cache server inside the engine's scheduler."""
+        return self.manager._backend.server
+
     def generate(self, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Any:
         from vllm import SamplingParams
 
@@ -81,7 +86,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until what was stored is on SSD too."""
         self.drain()
-        server = self.manager._server
+        server = self.server
         with server.session() as engine:
             while engine.num_open_tasks:
                 server.wait_for_change(0.05)

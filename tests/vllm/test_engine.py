@@ -164,7 +164,7 @@ def test_the_scheduler_asking_again_and_again_makes_one_task(
 
 
 def flip_dram_byte(engine: Engine, block: int) -> None:
-    segment = engine.manager._server._segments[0]
+    segment = engine.server.hub.store.segments[0]
     mine = HostSegment.open(segment.ref())
     mine.map()
     view = np.frombuffer(mine.block(block), dtype=np.uint8)
@@ -177,7 +177,7 @@ def test_negative_control_a_byte_flipped_in_dram_is_seen_by_the_comparison(engin
     prompt = make_prompt(300, next(_seeds))
     engine.generate(prompt)
     engine.forget_gpu()
-    with engine.manager._server.session() as tasks:
+    with engine.server.session() as tasks:
         index = tasks.cache.host.index
         flipped = next(iter(index._runs.values())).blocks[4]
     flip_dram_byte(engine, int(flipped))
@@ -191,12 +191,12 @@ def test_a_byte_flipped_on_ssd_is_noticed_and_the_rest_recomputed(engine: Engine
     engine.settle()
     engine.forget_gpu()
     engine.manager.clear("CPU")
-    server = engine.manager._server
+    server = engine.server
     with server.session() as tasks:
         slot = int(next(iter(tasks.cache.lower[0].index._runs.values())).blocks[7])
-    path = server._disk_pool.paths[0]
+    path = server.hub.store.disk_pool.paths[0]
     with path.open("r+b") as file:
-        file.seek(slot * server._disk_pool.slot_bytes + 77)
+        file.seek(slot * server.hub.store.disk_pool.slot_bytes + 77)
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))

@@ -6,12 +6,15 @@ Holds no state. Both the scheduler's and the workers' side use it, and come to t
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
+from flexcache.manager import local_endpoint
 from flexcache.server.runtime import private_endpoint
 
 
@@ -26,10 +29,35 @@ def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
     return CacheConfig.from_env(**{**extra, "tokens_per_block": block_size})
 
 
-def read_endpoint(vllm_config: Any, cache_config: CacheConfig) -> str:
-    """Where the scheduler's manager and the workers' clients of this engine meet."""
+@dataclass(frozen=True)
+class Place:
+    """What an engine is called at its cache, and where that is.
+
+    ``endpoint`` is None where the engine's scheduler keeps the cache itself.
+    """
+
+    endpoint: str | None
+    engine_id: str
+    dp_rank: int
+
+    @property
+    def client_endpoint(self) -> str:
+        """What the engine's workers connect to."""
+        return self.endpoint or local_endpoint(self.engine_id)
+
+
+def read_place(vllm_config: Any, cache_config: CacheConfig) -> Place:
+    """The same for scheduler and workers of an engine.
+
+    vLLM appends ``_dp<rank>`` to the id of each engine of a data-parallel group. It is the only
+    sign of one: for dense models every rank believes to be the only one.
+    """
     engine_id = vllm_config.kv_transfer_config.engine_id
-    return cache_config.endpoint or private_endpoint(f"vllm-{engine_id}")
+    in_group = re.fullmatch(r"(.+)_dp(\d+)", engine_id)
+    if in_group is None:
+        return Place(cache_config.endpoint, engine_id, 0)
+    group, rank = in_group.group(1), int(in_group.group(2))
+    return Place(cache_config.endpoint or private_endpoint(f"group-{group}"), group, rank)
 
 
 def read_block_size(kv_cache_config: Any) -> int:

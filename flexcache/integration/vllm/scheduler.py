@@ -25,9 +25,9 @@ from flexcache.ids import TierName
 from flexcache.integration.vllm.engine import (
     read_block_size,
     read_cache_config,
-    read_endpoint,
     read_key_namespace,
     read_model_config,
+    read_place,
 )
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.stats import FlexCacheStats, read_counters
@@ -65,7 +65,10 @@ class FlexCacheScheduler:
         config = read_cache_config(vllm_config, self._block_size)
         self._namespace = read_key_namespace(vllm_config)
         self._match_ttl_s = config.match_ttl_s
-        self.manager = KVManager(model, config, endpoint=read_endpoint(vllm_config, config))
+        place = read_place(vllm_config, config)
+        self.manager = KVManager(
+            model, config, endpoint=place.endpoint, dp_rank=place.dp_rank, engine_id=place.engine_id
+        )
         self.manager.start()
         try:
             # vLLM makes the workers and has them register before it makes the scheduler.

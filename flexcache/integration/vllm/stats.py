@@ -34,7 +34,9 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> FlexCacheStats:
-        return cls({k: after[k] - before.get(k, 0) for k in after if after[k] != before.get(k, 0)})
+        """A counter that went back is of a new server, and began at zero."""
+        gains = {k: v - before.get(k, 0) for k, v in after.items()}
+        return cls({k: gain if gain > 0 else after[k] for k, gain in gains.items() if gain})
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -81,14 +83,13 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, float]:
-    """The counters as they stand, from `KVManager.stats`."""
-    tiers, ops = stats["tiers"], stats["ops"]
-    ssd = tiers.get("SSD", {})
-    last = ssd or tiers["CPU"]
+    """This engine's counters as they stand, from `KVManager.stats`."""
+    mine = stats["engine"]
+    hits, ops = mine["hit_blocks"], mine["ops"]
     return {
-        "dram_hit_tokens": tiers["CPU"]["hit_blocks"] * tokens_per_block,
-        "ssd_hit_tokens": ssd.get("hit_blocks", 0) * tokens_per_block,
-        "missed_tokens": last["miss_blocks"] * tokens_per_block,
+        "dram_hit_tokens": hits.get("CPU", 0) * tokens_per_block,
+        "ssd_hit_tokens": hits.get("SSD", 0) * tokens_per_block,
+        "missed_tokens": mine["missed_blocks"] * tokens_per_block,
         "stored_tokens": ops["D2H"]["blocks"] * tokens_per_block,
         "loaded_bytes": ops["H2D"]["bytes"],
         "load_seconds": ops["H2D"]["seconds"],
@@ -97,5 +98,5 @@ def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, 
         "ssd_read_bytes": ops["DISK2H"]["bytes"],
         "ssd_written_bytes": ops["H2DISK"]["bytes"],
         "failed_loads": ops["H2D"]["failed_ops"] + ops["DISK2H"]["failed_ops"],
-        "dropped_blocks": sum(stats["dropped_blocks"].values()),
+        "dropped_blocks": sum(mine["dropped_blocks"].values()),
     }

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_endpoint
+from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_place
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
-from flexcache.server.client import KVTPClient
+from flexcache.server.tp_client import KVTPClient
 
 _IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins: better to wait for the copy
 
@@ -23,8 +23,8 @@ class FlexCacheWorker:
     """One rank's `KVTPClient` and the tasks it is to report."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        config = read_cache_config(vllm_config, read_block_size(kv_cache_config))
-        self._endpoint = read_endpoint(vllm_config, config)
+        self._config = read_cache_config(vllm_config, read_block_size(kv_cache_config))
+        self._place = read_place(vllm_config, self._config)
         self.client: KVTPClient | None = None
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
@@ -35,7 +35,14 @@ class FlexCacheWorker:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        self.client = KVTPClient(self._endpoint, tp_rank=get_tensor_model_parallel_rank())
+        self.client = KVTPClient(
+            self._place.client_endpoint,
+            dp_rank=self._place.dp_rank,
+            tp_rank=get_tensor_model_parallel_rank(),
+            engine_id=self._place.engine_id,
+            curve_keys=self._config.curve_keys,
+            server_timeout_s=self._config.server_timeout_s,
+        )
         self.client.register_kv_caches(kv_caches)
 
     def begin_step(self, metadata: FlexCacheMetadata) -> None:

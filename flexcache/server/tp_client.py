@@ -3,38 +3,44 @@
 It lends the engine's own KV tensors to FlexCache: maps the rank's share of the host pool and
 executes device ops on a thread of its own. The engine's thread never waits for it.
 
-    HELLO --Welcome--> REGISTERING --Registered--> SERVING --Stop--> HELLO ...
-      any state --Refused--> REFUSED          any state --close()--> CLOSED
+    HELLO --WelcomeRank--> REGISTERING --Registered--> SERVING --+
+      ^                                                          | Stop, or the server is lost
+      +----------------------------------------------------------+
+    any --Refused for good--> REFUSED           any --close()--> CLOSED
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from enum import Enum
 
 import msgspec
 import torch
-import zmq
 
-from flexcache.errors import ClosedError, FlexCacheError, RegistrationError
+from flexcache.errors import ClosedError, FlexCacheError, RegistrationError, ServerLostError
+from flexcache.server.fence import Fence
+from flexcache.server.link import ServerLink
 from flexcache.server.messages import (
     Ended,
     Goodbye,
-    Hello,
+    HelloRank,
     Refused,
     Register,
     Registered,
-    ToClient,
-    Welcome,
+    Rejected,
+    ToRank,
+    WelcomeRank,
 )
+from flexcache.server.names import engine_name
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index, describe_kv_caches
+from flexcache.task_ids import epoch_of
 from flexcache.transfer.messages import Drop, Execute, Stop
 from flexcache.transfer.workers.device import DeviceWorker, open_copier
 
@@ -42,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _HELLO_INTERVAL_S = 0.2
 _EVENT_POLL_S = 0.0001  # how often the landing of copies on a GPU is looked at
+_NUM_REMEMBERED = 16_384  # ended tasks that the engine's worker has not asked for
 
 
 class ClientState(Enum):
@@ -59,12 +66,25 @@ class KVTPClient:
         endpoint: `KVManager.endpoint`, or the address of a server.
         dp_rank: The engine's data-parallel rank.
         tp_rank: The worker's tensor-parallel rank.
+        engine_id: As for the engine's `KVManager`.
+        curve_keys: Directory of CURVE keys, where the server asks for them.
+        server_timeout_s: A server silent for so long is taken for dead.
     """
 
-    def __init__(self, endpoint: str, *, dp_rank: int = 0, tp_rank: int = 0) -> None:
-        self._endpoint = endpoint
-        self._dp_rank = dp_rank
-        self._tp_rank = tp_rank
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        dp_rank: int = 0,
+        tp_rank: int = 0,
+        engine_id: str = "",
+        curve_keys: str | None = None,
+        server_timeout_s: float = 3.0,
+    ) -> None:
+        self._link = ServerLink(endpoint, curve_keys, server_timeout_s)
+        self._hello = HelloRank(
+            engine_name(engine_id, dp_rank), tp_rank, uuid.uuid4().hex, os.getpid()
+        )
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._block_dim = 0
         self._state = ClientState.HELLO
@@ -72,11 +92,12 @@ class KVTPClient:
         self._error: str | None = None
         self._worker: DeviceWorker | None = None
         self._segment: HostSegment | None = None
-        self._ended: dict[int, int] = {}
+        self._fence: Fence | None = None
+        self._epoch = 0
+        self._ended: OrderedDict[int, int] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._decoder = msgspec.msgpack.Decoder(ToClient)
+        self._decoder = msgspec.msgpack.Decoder(ToRank)
 
     def register_kv_caches(
         self, kv_caches: Mapping[str, torch.Tensor], *, block_dim: int = 0
@@ -99,13 +120,13 @@ class KVTPClient:
         self._kv_caches = dict(kv_caches)
         self._block_dim = block_dim
         self._thread = threading.Thread(
-            target=self._run, name=f"flexcache-tp{self._tp_rank}", daemon=True
+            target=self._run, name=f"flexcache-tp{self.tp_rank}", daemon=True
         )
         self._thread.start()
 
     @property
     def tp_rank(self) -> int:
-        return self._tp_rank
+        return self._hello.tp_rank
 
     @property
     def state(self) -> ClientState:
@@ -126,7 +147,10 @@ class KVTPClient:
         settled = (ClientState.SERVING, ClientState.REFUSED, ClientState.CLOSED)
         with self._changed:
             if not self._changed.wait_for(lambda: self._state in settled, timeout):
-                raise TimeoutError(f"{self._endpoint}: {self._state.value} after {timeout} s")
+                why = f": {self._error}" if self._error else ""
+                raise TimeoutError(
+                    f"{self._link.endpoint}: {self._state.value} after {timeout} s{why}"
+                )
         if self._state is not ClientState.SERVING:
             raise RegistrationError(self._error or self._state.value)
 
@@ -136,7 +160,7 @@ class KVTPClient:
         wanted = [task_id for task_id in task_ids if task_id not in self._ended]
         if worker is not None and wanted:
             worker.open_gates(wanted)
-            self._wake_up()
+            self._link.wake()
 
     def wait_ended(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for the end of any gated task; whether there is one."""
@@ -146,13 +170,15 @@ class KVTPClient:
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
         """Those of the gated tasks that are over on every rank, with how many blocks arrived.
 
-        Without a server all of them are over with nothing: no copy can be running any more.
+        Without their server they are over with nothing: no copy can be running any more.
         """
         with self._changed:
             wanted = list(task_ids)
             ended = {t: self._ended.pop(t) for t in wanted if t in self._ended}
-            if self._state not in (ClientState.REGISTERING, ClientState.SERVING):
-                ended = {t: ended.get(t, 0) for t in wanted}
+            has_server = self._state in (ClientState.REGISTERING, ClientState.SERVING)
+            for task_id in wanted:
+                if not has_server or epoch_of(task_id) != self._epoch:
+                    ended.setdefault(task_id, 0)
         if ended and self._worker is not None:
             self._worker.close_gates(ended)
         return ended
@@ -163,115 +189,119 @@ class KVTPClient:
             return
         self._closing = True
         if self._thread is not None:
-            self._wake_up()
+            self._link.wake()
             self._thread.join()
         self._set_state(ClientState.CLOSED)
-        os.close(self._wake)
+        self._link.close()
         self._kv_caches = {}
-
-    def _wake_up(self) -> None:
-        os.eventfd_write(self._wake, 1)
 
     def _set_state(self, state: ClientState, error: str | None = None) -> None:
         with self._changed:
             self._state = state
-            self._error = error or self._error
+            self._error = error
             self._changed.notify_all()
 
     # -- the client's own thread -----------------------------------------------------------------
 
     def _run(self) -> None:
-        with zmq.Context() as context:
-            try:
-                while not self._closing and self._state is not ClientState.REFUSED:
-                    with context.socket(zmq.DEALER) as socket:
-                        socket.linger = 200  # ms, for the goodbye
-                        socket.identity = f"tp{self._tp_rank}-{uuid.uuid4().hex}".encode()
-                        socket.connect(self._endpoint)
-                        self._converse(socket)
-            except Exception as error:  # the engine must go on without us
-                logger.exception("rank %d no longer serves FlexCache", self._tp_rank)
-                self._let_go()  # whoever sees the state may reuse the blocks
-                self._set_state(ClientState.REFUSED, str(error))
-            finally:
+        try:
+            while not self._is_over():
+                self._link.open()
+                try:
+                    self._converse()
+                except ServerLostError as error:
+                    logger.warning("tp_rank %d: %s; waiting for another", self.tp_rank, error)
                 self._let_go()
+                self._link.hang_up()
+                if not self._is_over():
+                    self._set_state(ClientState.HELLO)
+        except Exception as error:  # the engine must go on without us
+            logger.exception("tp_rank %d no longer serves FlexCache", self.tp_rank)
+            self._let_go()  # whoever sees the state may reuse the blocks
+            self._set_state(ClientState.REFUSED, str(error))
 
-    def _converse(self, socket: zmq.Socket[bytes]) -> None:
+    def _is_over(self) -> bool:
+        return self._closing or self._state is ClientState.REFUSED
+
+    def _converse(self) -> None:
         """One registration, from Hello until either side leaves."""
-        self._set_state(ClientState.HELLO)
-        poller = zmq.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        hello = msgspec.msgpack.encode(Hello(self._tp_rank, self._dp_rank, os.getpid()))
         while not self._closing:
             if self._state is ClientState.HELLO:
-                socket.send(hello)
-            poller.poll(self._patience_ms())
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-            if not self._take_messages(socket):
-                return
+                self._link.send(self._hello)
+            for data in self._link.receive(self._patience_s()):
+                if not self._take(self._decoder.decode(data)):
+                    return
             if self._worker is not None:
                 for done in self._worker.advance():
-                    socket.send(msgspec.msgpack.encode(done))
-        socket.send(msgspec.msgpack.encode(Goodbye()))
+                    self._link.send(done)
+        self._let_go()  # before the server is told that nothing moves any more
+        self._link.send(Goodbye())
 
-    def _patience_ms(self) -> int | None:
+    def _patience_s(self) -> float | None:
         if self._state is ClientState.HELLO:
-            return int(_HELLO_INTERVAL_S * 1000)
+            return _HELLO_INTERVAL_S
         if self._worker is None or not self._worker.has_work:
             return None
         if self._worker.only_waits:
             time.sleep(_EVENT_POLL_S)
-        return 0
+        return 0.0
 
-    def _take_messages(self, socket: zmq.Socket[bytes]) -> bool:
+    def _take(self, message: ToRank) -> bool:
         """Whether the conversation goes on."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                message = self._decoder.decode(socket.recv(zmq.NOBLOCK))
-                match message:
-                    case Execute() if self._worker is not None:
-                        self._worker.execute(message)
-                    case Drop(op_id) if self._worker is not None:
-                        self._worker.drop(op_id)
-                    case Ended(task_id, num_ok):
-                        with self._changed:
-                            self._ended[task_id] = num_ok
-                            self._changed.notify_all()
-                    case Welcome() if self._state is ClientState.HELLO:
-                        self._register(socket, message)
-                    case Registered():
-                        self._set_state(ClientState.SERVING)
-                    case Refused(reason):
-                        logger.error("rank %d: refused by the server: %s", self._tp_rank, reason)
-                        self._set_state(ClientState.REFUSED, reason)
-                        return False
-                    case Stop():
-                        self._let_go()
-                        return False
+        match message:
+            case Execute() if self._worker is not None:
+                self._worker.execute(message)
+            case Drop(op_id) if self._worker is not None:
+                self._worker.drop(op_id)
+            case Ended(task_id, num_ok):
+                with self._changed:
+                    self._ended[task_id] = num_ok
+                    if len(self._ended) > _NUM_REMEMBERED:
+                        self._ended.popitem(last=False)
+                    self._changed.notify_all()
+            case WelcomeRank() if self._state is ClientState.HELLO:
+                self._register(message)
+            case Registered():
+                self._set_state(ClientState.SERVING)
+            case Refused(reason, final):
+                if reason != self._error:
+                    logger.error("tp_rank %d: refused by the server: %s", self.tp_rank, reason)
+                self._set_state(ClientState.REFUSED if final else ClientState.HELLO, reason)
+                return not final
+            case Rejected(reason):  # the server does not know us any more
+                logger.warning("tp_rank %d: %s; registering anew", self.tp_rank, reason)
+                return False
+            case Stop():
+                return False
         return True
 
-    def _register(self, socket: zmq.Socket[bytes], welcome: Welcome) -> None:
+    def _register(self, welcome: WelcomeRank) -> None:
+        self._link.attend(welcome.server_pid)
         try:
             layout = describe_kv_caches(self._kv_caches, welcome.block_bytes, self._block_dim)
-            segment = HostSegment.open(welcome.segment)
-            segment.map()
+            self._fence = Fence.open(welcome.fence)
+            self._fence.hold()
+            self._segment = HostSegment.open(welcome.segment)
+            self._segment.map()
             copier = open_copier(next(iter(self._kv_caches.values())).device)
-            copier.attach(segment)
+            copier.attach(self._segment)
         except (FlexCacheError, RuntimeError, OSError) as error:
             answer = Register("", 0, f"{error} (the server has {welcome.fingerprint})")
         else:
-            self._segment = segment
-            self._worker = DeviceWorker(layout, segment, copier)
+            self._worker = DeviceWorker(layout, self._segment, copier)
             answer = Register(layout.signature, layout.num_blocks)
+        self._epoch = welcome.epoch
         self._set_state(ClientState.REGISTERING)
-        socket.send(msgspec.msgpack.encode(answer))
+        self._link.send(answer)
 
     def _let_go(self) -> None:
+        """Wait for copies under way; from then on the engine's slots are its own again."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
         if self._segment is not None:
             self._segment.close()
             self._segment = None
+        if self._fence is not None:
+            self._fence.close()
+            self._fence = None

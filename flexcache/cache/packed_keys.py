@@ -1,0 +1,41 @@
+"""Keys or tokens of a prompt as they came over a socket: one binary array."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flexcache.cache.block_keys import BlockKeys, TokenBlockKeys
+from flexcache.ids import BlockKey, RootId
+
+
+class PackedBlockKeys:
+    """An engine's own keys, all of one size, one after the other."""
+
+    __slots__ = ("_data", "_size", "num_blocks", "root")
+
+    def __init__(self, root: RootId, data: memoryview, key_bytes: int) -> None:
+        self.root = root
+        self.num_blocks = len(data) // key_bytes
+        self._data = data
+        self._size = key_bytes
+
+    def key(self, index: int) -> BlockKey:
+        return BlockKey(bytes(self._data[index * self._size : (index + 1) * self._size]))
+
+    def slice(self, start: int, stop: int) -> list[BlockKey]:
+        size, data = self._size, bytes(self._data[start * self._size : stop * self._size])
+        return [BlockKey(data[i : i + size]) for i in range(0, len(data), size)]
+
+
+def unpack_keys(root: bytes, data: memoryview, key_bytes: int, tokens_per_block: int) -> BlockKeys:
+    """Keys of ``key_bytes`` each; if that is 0, int64 token ids to be hashed.
+
+    Raises:
+        ValueError: The array does not divide into whole keys or tokens.
+    """
+    size = key_bytes or 8
+    if key_bytes < 0 or len(data) % size:
+        raise ValueError(f"{len(data)} bytes are not whole items of {size} bytes")
+    if key_bytes:
+        return PackedBlockKeys(RootId(root), data, key_bytes)
+    return TokenBlockKeys(RootId(root), np.frombuffer(data, dtype="<i8"), tokens_per_block)

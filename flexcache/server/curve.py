@@ -1,0 +1,74 @@
+"""CURVE keys: who may talk to a server over TCP, and proof that it is the server.
+
+One directory holds everything, made by ``flexcache server --keygen DIR``; copy it to clients
+without ``server.key_secret``:
+
+    DIR/server.key  server.key_secret      the server's pair
+    DIR/client.key  client.key_secret      the pair that clients use; any other is turned away
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from flexcache.errors import ConfigError
+
+
+def make_keys(directory: Path) -> None:
+    """Make both pairs. The directory must not hold any yet.
+
+    Raises:
+        ConfigError: It does, or cannot be written.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(directory.glob("*.key*")):
+            raise ConfigError(f"{directory} holds keys already; name another directory")
+        for name in ("server", "client"):
+            _, secret = zmq.auth.create_certificates(directory, name)
+            Path(secret).chmod(0o600)
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror}") from None
+
+
+def secure_server(socket: zmq.Socket[bytes], directory: str) -> ThreadAuthenticator:
+    """Let only clients in that have the client's key. The authenticator must be stopped at last."""
+    socket.curve_publickey, socket.curve_secretkey = _load(directory, "server.key_secret")
+    socket.curve_server = True
+    allowed, _ = _load(directory, "client.key", needs_secret=False)
+    authenticator = ThreadAuthenticator(socket.context)
+    authenticator.start()
+    authenticator.configure_curve_callback(credentials_provider=_Only(allowed))
+    return authenticator
+
+
+def secure_client(socket: zmq.Socket[bytes], directory: str) -> None:
+    """Prove who we are, and talk to nobody but the server."""
+    socket.curve_serverkey, _ = _load(directory, "server.key", needs_secret=False)
+    socket.curve_publickey, socket.curve_secretkey = _load(directory, "client.key_secret")
+
+
+class _Only:
+    """Lets one key in."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._key
+
+
+def _load(directory: str, name: str, needs_secret: bool = True) -> tuple[bytes, bytes]:
+    try:
+        public, secret = zmq.auth.load_certificate(Path(directory) / name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"curve_keys = {directory!r}: {name}: {error}; `flexcache server --keygen DIR` makes keys"
+        ) from None
+    if needs_secret and secret is None:
+        raise ConfigError(f"curve_keys = {directory!r}: {name} holds no secret key")
+    return public, secret or b""

@@ -1,0 +1,508 @@
+"""KVDPClient: an engine's scheduler end of a server that it shares with others.
+
+It answers the calls of `KVManager`. A match is one round trip on a socket of its own, on the
+caller's thread; launches and cancels are only sent; how tasks end is pushed to our thread, which
+also keeps the session alive:
+
+    CONNECTING --WelcomeEngine--> SERVING --+
+      ^                                     | Stop, or the server is lost or late with an answer
+      +-------------------------------------+
+    any --Refused for good--> REFUSED           any --close()--> CLOSED
+
+Without a server every match is a miss at once. Tasks that were open when it was lost are answered
+FAILED as soon as no rank of the engine can be copying for them any more (`fence`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from flexcache.backend import MatchedTask
+from flexcache.cache.block_keys import PromptKeys
+from flexcache.config import CacheConfig, ModelConfig, ServerConfig
+from flexcache.errors import ClosedError, InternalError, RegistrationError, ServerLostError
+from flexcache.ids import KVStatus, SessionId, TaskKind, TierName
+from flexcache.instructions import TaskResult
+from flexcache.server.fence import Fence
+from flexcache.server.launcher import ServerLauncher
+from flexcache.server.link import ServerLink
+from flexcache.server.messages import (
+    Answer,
+    Cancel,
+    CheckInvariants,
+    Clear,
+    Failed,
+    GetStats,
+    Goodbye,
+    HelloEngine,
+    Launch,
+    Match,
+    Matched,
+    ModelSpec,
+    Readiness,
+    Refused,
+    Rejected,
+    Reply,
+    Request,
+    TaskAnswer,
+    ToScheduler,
+    WelcomeEngine,
+)
+from flexcache.task_ids import TaskIds
+from flexcache.transfer.messages import Stop, pack_ids
+
+logger = logging.getLogger(__name__)
+
+BlockIds = npt.NDArray[np.int64]
+_HELLO_INTERVAL_S = 0.1
+_SLICE_MS = 100  # how soon a waiting call sees that the server is lost
+_FENCE_PATIENCE_S = 4.0
+_NUM_REMEMBERED = 16_384
+
+
+class SessionState(Enum):
+    CONNECTING = "waiting for the server"
+    SERVING = "serving"
+    REFUSED = "refused"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    start: int
+    num_blocks: int
+    num_tokens: int
+    kind: TaskKind
+    launched: bool = False
+    result: TaskResult | None = None
+
+    def ended(self, status: KVStatus, error: str | None = None) -> TaskResult:
+        return TaskResult(status, self.start, 0, self.num_tokens, error)
+
+
+class KVDPClient:
+    """One engine's session after session with the server at ``endpoint``.
+
+    Args:
+        endpoint: The server's address.
+        model: What the engine's KV looks like; the server refuses another than it holds.
+        config: Timeouts and keys; and the sizes of a server that we may have to start.
+        engine: Our name there.
+        start_after_s: Start a server if nobody has served the endpoint for so long, and the config
+            has a size.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        model: ModelConfig,
+        config: CacheConfig,
+        engine: str,
+        start_after_s: float,
+    ) -> None:
+        self.endpoint = endpoint
+        self.fingerprint = model.fingerprint(config.tokens_per_block)
+        self._config = config
+        self._engine = engine
+        self._spec = ModelSpec.of(model, config.tokens_per_block)
+        self._client = uuid.uuid4().hex
+        self._link = ServerLink(endpoint, config.curve_keys, config.server_timeout_s)
+        self._launcher: ServerLauncher | None = None
+        if config.has_cpu_tier:
+            server = ServerConfig.for_engines(config, endpoint)
+            self._launcher = ServerLauncher(server, start_after_s)
+        self._state = SessionState.CONNECTING
+        self._changed = threading.Condition()
+        self._error: str | None = None
+        self._missing = ["the server"]
+        self._problems: list[str] = []
+        self._tasks: OrderedDict[int, _Task] = OrderedDict()
+        self._ids = TaskIds(SessionId(0))
+        self._fence: Fence | None = None
+        self._call_lock = threading.Lock()
+        self._calls: zmq.Socket[bytes] | None = None
+        self._calls_identity = b""
+        self._is_lost = threading.Event()
+        self._request_id = 0
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decoder = msgspec.msgpack.Decoder(ToScheduler)
+        self._reply_decoder = msgspec.msgpack.Decoder(Reply)
+        self.num_losses = 0
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Look for the server, or start one; returns at once."""
+        if self._thread is not None:
+            raise ValueError("the client was started before")
+        name = f"flexcache-{self._engine}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def is_ready(self) -> bool:
+        return self._state is SessionState.SERVING and not self._missing
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Wait for the server, this engine's ranks and the disk worker.
+
+        Raises:
+            TimeoutError: Names who is not there.
+            RegistrationError: The server refused the engine or a rank; says why.
+        """
+
+        def is_settled() -> bool:
+            over = (SessionState.REFUSED, SessionState.CLOSED)
+            return self._state in over or bool(self._problems) or self.is_ready()
+
+        with self._changed:
+            self._changed.wait_for(is_settled, timeout)
+            if self.is_ready():
+                return
+            problems, missing = list(self._problems), list(self._missing)
+        if self._state is SessionState.CLOSED:
+            raise ClosedError("the cache was shut down")
+        if self._state is SessionState.REFUSED or problems:
+            raise RegistrationError("; ".join(problems) or str(self._error))
+        why = f" ({self._error})" if self._error else ""
+        raise TimeoutError(f"not registered after {timeout} s: {', '.join(missing)}{why}")
+
+    def shutdown(self) -> None:
+        """Leave the server. Tasks that are still open are cancelled there. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._thread is not None:
+            self._link.wake()
+            self._thread.join()
+        self._set_state(SessionState.CLOSED)
+        self._link.close()
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def match(
+        self, kind: TaskKind, keys: PromptKeys, start: int, stop: int, num_tokens: int
+    ) -> MatchedTask:
+        """Have a task made for blocks ``[start, stop)``. A miss if there is no server."""
+        key_bytes, data = keys.packed(stop)
+        with self._call_lock:
+            task_id = self._ids.next()
+            self._request_id += 1
+            request = Match(
+                self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes
+            )
+            try:
+                reply = self._ask(request, data)
+            except ServerLostError:
+                reply = Matched(0, start, 0, {})
+            assert isinstance(reply, Matched)
+            task = _Task(reply.start, reply.num_blocks, num_tokens, kind)
+            with self._changed:
+                if self._closing:
+                    raise ClosedError("the cache was shut down")
+                if not reply.num_blocks:
+                    task.result = task.ended(KVStatus.NOT_FOUND)
+                elif self._is_lost.is_set():
+                    task.result = task.ended(KVStatus.FAILED, "the server is lost")
+                self._remember(task_id, task)
+        sources = {TierName(name): count for name, count in reply.sources.items()}
+        return MatchedTask(task_id, reply.start, reply.num_blocks, sources)
+
+    def launch(
+        self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool
+    ) -> None:
+        """Start tasks; all are checked before any is started."""
+        if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
+            raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
+        to_start: list[Launch] = []
+        with self._changed:
+            for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
+                task = self._known(task_id)
+                if task.launched:
+                    raise ValueError(f"task {task_id} was launched before")
+                if task.result is not None:
+                    continue  # it was cancelled, or had nothing to move
+                if task.kind is not TaskKind.PREFETCH and len(blocks) != task.num_blocks:
+                    raise ValueError(
+                        f"task {task_id} needs slots for {task.num_blocks} blocks, "
+                        f"{len(blocks)} were given"
+                    )
+                to_start.append(Launch(task_id, pack_ids(blocks), gated))
+            for launch in to_start:
+                self._tasks[launch.task_id].launched = True
+        self._tell(to_start)
+
+    def cancel(self, task_ids: Iterable[int]) -> None:
+        """Stop what has not started. Idempotent."""
+        with self._changed:
+            tasks = {task_id: self._known(task_id) for task_id in task_ids}
+            is_open = {task_id: task for task_id, task in tasks.items() if not _is_over(task)}
+            for task in is_open.values():
+                if not task.launched:  # nothing moves: no need to wait for the answer
+                    self._end(task, task.ended(KVStatus.CANCELLED))
+        if is_open:
+            self._tell([Cancel(np.array(list(is_open), dtype="<u8").tobytes())])
+
+    def results(
+        self, task_ids: Iterable[int], timeout: float | None, completely: bool
+    ) -> dict[int, TaskResult]:
+        """What of the tasks is over, at the latest after ``timeout`` s; None: when all are."""
+        wanted = list(task_ids)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            tasks = {task_id: self._known(task_id) for task_id in wanted}
+            while True:
+                over = {
+                    task_id: task.result
+                    for task_id, task in tasks.items()
+                    if task.result is not None and (not completely or task.result.is_final)
+                }
+                left = None if deadline is None else deadline - time.monotonic()
+                if len(over) == len(tasks) or (left is not None and left <= 0):
+                    return over
+                if self._closing:
+                    raise ClosedError("the cache was shut down")
+                self._changed.wait(left)
+
+    def clear(self, tier: str | None) -> int:
+        return int(self._request(Clear(0, tier)))
+
+    def stats(self) -> dict[str, Any]:
+        report: dict[str, Any] = self._request(GetStats(0))
+        return report | {"server": {"state": self._state.value, "losses": self.num_losses}}
+
+    def check(self) -> None:
+        self._request(CheckInvariants(0))
+
+    # -- the socket for calls --------------------------------------------------------------------
+
+    def _request(self, request: Clear | GetStats | CheckInvariants) -> Any:
+        with self._call_lock:
+            self._request_id += 1
+            reply = self._ask(msgspec.structs.replace(request, request_id=self._request_id))
+        assert isinstance(reply, Answer)
+        return reply.value
+
+    def _ask(self, request: Request, data: Any = None) -> Matched | Answer:
+        """One round trip. Raises what the server answered with, or `ServerLostError`."""
+        calls = self._calls
+        if calls is None or self._is_lost.is_set():
+            raise ServerLostError(f"{self.endpoint}: {self._error or self._state.value}")
+        frames = [self._encode(request)] if data is None else [self._encode(request), data]
+        try:
+            calls.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self._lose_calls("takes no messages")
+        deadline = time.monotonic() + self._config.server_timeout_s
+        while True:
+            while not calls.poll(_SLICE_MS):
+                if self._is_lost.is_set():
+                    raise ServerLostError("the server was lost")
+                if time.monotonic() > deadline:
+                    self._lose_calls(f"did not answer within {self._config.server_timeout_s:g} s")
+            reply: Reply = self._reply_decoder.decode(calls.recv())
+            if reply.request_id == request.request_id:  # else one that was given up
+                break
+        if isinstance(reply, Failed):
+            _raise(reply)
+        return reply
+
+    def _lose_calls(self, why: str) -> NoReturn:
+        self._error = f"the server {why}"
+        self._is_lost.set()
+        self._link.wake()
+        raise ServerLostError(self._error)
+
+    def _tell(self, messages: Sequence[Launch | Cancel]) -> None:
+        """Send without waiting. If it does not arrive, the loss of the server ends the tasks."""
+        with self._call_lock:
+            for message in messages:
+                if self._calls is None or self._is_lost.is_set():
+                    return
+                try:
+                    self._calls.send(self._encode(message), zmq.NOBLOCK)
+                except zmq.Again:
+                    self._error = "the server takes no messages"
+                    self._is_lost.set()
+                    self._link.wake()
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def _known(self, task_id: int) -> _Task:
+        task = self._tasks.get(task_id)
+        if task is None:
+            raise KeyError(f"task {task_id} was never given out, or was answered long ago")
+        return task
+
+    def _remember(self, task_id: int, task: _Task) -> None:
+        self._tasks[task_id] = task
+        if len(self._tasks) > _NUM_REMEMBERED:
+            oldest = next(iter(self._tasks))
+            if _is_over(self._tasks[oldest]):
+                del self._tasks[oldest]
+            else:
+                self._tasks.move_to_end(oldest)
+
+    def _end(self, task: _Task, result: TaskResult) -> None:
+        if not _is_over(task):
+            task.result = result
+            self._changed.notify_all()
+
+    # -- the client's own thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing and self._state is not SessionState.REFUSED:
+                self._link.open()
+                try:
+                    self._converse()
+                except ServerLostError as error:
+                    self._error = str(error)
+                self._end_session()
+        except Exception as error:  # the engine must go on without us
+            logger.exception("engine %r no longer uses FlexCache", self._engine)
+            self._error = str(error)
+            self._set_state(SessionState.REFUSED)
+            self._end_session()
+
+    def _converse(self) -> None:
+        """One session, from Hello until either side leaves."""
+        self._calls_identity = uuid.uuid4().hex.encode()
+        hello = HelloEngine(
+            self._engine, self._client, os.getpid(), self._spec, self._calls_identity
+        )
+        while not self._closing:
+            if self._state is SessionState.CONNECTING:
+                if self._launcher is not None:
+                    self._launcher.ensure(time.monotonic())
+                self._link.send(hello)
+            waits = self._state is SessionState.CONNECTING
+            for data in self._link.receive(_HELLO_INTERVAL_S if waits else None):
+                if not self._take(self._decoder.decode(data)):
+                    return
+            if self._is_lost.is_set():
+                raise ServerLostError(self._error or "the server was lost")
+        self._link.send(Goodbye())
+
+    def _take(self, message: ToScheduler) -> bool:
+        """Whether the conversation goes on."""
+        match message:
+            case WelcomeEngine() if self._state is SessionState.CONNECTING:
+                self._begin_session(message)
+            case TaskAnswer():
+                with self._changed:
+                    task = self._tasks.get(message.task_id)
+                    if task is not None:
+                        self._end(task, _result(message))
+            case Readiness(missing, problems):
+                with self._changed:
+                    self._missing, self._problems = missing, problems
+                    self._changed.notify_all()
+            case Refused(reason, final):
+                if reason != self._error:
+                    logger.error("engine %r: refused by the server: %s", self._engine, reason)
+                self._error = reason
+                if final:
+                    self._set_state(SessionState.REFUSED)
+                return not final
+            case Rejected(reason):  # the server does not know us any more
+                raise ServerLostError(reason)
+            case Stop():
+                raise ServerLostError("the server was stopped")
+        return True
+
+    def _begin_session(self, welcome: WelcomeEngine) -> None:
+        self._link.attend(welcome.server_pid)
+        self._fence = Fence.open(welcome.fence)
+        with self._call_lock:
+            self._calls = self._link.connect(self._calls_identity, immediate=False)
+            self._ids = TaskIds(SessionId(welcome.session))
+            self._is_lost.clear()
+        if self._launcher is not None:
+            self._launcher.succeeded()
+        self._error = None
+        with self._changed:
+            self._missing = welcome.missing
+        self._set_state(SessionState.SERVING)
+
+    def _end_session(self) -> None:
+        """Calls are misses from now on, and open tasks are over as soon as no rank copies."""
+        was_serving = self._state is SessionState.SERVING
+        self._is_lost.set()
+        with self._call_lock:
+            if self._calls is not None:
+                self._calls.close()
+                self._calls = None
+        self._link.hang_up()
+        if was_serving and not self._closing:
+            self.num_losses += 1
+            logger.warning("engine %r goes on without its cache: %s", self._engine, self._error)
+        if self._state is SessionState.SERVING:
+            with self._changed:
+                self._missing, self._problems = ["the server"], []
+            self._set_state(SessionState.CONNECTING)
+        self._fail_open_tasks()
+
+    def _fail_open_tasks(self) -> None:
+        with self._changed:
+            is_open = [task for task in self._tasks.values() if not _is_over(task)]
+        if self._fence is not None:
+            if any(task.launched for task in is_open):
+                if not self._fence.wait_until_free(_FENCE_PATIENCE_S):
+                    logger.error("engine %r: a rank does not let go of its slots", self._engine)
+            self._fence.close()
+            self._fence = None
+        error = self._error or "the server was lost"
+        with self._changed:
+            for task in is_open:
+                if task.result is None:
+                    self._end(task, task.ended(KVStatus.FAILED, error))
+                elif not task.result.is_final:  # the GPU side had been answered
+                    self._end(task, _final(task.result, error))
+
+    def _set_state(self, state: SessionState) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+
+def _is_over(task: _Task) -> bool:
+    return task.result is not None and task.result.is_final
+
+
+def _result(answer: TaskAnswer) -> TaskResult:
+    return TaskResult(
+        answer.status, answer.start, answer.num_ok, answer.num_tokens, answer.error, answer.is_final
+    )
+
+
+def _final(result: TaskResult, error: str) -> TaskResult:
+    """What was answered for the GPU side is all that will ever be known."""
+    return TaskResult(
+        result.status, result.start, result.num_ok, result.num_tokens, result.error or error
+    )
+
+
+def _raise(failed: Failed) -> NoReturn:
+    if failed.kind == "value":
+        raise ValueError(failed.reason)
+    if failed.kind == "key":
+        raise KeyError(failed.reason)
+    if failed.kind == "session":
+        raise ServerLostError(failed.reason)
+    raise InternalError(failed.reason)

@@ -1,0 +1,597 @@
+"""The server's side of the protocol: who is connected, and what becomes of each message.
+
+No sockets, processes or clock: frames, deaths and time are handed in, messages to be sent are left
+in `outgoing`. Per peer:
+
+    rank        unknown --HelloRank--> greeted --Register--> serving --+
+    scheduler   unknown --HelloEngine--> in session -------------------+--> gone
+                                                                       |
+                         Goodbye, death, silence (schedulers), Hello of the same process anew
+
+A rank that is gone takes its ops with it; a scheduler its tasks. Neither takes cached blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from flexcache.cache.packed_keys import unpack_keys
+from flexcache.config import ModelConfig
+from flexcache.errors import ConfigError, FlexCacheError
+from flexcache.ids import KVStatus, OpId, SessionId, TaskId
+from flexcache.instructions import (
+    DISK,
+    DropOp,
+    ReplaceExecutor,
+    RunOp,
+    TaskAnswered,
+    TaskEnded,
+    device,
+)
+from flexcache.server.fence import Fence
+from flexcache.server.messages import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Answer,
+    Cancel,
+    CheckInvariants,
+    Clear,
+    Ended,
+    Failed,
+    GetStats,
+    Goodbye,
+    HelloEngine,
+    HelloRank,
+    Launch,
+    Match,
+    Matched,
+    Ping,
+    Pong,
+    Readiness,
+    Refused,
+    Register,
+    Registered,
+    Rejected,
+    Reply,
+    Request,
+    TaskAnswer,
+    ToClient,
+    ToServer,
+    WelcomeEngine,
+    WelcomeRank,
+)
+from flexcache.server.store import CacheStore
+from flexcache.task import KVTaskEngine
+from flexcache.task_ids import make_session, session_of
+from flexcache.transfer.messages import Done, Drop, Execute, pack_checksums, pack_ids, unpack_ids
+
+logger = logging.getLogger(__name__)
+
+_MAX_PEERS = 1024
+_MAX_PROBLEMS = 256
+_NUM_REPLAYED = 1024
+
+Buffer = bytes | memoryview
+PeerInstruction = RunOp | DropOp | TaskEnded | TaskAnswered | ReplaceExecutor
+
+
+class Watcher(Protocol):
+    """Notices when a process of this host ends."""
+
+    def watch(self, identity: bytes, pid: int) -> None:
+        """Report the death of ``pid`` as the death of the peer."""
+
+    def unwatch(self, identity: bytes) -> None:
+        """The peer is gone; its process may live on."""
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """A tensor-parallel rank that said Hello."""
+
+    identity: bytes
+    engine: str
+    tp_rank: int
+    client: str
+    pid: int
+    serving: bool = False
+
+    @property
+    def executor(self) -> str:
+        return device(self.engine, self.tp_rank)
+
+
+@dataclass(slots=True, eq=False)
+class Scheduler:
+    """An engine's scheduler in session."""
+
+    identity: bytes
+    calls: bytes
+    engine: str
+    client: str
+    pid: int
+    session: SessionId
+    heard_s: float
+
+
+class Hub:
+    """All clients of one server.
+
+    Args:
+        open_store: Makes the tiers for the model and block size of the first engine that comes.
+            Raises `ConfigError` if they cannot be had.
+        watcher: Reports deaths by `peer_died`.
+        epoch: Of this server's task ids.
+        client_timeout_s: A scheduler that is silent for so long is taken for dead.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[ModelConfig, int], CacheStore],
+        watcher: Watcher,
+        epoch: int,
+        client_timeout_s: float,
+    ) -> None:
+        self._open_store = open_store
+        self._watcher = watcher
+        self._client_timeout_s = client_timeout_s
+        self.epoch = epoch
+        self.store: CacheStore | None = None
+        self.owner: str | None = None
+        """The engine in this process, if it shares the cache with nobody."""
+        self.server_pid = 0
+        self.outgoing: list[tuple[bytes, ToClient]] = []
+        self.counters: Counter[str] = Counter()
+        self.extra_stats: Callable[[], dict[str, Any]] = dict
+        self.last_left_orderly = False
+        self._layout: str | None = None
+        self._peers: dict[bytes, Rank | Scheduler] = {}
+        self._callers: dict[bytes, Scheduler] = {}
+        self._ranks: dict[str, Rank] = {}  # by executor
+        self._sessions: dict[SessionId, Scheduler] = {}
+        self._fences: dict[str, Fence] = {}
+        self._ended: dict[str, deque[Ended]] = {}
+        """The last gated tasks of each engine that are over."""
+        self._problems: dict[str, str] = {}
+        self._numbers = itertools.count(1)
+        self._decoder = msgspec.msgpack.Decoder(ToServer)
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def take(self, identity: bytes, frames: Sequence[Buffer], now: float) -> None:
+        """A peer sent something. Never raises for what it sent."""
+        if sum(len(frame) for frame in frames) > MAX_FRAME_BYTES:
+            self._reject(identity, "oversized", f"more than {MAX_FRAME_BYTES} bytes")
+            return
+        try:
+            message = self._decoder.decode(frames[0]) if frames else None
+        except (msgspec.DecodeError, RecursionError) as error:
+            self._reject(identity, "malformed", str(error))
+            return
+        has_data = isinstance(message, Match)
+        if message is None or len(frames) != 1 + has_data:
+            self._reject(identity, "malformed", f"{len(frames)} frames")
+            return
+        try:
+            self._dispatch(identity, message, frames[-1], now)
+        except Exception as error:  # one client's message must not cost the others their server
+            logger.exception("%s from %r failed", type(message).__name__, identity)
+            self.counters["failed_messages"] += 1
+            if isinstance(message, Request):
+                self._send(identity, Failed(message.request_id, "internal", repr(error)))
+
+    def does_not_read(self, identity: bytes, now: float) -> None:
+        """Messages for a peer pile up. A scheduler is given up; a rank's ops have deadlines."""
+        self.counters["unread_messages"] += 1
+        peer = self._peers.get(identity)
+        if isinstance(peer, Scheduler):
+            self._lose(peer, "does not read its messages", now)
+
+    def peer_died(self, identity: bytes, now: float) -> None:
+        peer = self._peers.get(identity)
+        if peer is not None:
+            self._lose(peer, "its process died", now)
+
+    def tick(self, now: float) -> None:
+        """Let sessions expire whose scheduler has been silent."""
+        for scheduler in list(self._sessions.values()):
+            if now - scheduler.heard_s >= self._client_timeout_s:
+                self.counters["expired_sessions"] += 1
+                self._lose(scheduler, f"silent for {self._client_timeout_s:g} s", now)
+
+    def next_deadline(self) -> float | None:
+        heard = [scheduler.heard_s for scheduler in self._sessions.values()]
+        return min(heard) + self._client_timeout_s if heard else None
+
+    def readiness_changed(self) -> None:
+        """Tell the schedulers for whom they still wait."""
+        for scheduler in self._sessions.values():
+            problems = self.problems(scheduler.engine)
+            self._send(scheduler.identity, Readiness(self.missing(scheduler.engine), problems))
+
+    def deliver(self, instruction: PeerInstruction) -> None:
+        """Pass an instruction of the task engine on to the clients that it concerns."""
+        match instruction:
+            case RunOp(executor):
+                self._send_to_rank(executor, make_execute(instruction))
+            case DropOp(executor, op_id):
+                self._send_to_rank(executor, Drop(op_id))
+            case TaskEnded(task_id, engine, num_ok, gated):
+                if gated:
+                    ended = Ended(task_id, num_ok)
+                    self._ended.setdefault(engine, deque(maxlen=_NUM_REPLAYED)).append(ended)
+                    for rank in self._ranks.values():
+                        if rank.engine == engine:
+                            self._send(rank.identity, ended)
+            case TaskAnswered(task_id, result):
+                scheduler = self._sessions.get(session_of(task_id))
+                if scheduler is not None:
+                    answer = TaskAnswer(
+                        task_id, result.status, result.start, result.num_ok, result.num_tokens,
+                        result.error, result.is_final,
+                    )  # fmt: skip
+                    self._send(scheduler.identity, answer)
+            case ReplaceExecutor(executor, reason):
+                logger.error("%s: %s", executor, reason)
+
+    # -- insight ---------------------------------------------------------------------------------
+
+    @property
+    def peers(self) -> list[bytes]:
+        return list(self._peers)
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def missing(self, engine: str) -> list[str]:
+        """Whose registration an engine still awaits."""
+        if self.store is None:
+            return ["a model"]
+        tasks = self.store.engine
+        names = [
+            f"tp_rank {rank}"
+            for rank in range(self.store.model.tp_size)
+            if not tasks.is_up(device(engine, rank))
+        ]
+        if self.store.disk_pool is not None and not tasks.is_up(DISK):
+            names.append("disk worker")
+        return names
+
+    def problems(self, engine: str) -> list[str]:
+        """Which of an engine's ranks were refused, and why."""
+        prefix = device(engine, 0)[:-1]
+        return [text for name, text in self._problems.items() if name.startswith(prefix)]
+
+    def workers(self, engine: str | None = None) -> dict[str, int]:
+        """Process id of every rank, of one engine or of all."""
+        return {
+            rank.executor: rank.pid
+            for rank in self._ranks.values()
+            if engine is None or rank.engine == engine
+        }
+
+    def stats(self, session: SessionId | None = None) -> dict[str, Any]:
+        """Plain numbers and strings; ``engine`` is what the session itself has had."""
+        report: dict[str, Any] = {"counters": dict(self.counters), **self.extra_stats()}
+        if self.store is None:
+            return report | {"tiers": {}, "tasks": {}, "engines": {}}
+        tasks = self.store.engine
+        report |= {
+            "fingerprint": self.store.fingerprint,
+            "block_bytes": self.store.block_bytes,
+            "tiers": {tier.name.value: tier.stats() for tier in tasks.cache.tiers},
+            "tasks": tasks.tasks_by_state(),
+            **tasks.totals.report(),
+            "engines": {
+                scheduler.engine: {
+                    "pid": scheduler.pid,
+                    "open_tasks": tasks.num_open_tasks_of(scheduler.session),
+                    "ranks": len(self.workers(scheduler.engine)),
+                }
+                for scheduler in self._sessions.values()
+            },
+        }
+        if session is not None:
+            report["engine"] = tasks.session_totals(session).report()
+        return report
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def _dispatch(self, identity: bytes, message: ToServer, data: Buffer, now: float) -> None:
+        peer = self._peers.get(identity)
+        caller = self._callers.get(identity)
+        if isinstance(peer, Scheduler):
+            peer.heard_s = now
+        match message:
+            case HelloRank():
+                self._greet_rank(identity, message, now)
+            case HelloEngine():
+                self._greet_engine(identity, message, now)
+            case Ping() if peer is not None:
+                self._send(identity, Pong())
+            case Goodbye() if peer is not None:
+                self._lose(peer, "closed", now)
+            case Register() if isinstance(peer, Rank) and not peer.serving:
+                self._register(peer, message)
+            case Done() if isinstance(peer, Rank) and peer.serving:
+                self._tasks.op_done(
+                    peer.executor, OpId(message.op_id), message.num_ok, now, error=message.error
+                )
+            case Launch() if caller is not None:
+                self._launch(caller, message, now)
+            case Cancel() if caller is not None:
+                self._cancel(caller, message, now)
+            case GetStats():
+                session = caller.session if caller is not None else None
+                self._send(identity, Answer(message.request_id, self.stats(session)))
+            case Match() | Clear() | CheckInvariants() if caller is not None:
+                self._send(identity, self._answer(caller, message, data, now))
+            case Match() | Clear() | CheckInvariants():
+                self.counters["rejected_without_session"] += 1
+                self._send(identity, Failed(message.request_id, "session", "no such session"))
+            case _:
+                self._reject(identity, "misplaced", f"{type(message).__name__} is out of place")
+
+    @property
+    def _tasks(self) -> KVTaskEngine:
+        assert self.store is not None
+        return self.store.engine
+
+    def _answer(
+        self, caller: Scheduler, request: Match | Clear | CheckInvariants, data: Buffer, now: float
+    ) -> Reply:
+        try:
+            match request:
+                case Match():
+                    return self._match(caller, request, memoryview(data), now)
+                case Clear(request_id, tier):
+                    return Answer(request_id, self._tasks.cache.clear(tier))
+                case CheckInvariants(request_id):
+                    self._tasks.check()
+                    return Answer(request_id, None)
+        except ValueError as error:
+            return Failed(request.request_id, "value", str(error))
+        except KeyError as error:
+            return Failed(request.request_id, "key", str(error.args[0]))
+        except FlexCacheError as error:
+            return Failed(request.request_id, "internal", str(error))
+
+    def _match(self, caller: Scheduler, request: Match, data: memoryview, now: float) -> Matched:
+        task_id = self._own(caller, request.task_id)
+        assert self.store is not None
+        size = self.store.config.tokens_per_block
+        keys = unpack_keys(request.root, data, request.key_bytes, size)
+        if not 0 <= request.start <= request.stop <= keys.num_blocks:
+            raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
+        plan = self._tasks.match(
+            task_id, request.kind, keys, request.start, request.stop, request.num_tokens, now
+        )
+        sources = {tier.value: count for tier, count in plan.sources.items()}
+        return Matched(request.request_id, plan.start, plan.num_blocks, sources)
+
+    def _own(self, caller: Scheduler, task_id: int) -> TaskId:
+        if session_of(task_id) != caller.session:
+            raise KeyError(f"task {task_id} is not of session {caller.session}")
+        return TaskId(task_id)
+
+    def _launch(self, caller: Scheduler, message: Launch, now: float) -> None:
+        try:
+            task_id = self._own(caller, message.task_id)
+            self._tasks.launch([task_id], [unpack_ids(message.gpu_blocks)], now, message.gated)
+        except KeyError:
+            pass  # it has ended, and its answer is on the way
+        except ValueError as error:
+            answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, str(error), True)
+            self._send(caller.identity, answer)
+
+    def _cancel(self, caller: Scheduler, message: Cancel, now: float) -> None:
+        for task_id in np.frombuffer(message.task_ids, dtype="<u8").tolist():
+            try:
+                self._tasks.cancel([self._own(caller, task_id)], now)
+            except KeyError:
+                continue  # it has ended, and its answer is on the way
+
+    # -- coming and going ------------------------------------------------------------------------
+
+    def _greet_rank(self, identity: bytes, hello: HelloRank, now: float) -> None:
+        if not self._may_greet(identity, hello):
+            return
+        if self.store is None:
+            return  # nobody said yet what is cached here: it asks again
+        name = device(hello.engine, hello.tp_rank)
+        who = f"tp_rank {hello.tp_rank} of engine {hello.engine!r}"
+        if not 0 <= hello.tp_rank < self.store.model.tp_size:
+            reason = f"{who} is not below tp_size = {self.store.model.tp_size}"
+            self._send(identity, Refused(reason))
+            return
+        holder = self._ranks.get(name)
+        if not self._may_replace(identity, holder, hello.client, who, now):
+            return
+        rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid)
+        self._peers[identity] = rank
+        self._ranks[name] = rank
+        self._watcher.watch(identity, hello.pid)
+        store = self.store
+        self._send(
+            identity,
+            WelcomeRank(
+                self.epoch, self.server_pid, store.segment_of(hello.tp_rank).ref(),
+                self._fence(hello.engine), store.block_bytes_per_rank, store.fingerprint,
+            ),
+        )  # fmt: skip
+
+    def _register(self, rank: Rank, message: Register) -> None:
+        problem = message.problem
+        if problem is None and self._layout not in (None, message.layout):
+            problem = f"KV layout {message.layout} differs from the other ranks' {self._layout}"
+        if problem is not None:
+            problem = f"tp_rank {rank.tp_rank}: {problem}"
+            self._problems[rank.executor] = problem
+            while len(self._problems) > _MAX_PROBLEMS:
+                del self._problems[next(iter(self._problems))]
+            logger.error("refused engine %r, %s", rank.engine, problem)
+            self._send(rank.identity, Refused(problem))
+            self._forget(rank)
+        else:
+            self._layout = message.layout
+            self._problems.pop(rank.executor, None)
+            rank.serving = True
+            self._send(rank.identity, Registered())
+            for ended in self._ended.get(rank.engine, ()):
+                self._send(rank.identity, ended)  # it may have missed some while it was away
+            self._tasks.executor_up(rank.executor)
+            logger.info(
+                "engine %r, tp_rank %d (process %d) serves %d GPU blocks, layout %s",
+                rank.engine, rank.tp_rank, rank.pid, message.num_blocks, message.layout,
+            )  # fmt: skip
+        self.readiness_changed()
+
+    def _greet_engine(self, identity: bytes, hello: HelloEngine, now: float) -> None:
+        if not self._may_greet(identity, hello):
+            return
+        if hello.calls in self._callers or hello.calls in self._peers:
+            self._reject(identity, "misplaced", "the identity for calls is somebody's already")
+            return
+        if self.owner is not None:
+            reason = f"this cache is engine {self.owner!r}'s alone; engines share one by `endpoint`"
+            self._send(identity, Refused(reason))
+            return
+        try:
+            model = hello.model.model()
+            if self.store is None:
+                self.store = self._open_store(model, hello.model.tokens_per_block)
+        except ConfigError as error:
+            self._send(identity, Refused(str(error)))
+            return
+        fingerprint = model.fingerprint(hello.model.tokens_per_block)
+        if fingerprint != self.store.fingerprint:
+            reason = f"the engine's KV is {fingerprint}, the server holds {self.store.fingerprint}"
+            logger.error("refused engine %r: %s", hello.engine, reason)
+            self._send(identity, Refused(reason))
+            return
+        holder = next((s for s in self._sessions.values() if s.engine == hello.engine), None)
+        if not self._may_replace(identity, holder, hello.client, f"engine {hello.engine!r}", now):
+            return
+        if self._tasks.has_session_of(hello.engine):
+            reason = f"tasks of the former engine {hello.engine!r} still move bytes"
+            self._send(identity, Refused(reason, final=False))
+            return
+        session = self.open_session(hello.engine)
+        scheduler = Scheduler(
+            identity, hello.calls, hello.engine, hello.client, hello.pid, session, now
+        )
+        self._peers[identity] = self._callers[hello.calls] = scheduler
+        self._sessions[session] = scheduler
+        self._watcher.watch(identity, hello.pid)
+        logger.info("engine %r (process %d) is in session", hello.engine, hello.pid)
+        self._send(
+            identity,
+            WelcomeEngine(
+                session, self.server_pid, self._fence(hello.engine), fingerprint,
+                self.missing(hello.engine),
+            ),
+        )  # fmt: skip
+
+    def open_session(self, engine: str, num_remembered: int = 0) -> SessionId:
+        """A session number that is free, opened in the task engine."""
+        while (session := make_session(self.epoch, next(self._numbers))) in self._sessions:
+            pass
+        self._tasks.add_session(session, engine, num_remembered)
+        return session
+
+    def _may_greet(self, identity: bytes, hello: HelloRank | HelloEngine) -> bool:
+        if identity in self._peers or identity in self._callers:
+            return False  # an impatient repetition
+        if hello.version != PROTOCOL_VERSION:
+            self.counters["rejected_version"] += 1
+            reason = f"the client speaks protocol {hello.version}, the server {PROTOCOL_VERSION}"
+            self._send(identity, Refused(reason))
+            return False
+        if len(self._peers) >= _MAX_PEERS:
+            self.counters["rejected_crowded"] += 1
+            self._send(identity, Refused(f"{_MAX_PEERS} clients are connected", final=False))
+            return False
+        return True
+
+    def _may_replace(
+        self, identity: bytes, holder: Rank | Scheduler | None, client: str, who: str, now: float
+    ) -> bool:
+        """Whether a newcomer can have the place; its own former self makes room."""
+        if holder is None:
+            return True
+        if holder.client == client:
+            self._lose(holder, "registers anew", now)
+            return True
+        reason = f"{who} is served by process {holder.pid} already"
+        self._send(identity, Refused(reason, final=False))
+        return False
+
+    def _lose(self, peer: Rank | Scheduler, reason: str, now: float) -> None:
+        self._forget(peer)
+        self.last_left_orderly = reason == "closed"
+        level = logging.INFO if self.last_left_orderly else logging.WARNING
+        if isinstance(peer, Rank):
+            if peer.serving:
+                logger.log(level, "engine %r, tp_rank %d: %s", peer.engine, peer.tp_rank, reason)
+            self._tasks.executor_down(peer.executor, reason, now)
+            self.readiness_changed()
+        else:
+            logger.log(level, "engine %r: %s", peer.engine, reason)
+            self._tasks.end_session(peer.session, now)
+
+    def _forget(self, peer: Rank | Scheduler) -> None:
+        del self._peers[peer.identity]
+        self._watcher.unwatch(peer.identity)
+        if isinstance(peer, Rank):
+            del self._ranks[peer.executor]
+        else:
+            del self._callers[peer.calls], self._sessions[peer.session]
+        if all(other.engine != peer.engine for other in self._peers.values()):
+            self._ended.pop(peer.engine, None)
+            fence = self._fences.pop(peer.engine, None)
+            if fence is not None:
+                fence.close()
+
+    def _fence(self, engine: str) -> str:
+        fence = self._fences.get(engine)
+        if fence is None:
+            fence = self._fences[engine] = Fence.create()
+        return fence.path
+
+    def close(self) -> None:
+        """Forget every peer. Idempotent."""
+        for peer in list(self._peers.values()):
+            self._forget(peer)
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def _send(self, identity: bytes, message: ToClient) -> None:
+        self.outgoing.append((identity, message))
+
+    def _send_to_rank(self, executor: str, message: Execute | Drop) -> None:
+        rank = self._ranks.get(executor)
+        if rank is not None:
+            self._send(rank.identity, message)
+
+    def _reject(self, identity: bytes, why: str, text: str) -> None:
+        self.counters[f"rejected_{why}"] += 1
+        self._send(identity, Rejected(f"{why} message: {text}"))
+
+
+def make_execute(run: RunOp) -> Execute:
+    """The message that has an executor carry out an op."""
+    op = run.op
+    assert op.src is not None and op.dst is not None
+    return Execute(
+        op.op_id, op.kind, pack_ids(op.src), pack_ids(op.dst), run.task_id, run.gated,
+        b"" if run.checksums is None else pack_checksums(run.checksums),
+    )  # fmt: skip

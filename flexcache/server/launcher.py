@@ -1,0 +1,65 @@
+"""Starts a server process where none is, and leaves it to itself.
+
+Data-parallel rank 0 does so at once, other ranks after a while, in case theirs is on another host
+or gone. If two try, the lock on the endpoint lets one through. The server is no child of the engine:
+it serves others, and survives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import msgspec
+
+from flexcache.config import ServerConfig
+from flexcache.server.runtime import is_served
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 1.0
+_LONGEST_BACKOFF_S = 30.0
+# The child forks at once and ends, so that nobody has to wait for the server.
+_DETACH = (
+    "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
+)
+
+
+class ServerLauncher:
+    """Driven by a client's thread; time is handed in.
+
+    Args:
+        config: All that the server is told; it must name an endpoint.
+        patience_s: How long nobody must have served the endpoint.
+    """
+
+    def __init__(self, config: ServerConfig, patience_s: float) -> None:
+        self._config = config
+        self._patience_s = patience_s
+        self._next_start_s: float | None = None
+        self._backoff_s = _FIRST_BACKOFF_S
+
+    def ensure(self, now: float) -> None:
+        """Start a server unless one lives or was started a moment ago."""
+        endpoint = self._config.cache.endpoint
+        assert endpoint is not None
+        if is_served(endpoint):
+            self._next_start_s = None
+            return
+        if self._next_start_s is None:
+            self._next_start_s = now + self._patience_s
+        if now < self._next_start_s:
+            return
+        self._next_start_s = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
+        logger.info("nobody serves %s: starting a server", endpoint)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _DETACH], stdin=subprocess.PIPE, start_new_session=True
+        )
+        process.communicate(msgspec.json.encode(self._config.to_dict()))
+
+    def succeeded(self) -> None:
+        """A server welcomed us: the next loss is answered at once again."""
+        self._backoff_s = _FIRST_BACKOFF_S
+        self._next_start_s = None

@@ -1,0 +1,144 @@
+"""A client's line to its server: one conversation after another, each watched for its end.
+
+Whoever drives it (`KVTPClient`, `KVDPClient`) greets, and says by `attend` that it was welcomed.
+From then on `receive` raises `ServerLostError` as soon as the server's process is gone, or has been
+silent for too long although it is asked to answer once a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+
+import msgspec
+import zmq
+
+from flexcache.errors import ServerLostError
+from flexcache.server.curve import secure_client
+from flexcache.server.messages import Ping, ToServer
+
+_PING_INTERVAL_S = 0.5
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class ServerLink:
+    """For one thread; only `wake` may be called from others.
+
+    Args:
+        endpoint: The server's address.
+        curve_keys: Directory of CURVE keys, where the server asks for them.
+        timeout_s: A server that was silent for so long is lost.
+    """
+
+    def __init__(self, endpoint: str, curve_keys: str | None, timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self._curve_keys = curve_keys
+        self._timeout_s = timeout_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._poller = zmq.Poller()
+        self._pidfd = -1
+        self._ping_due_s: float | None = None
+        self._asked_s: float | None = None
+        """When the oldest ping was sent that nothing was heard after."""
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
+
+    def open(self) -> None:
+        """Begin a conversation, under an identity that nobody can guess."""
+        self._socket = self.connect(uuid.uuid4().hex.encode())
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def connect(self, identity: bytes, immediate: bool = True) -> zmq.Socket[bytes]:
+        """A socket to the server; the caller closes it.
+
+        Unless ``immediate``, messages may be sent before the connection is there.
+        """
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 200  # ms, for the goodbye
+        socket.identity = identity
+        socket.immediate = immediate  # then nothing piles up for a server that is not there
+        if self._curve_keys is not None:
+            secure_client(socket, self._curve_keys)
+        socket.connect(self.endpoint)
+        return socket
+
+    def attend(self, server_pid: int) -> None:
+        """The server welcomed us: watch for its end."""
+        self._ping_due_s = time.monotonic() + _PING_INTERVAL_S
+        self._asked_s = None
+        # In another pid namespace only its silence tells.
+        with contextlib.suppress(OSError):
+            self._pidfd = os.pidfd_open(server_pid)
+            self._poller.register(self._pidfd, zmq.POLLIN)
+
+    def send(self, message: ToServer) -> bool:
+        """Whether it could be handed over; never waits."""
+        assert self._socket is not None
+        try:
+            self._socket.send(_encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, timeout_s: float | None) -> list[bytes]:
+        """Wait for messages, a call of `wake`, or ``timeout_s``; what has come.
+
+        Raises:
+            ServerLostError: The server is dead or silent.
+        """
+        assert self._socket is not None
+        ready = dict(self._poller.poll(self._patience_ms(timeout_s)))
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        now, messages = time.monotonic(), []
+        with contextlib.suppress(zmq.Again):
+            while self._socket in ready:
+                messages.append(self._socket.recv(zmq.NOBLOCK))
+        if messages:
+            self._asked_s = None
+        if self._pidfd in ready:
+            raise ServerLostError("the server died")
+        if self._ping_due_s is not None:
+            self._keep_alive(now)
+        return messages
+
+    def _keep_alive(self, now: float) -> None:
+        if self._asked_s is not None and now - self._asked_s > self._timeout_s:
+            raise ServerLostError(f"the server was silent for {self._timeout_s:g} s")
+        assert self._ping_due_s is not None
+        if now >= self._ping_due_s:
+            self.send(Ping())
+            self._ping_due_s = now + _PING_INTERVAL_S
+            self._asked_s = self._asked_s or now
+
+    def _patience_ms(self, timeout_s: float | None) -> int | None:
+        if self._ping_due_s is not None:
+            until_ping = max(0.0, self._ping_due_s - time.monotonic())
+            timeout_s = until_ping if timeout_s is None else min(timeout_s, until_ping)
+        return None if timeout_s is None else -int(-timeout_s * 1000 // 1)
+
+    def wake(self) -> None:
+        """Have `receive` return. Thread-safe."""
+        os.eventfd_write(self._wake, 1)
+
+    def hang_up(self) -> None:
+        """End the conversation. Idempotent."""
+        if self._pidfd >= 0:
+            self._poller.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self._ping_due_s = None
+        if self._socket is not None:
+            self._poller.unregister(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        """Give everything back; sockets made by `connect` must be closed before."""
+        self.hang_up()
+        self._context.term()
+        os.close(self._wake)

@@ -1,0 +1,101 @@
+"""The cache of one engine, kept in its scheduler's own process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.backend import MatchedTask
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.config import CacheConfig, ModelConfig
+from flexcache.errors import ClosedError
+from flexcache.ids import TaskId, TaskKind, TierName
+from flexcache.instructions import TaskResult
+from flexcache.server.server import KVServer
+from flexcache.task_ids import TaskIds
+
+
+class LocalCache:
+    """Calls go straight to the task engine, under the server's lock."""
+
+    def __init__(
+        self, endpoint: str | None, model: ModelConfig, config: CacheConfig, engine: str
+    ) -> None:
+        self.server = KVServer(config, endpoint, model=model, engine=engine)
+        self.fingerprint = model.fingerprint(config.tokens_per_block)
+        self._engine = engine
+        self._ids: TaskIds | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return self.server.endpoint
+
+    def start(self) -> None:
+        self._ids = self.server.start()
+
+    def is_ready(self) -> bool:
+        return not self.server.stopping and not self.server.missing(self._engine)
+
+    def wait_ready(self, timeout: float | None) -> None:
+        self.server.wait_ready(self._engine, timeout)
+
+    def match(
+        self, kind: TaskKind, keys: BlockKeys, start: int, stop: int, num_tokens: int
+    ) -> MatchedTask:
+        with self.server.session() as tasks:
+            assert self._ids is not None
+            task_id = self._ids.next()
+            plan = tasks.match(task_id, kind, keys, start, stop, num_tokens, time.monotonic())
+        return MatchedTask(task_id, plan.start, plan.num_blocks, plan.sources)
+
+    def launch(
+        self, task_ids: Sequence[int], gpu_blocks: Sequence[npt.NDArray[np.int64]], gated: bool
+    ) -> None:
+        with self.server.session() as tasks:
+            tasks.launch([TaskId(t) for t in task_ids], gpu_blocks, time.monotonic(), gated)
+
+    def cancel(self, task_ids: Iterable[int]) -> None:
+        with self.server.session() as tasks:
+            tasks.cancel([TaskId(t) for t in task_ids], time.monotonic())
+
+    def results(
+        self, task_ids: Iterable[int], timeout: float | None, completely: bool
+    ) -> dict[int, TaskResult]:
+        wanted = [TaskId(t) for t in task_ids]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self.server.session() as tasks:
+            while True:
+                over = {}
+                for task_id in wanted:
+                    result = tasks.result(task_id, completely)
+                    if result is not None:
+                        over[int(task_id)] = result
+                left = None if deadline is None else deadline - time.monotonic()
+                if len(over) == len(set(wanted)) or (left is not None and left <= 0):
+                    break
+                self.server.wait_for_change(left)
+                if self.server.stopping:
+                    raise ClosedError("the cache was shut down")
+            for number, result in over.items():
+                if result.is_final:
+                    tasks.collected(TaskId(number))
+            return over
+
+    def clear(self, tier: str | None) -> int:
+        with self.server.session() as tasks:
+            return tasks.cache.clear(tier)
+
+    def stats(self) -> dict[str, Any]:
+        assert self._ids is not None
+        return self.server.stats(self._ids.session)
+
+    def check(self) -> None:
+        with self.server.session() as tasks:
+            tasks.check()
+
+    def shutdown(self) -> None:
+        self.server.shutdown()

@@ -1,0 +1,53 @@
+"""A server as a process of its own: started by hand (`flexcache server`) or by an engine."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import sys
+
+import msgspec
+
+from flexcache.config import ServerConfig
+from flexcache.errors import ConfigError
+from flexcache.server.server import KVServer
+
+
+def run_server(config: ServerConfig) -> None:
+    """Serve until SIGTERM, SIGINT or idleness; then drain.
+
+    Raises:
+        ConfigError: The endpoint or a directory cannot be used.
+    """
+    _raise_descriptor_limit()
+    server = KVServer(
+        config.cache, model=config.model, idle_exit_s=config.idle_exit_s
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.serve()
+
+
+def main() -> None:
+    """Entry of a server that an engine started; its config is on standard input."""
+    config = ServerConfig.from_dict(msgspec.json.decode(sys.stdin.buffer.read()))
+    set_up_logging(config.cache.log_level)
+    try:
+        run_server(config)
+    except ConfigError as error:
+        logging.getLogger(__name__).error("the server cannot start: %s", error)
+        sys.exit(1)
+
+
+def set_up_logging(level: str) -> None:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("flexcache").setLevel(level)
+
+
+def _raise_descriptor_limit() -> None:
+    """A few descriptors go to each client."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
