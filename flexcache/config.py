@@ -245,8 +245,15 @@ class CacheConfig:
         return _capacity("ssd_cache_gb", self.num_ssd_blocks, self.ssd_cache_gb, block_bytes)
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None, /, **overrides: Any) -> CacheConfig:
-        """Make a config from defaults, then the file that ``FLEXCACHE_CONFIG`` names, then
+    def from_env(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        /,
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> CacheConfig:
+        """Make a config from ``defaults``, then the file that ``FLEXCACHE_CONFIG`` names, then
         ``FLEXCACHE_*`` variables, then ``overrides``; the later wins.
 
         A size given in one form replaces the other form of the same tier given earlier.
@@ -256,7 +263,7 @@ class CacheConfig:
         content = _read_file(path) if path else {}
         for name in _SERVER_ONLY:  # a server and its engines may share one file
             content.pop(name, None)
-        return cls.from_layers(content, _read_env(env), overrides)
+        return cls.from_layers(defaults or {}, content, _read_env(env), overrides)
 
     @classmethod
     def from_layers(cls, *layers: Mapping[str, Any]) -> CacheConfig:
@@ -303,24 +310,35 @@ class ServerConfig:
 
     @classmethod
     def load(
-        cls, path: str | None, environ: Mapping[str, str] | None = None, /, **overrides: Any
+        cls,
+        path: str | None,
+        environ: Mapping[str, str] | None = None,
+        *,
+        default_endpoint: str,
+        **overrides: Any,
     ) -> ServerConfig:
         """From a file with the fields of `CacheConfig`, optionally ``idle_exit_s`` and a table
         ``model`` with the fields of `ModelConfig`; then ``FLEXCACHE_*``, then ``overrides``."""
         env = os.environ if environ is None else environ
         path = path or env.get(CONFIG_FILE_ENV)
         content = _read_file(path) if path else {}
-        return cls.from_dict({**content, **_read_env(env), **overrides})
+        return cls.from_layers({"endpoint": default_endpoint}, content, _read_env(env), overrides)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ServerConfig:
         """The inverse of `to_dict`."""
-        settings = {k: v for k, v in content.items() if k not in _SERVER_ONLY}
-        model = content.get("model")
+        return cls.from_layers(content)
+
+    @classmethod
+    def from_layers(cls, *layers: Mapping[str, Any]) -> ServerConfig:
+        """Make a config from tables of settings; the later wins."""
+        own = {k: v for layer in layers for k, v in layer.items() if k in _SERVER_ONLY}
+        others = [{k: v for k, v in layer.items() if k not in _SERVER_ONLY} for layer in layers]
+        model = own.get("model")
         return cls(
-            CacheConfig.from_layers(settings),
+            CacheConfig.from_layers(*others),
             None if model is None else _model_from_table(model),
-            content.get("idle_exit_s"),
+            own.get("idle_exit_s"),
         )
 
     def to_dict(self) -> dict[str, Any]:

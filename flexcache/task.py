@@ -196,17 +196,25 @@ class KVTaskEngine:
         )
 
     def end_session(self, session: SessionId, now: float) -> None:
-        """The engine is gone: its tasks are cancelled, and forgotten once they have ended."""
+        """The engine is gone: its tasks are cancelled, but for what goes on below the GPU.
+
+        The session is forgotten once the last of them has ended.
+        """
         owner = self._owners.get(session)
         if owner is None:
             return
         owner.is_gone = True
-        self.cancel(list(owner.tasks), now)
+        self.cancel([task_id for task_id, t in owner.tasks.items() if not t.announced], now)
         self._forget_if_gone(owner)
 
-    def has_session_of(self, engine: str) -> bool:
-        """Whether tasks of an engine of this name can still be moving bytes."""
-        return any(owner.engine == engine for owner in self._owners.values())
+    def uses_gpu_of(self, engine: str) -> bool:
+        """Whether tasks can still be copying from or to the slots of an engine of this name."""
+        return any(
+            task.gpu_ops_open or not task.announced
+            for owner in self._owners.values()
+            if owner.engine == engine
+            for task in owner.tasks.values()
+        )
 
     def session_totals(self, session: SessionId) -> Totals:
         return self._owners[session].totals

@@ -156,7 +156,8 @@ class KVDPClient:
         self._thread.start()
 
     def is_ready(self) -> bool:
-        return self._state is SessionState.SERVING and not self._missing
+        is_served = self._state is SessionState.SERVING and not self._is_lost.is_set()
+        return is_served and not self._missing
 
     def wait_ready(self, timeout: float | None) -> None:
         """Wait for the server, this engine's ranks and the disk worker.

@@ -481,7 +481,7 @@ class Hub:
         holder = next((s for s in self._sessions.values() if s.engine == hello.engine), None)
         if not self._may_replace(identity, holder, hello.client, f"engine {hello.engine!r}", now):
             return
-        if self._tasks.has_session_of(hello.engine):
+        if self._tasks.uses_gpu_of(hello.engine):
             reason = f"tasks of the former engine {hello.engine!r} still move bytes"
             self._send(identity, Refused(reason, final=False))
             return

@@ -18,7 +18,7 @@ from flexcache.server.runtime import is_served
 
 logger = logging.getLogger(__name__)
 
-_FIRST_BACKOFF_S = 1.0
+_FIRST_BACKOFF_S = 5.0  # longer than a server takes to lock its endpoint
 _LONGEST_BACKOFF_S = 30.0
 # The child forks at once and ends, so that nobody has to wait for the server.
 _DETACH = (

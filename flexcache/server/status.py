@@ -1,0 +1,31 @@
+"""Asks a server how it is, without being one of its engines."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+
+from flexcache.errors import ServerLostError
+from flexcache.server.link import ServerLink
+from flexcache.server.messages import Answer, GetStats
+
+
+def read_status(endpoint: str, curve_keys: str | None, timeout_s: float) -> dict[str, Any]:
+    """`KVManager.stats` of the server as a whole.
+
+    Raises:
+        ServerLostError: Nobody answers within ``timeout_s``.
+    """
+    link = ServerLink(endpoint, curve_keys, timeout_s)
+    try:
+        with link.connect(uuid.uuid4().hex.encode(), immediate=False) as socket:
+            socket.linger = 0
+            socket.send(msgspec.msgpack.encode(GetStats(1)))
+            if not socket.poll(int(timeout_s * 1000)):
+                raise ServerLostError(f"{endpoint}: nobody answers within {timeout_s:g} s")
+            report: dict[str, Any] = msgspec.msgpack.decode(socket.recv(), type=Answer).value
+            return report
+    finally:
+        link.close()

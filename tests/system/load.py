@@ -1,0 +1,213 @@
+"""An engine that puts, gets, cancels and prefetches at random, and checks every byte it is given.
+
+Content follows from a block's place in its prompt, so that any engine can tell whether what another
+one stored is right. Used inside a test, or as a process (`python load.py scheduler|rank ...`) that
+can be killed; the two processes of an engine share its KV tensors by a file.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
+
+TOKENS_PER_BLOCK = 16
+NUM_GPU_BLOCKS = 96
+NUM_PROMPTS = 40
+MAX_BLOCKS = 24
+SHARED_BLOCKS = 8  # prompts of a family of four begin alike
+T = TypeVar("T")
+
+
+def make_model(head_size: int = 64, dp_size: int = 2) -> ModelConfig:
+    """``head_size`` 64 makes blocks of 16 KiB."""
+    return ModelConfig("load", 2, 2, head_size, torch.bfloat16, dp_size=dp_size)
+
+
+def block_bytes(model: ModelConfig) -> int:
+    """Of one layer."""
+    return TOKENS_PER_BLOCK * model.token_size_in_bytes // model.num_layers
+
+
+def make_kv(model: ModelConfig, path: Path | None = None) -> dict[str, torch.Tensor]:
+    """A layer after the other in one buffer, in a file that other processes can map too."""
+    size = NUM_GPU_BLOCKS * block_bytes(model)
+    if path is None:
+        flat = torch.zeros(size * model.num_layers, dtype=torch.uint8)
+    else:
+        if not path.exists():
+            path.write_bytes(bytes(size * model.num_layers))
+        flat = torch.from_file(str(path), shared=True, size=size * model.num_layers,
+                               dtype=torch.uint8)  # fmt: skip
+    shape = (NUM_GPU_BLOCKS, 2, TOKENS_PER_BLOCK, model.num_kv_heads, model.head_size)
+    return {
+        f"layer.{i}": flat[i * size : (i + 1) * size].view(model.dtype).view(shape)
+        for i in range(model.num_layers)
+    }
+
+
+def tokens_of(prompt: int, num_blocks: int) -> np.ndarray:
+    tokens = np.arange(num_blocks * TOKENS_PER_BLOCK) + 1_000_000 * (prompt + 1)
+    shared = SHARED_BLOCKS * TOKENS_PER_BLOCK
+    family = np.arange(num_blocks * TOKENS_PER_BLOCK) + 1_000_000_000 * (prompt // 4 + 1)
+    tokens[:shared] = family[:shared]
+    return tokens
+
+
+@cache
+def content_of(prompt: int, block: int, size: int) -> bytes:
+    """What every layer's share of the block must hold, the layer's number apart."""
+    owner = prompt // 4 if block < SHARED_BLOCKS else 1000 + prompt
+    return np.random.default_rng([owner, block]).bytes(size)
+
+
+@dataclass
+class Seen:
+    """What came of a load."""
+
+    steps: int = 0
+    hits: int = 0
+    stored: int = 0
+    lost: int = 0
+    longest_call_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    latencies_s: list[float] = field(default_factory=list)
+
+
+class LoadEngine:
+    """One engine: its manager, and its KV tensors, which some `KVTPClient` serves."""
+
+    def __init__(self, manager: KVManager, kv: dict[str, torch.Tensor], seed: int) -> None:
+        self.manager = manager
+        self.seen = Seen()
+        self._rng = np.random.default_rng(seed)
+        self._size = block_bytes(manager.model_config)
+        self._layers = [
+            layer.view(torch.uint8).view(NUM_GPU_BLOCKS, self._size).numpy()
+            for layer in kv.values()
+        ]
+
+    def step(self) -> None:
+        """One random request, wholly checked."""
+        rng = self._rng
+        prompt = int(rng.integers(NUM_PROMPTS))
+        count = int(rng.integers(1, MAX_BLOCKS + 1))
+        act = rng.choice(["put", "get", "cancel put", "cancel get", "match", "prefetch"],
+                         p=[0.35, 0.4, 0.08, 0.08, 0.05, 0.04])  # fmt: skip
+        self.seen.steps += 1
+        if act == "put":
+            self.put(prompt, count)
+        elif act == "get":
+            self.get(prompt, count)
+        elif act == "prefetch":
+            task_id = self._timed(lambda: self.manager.prefetch_async(tokens_of(prompt, count)))
+            self._timed(lambda: self.manager.wait([task_id]))
+        elif act == "match":
+            task_id, _ = self._timed(lambda: self.manager.get_match(tokens_of(prompt, count)))
+            self._timed(lambda: self.manager.cancel([task_id]))
+        else:
+            self._cancelled(prompt, count, act == "cancel put")
+
+    def put(self, prompt: int, count: int) -> None:
+        slots, blocks = self._slots(count)
+        self._fill(prompt, blocks)
+        task_id, _ = self._timed(lambda: self.manager.put_async(tokens_of(prompt, count), slots))
+        response = self._timed(lambda: self.manager.wait([task_id]))[task_id]
+        self.seen.stored += int(response.mask.sum()) // TOKENS_PER_BLOCK
+        self._note(response.status)
+
+    def get(self, prompt: int, count: int) -> int:
+        """How many blocks arrived; they are compared."""
+        slots, blocks = self._slots(count)
+        for layer in self._layers:
+            layer[blocks] = 0xEE
+        started = time.monotonic()
+        task_id, _ = self._timed(lambda: self.manager.get_async(tokens_of(prompt, count), slots))
+        response = self._timed(lambda: self.manager.wait([task_id]))[task_id]
+        self.seen.latencies_s.append(time.monotonic() - started)
+        arrived = int(response.mask.sum()) // TOKENS_PER_BLOCK
+        for position in range(arrived):
+            for number, layer in enumerate(self._layers):
+                if layer[blocks[position]].tobytes() != self._content(prompt, position, number):
+                    self.seen.wrong.append(f"prompt {prompt}, block {position}, layer {number}")
+        self.seen.hits += arrived
+        self._note(response.status)
+        return arrived
+
+    def _cancelled(self, prompt: int, count: int, is_put: bool) -> None:
+        slots, blocks = self._slots(count)
+        if is_put:
+            self._fill(prompt, blocks)
+        call = self.manager.put_async if is_put else self.manager.get_async
+        task_id, _ = self._timed(lambda: call(tokens_of(prompt, count), slots))
+        self._timed(lambda: self.manager.cancel([task_id]))
+        self._timed(lambda: self.manager.wait([task_id]))
+
+    def _note(self, status: KVStatus) -> None:
+        self.seen.lost += status is KVStatus.FAILED
+
+    def _slots(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        blocks = self._rng.permutation(NUM_GPU_BLOCKS)[:count]
+        grid = blocks[:, None] * TOKENS_PER_BLOCK + np.arange(TOKENS_PER_BLOCK)
+        return grid.ravel(), blocks
+
+    def _fill(self, prompt: int, blocks: np.ndarray) -> None:
+        for position, block in enumerate(blocks):
+            for number, layer in enumerate(self._layers):
+                content = self._content(prompt, position, number)
+                layer[block] = np.frombuffer(content, dtype=np.uint8)
+
+    def _content(self, prompt: int, position: int, layer: int) -> bytes:
+        content = content_of(prompt, position, self._size)
+        return bytes([layer]) + content[1:]
+
+    def _timed(self, call: Callable[[], T]) -> T:
+        started = time.monotonic()
+        result = call()
+        self.seen.longest_call_s = max(self.seen.longest_call_s, time.monotonic() - started)
+        return result
+
+
+def run_rank(endpoint: str, engine_id: str, kv_path: str) -> None:
+    """Serve the engine's KV tensors until killed."""
+    client = KVTPClient(endpoint, engine_id=engine_id)
+    client.register_kv_caches(make_kv(make_model(), Path(kv_path)))
+    client.wait_registered(60)
+    print("up", flush=True)
+    sys.stdin.read()
+    client.close()
+
+
+def run_scheduler(endpoint: str, engine_id: str, kv_path: str, seed: str) -> None:
+    """Work until killed or told to stop by the end of standard input."""
+    import threading
+
+    manager = KVManager(make_model(), CacheConfig(endpoint=endpoint), engine_id=engine_id)
+    stop = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+    with manager:
+        manager.wait_ready(60)
+        print("up", flush=True)
+        engine = LoadEngine(manager, make_kv(make_model(), Path(kv_path)), int(seed))
+        while not stop.is_set():
+            engine.step()
+            if engine.seen.wrong:
+                print("WRONG", engine.seen.wrong[:3], flush=True)
+                raise SystemExit(1)
+            if engine.seen.longest_call_s > 5:
+                print(f"WRONG a call took {engine.seen.longest_call_s} s", flush=True)
+                raise SystemExit(1)
+    print(f"done {engine.seen.steps} {engine.seen.hits} {engine.seen.lost}", flush=True)
+
+
+if __name__ == "__main__":
+    {"rank": run_rank, "scheduler": run_scheduler}[sys.argv[1]](*sys.argv[2:])
