@@ -376,6 +376,10 @@ class KVTaskEngine:
     def is_up(self, executor: str) -> bool:
         return executor in self._up
 
+    def is_busy(self, executor: str) -> bool:
+        """Whether ops are with it."""
+        return any(executor in running.waiting_for for running in self._running.values())
+
     def op_done(
         self,
         executor: str,

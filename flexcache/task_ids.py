@@ -31,6 +31,10 @@ def session_of(task_id: int) -> SessionId:
     return SessionId(task_id >> _COUNT_BITS)
 
 
+def is_of_same_server(session: SessionId, other: SessionId) -> bool:
+    return session >> _SESSION_BITS == other >> _SESSION_BITS
+
+
 def epoch_of(task_id: int) -> int:
     return task_id >> (_COUNT_BITS + _SESSION_BITS)
 

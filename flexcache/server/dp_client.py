@@ -10,7 +10,9 @@ also keeps the session alive:
     any --Refused for good--> REFUSED           any --close()--> CLOSED
 
 Without a server every match is a miss at once. Tasks that were open when it was lost are answered
-FAILED as soon as no rank of the engine can be copying for them any more (`fence`).
+FAILED as soon as no rank of the engine can be copying for them any more: when the ranks have let go
+of the fence (see `server.fence`), or the same server has opened the next session, which it does not
+before it has ended the tasks of the last.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ from flexcache.server.messages import (
     ToScheduler,
     WelcomeEngine,
 )
-from flexcache.task_ids import TaskIds
+from flexcache.task_ids import TaskIds, is_of_same_server
 from flexcache.transfer.messages import Stop, pack_ids
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ BlockIds = npt.NDArray[np.int64]
 _HELLO_INTERVAL_S = 0.1
 _SLICE_MS = 100  # how soon a waiting call sees that the server is lost
 _FENCE_PATIENCE_S = 4.0
+_FENCE_POLL_S = 0.005
 _NUM_REMEMBERED = 16_384
 
 
@@ -133,6 +136,9 @@ class KVDPClient:
         self._tasks: OrderedDict[int, _Task] = OrderedDict()
         self._ids = TaskIds(SessionId(0))
         self._fence: Fence | None = None
+        self._orphans: list[_Task] = []
+        self._orphans_fence: Fence | None = None
+        self._orphans_until_s = 0.0
         self._call_lock = threading.Lock()
         self._calls: zmq.Socket[bytes] | None = None
         self._calls_identity = b""
@@ -380,6 +386,9 @@ class KVDPClient:
             self._error = str(error)
             self._set_state(SessionState.REFUSED)
             self._end_session()
+        while self._orphans:
+            time.sleep(_FENCE_POLL_S)
+            self._settle_orphans(give_up=self._closing)
 
     def _converse(self) -> None:
         """One session, from Hello until either side leaves."""
@@ -387,18 +396,27 @@ class KVDPClient:
         hello = HelloEngine(
             self._engine, self._client, os.getpid(), self._spec, self._calls_identity
         )
+        hello_due_s = 0.0
         while not self._closing:
-            if self._state is SessionState.CONNECTING:
+            now = time.monotonic()
+            if self._state is SessionState.CONNECTING and now >= hello_due_s:
+                hello_due_s = now + _HELLO_INTERVAL_S
                 if self._launcher is not None:
-                    self._launcher.ensure(time.monotonic())
+                    self._launcher.ensure(now)
                 self._link.send(hello)
-            waits = self._state is SessionState.CONNECTING
-            for data in self._link.receive(_HELLO_INTERVAL_S if waits else None):
+            for data in self._link.receive(self._patience_s()):
                 if not self._take(self._decoder.decode(data)):
                     return
+            if self._orphans:
+                self._settle_orphans()
             if self._is_lost.is_set():
                 raise ServerLostError(self._error or "the server was lost")
         self._link.send(Goodbye())
+
+    def _patience_s(self) -> float | None:
+        if self._orphans:
+            return _FENCE_POLL_S
+        return _HELLO_INTERVAL_S if self._state is SessionState.CONNECTING else None
 
     def _take(self, message: ToScheduler) -> bool:
         """Whether the conversation goes on."""
@@ -429,10 +447,13 @@ class KVDPClient:
 
     def _begin_session(self, welcome: WelcomeEngine) -> None:
         self._link.attend(welcome.server_pid)
+        session = SessionId(welcome.session)
+        if is_of_same_server(session, self._ids.session):
+            self._settle_orphans(nothing_moves=True)
         self._fence = Fence.open(welcome.fence)
         with self._call_lock:
             self._calls = self._link.connect(self._calls_identity, immediate=False)
-            self._ids = TaskIds(SessionId(welcome.session))
+            self._ids = TaskIds(session)
             self._is_lost.clear()
         if self._launcher is not None:
             self._launcher.succeeded()
@@ -457,24 +478,39 @@ class KVDPClient:
             with self._changed:
                 self._missing, self._problems = ["the server"], []
             self._set_state(SessionState.CONNECTING)
-        self._fail_open_tasks()
-
-    def _fail_open_tasks(self) -> None:
-        with self._changed:
-            is_open = [task for task in self._tasks.values() if not _is_over(task)]
         if self._fence is not None:
-            if any(task.launched for task in is_open):
-                if not self._fence.wait_until_free(_FENCE_PATIENCE_S):
-                    logger.error("engine %r: a rank does not let go of its slots", self._engine)
-            self._fence.close()
-            self._fence = None
+            self._settle_orphans(give_up=True)  # lost twice in a moment: rare, and logged
+            with self._changed:
+                self._orphans = [task for task in self._tasks.values() if not _is_over(task)]
+            self._orphans_fence, self._fence = self._fence, None
+            self._orphans_until_s = time.monotonic() + _FENCE_PATIENCE_S
+            self._settle_orphans(give_up=self._closing)
+
+    def _settle_orphans(self, nothing_moves: bool = False, give_up: bool = False) -> None:
+        """Answer the tasks of the last session, if their slots can be reused or it takes too long.
+
+        ``give_up``: nobody waits for the answers, or nothing better can be done.
+        """
+        fence = self._orphans_fence
+        if fence is None:
+            return
+        is_safe = (
+            nothing_moves or not any(task.launched for task in self._orphans) or fence.is_free()
+        )
+        if not is_safe and not give_up and time.monotonic() < self._orphans_until_s:
+            return
+        if not is_safe and not self._closing:
+            logger.error("engine %r: a rank does not let go of its slots", self._engine)
+        fence.close()
+        self._orphans_fence = None
         error = self._error or "the server was lost"
         with self._changed:
-            for task in is_open:
+            for task in self._orphans:
                 if task.result is None:
                     self._end(task, task.ended(KVStatus.FAILED, error))
                 elif not task.result.is_final:  # the GPU side had been answered
                     self._end(task, _final(task.result, error))
+        self._orphans = []
 
     def _set_state(self, state: SessionState) -> None:
         with self._changed:

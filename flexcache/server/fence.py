@@ -11,11 +11,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
 
 from flexcache.errors import RegistrationError
-
-_POLL_S = 0.005
 
 
 class Fence:
@@ -44,17 +41,13 @@ class Fence:
         """Slots may be touched until `close`."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
-    def wait_until_free(self, timeout: float) -> bool:
-        """Wait until nobody holds it; False if somebody still does after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_S)
+    def is_free(self) -> bool:
+        """Whether nobody holds it."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            return True
+        return False
 
     def close(self) -> None:
         """Let go. Idempotent."""

@@ -6,7 +6,7 @@ in `outgoing`. Per peer:
     rank        unknown --HelloRank--> greeted --Register--> serving --+
     scheduler   unknown --HelloEngine--> in session -------------------+--> gone
                                                                        |
-                         Goodbye, death, silence (schedulers), Hello of the same process anew
+                         Goodbye, death, silence, Hello of the same client anew
 
 A rank that is gone takes its ops with it; a scheduler its tasks. Neither takes cached blocks.
 """
@@ -102,6 +102,7 @@ class Rank:
     tp_rank: int
     client: str
     pid: int
+    heard_s: float
     serving: bool = False
 
     @property
@@ -130,7 +131,7 @@ class Hub:
             Raises `ConfigError` if they cannot be had.
         watcher: Reports deaths by `peer_died`.
         epoch: Of this server's task ids.
-        client_timeout_s: A scheduler that is silent for so long is taken for dead.
+        client_timeout_s: Who is silent for so long is taken for dead.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Hub:
             return
         try:
             message = self._decoder.decode(frames[0]) if frames else None
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also of bad UTF-8
             self._reject(identity, "malformed", str(error))
             return
         has_data = isinstance(message, Match)
@@ -201,14 +202,21 @@ class Hub:
             self._lose(peer, "its process died", now)
 
     def tick(self, now: float) -> None:
-        """Let sessions expire whose scheduler has been silent."""
-        for scheduler in list(self._sessions.values()):
-            if now - scheduler.heard_s >= self._client_timeout_s:
-                self.counters["expired_sessions"] += 1
-                self._lose(scheduler, f"silent for {self._client_timeout_s:g} s", now)
+        """Let those go who have been silent.
+
+        But not a rank that was given ops: it may still be copying, or be about to.
+        """
+        for peer in list(self._peers.values()):
+            if now - peer.heard_s < self._client_timeout_s:
+                continue
+            if isinstance(peer, Rank) and self._tasks.is_busy(peer.executor):
+                peer.heard_s = now
+                continue
+            self.counters["expired_clients"] += 1
+            self._lose(peer, f"silent for {self._client_timeout_s:g} s", now)
 
     def next_deadline(self) -> float | None:
-        heard = [scheduler.heard_s for scheduler in self._sessions.values()]
+        heard = [peer.heard_s for peer in self._peers.values()]
         return min(heard) + self._client_timeout_s if heard else None
 
     def readiness_changed(self) -> None:
@@ -309,7 +317,7 @@ class Hub:
     def _dispatch(self, identity: bytes, message: ToServer, data: Buffer, now: float) -> None:
         peer = self._peers.get(identity)
         caller = self._callers.get(identity)
-        if isinstance(peer, Scheduler):
+        if peer is not None:
             peer.heard_s = now
         match message:
             case HelloRank():
@@ -416,7 +424,7 @@ class Hub:
         holder = self._ranks.get(name)
         if not self._may_replace(identity, holder, hello.client, who, now):
             return
-        rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid)
+        rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid, now)
         self._peers[identity] = rank
         self._ranks[name] = rank
         self._watcher.watch(identity, hello.pid)

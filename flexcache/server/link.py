@@ -57,7 +57,7 @@ class ServerLink:
         Unless ``immediate``, messages may be sent before the connection is there.
         """
         socket = self._context.socket(zmq.DEALER)
-        socket.linger = 200  # ms, for the goodbye
+        socket.linger = 1000  # ms, for the goodbye
         socket.identity = identity
         socket.immediate = immediate  # then nothing piles up for a server that is not there
         if self._curve_keys is not None:

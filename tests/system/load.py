@@ -209,5 +209,57 @@ def run_scheduler(endpoint: str, engine_id: str, kv_path: str, seed: str) -> Non
     print(f"done {engine.seen.steps} {engine.seen.hits} {engine.seen.lost}", flush=True)
 
 
+def run_crowd(endpoint: str, first: str, count: str, seconds: str) -> None:
+    """Several engines in one process, each at work on its own, leaving and coming back now and
+    then; what each saw, as one line of JSON."""
+    import json
+    import threading
+
+    deadline = time.monotonic() + float(seconds)
+    results: dict[int, dict[str, object]] = {}
+
+    def live(number: int) -> None:
+        rng = np.random.default_rng(number)
+        kv, seen = make_kv(make_model()), Seen()
+        visits = 0
+        while time.monotonic() < deadline:
+            visits += 1
+            name = f"crowd-{number}"
+            client = KVTPClient(endpoint, engine_id=name)
+            client.register_kv_caches(kv)
+            with KVManager(make_model(), CacheConfig(endpoint=endpoint), engine_id=name) as manager:
+                manager.wait_ready(60)
+                load = LoadEngine(manager, kv, seed=int(rng.integers(1 << 30)))
+                load.seen = seen
+                leaves_at = time.monotonic() + rng.exponential(float(seconds) / 4)
+                while time.monotonic() < min(deadline, leaves_at) and not seen.wrong:
+                    load.step()
+                if rng.random() < 0.5:  # leave in the middle of things
+                    manager.get_match(tokens_of(int(rng.integers(NUM_PROMPTS)), MAX_BLOCKS))
+                    slots = np.arange(MAX_BLOCKS * TOKENS_PER_BLOCK)
+                    manager.put_async(tokens_of(5000 + number, MAX_BLOCKS), slots)
+            client.close()
+        times = np.sort(seen.latencies_s)
+        results[number] = {
+            "steps": seen.steps, "hits": seen.hits, "stored": seen.stored, "lost": seen.lost,
+            "visits": visits, "wrong": seen.wrong[:3], "longest_call_s": seen.longest_call_s,
+            "get_p50_s": float(np.quantile(times, 0.5)),
+            "get_p99_s": float(np.quantile(times, 0.99)),
+        }  # fmt: skip
+
+    print("up", flush=True)
+    threads = [
+        threading.Thread(target=live, args=(number,))
+        for number in range(int(first), int(first) + int(count))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == int(count), "an engine failed"
+    print(json.dumps(results), flush=True)
+
+
 if __name__ == "__main__":
-    {"rank": run_rank, "scheduler": run_scheduler}[sys.argv[1]](*sys.argv[2:])
+    roles = {"rank": run_rank, "scheduler": run_scheduler, "crowd": run_crowd}
+    roles[sys.argv[1]](*sys.argv[2:])

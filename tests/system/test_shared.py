@@ -283,7 +283,7 @@ def test_a_silent_engine_loses_its_session_and_finds_a_new_one() -> None:
         assert other.stdout.readline() == "up\n"
         os.kill(other.pid, signal.SIGSTOP)
         until(lambda: "sleepy/dp0" not in zero.manager.stats()["engines"])
-        assert zero.manager.stats()["counters"]["expired_sessions"] == 1
+        assert zero.manager.stats()["counters"]["expired_clients"] == 1
         os.kill(other.pid, signal.SIGCONT)
         until(lambda: "sleepy/dp0" in zero.manager.stats()["engines"])
         other.stdin.close()

@@ -1,0 +1,636 @@
+"""The server's side of the protocol, without sockets: random lives of clients beside a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from flexcache.config import CacheConfig, ModelConfig
+from flexcache.errors import ConfigError
+from flexcache.ids import KVStatus, TaskKind
+from flexcache.instructions import DISK, DropOp, RunOp, device
+from flexcache.server.hub import Hub
+from flexcache.server.messages import (
+    MAX_FRAME_BYTES,
+    Answer,
+    Cancel,
+    CheckInvariants,
+    Clear,
+    Ended,
+    Failed,
+    GetStats,
+    Goodbye,
+    HelloEngine,
+    HelloRank,
+    Launch,
+    Match,
+    Matched,
+    ModelSpec,
+    Ping,
+    Pong,
+    Readiness,
+    Refused,
+    Register,
+    Registered,
+    Rejected,
+    TaskAnswer,
+    ToServer,
+    WelcomeEngine,
+    WelcomeRank,
+)
+from flexcache.server.store import CacheStore
+from flexcache.task_ids import TaskIds
+from flexcache.transfer.messages import Done, Execute
+
+MODEL = ModelConfig("m", 1, 1, 8, torch.uint8)
+SPEC = ModelSpec.of(MODEL, 16)
+BLOCKS = 12
+TIMEOUT_S = 30.0
+
+
+class World:
+    """A hub with a clock, whose answers are kept by peer."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = CacheConfig(num_cpu_blocks=BLOCKS, **settings)
+        self.watched: dict[bytes, int] = {}
+        self.hub = Hub(self.open_store, self, 7, TIMEOUT_S)
+        self.stores: list[CacheStore] = []
+        self.now = 100.0
+        self.inbox: dict[bytes, list[Any]] = {}
+
+    def open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
+        store = CacheStore(model, replace(self.config, tokens_per_block=tokens_per_block))
+        store.open()
+        self.stores.append(store)
+        return store
+
+    def watch(self, identity: bytes, pid: int) -> None:
+        self.watched[identity] = pid
+
+    def unwatch(self, identity: bytes) -> None:
+        self.watched.pop(identity, None)
+
+    def send(self, peer: bytes, message: ToServer, data: bytes | None = None) -> list[Any]:
+        """What the peer is answered."""
+        frames = [msgspec.msgpack.encode(message)] + ([] if data is None else [data])
+        return self.send_raw(peer, frames)
+
+    def send_raw(self, peer: bytes, frames: list[bytes]) -> list[Any]:
+        before = len(self.inbox.get(peer, []))
+        self.hub.take(peer, frames, self.now)
+        self.settle()
+        return self.inbox.get(peer, [])[before:]
+
+    def settle(self) -> None:
+        if self.hub.store is not None:
+            for instruction in self.hub.store.engine.take_instructions():
+                if not (isinstance(instruction, (RunOp, DropOp)) and instruction.executor == DISK):
+                    self.hub.deliver(instruction)
+        for peer, message in self.hub.outgoing:
+            self.inbox.setdefault(peer, []).append(message)
+        self.hub.outgoing = []
+
+    def die(self, peer: bytes) -> None:
+        self.hub.peer_died(peer, self.now)
+        self.settle()
+
+    def last(self, peer: bytes) -> Any:
+        return self.inbox[peer][-1]
+
+    def close(self) -> None:
+        self.hub.close()
+        for store in self.stores:
+            store.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def hello_engine(name: str = "e", client: str = "c", calls: bytes = b"calls",
+                 spec: ModelSpec = SPEC, **more: Any) -> HelloEngine:  # fmt: skip
+    return HelloEngine(name, client, 1, spec, calls, **more)
+
+
+def keys(text: str) -> bytes:
+    return b"".join(text[: i + 1].encode().ljust(8) for i in range(len(text)))
+
+
+class Engine:
+    """A scheduler in session and its rank, which does what it is told at once or later."""
+
+    def __init__(self, world: World, name: str = "e") -> None:
+        self.world = world
+        self.name = name
+        self.events = f"{name}-events".encode()
+        self.calls = f"{name}-calls".encode()
+        self.rank = f"{name}-rank".encode()
+        [welcome] = world.send(self.events, hello_engine(name, name, self.calls))
+        assert isinstance(welcome, WelcomeEngine)
+        self.ids = TaskIds(welcome.session)  # type: ignore[arg-type]
+
+    def register(self) -> None:
+        [welcome] = self.world.send(self.rank, HelloRank(self.name, 0, self.name, 2))
+        assert isinstance(welcome, WelcomeRank)
+        assert Registered() in self.world.send(self.rank, Register("layout", 99))
+
+    def match(self, kind: TaskKind, text: str) -> tuple[int, Any]:
+        task_id = self.ids.next()
+        request = Match(5, task_id, kind, b"root", 0, len(text), 16 * len(text), 8)
+        [reply] = self.world.send(self.calls, request, keys(text))
+        return task_id, reply
+
+    def launch(self, task_id: int, count: int, gated: bool = False) -> None:
+        blocks = np.arange(count, dtype="<i8").tobytes()
+        self.world.send(self.calls, Launch(task_id, blocks, gated))
+
+    def work(self) -> None:
+        """The rank does all that it was given."""
+        for message in self.world.inbox.get(self.rank, []):
+            if isinstance(message, Execute):
+                self.world.send(self.rank, Done(message.op_id, len(message.src) // 8))
+        self.world.inbox[self.rank] = []
+
+    def put(self, text: str) -> int:
+        task_id, reply = self.match(TaskKind.PUT, text)
+        self.launch(task_id, reply.num_blocks)
+        self.work()
+        return task_id
+
+    def answers(self, task_id: int) -> list[TaskAnswer]:
+        return [
+            m for m in self.world.inbox[self.events]
+            if isinstance(m, TaskAnswer) and m.task_id == task_id
+        ]  # fmt: skip
+
+
+def test_what_one_engine_put_another_gets(world: World) -> None:
+    one, two = Engine(world, "one"), Engine(world, "two")
+    one.register()
+    two.register()
+    task_id = one.put("abc")
+    [answer] = one.answers(task_id)
+    assert (answer.status, answer.num_ok, answer.is_final) == (KVStatus.SUCCESS, 3, True)
+    task_id, reply = two.match(TaskKind.GET, "abcd")
+    assert reply == Matched(5, 0, 3, {"CPU": 3})
+    two.launch(task_id, 3)
+    assert not two.answers(task_id)
+    two.work()
+    assert two.answers(task_id)[0].num_ok == 3
+    assert one.answers(task_id) == []
+
+
+def test_the_first_engine_decides_what_is_cached_and_another_model_is_refused(world: World) -> None:
+    assert world.send(b"r", HelloRank("e", 0, "c", 2)) == []  # nobody knows yet
+    Engine(world)
+    assert isinstance(world.send(b"r", HelloRank("e", 0, "c", 2))[0], WelcomeRank)
+    other = ModelSpec.of(ModelConfig("other", 1, 1, 8, torch.uint8), 16)
+    [refused] = world.send(b"x", hello_engine("x", "x", b"xc", other))
+    assert isinstance(refused, Refused)
+    assert refused.final
+    assert "other|" in refused.reason
+    assert "m|" in refused.reason
+
+
+@pytest.mark.parametrize("spec", [
+    ModelSpec("m", 1, 1, 8, "nonsense", False, 1, 16),
+    ModelSpec("m", 0, 1, 8, "uint8", False, 1, 16),
+    ModelSpec("m", 1, 1, 8, "uint8", False, 1, 0),
+    ModelSpec("", 1, 1, 8, "uint8", False, 1, 16),
+    ModelSpec("m", 1, 1, 1 << 50, "uint8", False, 1, 16),
+])  # fmt: skip
+def test_a_model_that_is_none_is_refused_and_decides_nothing(world: World, spec: ModelSpec) -> None:
+    [refused] = world.send(b"x", hello_engine(spec=spec))
+    assert isinstance(refused, Refused)
+    Engine(world)
+
+
+def test_a_store_that_cannot_be_had_is_the_reason_of_the_refusal(world: World) -> None:
+    def fail(model: ModelConfig, tokens: int) -> CacheStore:
+        raise ConfigError("no room")
+
+    world.hub._open_store = fail
+    assert world.send(b"x", hello_engine()) == [Refused("no room")]
+
+
+def test_another_version_is_refused_and_counted(world: World) -> None:
+    for message in (hello_engine(version=1), HelloRank("e", 0, "c", 2, version=99)):
+        [refused] = world.send(b"x", message)
+        assert isinstance(refused, Refused)
+        assert "protocol" in refused.reason
+    assert world.hub.counters["rejected_version"] == 2
+
+
+def test_a_name_is_its_holders_until_that_is_gone(world: World) -> None:
+    Engine(world)
+    [refused] = world.send(b"late", hello_engine("e", "another", b"late-calls"))
+    assert isinstance(refused, Refused)
+    assert not refused.final
+    world.die(b"e-events")
+    [welcome] = world.send(b"late", hello_engine("e", "another", b"late-calls"))
+    assert isinstance(welcome, WelcomeEngine)
+
+
+def test_a_client_takes_its_own_place_again_and_its_tasks_are_gone(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    engine.match(TaskKind.PUT, "abc")
+    assert world.hub.stats()["tiers"]["CPU"]["leased"] == 3
+    [welcome] = world.send(b"again", hello_engine("e", "e", b"again-calls"))
+    assert isinstance(welcome, WelcomeEngine)
+    assert world.hub.stats()["tiers"]["CPU"]["leased"] == 0
+    [rejected] = world.send(engine.events, Ping())
+    assert isinstance(rejected, Rejected)  # the former self learns that it is not known any more
+
+
+def test_a_new_engine_waits_until_the_slots_of_its_former_self_are_let_go(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    task_id, reply = engine.match(TaskKind.PUT, "abc")
+    engine.launch(task_id, reply.num_blocks)
+    world.die(engine.events)
+    [refused] = world.send(b"new", hello_engine("e", "new", b"new-calls"))
+    assert isinstance(refused, Refused)
+    assert not refused.final
+    assert "still move bytes" in refused.reason
+    engine.work()
+    assert isinstance(world.send(b"new", hello_engine("e", "new", b"nc"))[0], WelcomeEngine)
+    assert world.hub.stats()["tiers"]["CPU"]["indexed"] == 0  # a cancelled put publishes nothing
+
+
+def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) -> None:
+    quiet, lively = Engine(world, "quiet"), Engine(world, "lively")
+    world.now += TIMEOUT_S - 1
+    assert world.send(lively.events, Ping()) == [Pong()]
+    world.hub.tick(world.now + 2)
+    assert list(world.hub.stats()["engines"]) == ["lively"]
+    assert world.hub.counters["expired_clients"] == 1
+    assert quiet.events not in world.watched
+    assert world.hub.next_deadline() == world.now + TIMEOUT_S
+
+
+def test_a_silent_rank_expires_unless_it_may_be_copying(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    world.send(b"half", HelloRank("half", 0, "half", 2))
+    task_id, reply = engine.match(TaskKind.PUT, "abc")
+    engine.launch(task_id, reply.num_blocks)
+    world.now += TIMEOUT_S
+    world.send(engine.events, Ping())
+    world.hub.tick(world.now)
+    assert set(world.hub.peers) == {engine.events, engine.rank}
+    engine.work()
+    assert engine.answers(task_id)[0].num_ok == 3
+    world.now += TIMEOUT_S
+    world.send(engine.events, Ping())
+    world.hub.tick(world.now)
+    assert set(world.hub.peers) == {engine.events}
+
+
+def test_a_rank_is_refused_for_a_layout_that_differs_and_everybody_is_told(world: World) -> None:
+    one, two = Engine(world, "one"), Engine(world, "two")
+    one.register()
+    world.send(two.rank, HelloRank("two", 0, "two", 2))
+    answers = world.send(two.rank, Register("another layout", 9))
+    assert isinstance(answers[0], Refused)
+    assert "another layout" in answers[0].reason
+    told = world.last(two.events)
+    assert isinstance(told, Readiness)
+    assert told.missing == ["tp_rank 0"]
+    assert "another layout" in told.problems[0]
+    assert world.last(one.events).problems == []
+    assert not world.hub.store.engine.is_up(device("two", 0))  # type: ignore[union-attr]
+
+
+def test_a_rank_that_comes_back_is_told_what_ended_while_it_was_away(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    task_id, reply = engine.match(TaskKind.PUT, "abc")
+    engine.launch(task_id, reply.num_blocks, gated=True)
+    world.die(engine.rank)
+    engine.rank = b"rank again"
+    engine.register()
+    assert Ended(task_id, 0) in world.inbox[engine.rank]
+
+
+def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
+    one, two = Engine(world, "one"), Engine(world, "two")
+    task_id, _ = one.match(TaskKind.PUT, "abc")
+    world.send(two.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
+    two.launch(task_id, 3)
+    assert world.hub.stats()["tasks"]["created"] == 1
+    stolen = Match(5, task_id + 1, TaskKind.PUT, b"root", 0, 1, 16, 8)
+    [failed] = world.send(two.calls, stolen, keys("z"))
+    assert isinstance(failed, Failed)
+
+
+def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: World) -> None:
+    engine = Engine(world)
+    task_id = engine.ids.next()
+    good = Match(1, task_id, TaskKind.GET, b"root", 0, 2, 32, 8)
+    bad: list[tuple[ToServer, bytes | None]] = [
+        (msgspec.structs.replace(good, stop=3), keys("ab")),
+        (msgspec.structs.replace(good, start=-1), keys("ab")),
+        (msgspec.structs.replace(good, start=2, stop=1), keys("ab")),
+        (msgspec.structs.replace(good, key_bytes=-8), keys("ab")),
+        (msgspec.structs.replace(good, key_bytes=0), b"odd"),
+        (msgspec.structs.replace(good, task_id=3), keys("ab")),
+        (Clear(1, "NOWHERE"), None),
+    ]
+    for message, data in bad:
+        [failed] = world.send(engine.calls, message, data)
+        assert isinstance(failed, Failed), message
+        assert failed.request_id == 1
+    assert isinstance(world.send(b"stranger", Clear(4, None))[0], Failed)
+    assert isinstance(world.send(engine.calls, good, keys("ab"))[0], Matched)
+    assert world.send(engine.calls, CheckInvariants(9)) == [Answer(9, None)]
+    assert world.send(engine.calls, Clear(2, None)) == [Answer(2, 0)]
+    assert isinstance(world.send(b"stranger", GetStats(3))[0], Answer)
+
+
+def test_a_launch_that_cannot_be_is_the_failure_of_its_task(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    task_id, _ = engine.match(TaskKind.PUT, "abc")
+    engine.launch(task_id, 2)
+    [answer] = engine.answers(task_id)
+    assert answer.status is KVStatus.FAILED
+    assert "3 blocks, 2 were given" in (answer.error or "")
+
+
+def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
+    engine = Engine(world)
+    big = bytes(MAX_FRAME_BYTES + 8)
+    request = Match(1, engine.ids.next(), TaskKind.GET, b"root", 0, 1, 16, 8)
+    [rejected] = world.send(engine.calls, request, big)
+    assert isinstance(rejected, Rejected)
+    assert world.hub.counters["rejected_oversized"] == 1
+
+
+def test_a_failing_handler_is_answered_and_costs_nobody_else_anything(world: World) -> None:
+    one, two = Engine(world, "one"), Engine(world, "two")
+    assert world.hub.store is not None
+    real = world.hub.store.engine.match
+
+    def fail_for_one(task_id: int, *rest: Any) -> Any:
+        if task_id in one.ids:
+            raise RuntimeError("a bug")
+        return real(task_id, *rest)
+
+    world.hub.store.engine.match = fail_for_one  # type: ignore[assignment, method-assign]
+    _, failed = one.match(TaskKind.GET, "ab")
+    assert failed == Failed(5, "internal", "RuntimeError('a bug')")
+    assert isinstance(two.match(TaskKind.GET, "ab")[1], Matched)
+    assert world.hub.counters["failed_messages"] == 1
+
+
+def test_fences_and_problems_do_not_outlive_their_engines(world: World) -> None:
+    for turn in range(50):
+        engine = Engine(world, f"engine-{turn}")
+        engine.register()
+        world.send(engine.rank, Goodbye())
+        world.send(engine.events, Goodbye())
+    assert world.hub._fences == {}
+    assert world.hub._ended == {}
+    assert world.hub.peers == []
+    assert world.watched == {}
+
+
+def test_a_scheduler_that_does_not_read_is_given_up_and_a_rank_is_not(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    world.hub.does_not_read(engine.rank, world.now)
+    assert engine.rank in world.hub.peers
+    world.hub.does_not_read(engine.events, world.now)
+    assert engine.events not in world.hub.peers
+
+
+# -- random lives --------------------------------------------------------------------------------
+
+NAMES = ["one", "two"]
+CLIENTS = ["a", "b"]
+TEXTS = ["abcd", "abx", "q"]
+
+
+class HubHistories(RuleBasedStateMachine):
+    """Engines and ranks come, work and go in any order; a model says who holds which place."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = World()
+        self.count = 0
+        self.engines: dict[str, tuple[str, bytes, bytes, TaskIds]] = {}
+        self.ranks: dict[str, tuple[str, bytes, bool]] = {}
+        self.open: dict[int, str] = {}  # task -> matched | launched
+        self.sizes: dict[int, int] = {}
+        self.decided = False
+
+    def fresh(self) -> bytes:
+        self.count += 1
+        return f"peer {self.count}".encode()
+
+    @rule(name=st.sampled_from(NAMES), client=st.sampled_from(CLIENTS))
+    def engine_comes(self, name: str, client: str) -> None:
+        peer, calls = self.fresh(), self.fresh()
+        held = self.engines.get(name)
+        answers = self.world.send(peer, hello_engine(name, client, calls))
+        [answer] = [a for a in answers if isinstance(a, (WelcomeEngine, Refused))]
+        self.decided = True
+        if held is not None and held[0] != client:
+            assert isinstance(answer, Refused)
+            assert not answer.final
+            return
+        if held is not None:
+            self.engine_is_gone(name)
+        if isinstance(answer, Refused):  # only while its former self's copies go on
+            assert "still move bytes" in answer.reason
+            return
+        self.engines[name] = (client, peer, calls, TaskIds(answer.session))  # type: ignore[arg-type]
+
+    @rule(name=st.sampled_from(NAMES), client=st.sampled_from(CLIENTS), fits=st.booleans())
+    def rank_comes(self, name: str, client: str, fits: bool) -> None:
+        peer = self.fresh()
+        held = self.ranks.get(name)
+        answers = self.world.send(peer, HelloRank(name, 0, client, 2))
+        if not self.decided:
+            assert answers == []
+            return
+        if held is not None and held[0] != client:
+            [refused] = answers
+            assert isinstance(refused, Refused)
+            return
+        assert isinstance(answers[0], WelcomeRank)
+        self.ranks.pop(name, None)
+        problem = None if fits else "it does not fit"
+        answers = self.world.send(peer, Register("layout", 9, problem))
+        assert isinstance(answers[0], Registered if fits else Refused)
+        if fits:
+            self.ranks[name] = (client, peer, True)
+
+    def engine_is_gone(self, name: str) -> None:
+        ids = self.engines.pop(name)[3]
+        for task_id in [t for t in self.open if t in ids]:
+            del self.open[task_id]
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), how=st.sampled_from(["bye", "dies", "silent", "stuck"]))
+    def engine_goes(self, data: st.DataObject, how: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engines)))
+        peer = self.engines[name][1]
+        if how == "bye":
+            self.world.send(peer, Goodbye())
+        elif how == "dies":
+            self.world.die(peer)
+        elif how == "stuck":
+            self.world.hub.does_not_read(peer, self.world.now)
+        else:
+            self.world.now += TIMEOUT_S - 1
+            for other, (_, events, _, _) in self.engines.items():
+                if other != name:
+                    self.world.send(events, Ping())
+            for _, events, _ in self.ranks.values():
+                self.world.send(events, Ping())
+            self.world.now += 1
+            self.world.hub.tick(self.world.now)
+        self.world.settle()
+        self.engine_is_gone(name)
+
+    @precondition(lambda self: self.ranks)
+    @rule(data=st.data(), bye=st.booleans())
+    def rank_goes(self, data: st.DataObject, bye: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.ranks)))
+        peer = self.ranks.pop(name)[1]
+        if bye:
+            self.world.send(peer, Goodbye())
+        else:
+            self.world.die(peer)
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data(), kind=st.sampled_from([TaskKind.PUT, TaskKind.GET, TaskKind.PREFETCH]),
+          text=st.sampled_from(TEXTS))  # fmt: skip
+    def match(self, data: st.DataObject, kind: TaskKind, text: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engines)))
+        _, _, calls, ids = self.engines[name]
+        task_id = ids.next()
+        request = Match(1, task_id, kind, b"root", 0, len(text), 16 * len(text), 8)
+        [matched] = self.world.send(calls, request, keys(text))
+        assert isinstance(matched, Matched)
+        if matched.num_blocks:
+            self.open[task_id] = "matched"
+            self.sizes[task_id] = 0 if kind is TaskKind.PREFETCH else matched.num_blocks
+
+    def caller_of(self, task_id: int) -> bytes:
+        return next(e[2] for e in self.engines.values() if task_id in e[3])
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), gated=st.booleans())
+    def launch(self, data: st.DataObject, gated: bool) -> None:
+        task_id = data.draw(st.sampled_from(sorted(self.open)))
+        blocks = np.arange(self.sizes[task_id], dtype="<i8").tobytes()
+        self.world.send(self.caller_of(task_id), Launch(task_id, blocks, gated))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        task_id = data.draw(st.sampled_from(sorted(self.open)))
+        self.world.send(self.caller_of(task_id), Cancel(np.array([task_id], dtype="<u8").tobytes()))
+
+    @rule(name=st.sampled_from(NAMES), part=st.booleans())
+    def rank_works(self, name: str, part: bool) -> None:
+        if name not in self.ranks:
+            return
+        peer = self.ranks[name][1]
+        box, self.world.inbox[peer] = self.world.inbox.get(peer, []), []
+        for message in box:
+            if isinstance(message, Execute):
+                count = len(message.src) // 8
+                self.world.send(peer, Done(message.op_id, count // 2 if part else count))
+
+    @rule(peer=st.sampled_from([b"stranger", b"peer 1", b"peer 2", b"peer 3"]), frame=st.binary())
+    def noise(self, peer: bytes, frame: bytes) -> None:
+        self.world.send_raw(peer, [frame])
+
+    @invariant()
+    def places_are_held_by_whom_the_model_says(self) -> None:
+        hub = self.world.hub
+        assert set(hub.stats()["engines"]) == set(self.engines)
+        if hub.store is None:
+            return
+        hub.store.engine.check()
+        assert hub.workers() == {device(name, 0): 2 for name in self.ranks}
+        for name in NAMES:
+            assert hub.store.engine.is_up(device(name, 0)) == (name in self.ranks)
+        expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
+        assert set(hub.peers) == set(self.world.watched) == expected
+        stats = hub.stats()["tiers"]["CPU"]
+        assert stats["free"] + stats["indexed"] + stats["leased"] == BLOCKS
+
+    @invariant()
+    def nobody_is_told_of_tasks_that_are_not_theirs(self) -> None:
+        for _, peer, _, ids in self.engines.values():
+            for message in self.world.inbox.get(peer, []):
+                if isinstance(message, TaskAnswer):
+                    assert message.task_id in ids
+                    if message.is_final:
+                        self.open.pop(message.task_id, None)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for peer in [*self.world.hub.peers]:
+            self.world.die(peer)
+        if self.world.hub.store is not None:
+            stats = self.world.hub.stats()
+            assert stats["tiers"]["CPU"]["leased"] == 0
+            assert sum(stats["tasks"].values()) == 0
+        self.world.close()
+
+
+TestHubHistories = HubHistories.TestCase
+TestHubHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# -- hostile frames ------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) -> None:
+    world = World()
+    try:
+        engine, other = Engine(world, "one"), Engine(world, "two")
+        engine.register()
+        task_id, _ = other.match(TaskKind.PUT, "abc")
+        valid: list[ToServer] = [
+            hello_engine("x", "x", b"x"), HelloRank("x", 0, "x", 2), Register("l", 1),
+            Done(1, 1), Launch(engine.ids.next(), b"12345678", True), Cancel(b"12345678"),
+            Match(1, engine.ids.next(), TaskKind.PUT, b"r", 0, 1, 16, 8), Clear(1, "CPU"),
+            GetStats(1), CheckInvariants(1), Ping(),
+        ]  # fmt: skip
+        for _ in range(5):
+            frame = bytearray(msgspec.msgpack.encode(data.draw(st.sampled_from(valid))))
+            for _ in range(data.draw(st.integers(0, 3))):
+                frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+            extra = data.draw(st.lists(st.binary(max_size=40), max_size=2))
+            peer = data.draw(st.sampled_from([b"?", engine.events, engine.calls, engine.rank]))
+            world.send_raw(peer, [bytes(frame), *extra])
+        assert world.hub.store is not None
+        world.hub.store.engine.check()
+        assert "two" in world.hub.stats()["engines"]
+        world.send(other.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
+        assert other.answers(task_id)[0].status is KVStatus.CANCELLED
+    finally:
+        world.close()
