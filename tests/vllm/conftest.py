@@ -19,7 +19,7 @@ try:
 except ImportError:
     if os.environ.get("REQUIRE_VLLM"):
         raise
-    collect_ignore = ["test_engine.py", "test_processes.py"]
+    collect_ignore = ["test_engine.py", "test_processes.py", "test_shared.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
