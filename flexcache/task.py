@@ -219,6 +219,10 @@ class KVTaskEngine:
     def session_totals(self, session: SessionId) -> Totals:
         return self._owners[session].totals
 
+    def was_launched(self, task_id: TaskId) -> bool:
+        """Raises `KeyError` for a task that is not open."""
+        return self._tasks[task_id].launched
+
     def num_open_tasks_of(self, session: SessionId) -> int:
         return len(self._owners[session].tasks)
 

@@ -71,6 +71,7 @@ logger = logging.getLogger(__name__)
 
 BlockIds = npt.NDArray[np.int64]
 _HELLO_INTERVAL_S = 0.1
+_COPY_BELOW_BYTES = 64 << 10
 _SLICE_MS = 100  # how soon a waiting call sees that the server is lost
 _FENCE_PATIENCE_S = 4.0
 _FENCE_POLL_S = 0.005
@@ -305,24 +306,32 @@ class KVDPClient:
         assert isinstance(reply, Answer)
         return reply.value
 
-    def _ask(self, request: Request, data: Any = None) -> Matched | Answer:
+    def _ask(
+        self, request: Request, payload: bytes | memoryview | None = None
+    ) -> Matched | Answer:
         """One round trip. Raises what the server answered with, or `ServerLostError`."""
         calls = self._calls
         if calls is None or self._is_lost.is_set():
             raise ServerLostError(f"{self.endpoint}: {self._error or self._state.value}")
-        frames = [self._encode(request)] if data is None else [self._encode(request), data]
         try:
-            calls.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            if payload is None:
+                calls.send(self._encode(request), zmq.NOBLOCK)
+            else:
+                calls.send(self._encode(request), zmq.NOBLOCK | zmq.SNDMORE)
+                calls.send(payload, zmq.NOBLOCK, copy=len(payload) < _COPY_BELOW_BYTES)
         except zmq.Again:
             self._lose_calls("takes no messages")
         deadline = time.monotonic() + self._config.server_timeout_s
         while True:
-            while not calls.poll(_SLICE_MS):
+            try:
+                data = calls.recv()
+            except zmq.Again:  # a slice of time has passed
                 if self._is_lost.is_set():
-                    raise ServerLostError("the server was lost")
+                    raise ServerLostError("the server was lost") from None
                 if time.monotonic() > deadline:
                     self._lose_calls(f"did not answer within {self._config.server_timeout_s:g} s")
-            reply: Reply = self._reply_decoder.decode(calls.recv())
+                continue
+            reply: Reply = self._reply_decoder.decode(data)
             if reply.request_id == request.request_id:  # else one that was given up
                 break
         if isinstance(reply, Failed):
@@ -453,6 +462,7 @@ class KVDPClient:
         self._fence = Fence.open(welcome.fence)
         with self._call_lock:
             self._calls = self._link.connect(self._calls_identity, immediate=False)
+            self._calls.rcvtimeo = _SLICE_MS
             self._ids = TaskIds(session)
             self._is_lost.clear()
         if self._launcher is not None:

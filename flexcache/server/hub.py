@@ -162,6 +162,7 @@ class Hub:
         self._ended: dict[str, deque[Ended]] = {}
         """The last gated tasks of each engine that are over."""
         self._problems: dict[str, str] = {}
+        self._unasked: set[TaskId] = set()
         self._numbers = itertools.count(1)
         self._decoder = msgspec.msgpack.Decoder(ToServer)
 
@@ -241,7 +242,9 @@ class Hub:
                             self._send(rank.identity, ended)
             case TaskAnswered(task_id, result):
                 scheduler = self._sessions.get(session_of(task_id))
-                if scheduler is not None:
+                if task_id in self._unasked:
+                    self._unasked.discard(task_id)
+                elif scheduler is not None:
                     answer = TaskAnswer(
                         task_id, result.status, result.start, result.num_ok, result.num_tokens,
                         result.error, result.is_final,
@@ -402,9 +405,12 @@ class Hub:
             self._send(caller.identity, answer)
 
     def _cancel(self, caller: Scheduler, message: Cancel, now: float) -> None:
-        for task_id in np.frombuffer(message.task_ids, dtype="<u8").tolist():
+        for number in np.frombuffer(message.task_ids, dtype="<u8").tolist():
             try:
-                self._tasks.cancel([self._own(caller, task_id)], now)
+                task_id = self._own(caller, number)
+                if not self._tasks.was_launched(task_id):
+                    self._unasked.add(task_id)  # the client needs no answer where nothing moves
+                self._tasks.cancel([task_id], now)
             except KeyError:
                 continue  # it has ended, and its answer is on the way
 

@@ -59,6 +59,8 @@ _FIRST_CLIENT_PATIENCE_S = 60.0
 _MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood to end
 _RECEIVE_QUEUE = 64  # messages of one client that wait here; it waits with the others
 _SEND_QUEUE = 10_000
+_SPIN_S = 0.0002
+_POLL_INTERVAL_S = 0.002  # how late a death or the disk worker is seen while clients keep us busy
 
 
 class KVServer:
@@ -109,6 +111,9 @@ class KVServer:
         self._wake = -1
         self._thread: threading.Thread | None = None
         self._seen_ended = 0
+        self._spin_s = 0.0
+        self._spin_until_s = 0.0
+        self._poll_due_s = 0.0
         self._started_s = 0.0
         self._stopping = False
         self._stopped = False
@@ -132,6 +137,7 @@ class KVServer:
     def serve(self) -> None:
         """As `start`, but on the calling thread, until `stop` or idleness ends it."""
         self._open()
+        self._spin_s = _SPIN_S
         try:
             self._run()
         finally:
@@ -312,20 +318,35 @@ class KVServer:
             if now >= self._disk.restart_at:
                 self._disk.start(now)
                 self._poller.register(self._disk.pidfd, zmq.POLLIN)
-        ready = dict(self._poller.poll(self._patience_ms(now)))
+        is_due = now >= self._poll_due_s
+        if is_due or not self._message_comes_soon():
+            self._poll_due_s = now + _POLL_INTERVAL_S
+            ready = dict(self._poller.poll(0 if is_due else self._patience_ms(now)))
+        else:
+            ready = {}
         self._take_events(ready)
         if self._is_idle_for_good(time.monotonic()):
             logger.info("the last client has left")
             self._stopping = True
 
+    def _message_comes_soon(self) -> bool:
+        """Look for a message without sleeping, for a moment after the last one: to be woken takes
+        longer than most requests. Only in a process of our own."""
+        assert self._front is not None
+        while time.monotonic() < self._spin_until_s:
+            if int(self._front.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return True
+        return False
+
     def _take_events(self, ready: dict[object, int]) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
         now = time.monotonic()
         with self._changed:
             self._take_deaths(ready, now)
             self._take_worker_messages(now)
-            self._take_messages(now)
+            took_any = self._take_messages(now)
             self.hub.tick(now)
             if self._store is not None:
                 self._store.engine.tick(now)
@@ -333,6 +354,8 @@ class KVServer:
             if self.hub.outgoing:
                 self._changed.notify_all()  # somebody may be ready now
         self._send_outbox()
+        if took_any:
+            self._spin_until_s = time.monotonic() + self._spin_s
 
     def _patience_ms(self, now: float) -> int | None:
         with self._changed:
@@ -408,14 +431,18 @@ class KVServer:
             frames = [self._disk.identity.encode(), msgspec.msgpack.encode(message)]
             self._back.send_multipart(frames, zmq.NOBLOCK)
 
-    def _take_messages(self, now: float) -> None:
+    def _take_messages(self, now: float) -> bool:
+        """Whether there were any."""
         assert self._front is not None
+        took_any = False
         with contextlib.suppress(zmq.Again):
             for _ in range(_MAX_MESSAGES_A_TURN):
                 frames = self._front.recv_multipart(zmq.NOBLOCK, copy=False)
                 self.hub.take(frames[0].bytes, [frame.buffer for frame in frames[1:]], now)
+                took_any = True
                 if self._store is not None:
                     self._route()
+        return took_any
 
     def _take_worker_messages(self, now: float) -> None:
         if self._back is None or self._disk is None or self._store is None:
