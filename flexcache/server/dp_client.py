@@ -43,6 +43,7 @@ from flexcache.server.fence import Fence
 from flexcache.server.launcher import ServerLauncher
 from flexcache.server.link import ServerLink
 from flexcache.server.messages import (
+    MAX_FRAME_BYTES,
     Answer,
     Cancel,
     CheckInvariants,
@@ -64,6 +65,7 @@ from flexcache.server.messages import (
     ToScheduler,
     WelcomeEngine,
 )
+from flexcache.server.scratch import Scratch
 from flexcache.task_ids import TaskIds, is_of_same_server
 from flexcache.transfer.messages import Stop, pack_ids
 
@@ -143,6 +145,8 @@ class KVDPClient:
         self._call_lock = threading.Lock()
         self._calls: zmq.Socket[bytes] | None = None
         self._calls_identity = b""
+        self._scratch = Scratch.create(MAX_FRAME_BYTES)
+        self._uses_scratch = False
         self._is_lost = threading.Event()
         self._request_id = 0
         self._thread: threading.Thread | None = None
@@ -200,6 +204,7 @@ class KVDPClient:
             self._thread.join()
         self._set_state(SessionState.CLOSED)
         self._link.close()
+        self._scratch.close()
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -211,11 +216,13 @@ class KVDPClient:
         with self._call_lock:
             task_id = self._ids.next()
             self._request_id += 1
+            payload = self._show(data)
             request = Match(
-                self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes
-            )
+                self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
+                0 if payload is not None else len(data),
+            )  # fmt: skip
             try:
-                reply = self._ask(request, data)
+                reply = self._ask(request, payload)
             except ServerLostError:
                 reply = Matched(0, start, 0, {})
             assert isinstance(reply, Matched)
@@ -230,6 +237,13 @@ class KVDPClient:
                 self._remember(task_id, task)
         sources = {TierName(name): count for name, count in reply.sources.items()}
         return MatchedTask(task_id, reply.start, reply.num_blocks, sources)
+
+    def _show(self, data: bytes | memoryview) -> bytes | memoryview | None:
+        """Put it where the server sees it; what must be sent instead, if that cannot be."""
+        if self._uses_scratch and 0 < len(data) <= MAX_FRAME_BYTES:
+            self._scratch.write(data)
+            return None
+        return data
 
     def launch(
         self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool
@@ -403,8 +417,9 @@ class KVDPClient:
         """One session, from Hello until either side leaves."""
         self._calls_identity = uuid.uuid4().hex.encode()
         hello = HelloEngine(
-            self._engine, self._client, os.getpid(), self._spec, self._calls_identity
-        )
+            self._engine, self._client, os.getpid(), self._spec, self._calls_identity,
+            self._scratch.fd,
+        )  # fmt: skip
         hello_due_s = 0.0
         while not self._closing:
             now = time.monotonic()
@@ -464,6 +479,7 @@ class KVDPClient:
             self._calls = self._link.connect(self._calls_identity, immediate=False)
             self._calls.rcvtimeo = _SLICE_MS
             self._ids = TaskIds(session)
+            self._uses_scratch = welcome.uses_scratch
             self._is_lost.clear()
         if self._launcher is not None:
             self._launcher.succeeded()

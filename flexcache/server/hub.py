@@ -68,6 +68,7 @@ from flexcache.server.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
+from flexcache.server.scratch import Scratch
 from flexcache.server.store import CacheStore
 from flexcache.task import KVTaskEngine
 from flexcache.task_ids import make_session, session_of
@@ -120,6 +121,7 @@ class Scheduler:
     client: str
     pid: int
     session: SessionId
+    scratch: Scratch | None
     heard_s: float
 
 
@@ -178,7 +180,7 @@ class Hub:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also of bad UTF-8
             self._reject(identity, "malformed", str(error))
             return
-        has_data = isinstance(message, Match)
+        has_data = isinstance(message, Match) and not message.scratch_bytes
         if message is None or len(frames) != 1 + has_data:
             self._reject(identity, "malformed", f"{len(frames)} frames")
             return
@@ -380,6 +382,10 @@ class Hub:
         task_id = self._own(caller, request.task_id)
         assert self.store is not None
         size = self.store.config.tokens_per_block
+        if request.scratch_bytes:
+            if caller.scratch is None:
+                raise ValueError("the session has no scratch memory")
+            data = caller.scratch.read(request.scratch_bytes)
         keys = unpack_keys(request.root, data, request.key_bytes, size)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
@@ -500,8 +506,9 @@ class Hub:
             self._send(identity, Refused(reason, final=False))
             return
         session = self.open_session(hello.engine)
+        scratch = Scratch.open(hello.pid, hello.scratch_fd, MAX_FRAME_BYTES)
         scheduler = Scheduler(
-            identity, hello.calls, hello.engine, hello.client, hello.pid, session, now
+            identity, hello.calls, hello.engine, hello.client, hello.pid, session, scratch, now
         )
         self._peers[identity] = self._callers[hello.calls] = scheduler
         self._sessions[session] = scheduler
@@ -511,7 +518,7 @@ class Hub:
             identity,
             WelcomeEngine(
                 session, self.server_pid, self._fence(hello.engine), fingerprint,
-                self.missing(hello.engine),
+                self.missing(hello.engine), scratch is not None,
             ),
         )  # fmt: skip
 
@@ -569,6 +576,8 @@ class Hub:
             del self._ranks[peer.executor]
         else:
             del self._callers[peer.calls], self._sessions[peer.session]
+            if peer.scratch is not None:
+                peer.scratch.close()
         if all(other.engine != peer.engine for other in self._peers.values()):
             self._ended.pop(peer.engine, None)
             fence = self._fences.pop(peer.engine, None)

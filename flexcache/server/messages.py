@@ -1,7 +1,7 @@
 """The protocol between a server and its clients; `docs/protocol.md` draws it.
 
-Every frame is one tagged msgspec struct in MessagePack. `Match` alone is followed by a second frame
-that holds keys or token ids as they lie in memory. Lists of blocks or tasks are one binary array
+Every frame is one tagged msgspec struct in MessagePack. A prompt's keys or token ids lie in the
+session's scratch memory or, without one, in a second frame after `Match`, as they are. Lists of blocks or tasks are one binary array
 each. New fields go last, with defaults; what old code cannot understand raises PROTOCOL_VERSION.
 
     rank (KVTPClient)                         scheduler (KVDPClient), two sockets: events and calls
@@ -115,13 +115,15 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
 
 class HelloEngine(msgspec.Struct, tag=True, frozen=True):
-    """An engine's scheduler asks for a session. ``calls`` is the identity of its second socket."""
+    """An engine's scheduler asks for a session. ``calls`` is the identity of its second socket,
+    ``scratch_fd`` its descriptor of the scratch memory it offers."""
 
     engine: str
     client: str
     pid: int
     model: ModelSpec
     calls: bytes
+    scratch_fd: int = -1
     version: int = PROTOCOL_VERSION
 
 
@@ -133,6 +135,7 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     fence: str
     fingerprint: str
     missing: list[str]
+    uses_scratch: bool
 
 
 class Readiness(msgspec.Struct, tag=True, frozen=True):
@@ -143,8 +146,9 @@ class Readiness(msgspec.Struct, tag=True, frozen=True):
 
 
 class Match(msgspec.Struct, tag=True, frozen=True):
-    """Make a task for blocks ``[start, stop)``. The next frame has the prompt's block keys, of
-    ``key_bytes`` each, or if that is 0 its token ids (int64). Answered with `Matched`."""
+    """Make a task for blocks ``[start, stop)``. The first ``scratch_bytes`` of the scratch memory,
+    or if that is 0 the next frame, are the prompt's block keys, of ``key_bytes`` each, or if that
+    is 0 its token ids (int64). Answered with `Matched`."""
 
     request_id: int
     task_id: int
@@ -154,6 +158,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     stop: int
     num_tokens: int
     key_bytes: int
+    scratch_bytes: int = 0
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,266 @@
+"""The small parts that servers and their clients are made of."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_root
+from flexcache.cache.packed_keys import unpack_keys
+from flexcache.config import CacheConfig, ModelConfig, ServerConfig
+from flexcache.errors import ConfigError, RegistrationError
+from flexcache.ids import OpId, RootId, SessionId
+from flexcache.server.curve import make_keys
+from flexcache.server.fence import Fence
+from flexcache.server.messages import ModelSpec
+from flexcache.server.scratch import Scratch
+from flexcache.task_ids import TaskIds, epoch_of, id_before, make_session, session_of
+from flexcache.transfer.fair_queue import FairQueue
+
+# -- the queue for the disk ----------------------------------------------------------------------
+
+
+def fill(queue: FairQueue[str], owner: int, loads: int, stores: int, first: int) -> None:
+    for number in range(loads + stores):
+        is_load = number < loads
+        name = f"{'load' if is_load else 'store'} of {owner}"
+        queue.add(OpId(first + number), name, owner=owner, is_load=is_load)
+
+
+def test_engines_take_turns_whatever_each_has_waiting() -> None:
+    queue: FairQueue[str] = FairQueue()
+    fill(queue, 1, loads=100, stores=0, first=0)
+    fill(queue, 2, loads=3, stores=0, first=1000)
+    turns = [queue.next() for _ in range(6)]
+    assert turns == ["load of 1", "load of 2"] * 3
+    assert queue.next() == "load of 1"
+
+
+def test_loads_go_first_but_a_store_gets_every_fourth_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    fill(queue, 1, loads=6, stores=4, first=0)
+    kinds = [str(queue.next()).split()[0] for _ in range(10)]
+    assert kinds[:8] == ["load", "load", "load", "store"] * 2
+    assert kinds[8:] == ["store", "store"]
+    assert queue.next() is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("ald"), st.integers(0, 3), st.booleans()), max_size=60))
+def test_each_op_gets_its_turn_once_unless_it_was_discarded(steps: list) -> None:
+    queue: FairQueue[int] = FairQueue()
+    waiting: dict[int, tuple[int, bool]] = {}
+    served: list[int] = []
+    for number, (act, owner, is_load) in enumerate(steps):
+        if act == "a":
+            queue.add(OpId(number), number, owner=owner, is_load=is_load)
+            waiting[number] = (owner, is_load)
+        elif act == "d" and waiting:
+            gone = min(waiting)
+            queue.discard(OpId(gone))
+            del waiting[gone]
+        elif act == "l":
+            item = queue.next()
+            assert (item is None) == (not waiting)
+            if item is not None:
+                # Of its owner's ops of its class it is the first.
+                assert item == min(n for n, key in waiting.items() if key == waiting[item])
+                del waiting[item]
+                served.append(item)
+        assert len(queue) == len(waiting)
+    while (item := queue.next()) is not None:
+        del waiting[item]
+        served.append(item)
+    assert waiting == {}
+    assert max(Counter(served).values(), default=1) == 1
+
+
+# -- prompts on their way to a server ------------------------------------------------------------
+
+
+@given(st.integers(0, 20), st.integers(1, 40))
+def test_packed_keys_are_the_keys(count: int, size: int) -> None:
+    root = make_root("f", ["n"], "k")
+    keys = [bytes([i]) * size for i in range(count)]
+    ours = EngineBlockKeys(root, keys, count)
+    key_bytes, data = ours.packed(count)
+    theirs = unpack_keys(root, memoryview(data), key_bytes, 16)
+    assert theirs.num_blocks == count
+    assert theirs.slice(0, count) == keys
+    assert [theirs.key(i) for i in range(count)] == keys
+
+
+def test_tokens_are_hashed_there_as_they_are_here() -> None:
+    root = make_root("f", ["n"], "k")
+    tokens = np.random.default_rng(0).integers(0, 1 << 40, 170)
+    ours = TokenBlockKeys(root, tokens, 16)
+    key_bytes, data = ours.packed(10)
+    theirs = unpack_keys(root, memoryview(data), key_bytes, 16)
+    assert key_bytes == 0
+    assert theirs.slice(0, 10) == ours.slice(0, 10)
+
+
+def test_keys_of_different_sizes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="one size"):
+        EngineBlockKeys(RootId(b""), [b"a", b"bc"], 2).packed(2)
+    with pytest.raises(ValueError, match="whole items"):
+        unpack_keys(b"", memoryview(b"abc"), 2, 16)
+
+
+# -- task ids ------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 0xFFFF), st.integers(0, 1 << 20))
+def test_an_id_tells_its_session_and_its_server(epoch: int, number: int) -> None:
+    ids = TaskIds(make_session(epoch, number))
+    first, second = ids.next(), ids.next()
+    assert id_before(ids.session) < first < second < 1 << 64
+    assert session_of(first) == session_of(second) == ids.session
+    assert epoch_of(second) == epoch
+    assert first in ids
+    assert second + 1 not in ids
+
+
+# -- memory that two processes share -------------------------------------------------------------
+
+
+def test_a_fence_is_free_once_every_holder_has_let_go() -> None:
+    maker = Fence.create()
+    holders = [Fence.open(maker.path), Fence.open(maker.path)]
+    waiter = Fence.open(maker.path)
+    for holder in holders:
+        holder.hold()
+    assert not waiter.is_free()
+    holders[0].close()
+    assert not waiter.is_free()
+    maker.close()  # the server dies; the fence is still one
+    holders[1].close()
+    assert waiter.is_free()
+    waiter.close()
+    waiter.close()
+    with pytest.raises(RegistrationError, match="fence"):
+        Fence.open(maker.path)
+
+
+def test_the_death_of_a_holder_frees_the_fence() -> None:
+    maker = Fence.create()
+    script = (
+        "import sys; from flexcache.server.fence import Fence; Fence.open(sys.argv[1]).hold();"
+        "f = Fence.open(sys.argv[1]); f.hold(); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, maker.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    assert not maker.is_free()
+    holder.kill()
+    holder.communicate()
+    assert maker.is_free()
+    maker.close()
+
+
+def test_what_is_written_into_scratch_is_read_by_the_other_side() -> None:
+    mine = Scratch.create(1 << 20)
+    theirs = Scratch.open(os.getpid(), mine.fd, 1 << 20)
+    assert theirs is not None
+    mine.write(b"hello")
+    assert bytes(theirs.read(5)) == b"hello"
+    for size in (-1, (1 << 20) + 1):
+        with pytest.raises(ValueError, match="scratch memory"):
+            theirs.read(size)
+    with pytest.raises(OSError, match="permitted"):
+        os.ftruncate(mine.fd, 10)
+    theirs.close()
+    mine.close()
+    mine.close()
+
+
+def test_scratch_that_could_be_cut_off_or_is_no_memory_is_not_mapped(tmp_path: Path) -> None:
+    unsealed = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    small = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    os.ftruncate(small, 100)
+    fcntl.fcntl(small, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    (tmp_path / "file").write_bytes(bytes(4096))
+    plain = os.open(tmp_path / "file", os.O_RDWR)
+    reading, writing = os.pipe()
+    for fd in (unsealed, small, plain, reading, 9999, -1):
+        assert Scratch.open(os.getpid(), fd, 4096) is None
+    for fd in (unsealed, small, plain, reading, writing):
+        os.close(fd)
+
+
+# -- configuration -------------------------------------------------------------------------------
+
+
+def test_a_server_config_survives_its_way_to_another_process() -> None:
+    model = ModelConfig("m", 3, 4, 32, torch.bfloat16, tp_size=2)
+    cache = CacheConfig(num_cpu_blocks=4, endpoint="ipc:///x", ssd_cache_dirs=["/tmp"],
+                        num_ssd_blocks=8)  # fmt: skip
+    for config in (ServerConfig(cache, model, 3.5), ServerConfig(cache)):
+        assert ServerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_server_takes_its_file_then_the_environment_then_what_it_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "server.json"
+    file.write_text(json.dumps({
+        "cpu_cache_gb": 1, "log_level": "DEBUG", "idle_exit_s": 5,
+        "model": {"model_id": "m", "num_layers": 1, "num_kv_heads": 2, "head_size": 8,
+                  "dtype": "float16"},
+    }))  # fmt: skip
+    env = {"FLEXCACHE_NUM_CPU_BLOCKS": "7"}
+    config = ServerConfig.load(str(file), env, default_endpoint="ipc:///d", op_timeout_s=9.0)
+    assert config.cache.num_cpu_blocks == 7
+    assert config.cache.cpu_cache_gb is None
+    assert config.cache.endpoint == "ipc:///d"
+    assert config.cache.op_timeout_s == 9
+    assert config.model is not None
+    assert config.model.dtype is torch.float16
+    # Engines may be given the same file.
+    shared = CacheConfig.from_env({"FLEXCACHE_CONFIG": str(file), **env})
+    assert shared.log_level == "DEBUG"
+
+
+@pytest.mark.parametrize(("content", "match"), [
+    ({"endpoint": "ipc:///x"}, "cpu_cache_gb"), ({"num_cpu_blocks": 4}, "endpoint"),
+    ({"num_cpu_blocks": 4, "endpoint": "ipc:///x", "model": {"model_id": "m"}}, "model"),
+    ({"num_cpu_blocks": 4, "endpoint": "ipc:///x", "model": 3}, "model"),
+    ({"num_cpu_blocks": 4, "endpoint": "ipc:///x", "nonsense": 3}, "nonsense"),
+])  # fmt: skip
+def test_a_bad_server_config_is_refused_by_name(content: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        ServerConfig.from_dict(content)
+
+
+def test_an_engine_needs_no_size_where_another_keeps_the_cache() -> None:
+    assert not CacheConfig(endpoint="ipc:///x").has_cpu_tier
+    with pytest.raises(ConfigError, match="cpu_cache_gb"):
+        CacheConfig(endpoint="ipc:///x").cpu_blocks_for(100)
+
+
+def test_a_model_survives_its_way_to_the_server() -> None:
+    model = ModelConfig("m", 3, 1, 576, torch.float8_e4m3fn, use_mla=True, tp_size=4)
+    assert ModelSpec.of(model, 64).model() == model
+
+
+def test_keys_are_not_made_over_others(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="holds keys already"):
+        make_keys(tmp_path / "keys")
+
+
+def test_sessions_of_one_server_differ_and_offline_ids_are_of_none() -> None:
+    numbers = {make_session(3, n) for n in range(1000)}
+    assert len(numbers) == 1000
+    assert epoch_of(TaskIds(SessionId(0)).next()) == 0
