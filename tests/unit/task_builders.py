@@ -34,7 +34,7 @@ from flexcache.task_ids import TaskIds, make_session
 
 ROOT = make_root("a model", [], ENGINE_KEYS)
 GATE_PATIENCE_S = 600.0
-ENGINE = "an engine"
+ENGINE, OTHER = "an engine", "another"
 SESSION = make_session(0, 0)
 
 Content = tuple[str, int] | str
@@ -51,6 +51,7 @@ class TaskInfo:
     """What the world knows of a task."""
 
     kind: TaskKind
+    engine: str
     text: str
     plan: Plan
     slots: np.ndarray
@@ -72,7 +73,7 @@ class Errand:
 
 
 class World:
-    """An engine with tiny tiers, its executors, and all that they can reach.
+    """A task engine with tiny tiers, two serving engines, and all that their ranks can reach.
 
     Args:
         cpu, ssd: Blocks of the tiers; without SSD blocks there is no such tier.
@@ -103,10 +104,13 @@ class World:
             op_timeout_s=op_timeout_s,
             match_ttl_s=match_ttl_s,
         )
-        self.engine.add_session(SESSION, ENGINE)
-        self.ids = TaskIds(SESSION)
+        self._num_sessions = 0
+        self.sessions: dict[str, TaskIds] = {}
+        for engine in (ENGINE, OTHER):
+            self.begin_session(engine)
         self.now = 1000.0
-        self.executors = [device(ENGINE, rank) for rank in load_ranks] + ([DISK] if ssd else [])
+        self.executors = [device(e, rank) for e in (ENGINE, OTHER) for rank in load_ranks]
+        self.executors += [DISK] if ssd else []
         self.alive: dict[str, None] = {}
         self.tasks: dict[TaskId, TaskInfo] = {}
         self.at_work: dict[tuple[str, OpId], Errand] = {}
@@ -116,7 +120,9 @@ class World:
         self.num_announced: Counter[TaskId] = Counter()
         self.told_early: Counter[TaskId] = Counter()
         self.told_final: Counter[TaskId] = Counter()
-        self.gpu: dict[tuple[int, int], Content] = {}
+        self.gpu: dict[tuple[str, int, int], Content] = {}
+        self.abandoned: dict[TaskId, TaskInfo] = {}
+        """Tasks whose session has ended; nobody is told of them any more."""
         self.stored: dict[tuple[TierName, int, int], Content] = {}
         self.rotten: set[int] = set()
         self._load_ranks = list(load_ranks)
@@ -128,21 +134,42 @@ class World:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def match(self, kind: TaskKind, text: str, start: int = 0, stop: int | None = None) -> TaskId:
+    @property
+    def ids(self) -> TaskIds:
+        return self.sessions[ENGINE]
+
+    def begin_session(self, engine: str) -> None:
+        session = make_session(0, self._num_sessions)
+        self._num_sessions += 1
+        self.engine.add_session(session, engine)
+        self.sessions[engine] = TaskIds(session)
+
+    def end_session(self, engine: str) -> None:
+        """The scheduler dies. Its engine comes back once its slots are nobody's business."""
+        ids = self.sessions.pop(engine)
+        for task_id in [t for t in self.tasks if t in ids]:
+            self.abandoned[task_id] = self.tasks.pop(task_id)
+        self.engine.end_session(ids.session, self.now)
+        self._carry_out()
+
+    def match(
+        self, kind: TaskKind, text: str, start: int = 0, stop: int | None = None,
+        engine: str = ENGINE,
+    ) -> TaskId:  # fmt: skip
         keys = keys_of(text)
         stop = len(text) if stop is None else min(stop, len(text))
-        task_id = self.ids.next()
+        task_id = self.sessions[engine].next()
         plan = self.engine.match(
             task_id, kind, keys, min(start, stop), stop, 16 * len(text), self.now
         )
         count = 0 if kind is TaskKind.PREFETCH else plan.num_blocks
         slots = np.arange(self._next_slot, self._next_slot + count, dtype=np.int64)
         self._next_slot += count
-        self.tasks[task_id] = info = TaskInfo(kind, text, plan, slots)
+        self.tasks[task_id] = info = TaskInfo(kind, engine, text, plan, slots)
         if kind is TaskKind.PUT:
             for index, slot in enumerate(slots.tolist()):
                 for rank in self._load_ranks:
-                    self.gpu[rank, slot] = info.content(index, self._copy(rank))
+                    self.gpu[engine, rank, slot] = info.content(index, self._copy(rank))
         self._carry_out()
         return task_id
 
@@ -289,12 +316,15 @@ class World:
         for index, (src, dst) in enumerate(zip(op.src.tolist(), op.dst.tolist(), strict=True)):
             whole = index < count
             if op.kind.touches_gpu:
-                rank = int(run.executor.rpartition(":")[2])
+                _, engine, number = run.executor.split(":")
+                rank = int(number)
                 copy = self._copy(rank)
                 if op.kind is OpKind.H2D:
-                    self.gpu[rank, dst] = self.stored[TierName.CPU, copy, src] if whole else "torn"
+                    content = self.stored[TierName.CPU, copy, src]
+                    self.gpu[engine, rank, dst] = content if whole else "torn"
                 else:
-                    self.stored[TierName.CPU, copy, dst] = self.gpu[rank, src] if whole else "torn"
+                    content = self.gpu[engine, rank, src]
+                    self.stored[TierName.CPU, copy, dst] = content if whole else "torn"
                 continue
             tiers = [TierName.SSD, TierName.CPU]
             source, target = tiers if op.kind is OpKind.DISK2H else tiers[::-1]
@@ -311,17 +341,21 @@ class World:
                     self._take_on(instruction)
                 case DropOp(executor, op_id):
                     self.at_work[executor, op_id].dropped = True
+                case TaskEnded(task_id) if task_id in self.abandoned:
+                    self._put_to_other_use(self.abandoned[task_id])
                 case TaskEnded():
                     self._answer(instruction)
                 case TaskAnswered(task_id, result):
-                    self._told(task_id, result)
+                    if task_id not in self.abandoned:
+                        self._told(task_id, result)
                 case ReplaceExecutor(executor, reason):
                     assert executor in self.alive
                     if executor == DISK:
                         self.to_replace[executor] = reason
 
     def _take_on(self, run: RunOp) -> None:
-        op, info = run.op, self.tasks[run.task_id]
+        op, info = run.op, self.tasks.get(run.task_id) or self.abandoned[run.task_id]
+        assert run.executor == DISK or run.executor.split(":")[1] == info.engine
         assert run.executor in self.alive, "an op for an executor that is gone"
         assert run.gated == (info.gated and op.kind.touches_gpu)
         assert op.src is not None
@@ -363,8 +397,15 @@ class World:
         for index, slot in enumerate(info.slots.tolist()):
             for rank in self._load_ranks:
                 if info.kind is TaskKind.GET and index < ended.num_ok:
-                    assert self.gpu[rank, slot] == info.content(index, self._copy(rank))
-                self.gpu[rank, slot] = "reused"
+                    assert self.gpu[info.engine, rank, slot] == info.content(
+                        index, self._copy(rank)
+                    )
+        self._put_to_other_use(info)
+
+    def _put_to_other_use(self, info: TaskInfo) -> None:
+        for slot in info.slots.tolist():
+            for rank in self._load_ranks:
+                self.gpu[info.engine, rank, slot] = "reused"
 
     # -- what must be true -----------------------------------------------------------------------
 
@@ -389,6 +430,12 @@ class World:
         for text in {info.text for info in self.tasks.values()}:
             for tier in self.cache.tiers:
                 self._check_content(tier, text)
+        for engine in (ENGINE, OTHER):
+            touches = any(
+                e.run.executor != DISK and e.run.executor.split(":")[1] == engine
+                for e in self.at_work.values()
+            )
+            assert self.engine.uses_gpu_of(engine) or not touches
         for errand in self.at_work.values():
             for places in _places(errand.run):
                 for name, block in places:
@@ -450,6 +497,8 @@ class World:
         """No key is blocked and no block is lost: a put of any prompt works, and so does a get."""
         for executor in self.executors:
             self.up(executor)
+        if ENGINE not in self.sessions:
+            self.begin_session(ENGINE)
         for text in texts:
             self.put(text)
             self.finish_all()

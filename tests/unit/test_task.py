@@ -12,12 +12,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from task_builders import ENGINE, GATE_PATIENCE_S, SESSION, World, keys_of
+from task_builders import ENGINE, GATE_PATIENCE_S, OTHER, SESSION, World, keys_of
 
 from flexcache.errors import InternalError
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
 from flexcache.instructions import DISK, ReplaceExecutor, RunOp, TaskAnswered, TaskEnded, device
 from flexcache.task import KVTaskEngine
+from flexcache.task_ids import TaskIds, make_session
 
 PROMPTS = ["abcdef", "abcxy", "ab", "apq", "z"]
 WORLDS: dict[str, dict[str, Any]] = {
@@ -46,9 +47,12 @@ class TaskHistories(RuleBasedStateMachine):
         stop=st.sampled_from([6, 6, 3]),
         at_once=st.sampled_from([True, True, False]),
         clear=st.sampled_from([False, False, True]),
+        engine=st.sampled_from([ENGINE, ENGINE, OTHER]),
     )
-    def put(self, text: str, stop: int, at_once: bool, clear: bool) -> None:
-        task_id = self.world.match(TaskKind.PUT, text, 0, stop)
+    def put(self, text: str, stop: int, at_once: bool, clear: bool, engine: str) -> None:
+        if engine not in self.world.sessions:
+            return
+        task_id = self.world.match(TaskKind.PUT, text, 0, stop, engine)
         if at_once:
             self.world.launch(task_id)
         if clear:
@@ -60,13 +64,25 @@ class TaskHistories(RuleBasedStateMachine):
         start=st.sampled_from([0, 0, 0, 1, 2, 5]),
         at_once=st.sampled_from([True, True, False]),
         clear=st.sampled_from([False, False, True]),
+        engine=st.sampled_from([ENGINE, OTHER]),
     )
-    def load(self, kind: TaskKind, text: str, start: int, at_once: bool, clear: bool) -> None:
-        task_id = self.world.match(kind, text, start)
+    def load(
+        self, kind: TaskKind, text: str, start: int, at_once: bool, clear: bool, engine: str
+    ) -> None:
+        if engine not in self.world.sessions:
+            return
+        task_id = self.world.match(kind, text, start, None, engine)
         if at_once:
             self.world.launch(task_id)
         if clear:
             self.clear_every_tier()
+
+    @rule(engine=st.sampled_from([ENGINE, OTHER]))
+    def a_session_ends_or_begins(self, engine: str) -> None:
+        if engine in self.world.sessions:
+            self.world.end_session(engine)
+        elif not self.world.engine.uses_gpu_of(engine):
+            self.world.begin_session(engine)
 
     def clear_every_tier(self) -> None:
         """What the task needs must not go with the rest."""
@@ -957,6 +973,86 @@ def test_the_disk_worker_is_never_given_more_than_a_few_ops() -> None:
         assert len(world.ops(OpKind.H2DISK)) <= 8
         world.finish(world.ops()[0])
     assert world.cached(SSD, "abcdefghijklmnopqrst") == 20
+
+
+# -- several engines -----------------------------------------------------------------------------
+
+
+def test_what_one_engine_stored_another_loads() -> None:
+    world = World()
+    world.put("abc")
+    world.finish_all()
+    task_id = world.match(TaskKind.GET, "abcd", engine=OTHER)
+    world.launch(task_id)
+    assert {run.executor for run in world.ops()} == {device(OTHER, 0)}
+    world.finish_all()
+    assert status(world, task_id) == (KVStatus.SUCCESS, 3)
+
+
+def test_a_rank_that_is_gone_is_its_own_engines_loss_only() -> None:
+    world = World()
+    world.down(device(OTHER, 0))
+    task_id = world.put("abc")
+    world.finish_all()
+    assert status(world, task_id) == (KVStatus.SUCCESS, 3)
+
+
+def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> None:
+    world = World(cpu=20, ssd=20)
+    copied, copying = world.put("abc"), world.put("xyz")
+    for run in world.ops(OpKind.D2H, copied):
+        world.finish(run)
+    assert world.ops(OpKind.H2DISK, copied)
+    world.end_session(ENGINE)
+    assert world.engine.uses_gpu_of(ENGINE)
+    for run in world.ops(OpKind.D2H, copying):
+        world.finish(run)
+    assert not world.engine.uses_gpu_of(ENGINE)
+    world.begin_session(ENGINE)
+    world.finish_all()
+    assert world.cached(SSD, "abc") == 3
+    assert world.cached(TierName.CPU, "xyz") == 0
+    world.check_nothing_is_held()
+
+
+def test_a_session_has_a_limit_and_another_ones_is_its_own() -> None:
+    world = World(cpu=20, ssd=0)
+    engine = KVTaskEngine(world.cache, block_bytes=1, max_open_tasks=2)
+    sessions = [TaskIds(make_session(9, number)) for number in (1, 2)]
+    for number, ids in enumerate(sessions):
+        engine.add_session(ids.session, str(number))
+    plans = [
+        engine.match(sessions[0].next(), TaskKind.PUT, keys_of(text), 0, 1, 16, 0.0)
+        for text in "abc"
+    ]
+    assert [plan.num_blocks for plan in plans] == [1, 1, 0]
+    assert engine.totals.dropped_blocks == {"session_task_limit": 1}
+    other = engine.match(sessions[1].next(), TaskKind.PUT, keys_of("c"), 0, 1, 16, 0.0)
+    assert other.num_blocks == 1
+    assert engine.session_totals(sessions[1].session).dropped_blocks == {}
+
+
+def test_engines_that_write_share_the_room_for_what_waits_for_the_disk() -> None:
+    world = World(cpu=30, ssd=30, backlog=8)
+    world.put("abcdef")  # alone it may use all of it
+    world.match(TaskKind.PUT, "xyz", engine=OTHER)
+    task_id = world.match(TaskKind.PUT, "uvwxyz", engine=OTHER)
+    plan = world.tasks[task_id].plan
+    assert plan.num_blocks == 6  # DRAM takes all
+    assert plan.dropped == {"ssd_write_backlog": 6}
+    world.drain()
+
+
+def test_an_id_is_used_once_and_only_in_a_session() -> None:
+    world = World()
+    task_id = world.put("abc")
+    for known in (task_id, TaskId(task_id - 1)):
+        with pytest.raises(ValueError, match="given out before"):
+            world.engine.match(known, TaskKind.PUT, keys_of("z"), 0, 1, 16, world.now)
+    with pytest.raises(KeyError, match="never given out"):
+        world.engine.match(
+            TaskIds(make_session(3, 3)).next(), TaskKind.PUT, keys_of("z"), 0, 1, 16, world.now
+        )
 
 
 # -- the checker ---------------------------------------------------------------------------------
