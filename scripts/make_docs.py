@@ -19,7 +19,8 @@ Every setting is a field of `CacheConfig`, an environment variable, a key of the
 `FLEXCACHE_CONFIG` names (`.json`, `.toml`, `.yaml`), and in vLLM a key of
 `kv_connector_extra_config`.
 Later beats earlier: default, file, environment, arguments. A name that does not exist is refused,
-with the closest ones that do. vLLM sets `tokens_per_block` and `endpoint` itself.
+with the closest ones that do. vLLM sets `tokens_per_block` itself. `flexcache server` takes the
+same settings; its file may also have a table `model` and `idle_exit_s` (see protocol.md).
 
 This table is made from the code by `scripts/make_docs.py`; `flexcache config` prints it too.
 
