@@ -62,6 +62,7 @@ from flexcache.server.messages import (
     Rejected,
     Reply,
     Request,
+    SessionOver,
     TaskAnswer,
     ToClient,
     ToServer,
@@ -161,8 +162,10 @@ class Hub:
         self._ranks: dict[str, Rank] = {}  # by executor
         self._sessions: dict[SessionId, Scheduler] = {}
         self._fences: dict[str, Fence] = {}
-        self._ended: dict[str, deque[Ended]] = {}
-        """The last gated tasks of each engine that are over."""
+        self._ended: dict[str, deque[Ended | SessionOver]] = {}
+        """What the ranks of each engine were told last of what is over."""
+        self._ending: dict[SessionId, str] = {}
+        """Sessions that are over but for copies that go on, and whose they are."""
         self._problems: dict[str, str] = {}
         self._unasked: set[TaskId] = set()
         self._numbers = itertools.count(1)
@@ -237,11 +240,7 @@ class Hub:
                 self._send_to_rank(executor, Drop(op_id))
             case TaskEnded(task_id, engine, num_ok, gated):
                 if gated:
-                    ended = Ended(task_id, num_ok)
-                    self._ended.setdefault(engine, deque(maxlen=_NUM_REPLAYED)).append(ended)
-                    for rank in self._ranks.values():
-                        if rank.engine == engine:
-                            self._send(rank.identity, ended)
+                    self._tell_ranks(engine, Ended(task_id, num_ok))
             case TaskAnswered(task_id, result):
                 scheduler = self._sessions.get(session_of(task_id))
                 if task_id in self._unasked:
@@ -404,8 +403,9 @@ class Hub:
         try:
             task_id = self._own(caller, message.task_id)
             self._tasks.launch([task_id], [unpack_ids(message.gpu_blocks)], now, message.gated)
-        except KeyError:
-            pass  # it has ended, and its answer is on the way
+        except KeyError:  # it has ended, and its answer is on the way
+            if message.gated:
+                self._tell_ranks(caller.engine, Ended(message.task_id, 0))
         except ValueError as error:
             answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, str(error), True)
             self._send(caller.identity, answer)
@@ -568,6 +568,24 @@ class Hub:
         else:
             logger.log(level, "engine %r: %s", peer.engine, reason)
             self._tasks.end_session(peer.session, now)
+            self._ending[peer.session] = peer.engine
+
+    def end_sessions(self) -> None:
+        """Tell the ranks of sessions for which nothing moves any more. After each batch of events,
+        when what followed from them was delivered."""
+        for session, engine in list(self._ending.items()):
+            if not self._tasks.uses_gpu_of(engine):
+                del self._ending[session]
+                self._tell_ranks(engine, SessionOver(session))
+
+    def _tell_ranks(self, engine: str, message: Ended | SessionOver) -> None:
+        """What they are told is kept for those that are away."""
+        if all(peer.engine != engine for peer in self._peers.values()):
+            return  # nobody is left who could ask
+        self._ended.setdefault(engine, deque(maxlen=_NUM_REPLAYED)).append(message)
+        for rank in self._ranks.values():
+            if rank.engine == engine:
+                self._send(rank.identity, message)
 
     def _forget(self, peer: Rank | Scheduler) -> None:
         del self._peers[peer.identity]

@@ -8,7 +8,7 @@ each. New fields go last, with defaults; what old code cannot understand raises 
       HelloRank -> WelcomeRank | Refused        HelloEngine -> WelcomeEngine | Refused
       Register -> Registered | Refused          Match, Clear, GetStats, CheckInvariants -> a reply
       Execute, Drop -> Done                     Launch, Cancel -> TaskAnswer, when there is one
-      Ended <-                                  Readiness, TaskAnswer <-
+      Ended, SessionOver <-                     Readiness, TaskAnswer <-
       Ping -> Pong,  Stop <-,  Goodbye ->       the same
 
 Whoever repeats Hello while it is being considered does no harm.
@@ -109,6 +109,13 @@ class Ended(msgspec.Struct, tag=True, frozen=True):
 
     task_id: int
     num_ok: int
+
+
+class SessionOver(msgspec.Struct, tag=True, frozen=True):
+    """The engine's scheduler lost its session: what `Ended` did not report of its gated tasks never
+    began, and will not."""
+
+    session: int
 
 
 # -- schedulers ----------------------------------------------------------------------------------
@@ -257,6 +264,8 @@ class Goodbye(msgspec.Struct, tag=True, frozen=True):
 Request = Match | Clear | GetStats | CheckInvariants
 Reply = Matched | Answer | Failed
 ToServer = HelloRank | HelloEngine | Register | Done | Launch | Cancel | Ping | Goodbye | Request
-ToRank = WelcomeRank | Registered | Refused | Rejected | Execute | Drop | Ended | Pong | Stop
+ToRank = (
+    WelcomeRank | Registered | Refused | Rejected | Execute | Drop | Ended | SessionOver | Pong | Stop
+)
 ToScheduler = WelcomeEngine | Refused | Rejected | Readiness | TaskAnswer | Pong | Stop
 ToClient = ToRank | ToScheduler | Reply

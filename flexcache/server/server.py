@@ -409,6 +409,7 @@ class KVServer:
                     pass  # the engine in this process asks by `session`
                 case _:
                     self.hub.deliver(instruction)
+        self.hub.end_sessions()
         outgoing, self.hub.outgoing = self.hub.outgoing, []
         for identity, message in outgoing:
             self._send(identity, message)

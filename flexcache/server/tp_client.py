@@ -34,13 +34,14 @@ from flexcache.server.messages import (
     Register,
     Registered,
     Rejected,
+    SessionOver,
     ToRank,
     WelcomeRank,
 )
 from flexcache.server.names import engine_name
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index, describe_kv_caches
-from flexcache.task_ids import epoch_of
+from flexcache.task_ids import epoch_of, session_of
 from flexcache.transfer.messages import Drop, Execute, Stop
 from flexcache.transfer.workers.device import DeviceWorker, open_copier
 
@@ -95,6 +96,7 @@ class KVTPClient:
         self._fence: Fence | None = None
         self._epoch = 0
         self._ended: OrderedDict[int, int] = OrderedDict()
+        self._sessions_over: OrderedDict[int, None] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._decoder = msgspec.msgpack.Decoder(ToRank)
@@ -177,7 +179,8 @@ class KVTPClient:
             ended = {t: self._ended.pop(t) for t in wanted if t in self._ended}
             has_server = self._state in (ClientState.REGISTERING, ClientState.SERVING)
             for task_id in wanted:
-                if not has_server or epoch_of(task_id) != self._epoch:
+                is_over = session_of(task_id) in self._sessions_over
+                if not has_server or is_over or epoch_of(task_id) != self._epoch:
                     ended.setdefault(task_id, 0)
         if ended and self._worker is not None:
             self._worker.close_gates(ended)
@@ -258,6 +261,12 @@ class KVTPClient:
                     self._ended[task_id] = num_ok
                     if len(self._ended) > _NUM_REMEMBERED:
                         self._ended.popitem(last=False)
+                    self._changed.notify_all()
+            case SessionOver(session):
+                with self._changed:
+                    self._sessions_over[session] = None
+                    if len(self._sessions_over) > _NUM_REMEMBERED:
+                        self._sessions_over.popitem(last=False)
                     self._changed.notify_all()
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)

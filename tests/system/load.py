@@ -84,10 +84,17 @@ class Seen:
 
 
 class LoadEngine:
-    """One engine: its manager, and its KV tensors, which some `KVTPClient` serves."""
+    """One engine: its manager, and its KV tensors, which some `KVTPClient` serves.
 
-    def __init__(self, manager: KVManager, kv: dict[str, torch.Tensor], seed: int) -> None:
+    With the ``client`` at hand it also loads as vLLM does: gated, and over when the rank says so.
+    """
+
+    def __init__(
+        self, manager: KVManager, kv: dict[str, torch.Tensor], seed: int,
+        client: KVTPClient | None = None,
+    ) -> None:  # fmt: skip
         self.manager = manager
+        self.client = client
         self.seen = Seen()
         self._rng = np.random.default_rng(seed)
         self._size = block_bytes(manager.model_config)
@@ -102,12 +109,14 @@ class LoadEngine:
         prompt = int(rng.integers(NUM_PROMPTS))
         count = int(rng.integers(1, MAX_BLOCKS + 1))
         act = rng.choice(["put", "get", "cancel put", "cancel get", "match", "prefetch"],
-                         p=[0.35, 0.4, 0.08, 0.08, 0.05, 0.04])  # fmt: skip
+                         p=[0.3, 0.35, 0.08, 0.08, 0.15, 0.04])  # fmt: skip
         self.seen.steps += 1
         if act == "put":
             self.put(prompt, count)
         elif act == "get":
             self.get(prompt, count)
+        elif act == "match" and self.client is not None:
+            self.get_gated(prompt, count)
         elif act == "prefetch":
             task_id = self._timed(lambda: self.manager.prefetch_async(tokens_of(prompt, count)))
             self._timed(lambda: self.manager.wait([task_id]))
@@ -125,23 +134,55 @@ class LoadEngine:
         self.seen.stored += int(response.mask.sum()) // TOKENS_PER_BLOCK
         self._note(response.status)
 
+    def get_gated(self, prompt: int, count: int) -> int:
+        """As `get`; the slots are ours again when the rank, not the manager, says so."""
+        assert self.client is not None
+        slots, blocks = self._wiped(count)
+        task_id, mask = self._timed(lambda: self.manager.get_match(tokens_of(prompt, count)))
+        self._timed(lambda: self.manager.launch([task_id], [slots[mask]], gated=True))
+        if not mask.any():
+            return 0
+        if self._rng.random() < 0.5:  # the step that opens the gate may come much later
+            time.sleep(self._rng.random() * 0.05)
+        self.client.open_gates([task_id])
+
+        def over() -> int:
+            while not (ended := self.client.take_ended([task_id])):  # type: ignore[union-attr]
+                self.client.wait_ended(0.01)  # type: ignore[union-attr]
+                if time.monotonic() - started > 20:
+                    self.seen.wrong.append(f"task {task_id} is never over")
+                    return 0
+            return ended[task_id]
+
+        started = time.monotonic()
+        arrived = self._timed(over)
+        self._compare(prompt, blocks[:arrived])
+        return arrived
+
     def get(self, prompt: int, count: int) -> int:
         """How many blocks arrived; they are compared."""
-        slots, blocks = self._slots(count)
-        for layer in self._layers:
-            layer[blocks] = 0xEE
+        slots, blocks = self._wiped(count)
         started = time.monotonic()
         task_id, _ = self._timed(lambda: self.manager.get_async(tokens_of(prompt, count), slots))
         response = self._timed(lambda: self.manager.wait([task_id]))[task_id]
         self.seen.latencies_s.append(time.monotonic() - started)
         arrived = int(response.mask.sum()) // TOKENS_PER_BLOCK
-        for position in range(arrived):
-            for number, layer in enumerate(self._layers):
-                if layer[blocks[position]].tobytes() != self._content(prompt, position, number):
-                    self.seen.wrong.append(f"prompt {prompt}, block {position}, layer {number}")
-        self.seen.hits += arrived
+        self._compare(prompt, blocks[:arrived])
         self._note(response.status)
         return arrived
+
+    def _wiped(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        slots, blocks = self._slots(count)
+        for layer in self._layers:
+            layer[blocks] = 0xEE
+        return slots, blocks
+
+    def _compare(self, prompt: int, blocks: np.ndarray) -> None:
+        for position, block in enumerate(blocks):
+            for number, layer in enumerate(self._layers):
+                if layer[block].tobytes() != self._content(prompt, position, number):
+                    self.seen.wrong.append(f"prompt {prompt}, block {position}, layer {number}")
+        self.seen.hits += len(blocks)
 
     def _cancelled(self, prompt: int, count: int, is_put: bool) -> None:
         slots, blocks = self._slots(count)

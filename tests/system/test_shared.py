@@ -37,7 +37,7 @@ class Member:
         )
         self.client.register_kv_caches(self.kv)
         self.manager.start()
-        self.load = LoadEngine(self.manager, self.kv, seed=dp_rank)
+        self.load = LoadEngine(self.manager, self.kv, seed=dp_rank, client=self.client)
 
     def close(self) -> None:
         self.client.close()
@@ -223,6 +223,34 @@ def test_a_server_that_hangs_is_given_up_and_taken_back() -> None:
         assert zero.load.get(3, 20) == 20  # it had only been away
         assert zero.load.seen.wrong == []
         zero.manager.check()
+
+
+def test_a_gated_load_at_a_server_that_hangs_is_soon_over_and_moves_nothing_afterwards() -> None:
+    config = CacheConfig(**CONFIG, server_timeout_s=1.0)
+    zero = Member(config)
+    with members(zero):
+        zero.load.put(3, 20)
+        pid = zero.manager.stats()["server_pid"]
+        slots = np.arange(20 * 16)
+        task_id, mask = zero.manager.get_match(tokens_of(3, 20))
+        assert mask.all()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            zero.manager.launch([task_id], [slots], gated=True)
+            zero.client.open_gates([task_id])
+            ended: dict[int, int] = {}
+            until(lambda: ended.update(zero.client.take_ended([task_id])) or ended, timeout=5)
+            assert ended == {task_id: 0}
+            for layer in zero.kv.values():
+                layer[:20] = 5  # the slots serve another request now
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: not zero.manager.is_ready())
+        zero.manager.wait_ready(30)
+        assert zero.manager.wait([task_id], 5)[task_id].status is KVStatus.FAILED
+        assert all((layer[:20] == 5).all() for layer in zero.kv.values())
+        assert zero.load.get(3, 20) == 20
+        assert zero.load.seen.wrong == []
 
 
 def test_tasks_of_an_engine_that_dies_give_their_blocks_back() -> None:

@@ -42,6 +42,7 @@ from flexcache.server.messages import (
     Register,
     Registered,
     Rejected,
+    SessionOver,
     TaskAnswer,
     ToServer,
     WelcomeEngine,
@@ -96,6 +97,7 @@ class World:
             for instruction in self.hub.store.engine.take_instructions():
                 if not (isinstance(instruction, (RunOp, DropOp)) and instruction.executor == DISK):
                     self.hub.deliver(instruction)
+            self.hub.end_sessions()
         for peer, message in self.hub.outgoing:
             self.inbox.setdefault(peer, []).append(message)
         self.hub.outgoing = []
@@ -324,6 +326,32 @@ def test_a_rank_that_comes_back_is_told_what_ended_while_it_was_away(world: Worl
     engine.rank = b"rank again"
     engine.register()
     assert Ended(task_id, 0) in world.inbox[engine.rank]
+
+
+def test_ranks_are_told_when_a_session_is_over_and_nothing_of_it_moves(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    task_id, reply = engine.match(TaskKind.PUT, "abc")
+    engine.launch(task_id, reply.num_blocks, gated=True)
+    never_launched, _ = engine.match(TaskKind.PUT, "xyz")
+    world.die(engine.events)
+    over = SessionOver(engine.ids.session)
+    assert over not in world.inbox[engine.rank]  # the copy goes on
+    [run] = [m for m in world.inbox[engine.rank] if isinstance(m, Execute)]
+    told = world.send(engine.rank, Done(run.op_id, 3))
+    assert told == [Ended(task_id, 0), over]
+    assert never_launched in engine.ids  # it is over by its session
+    world.die(engine.rank)
+    assert world.hub._ended == {}
+
+
+def test_a_gated_launch_of_what_has_ended_is_told_to_the_ranks(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    task_id, _ = engine.match(TaskKind.PUT, "abc")
+    world.send(engine.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
+    engine.launch(task_id, 3, gated=True)
+    assert world.last(engine.rank) == Ended(task_id, 0)
 
 
 def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.errors import FlexCacheError
-from flexcache.ids import TierName
+from flexcache.ids import KVStatus, TierName
 from flexcache.integration.vllm.engine import (
     read_block_size,
     read_cache_config,
@@ -36,6 +36,8 @@ from flexcache.manager import KVManager
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
+_ANSWER_PATIENCE_S = 0.1
+_STATS_INTERVAL_S = 1.0  # where they cost a round trip
 
 
 @dataclass(slots=True)
@@ -90,6 +92,8 @@ class FlexCacheScheduler:
         self._step = _Step()
         self._reported: dict[str, float] = {}
         self._has_news = False
+        self._stats_interval_s = 0.0 if place.endpoint is None else _STATS_INTERVAL_S
+        self._stats_due_s = 0.0
 
     def num_matched_tokens(self, request: Any, num_computed: int) -> int:
         """How many tokens after the first ``num_computed`` can be loaded.
@@ -190,9 +194,10 @@ class FlexCacheScheduler:
 
     def take_stats(self) -> FlexCacheStats | None:
         """What has happened since the last report; None in a step in which nothing did."""
-        if not self._has_news:
+        now = time.monotonic()
+        if not self._has_news or now < self._stats_due_s:
             return None
-        self._has_news = False
+        self._has_news, self._stats_due_s = False, now + self._stats_interval_s
         try:
             counters = read_counters(self.manager.stats(), self._block_size)
         except FlexCacheError:
@@ -227,11 +232,16 @@ class FlexCacheScheduler:
         return self._start(get.task_id, block_ids[: get.num_tokens // self._block_size])
 
     def _arrived(self, get: _Get) -> bool:
-        """Whether all that was matched was loaded."""
+        """Whether all that was matched was loaded.
+
+        The workers have seen the end; a server's answer to us may still be on its way.
+        """
         try:
-            response = self.manager.try_wait([get.task_id])[get.task_id]
+            response = self.manager.wait([get.task_id], _ANSWER_PATIENCE_S)[get.task_id]
         except (FlexCacheError, KeyError):
             return False
+        if response.status is KVStatus.TIMEOUT:
+            return True  # nothing is known against it
         if int(response.mask.sum()) == get.num_tokens:
             return True
         logger.warning("FlexCache lost part of a load, vLLM recomputes it: %s", response.error)
@@ -258,10 +268,16 @@ class FlexCacheScheduler:
 
     def _start(self, task_id: int, block_ids: Sequence[int]) -> int | None:
         """Launch a matched task; None, and nothing is left of it, if that fails."""
-        if self._safely(self.manager.launch, [task_id], [self._slots(block_ids)], gated=True):
-            return task_id
-        self._safely(self.manager.cancel, [task_id])
-        return None
+        try:
+            self.manager.launch([task_id], [self._slots(block_ids)], gated=True)
+            # What had ended before (the server was lost, say) was not launched at all.
+            response = self.manager.try_wait([task_id]).get(task_id)
+        except (FlexCacheError, ValueError, KeyError) as error:
+            logger.warning("FlexCache: a task could not be launched: %s", error)
+            self._safely(self.manager.cancel, [task_id])
+            return None
+        has_failed = response is not None and response.status is not KVStatus.SUCCESS
+        return None if has_failed else task_id
 
     def _slots(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
         blocks = np.asarray(block_ids, dtype=np.int64)
