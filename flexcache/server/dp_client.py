@@ -22,9 +22,7 @@ import os
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -39,6 +37,7 @@ from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ClosedError, InternalError, RegistrationError, ServerLostError
 from flexcache.ids import KVStatus, SessionId, TaskKind, TierName
 from flexcache.instructions import TaskResult
+from flexcache.server.client_tasks import ClientTask, ClientTasks
 from flexcache.server.fence import Fence
 from flexcache.server.launcher import ServerLauncher
 from flexcache.server.link import ServerLink
@@ -77,7 +76,6 @@ _COPY_BELOW_BYTES = 64 << 10
 _SLICE_MS = 100  # how soon a waiting call sees that the server is lost
 _FENCE_PATIENCE_S = 4.0
 _FENCE_POLL_S = 0.005
-_NUM_REMEMBERED = 16_384
 
 
 class SessionState(Enum):
@@ -85,19 +83,6 @@ class SessionState(Enum):
     SERVING = "serving"
     REFUSED = "refused"
     CLOSED = "closed"
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    start: int
-    num_blocks: int
-    num_tokens: int
-    kind: TaskKind
-    launched: bool = False
-    result: TaskResult | None = None
-
-    def ended(self, status: KVStatus, error: str | None = None) -> TaskResult:
-        return TaskResult(status, self.start, 0, self.num_tokens, error)
 
 
 class KVDPClient:
@@ -136,10 +121,10 @@ class KVDPClient:
         self._error: str | None = None
         self._missing = ["the server"]
         self._problems: list[str] = []
-        self._tasks: OrderedDict[int, _Task] = OrderedDict()
+        self._tasks = ClientTasks(self._changed)
         self._ids = TaskIds(SessionId(0))
         self._fence: Fence | None = None
-        self._orphans: list[_Task] = []
+        self._orphans: list[ClientTask] = []
         self._orphans_fence: Fence | None = None
         self._orphans_until_s = 0.0
         self._call_lock = threading.Lock()
@@ -226,15 +211,12 @@ class KVDPClient:
             except ServerLostError:
                 reply = Matched(0, start, 0, {})
             assert isinstance(reply, Matched)
-            task = _Task(reply.start, reply.num_blocks, num_tokens, kind)
-            with self._changed:
-                if self._closing:
-                    raise ClosedError("the cache was shut down")
-                if not reply.num_blocks:
-                    task.result = task.ended(KVStatus.NOT_FOUND)
-                elif self._is_lost.is_set():
-                    task.result = task.ended(KVStatus.FAILED, "the server is lost")
-                self._remember(task_id, task)
+            self._check_open()
+            ended = None if reply.num_blocks else KVStatus.NOT_FOUND
+            if ended is None and self._is_lost.is_set():
+                ended = KVStatus.FAILED
+            task = ClientTask(kind, reply.start, reply.num_blocks, num_tokens)
+            self._tasks.add(task_id, task, ended)
         sources = {TierName(name): count for name, count in reply.sources.items()}
         return MatchedTask(task_id, reply.start, reply.num_blocks, sources)
 
@@ -249,57 +231,24 @@ class KVDPClient:
         self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool
     ) -> None:
         """Start tasks; all are checked before any is started."""
-        if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
-            raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
-        to_start: list[Launch] = []
-        with self._changed:
-            for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
-                task = self._known(task_id)
-                if task.launched:
-                    raise ValueError(f"task {task_id} was launched before")
-                if task.result is not None:
-                    continue  # it was cancelled, or had nothing to move
-                if task.kind is not TaskKind.PREFETCH and len(blocks) != task.num_blocks:
-                    raise ValueError(
-                        f"task {task_id} needs slots for {task.num_blocks} blocks, "
-                        f"{len(blocks)} were given"
-                    )
-                to_start.append(Launch(task_id, pack_ids(blocks), gated))
-            for launch in to_start:
-                self._tasks[launch.task_id].launched = True
-        self._tell(to_start)
+        positions = self._tasks.launch(task_ids, gpu_blocks)
+        self._tell([Launch(task_ids[i], pack_ids(gpu_blocks[i]), gated) for i in positions])
 
     def cancel(self, task_ids: Iterable[int]) -> None:
         """Stop what has not started. Idempotent."""
-        with self._changed:
-            tasks = {task_id: self._known(task_id) for task_id in task_ids}
-            is_open = {task_id: task for task_id, task in tasks.items() if not _is_over(task)}
-            for task in is_open.values():
-                if not task.launched:  # nothing moves: no need to wait for the answer
-                    self._end(task, task.ended(KVStatus.CANCELLED))
-        if is_open:
-            self._tell([Cancel(np.array(list(is_open), dtype="<u8").tobytes())])
+        are_open = self._tasks.cancel(task_ids)
+        if are_open:
+            self._tell([Cancel(np.array(are_open, dtype="<u8").tobytes())])
 
     def results(
         self, task_ids: Iterable[int], timeout: float | None, completely: bool
     ) -> dict[int, TaskResult]:
         """What of the tasks is over, at the latest after ``timeout`` s; None: when all are."""
-        wanted = list(task_ids)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            tasks = {task_id: self._known(task_id) for task_id in wanted}
-            while True:
-                over = {
-                    task_id: task.result
-                    for task_id, task in tasks.items()
-                    if task.result is not None and (not completely or task.result.is_final)
-                }
-                left = None if deadline is None else deadline - time.monotonic()
-                if len(over) == len(tasks) or (left is not None and left <= 0):
-                    return over
-                if self._closing:
-                    raise ClosedError("the cache was shut down")
-                self._changed.wait(left)
+        return self._tasks.results(task_ids, timeout, completely, self._check_open)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ClosedError("the cache was shut down")
 
     def clear(self, tier: str | None) -> int:
         return int(self._request(Clear(0, tier)))
@@ -371,28 +320,6 @@ class KVDPClient:
                     self._is_lost.set()
                     self._link.wake()
 
-    # -- tasks -----------------------------------------------------------------------------------
-
-    def _known(self, task_id: int) -> _Task:
-        task = self._tasks.get(task_id)
-        if task is None:
-            raise KeyError(f"task {task_id} was never given out, or was answered long ago")
-        return task
-
-    def _remember(self, task_id: int, task: _Task) -> None:
-        self._tasks[task_id] = task
-        if len(self._tasks) > _NUM_REMEMBERED:
-            oldest = next(iter(self._tasks))
-            if _is_over(self._tasks[oldest]):
-                del self._tasks[oldest]
-            else:
-                self._tasks.move_to_end(oldest)
-
-    def _end(self, task: _Task, result: TaskResult) -> None:
-        if not _is_over(task):
-            task.result = result
-            self._changed.notify_all()
-
     # -- the client's own thread -----------------------------------------------------------------
 
     def _run(self) -> None:
@@ -448,10 +375,7 @@ class KVDPClient:
             case WelcomeEngine() if self._state is SessionState.CONNECTING:
                 self._begin_session(message)
             case TaskAnswer():
-                with self._changed:
-                    task = self._tasks.get(message.task_id)
-                    if task is not None:
-                        self._end(task, _result(message))
+                self._tasks.answer(message.task_id, _result(message))
             case Readiness(missing, problems):
                 with self._changed:
                     self._missing, self._problems = missing, problems
@@ -506,8 +430,7 @@ class KVDPClient:
             self._set_state(SessionState.CONNECTING)
         if self._fence is not None:
             self._settle_orphans(give_up=True)  # lost twice in a moment: rare, and logged
-            with self._changed:
-                self._orphans = [task for task in self._tasks.values() if not _is_over(task)]
+            self._orphans = self._tasks.open_tasks()
             self._orphans_fence, self._fence = self._fence, None
             self._orphans_until_s = time.monotonic() + _FENCE_PATIENCE_S
             self._settle_orphans(give_up=self._closing)
@@ -529,13 +452,7 @@ class KVDPClient:
             logger.error("engine %r: a rank does not let go of its slots", self._engine)
         fence.close()
         self._orphans_fence = None
-        error = self._error or "the server was lost"
-        with self._changed:
-            for task in self._orphans:
-                if task.result is None:
-                    self._end(task, task.ended(KVStatus.FAILED, error))
-                elif not task.result.is_final:  # the GPU side had been answered
-                    self._end(task, _final(task.result, error))
+        self._tasks.fail(self._orphans, self._error or "the server was lost")
         self._orphans = []
 
     def _set_state(self, state: SessionState) -> None:
@@ -544,20 +461,9 @@ class KVDPClient:
             self._changed.notify_all()
 
 
-def _is_over(task: _Task) -> bool:
-    return task.result is not None and task.result.is_final
-
-
 def _result(answer: TaskAnswer) -> TaskResult:
     return TaskResult(
         answer.status, answer.start, answer.num_ok, answer.num_tokens, answer.error, answer.is_final
-    )
-
-
-def _final(result: TaskResult, error: str) -> TaskResult:
-    """What was answered for the GPU side is all that will ever be known."""
-    return TaskResult(
-        result.status, result.start, result.num_ok, result.num_tokens, result.error or error
     )
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_roo
 from flexcache.cache.packed_keys import unpack_keys
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ConfigError, RegistrationError
-from flexcache.ids import OpId, RootId, SessionId
+from flexcache.ids import KVStatus, OpId, RootId, SessionId, TaskKind
+from flexcache.instructions import TaskResult
+from flexcache.server.client_tasks import ClientTask, ClientTasks
 from flexcache.server.curve import make_keys
 from flexcache.server.fence import Fence
 from flexcache.server.messages import ModelSpec
@@ -115,6 +118,76 @@ def test_keys_of_different_sizes_are_refused_by_name() -> None:
         EngineBlockKeys(RootId(b""), [b"a", b"bc"], 2).packed(2)
     with pytest.raises(ValueError, match="whole items"):
         unpack_keys(b"", memoryview(b"abc"), 2, 16)
+
+
+# -- tasks as a client knows them -----------------------------------------------------------------
+
+
+def three_tasks() -> tuple[ClientTasks, list[ClientTask]]:
+    """A get of two blocks, a put of one, and a miss."""
+    tasks = ClientTasks(threading.Condition())
+    made = [ClientTask(TaskKind.GET, 0, 2, 40), ClientTask(TaskKind.PUT, 1, 1, 40),
+            ClientTask(TaskKind.GET, 0, 0, 40)]  # fmt: skip
+    for task_id, task in enumerate(made):
+        tasks.add(task_id, task, None if task.num_blocks else KVStatus.NOT_FOUND)
+    return tasks, made
+
+
+def results_of(tasks: ClientTasks, *ids: int, completely: bool = False) -> dict[int, TaskResult]:
+    return tasks.results(ids, 0.0, completely, lambda: None)
+
+
+def blocks(count: int) -> np.ndarray:
+    return np.arange(count)
+
+
+def test_all_of_a_launch_is_checked_before_any_of_it_is_done() -> None:
+    tasks, made = three_tasks()
+    for ids, gpu in (([0, 1], [2, 2]), ([0, 0], [2, 2]), ([0, 1], [2])):
+        with pytest.raises(ValueError, match="slot"):
+            tasks.launch(ids, [blocks(n) for n in gpu])
+    with pytest.raises(KeyError, match="never given out"):
+        tasks.launch([0, 77], [blocks(2), blocks(1)])
+    assert not any(task.launched for task in made)
+    assert tasks.launch([2, 0, 1], [blocks(0), blocks(2), blocks(1)]) == [1, 2]
+    with pytest.raises(ValueError, match="launched before"):
+        tasks.launch([1], [blocks(1)])
+
+
+def test_what_was_not_launched_is_cancelled_at_once_and_what_moves_when_it_has_ended() -> None:
+    tasks, _ = three_tasks()
+    tasks.launch([0], [blocks(2)])
+    assert tasks.cancel([0, 1, 2]) == [0, 1]
+    assert set(results_of(tasks, 0, 1)) == {1}
+    assert results_of(tasks, 1)[1].status is KVStatus.CANCELLED
+    cancelled = TaskResult(KVStatus.CANCELLED, 0, 0, 40)
+    tasks.answer(0, cancelled)
+    assert results_of(tasks, 0) == {0: cancelled}
+    assert tasks.cancel([0, 1, 2]) == []
+    tasks.answer(0, TaskResult(KVStatus.SUCCESS, 0, 2, 40))  # what has ended stays as it is
+    assert results_of(tasks, 0) == {0: cancelled}
+
+
+def test_a_lost_server_fails_what_is_open_and_ends_what_only_went_on_below() -> None:
+    tasks, _ = three_tasks()
+    tasks.launch([0, 1], [blocks(2), blocks(1)])
+    tasks.answer(1, TaskResult(KVStatus.SUCCESS, 1, 1, 40, is_final=False))
+    assert set(results_of(tasks, 0, 1)) == {1}
+    assert results_of(tasks, 1, completely=True) == {}
+    tasks.fail(tasks.open_tasks(), "it died")
+    found = results_of(tasks, 0, 1, completely=True)
+    assert found[0] == TaskResult(KVStatus.FAILED, 0, 0, 40, "it died")
+    assert found[1] == TaskResult(KVStatus.SUCCESS, 1, 1, 40, "it died")
+    assert tasks.open_tasks() == []
+
+
+def test_old_tasks_are_forgotten_and_open_ones_are_not() -> None:
+    tasks, _ = three_tasks()
+    for task_id in range(100, 100 + 20_000):
+        tasks.add(task_id, ClientTask(TaskKind.GET, 0, 0, 0), KVStatus.NOT_FOUND)
+    assert results_of(tasks, 0, 1) == {}
+    with pytest.raises(KeyError, match="long ago"):
+        results_of(tasks, 100)
 
 
 # -- task ids ------------------------------------------------------------------------------------
