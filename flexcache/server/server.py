@@ -472,7 +472,7 @@ class KVServer:
     def watch(self, identity: bytes, pid: int) -> None:
         """Report the death of a peer's process to the hub."""
         # In another pid namespace it is not seen; then heartbeats and deadlines have to do.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OverflowError):
             pidfd = os.pidfd_open(pid)
             self._watched[identity] = pidfd
             self._poller.register(pidfd, zmq.POLLIN)
