@@ -352,12 +352,25 @@ class ServerConfig:
         return content
 
 
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+def read_dtype(name: str) -> torch.dtype:
+    """Raises `ConfigError` if torch has none of this name."""
+    if name not in _DTYPES:
+        raise _reject("dtype", name, f"must be one of {', '.join(sorted(_DTYPES))}")
+    return _DTYPES[name]
+
+
 def _model_from_table(table: Any) -> ModelConfig:
     if not isinstance(table, Mapping):
         raise _reject("model", table, "must be a table")
-    dtype = getattr(torch, str(table.get("dtype")), None)
     try:
-        return ModelConfig(**{**table, "dtype": dtype})
+        return ModelConfig(**{**table, "dtype": read_dtype(str(table.get("dtype")))})
     except TypeError as error:
         raise _reject("model", dict(table), str(error)) from None
 

@@ -71,7 +71,7 @@ class KVManager:
             ``dp_size > 1`` find the same private one.
         dp_rank: The engine's data-parallel rank.
         engine_id: Tells engines with the same ``dp_rank`` at one server apart. The engine's
-            `KVTPClient`s must be given the same.
+            `KVTPClient`s must be given the same, and no other engine's: ranks are told by name.
 
     Thread-safe. A match reserves what it promises: launch it or cancel it. Without its server a
     shared cache answers every match with a miss, at once.

@@ -70,7 +70,6 @@ class _Task:
     owner: _Owner
     plan: Plan
     num_tokens: int
-    created_s: float
     state: TaskState = TaskState.CREATED
     launched: bool = False
     gated: bool = False
@@ -248,7 +247,7 @@ class KVTaskEngine:
             if kind is TaskKind.GET:
                 totals.hit_blocks.update({tier.value: n for tier, n in plan.sources.items()})
                 totals.missed_blocks += stop - plan.stop
-        task = _Task(task_id, owner, plan, num_tokens, now)
+        task = _Task(task_id, owner, plan, num_tokens)
         if plan.num_blocks == 0:
             self.cache.finish(plan)
             self._remember(task, TaskState.COMPLETED, KVStatus.NOT_FOUND, 0)

@@ -73,6 +73,7 @@ logger = logging.getLogger(__name__)
 BlockIds = npt.NDArray[np.int64]
 _HELLO_INTERVAL_S = 0.1
 _COPY_BELOW_BYTES = 64 << 10
+_MAX_PROMPT_BYTES = MAX_FRAME_BYTES - 4096  # the request itself has a place in the frame
 _SLICE_MS = 100  # how soon a waiting call sees that the server is lost
 _FENCE_PATIENCE_S = 4.0
 _FENCE_POLL_S = 0.005
@@ -138,7 +139,7 @@ class KVDPClient:
         self._closing = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoder = msgspec.msgpack.Decoder(ToScheduler)
-        self._reply_decoder = msgspec.msgpack.Decoder(Reply)
+        self._reply_decoder = msgspec.msgpack.Decoder(Reply | Rejected)
         self.num_losses = 0
 
     # -- life ------------------------------------------------------------------------------------
@@ -197,7 +198,12 @@ class KVDPClient:
         self, kind: TaskKind, keys: PromptKeys, start: int, stop: int, num_tokens: int
     ) -> MatchedTask:
         """Have a task made for blocks ``[start, stop)``. A miss if there is no server."""
+        self._check_open()
         key_bytes, data = keys.packed(stop)
+        if len(data) > _MAX_PROMPT_BYTES:  # what is beyond is not looked for, nor stored
+            stop = stop * _MAX_PROMPT_BYTES // len(data)
+            start = min(start, stop)
+            key_bytes, data = keys.packed(stop)
         with self._call_lock:
             task_id = self._ids.next()
             self._request_id += 1
@@ -222,7 +228,7 @@ class KVDPClient:
 
     def _show(self, data: bytes | memoryview) -> bytes | memoryview | None:
         """Put it where the server sees it; what must be sent instead, if that cannot be."""
-        if self._uses_scratch and 0 < len(data) <= MAX_FRAME_BYTES:
+        if self._uses_scratch and data:
             self._scratch.write(data)
             return None
         return data
@@ -294,7 +300,9 @@ class KVDPClient:
                 if time.monotonic() > deadline:
                     self._lose_calls(f"did not answer within {self._config.server_timeout_s:g} s")
                 continue
-            reply: Reply = self._reply_decoder.decode(data)
+            reply: Reply | Rejected = self._reply_decoder.decode(data)
+            if isinstance(reply, Rejected):  # the server does not know our session any more
+                self._lose_calls(f"says: {reply.reason}")
             if reply.request_id == request.request_id:  # else one that was given up
                 break
         if isinstance(reply, Failed):
@@ -354,7 +362,7 @@ class KVDPClient:
                 hello_due_s = now + _HELLO_INTERVAL_S
                 if self._launcher is not None:
                     self._launcher.ensure(now)
-                self._link.send(hello)
+                self._link.offer(hello)
             for data in self._link.receive(self._patience_s()):
                 if not self._take(self._decoder.decode(data)):
                     return
@@ -362,7 +370,7 @@ class KVDPClient:
                 self._settle_orphans()
             if self._is_lost.is_set():
                 raise ServerLostError(self._error or "the server was lost")
-        self._link.send(Goodbye())
+        self._link.offer(Goodbye())
 
     def _patience_s(self) -> float | None:
         if self._orphans:
@@ -398,7 +406,10 @@ class KVDPClient:
         session = SessionId(welcome.session)
         if is_of_same_server(session, self._ids.session):
             self._settle_orphans(nothing_moves=True)
-        self._fence = Fence.open(welcome.fence)
+        try:
+            self._fence = Fence.open(welcome.fence)
+        except RegistrationError as error:  # it died a moment after it had welcomed us
+            raise ServerLostError(str(error)) from None
         with self._call_lock:
             self._calls = self._link.connect(self._calls_identity, immediate=False)
             self._calls.rcvtimeo = _SLICE_MS

@@ -25,7 +25,7 @@ import numpy as np
 
 from flexcache.cache.packed_keys import unpack_keys
 from flexcache.config import ModelConfig
-from flexcache.errors import ConfigError, FlexCacheError
+from flexcache.errors import ConfigError, FlexCacheError, RegistrationError
 from flexcache.ids import KVStatus, OpId, SessionId, TaskId
 from flexcache.instructions import (
     DISK,
@@ -80,6 +80,8 @@ logger = logging.getLogger(__name__)
 _MAX_PEERS = 1024
 _MAX_PROBLEMS = 256
 _NUM_REPLAYED = 1024
+_MAX_NAME_LENGTH = 256
+_MAX_KEY_BYTES = 256
 
 Buffer = bytes | memoryview
 PeerInstruction = RunOp | DropOp | TaskEnded | TaskAnswered | ReplaceExecutor
@@ -131,7 +133,7 @@ class Hub:
 
     Args:
         open_store: Makes the tiers for the model and block size of the first engine that comes.
-            Raises `ConfigError` if they cannot be had.
+            Raises `ConfigError` if they cannot be had, `RegistrationError` if not just now.
         watcher: Reports deaths by `peer_died`.
         epoch: Of this server's task ids.
         client_timeout_s: Who is silent for so long is taken for dead.
@@ -260,10 +262,6 @@ class Hub:
     def peers(self) -> list[bytes]:
         return list(self._peers)
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
     def missing(self, engine: str) -> list[str]:
         """Whose registration an engine still awaits."""
         if self.store is None:
@@ -381,6 +379,8 @@ class Hub:
         task_id = self._own(caller, request.task_id)
         assert self.store is not None
         size = self.store.config.tokens_per_block
+        if len(request.root) > _MAX_KEY_BYTES or request.key_bytes > _MAX_KEY_BYTES:
+            raise ValueError(f"root and keys have at most {_MAX_KEY_BYTES} bytes")
         if request.scratch_bytes:
             if caller.scratch is None:
                 raise ValueError("the session has no scratch memory")
@@ -403,7 +403,9 @@ class Hub:
         try:
             task_id = self._own(caller, message.task_id)
             self._tasks.launch([task_id], [unpack_ids(message.gpu_blocks)], now, message.gated)
-        except KeyError:  # it has ended, and its answer is on the way
+        except KeyError:  # it has ended: by its deadline, or by a cancel that came first
+            answer = TaskAnswer(message.task_id, KVStatus.CANCELLED, 0, 0, 0, None, True)
+            self._send(caller.identity, answer)
             if message.gated:
                 self._tell_ranks(caller.engine, Ended(message.task_id, 0))
         except ValueError as error:
@@ -411,6 +413,10 @@ class Hub:
             self._send(caller.identity, answer)
 
     def _cancel(self, caller: Scheduler, message: Cancel, now: float) -> None:
+        assert self.store is not None
+        if len(message.task_ids) % 8 or len(message.task_ids) > 8 * self.store.config.max_open_tasks:
+            self._reject(caller.calls, "malformed", f"{len(message.task_ids)} bytes of task ids")
+            return
         for number in np.frombuffer(message.task_ids, dtype="<u8").tolist():
             try:
                 task_id = self._own(caller, number)
@@ -436,18 +442,17 @@ class Hub:
         holder = self._ranks.get(name)
         if not self._may_replace(identity, holder, hello.client, who, now):
             return
+        store = self.store
+        welcome = WelcomeRank(
+            self.epoch, self.server_pid, store.segment_of(hello.tp_rank).ref(),
+            self._fence(hello.engine), store.block_bytes_per_rank, store.fingerprint,
+        )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid, now)
         self._peers[identity] = rank
         self._ranks[name] = rank
+        self._problems.pop(name, None)
         self._watcher.watch(identity, hello.pid)
-        store = self.store
-        self._send(
-            identity,
-            WelcomeRank(
-                self.epoch, self.server_pid, store.segment_of(hello.tp_rank).ref(),
-                self._fence(hello.engine), store.block_bytes_per_rank, store.fingerprint,
-            ),
-        )  # fmt: skip
+        self._send(identity, welcome)
 
     def _register(self, rank: Rank, message: Register) -> None:
         problem = message.problem
@@ -492,6 +497,9 @@ class Hub:
         except ConfigError as error:
             self._send(identity, Refused(str(error)))
             return
+        except (RegistrationError, OSError) as error:  # may be otherwise in a moment
+            self._send(identity, Refused(str(error), final=False))
+            return
         fingerprint = model.fingerprint(hello.model.tokens_per_block)
         if fingerprint != self.store.fingerprint:
             reason = f"the engine's KV is {fingerprint}, the server holds {self.store.fingerprint}"
@@ -505,6 +513,7 @@ class Hub:
             reason = f"tasks of the former engine {hello.engine!r} still move bytes"
             self._send(identity, Refused(reason, final=False))
             return
+        fence = self._fence(hello.engine)
         session = self.open_session(hello.engine)
         scratch = Scratch.open(hello.pid, hello.scratch_fd, MAX_FRAME_BYTES)
         scheduler = Scheduler(
@@ -514,13 +523,12 @@ class Hub:
         self._sessions[session] = scheduler
         self._watcher.watch(identity, hello.pid)
         logger.info("engine %r (process %d) is in session", hello.engine, hello.pid)
+        missing, problems = self.missing(hello.engine), self.problems(hello.engine)
         self._send(
             identity,
-            WelcomeEngine(
-                session, self.server_pid, self._fence(hello.engine), fingerprint,
-                self.missing(hello.engine), scratch is not None,
-            ),
-        )  # fmt: skip
+            WelcomeEngine(session, self.server_pid, fence, missing, scratch is not None),
+        )
+        self._send(identity, Readiness(missing, problems))
 
     def open_session(self, engine: str, num_remembered: int = 0) -> SessionId:
         """A session number that is free, opened in the task engine."""
@@ -532,6 +540,9 @@ class Hub:
     def _may_greet(self, identity: bytes, hello: HelloRank | HelloEngine) -> bool:
         if identity in self._peers or identity in self._callers:
             return False  # an impatient repetition
+        if len(hello.engine) > _MAX_NAME_LENGTH or len(hello.client) > _MAX_NAME_LENGTH:
+            self._reject(identity, "malformed", "a name is too long")
+            return False
         if hello.version != PROTOCOL_VERSION:
             self.counters["rejected_version"] += 1
             reason = f"the client speaks protocol {hello.version}, the server {PROTOCOL_VERSION}"
@@ -567,6 +578,8 @@ class Hub:
             self.readiness_changed()
         else:
             logger.log(level, "engine %r: %s", peer.engine, reason)
+            for name in [n for n in self._problems if n.startswith(device(peer.engine, 0)[:-1])]:
+                del self._problems[name]
             self._tasks.end_session(peer.session, now)
             self._ending[peer.session] = peer.engine
 

@@ -54,10 +54,13 @@ class ServerLauncher:
         self._next_start_s = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
         logger.info("nobody serves %s: starting a server", endpoint)
-        process = subprocess.Popen(
-            [sys.executable, "-c", _DETACH], stdin=subprocess.PIPE, start_new_session=True
-        )
-        process.communicate(msgspec.json.encode(self._config.to_dict()))
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _DETACH], stdin=subprocess.PIPE, start_new_session=True
+            )
+            process.communicate(msgspec.json.encode(self._config.to_dict()))
+        except OSError as error:  # no more processes for now
+            logger.error("a server could not be started: %s", error)
 
     def succeeded(self) -> None:
         """A server welcomed us: the next loss is answered at once again."""

@@ -2,7 +2,7 @@
 
 Whoever drives it (`KVTPClient`, `KVDPClient`) greets, and says by `attend` that it was welcomed.
 From then on `receive` raises `ServerLostError` as soon as the server's process is gone, or has been
-silent for too long although it is asked to answer once a second.
+silent for too long although it is asked twice a second.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 import uuid
+from collections import deque
 
 import msgspec
 import zmq
@@ -20,6 +21,7 @@ from flexcache.server.curve import secure_client
 from flexcache.server.messages import Ping, ToServer
 
 _PING_INTERVAL_S = 0.5
+_RETRY_S = 0.01
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -38,6 +40,7 @@ class ServerLink:
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._unsent: deque[bytes] = deque()
         self._poller = zmq.Poller()
         self._pidfd = -1
         self._ping_due_s: float | None = None
@@ -60,9 +63,13 @@ class ServerLink:
         socket.linger = 1000  # ms, for the goodbye
         socket.identity = identity
         socket.immediate = immediate  # then nothing piles up for a server that is not there
-        if self._curve_keys is not None:
-            secure_client(socket, self._curve_keys)
-        socket.connect(self.endpoint)
+        try:
+            if self._curve_keys is not None:
+                secure_client(socket, self._curve_keys)
+            socket.connect(self.endpoint)
+        except BaseException:
+            socket.close()  # else the context never ends
+            raise
         return socket
 
     def attend(self, server_pid: int) -> None:
@@ -74,14 +81,23 @@ class ServerLink:
             self._pidfd = os.pidfd_open(server_pid)
             self._poller.register(self._pidfd, zmq.POLLIN)
 
-    def send(self, message: ToServer) -> bool:
-        """Whether it could be handed over; never waits."""
+    def offer(self, message: ToServer) -> None:
+        """Send it now or not at all: it is repeated anyhow."""
         assert self._socket is not None
-        try:
+        with contextlib.suppress(zmq.Again):
             self._socket.send(_encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
+
+    def send(self, message: ToServer) -> None:
+        """Send it, if not now then as soon as the server takes it. Never waits."""
+        self._unsent.append(_encode(message))
+        self._flush()
+
+    def _flush(self) -> None:
+        assert self._socket is not None
+        with contextlib.suppress(zmq.Again):
+            while self._unsent:
+                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
 
     def receive(self, timeout_s: float | None) -> list[bytes]:
         """Wait for messages, a call of `wake`, or ``timeout_s``; what has come.
@@ -90,6 +106,8 @@ class ServerLink:
             ServerLostError: The server is dead or silent.
         """
         assert self._socket is not None
+        if self._unsent:
+            self._flush()
         ready = dict(self._poller.poll(self._patience_ms(timeout_s)))
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
@@ -111,7 +129,7 @@ class ServerLink:
             raise ServerLostError(f"the server was silent for {self._timeout_s:g} s")
         assert self._ping_due_s is not None
         if now >= self._ping_due_s:
-            self.send(Ping())
+            self.offer(Ping())
             self._ping_due_s = now + _PING_INTERVAL_S
             self._asked_s = self._asked_s or now
 
@@ -119,6 +137,8 @@ class ServerLink:
         if self._ping_due_s is not None:
             until_ping = max(0.0, self._ping_due_s - time.monotonic())
             timeout_s = until_ping if timeout_s is None else min(timeout_s, until_ping)
+        if self._unsent:
+            timeout_s = min(timeout_s or _RETRY_S, _RETRY_S)
         return None if timeout_s is None else -int(-timeout_s * 1000 // 1)
 
     def wake(self) -> None:
@@ -132,6 +152,7 @@ class ServerLink:
             os.close(self._pidfd)
             self._pidfd = -1
         self._ping_due_s = None
+        self._unsent.clear()
         if self._socket is not None:
             self._poller.unregister(self._socket)
             self._socket.close()

@@ -19,15 +19,16 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import torch
 
-from flexcache.config import ModelConfig
+from flexcache.config import ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, TaskKind
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
 PROTOCOL_VERSION = 2
+_MAX_TP_SIZE = 1024
+_MAX_MODEL_ID_LENGTH = 4096
 MAX_FRAME_BYTES = 16 << 20
 """Two million token ids. A larger frame is refused."""
 
@@ -53,9 +54,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     def model(self) -> ModelConfig:
         """Raises `ConfigError` where it describes none."""
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"dtype = {self.dtype!r}: must be a torch dtype")
+        dtype = read_dtype(self.dtype)
+        if self.tp_size > _MAX_TP_SIZE or len(self.model_id) > _MAX_MODEL_ID_LENGTH:
+            raise ConfigError(f"tp_size = {self.tp_size}: beyond {_MAX_TP_SIZE}, or the model_id "
+                              f"is longer than {_MAX_MODEL_ID_LENGTH}")  # fmt: skip
         if self.tokens_per_block < 1:
             raise ConfigError(f"tokens_per_block = {self.tokens_per_block}: must be at least 1")
         return ModelConfig(
@@ -140,7 +142,6 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     session: int
     server_pid: int
     fence: str
-    fingerprint: str
     missing: list[str]
     uses_scratch: bool
 
@@ -226,7 +227,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The request could not be carried out. ``kind``: value, key or internal."""
+    """The request could not be carried out. ``kind``: value, key, session or internal."""
 
     request_id: int
     kind: str

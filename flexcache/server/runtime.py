@@ -9,6 +9,7 @@ import ipaddress
 import os
 import stat
 import tempfile
+import time
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 from flexcache.errors import ConfigError
 
 _numbers = count()
+_PROBE_PATIENCE_S = 0.3
 
 
 def runtime_dir() -> Path:
@@ -41,6 +43,8 @@ def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
     parts = urlsplit(endpoint)
     if parts.scheme == "ipc":
         path = endpoint.removeprefix("ipc://")
+        if not path.startswith("/"):  # nor an abstract one, open to every user
+            raise ConfigError(f"endpoint = {endpoint!r}: must be ipc:// and an absolute path")
         if len(path) > 107:
             raise ConfigError(f"endpoint = {endpoint!r}: socket paths end at 107 characters")
         return
@@ -89,11 +93,13 @@ class EndpointLock:
         self._path = _lock_path(endpoint)
         self._fd = -1
         try:
-            fd = _lock_file(self._path)
+            fd = _lock_file(self._path, _PROBE_PATIENCE_S)
         except OSError as error:
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}") from None
         if fd is None:
-            owner = self._path.read_text().split("\n")[0]
+            owner = "another"
+            with contextlib.suppress(OSError):
+                owner = self._path.read_text().split("\n")[0]
             raise ConfigError(f"endpoint = {endpoint!r}: in use by process {owner}")
         self._fd = fd
         os.ftruncate(fd, 0)
@@ -124,15 +130,20 @@ def _remove(lock: Path, worker_socket: Path | None) -> None:
                 path.unlink()
 
 
-def _lock_file(path: Path) -> int | None:
-    """Lock a file that others may remove meanwhile; None if somebody else has locked it."""
+def _lock_file(path: Path, patience_s: float = 0.0) -> int | None:
+    """Lock a file that others may remove meanwhile; None if somebody else has locked it for longer
+    than `is_served` does."""
+    deadline = time.monotonic() + patience_s
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
-            return None
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.01)
+            continue
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(fd).st_ino == path.stat().st_ino:
                 return fd

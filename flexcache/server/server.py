@@ -117,6 +117,7 @@ class KVServer:
         self._started_s = 0.0
         self._stopping = False
         self._stopped = False
+        self._failure: Exception | None = None
 
     # -- for the process that owns it ------------------------------------------------------------
 
@@ -143,6 +144,8 @@ class KVServer:
         finally:
             self._release()
             self._stopped = True
+        if self._failure is not None:
+            raise self._failure
 
     def stop(self) -> None:
         """Have `serve` come to its orderly end. Safe in a signal handler and on any thread."""
@@ -173,7 +176,10 @@ class KVServer:
         store = CacheStore(
             model, dataclasses.replace(self.config, tokens_per_block=tokens_per_block)
         )
-        store.open()
+        try:
+            store.open()
+        except ConfigError as error:  # another process's directory, say
+            raise RegistrationError(str(error)) from None
         self._adopt(store)
         return store
 
@@ -197,6 +203,8 @@ class KVServer:
         except zmq.ZMQError as error:
             raise ConfigError(f"endpoint = {self.endpoint!r}: {error.strerror}") from None
         self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self.endpoint.startswith("ipc://"):
+            os.chmod(self.endpoint.removeprefix("ipc://"), 0o600)  # whatever the umask says
         self._poller.register(self._front, zmq.POLLIN)
         if self.config.has_ssd_tier:
             self._back = self._router(self._context)
@@ -234,11 +242,6 @@ class KVServer:
     @property
     def stopping(self) -> bool:
         return self._stopping
-
-    @property
-    def fingerprint(self) -> str:
-        assert self._store is not None
-        return self._store.fingerprint
 
     def missing(self, engine: str) -> list[str]:
         """Whose registration an engine still awaits."""
@@ -303,8 +306,9 @@ class KVServer:
             while not self._stopping:
                 self._turn()
             self._drain()
-        except Exception:
+        except Exception as error:
             logger.exception("the cache server failed: every request is a miss from now on")
+            self._failure = error
             with self._changed:
                 self._stopping = True
                 self._changed.notify_all()
@@ -315,8 +319,7 @@ class KVServer:
         """Wait for one batch of events and take it in."""
         now = time.monotonic()
         if self._disk is not None and self._disk.restart_at is not None:
-            if now >= self._disk.restart_at:
-                self._disk.start(now)
+            if now >= self._disk.restart_at and self._disk.start(now):
                 self._poller.register(self._disk.pidfd, zmq.POLLIN)
         is_due = now >= self._poll_due_s
         if is_due or not self._message_comes_soon():

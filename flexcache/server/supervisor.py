@@ -44,7 +44,21 @@ class DiskSupervisor:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
-    def start(self, now: float) -> None:
+    def start(self, now: float) -> bool:
+        """Whether it runs now; if it cannot be started, that is tried again with back-off."""
+        try:
+            self._start(now)
+        except OSError as error:
+            logger.error("the disk worker cannot be started: %s", error)
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
+            self._plan_restart(now)
+            return False
+        return True
+
+    def _start(self, now: float) -> None:
         self.num_starts += 1
         self.restart_at = None
         self._started_s = now
@@ -72,9 +86,12 @@ class DiskSupervisor:
         self._process, self.pidfd, self.identity = None, -1, ""
         if now - self._started_s > _STABLE_AFTER_S:
             self._backoff_s = _FIRST_BACKOFF_S
+        self._plan_restart(now)
+        return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
+
+    def _plan_restart(self, now: float) -> None:
         self.restart_at = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
-        return f"killed by signal {-code}" if code < 0 else f"exited with {code}"
 
     def kill(self) -> None:
         """End the worker at once; `died` is due when the pidfd says so."""

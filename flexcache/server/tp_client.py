@@ -30,6 +30,7 @@ from flexcache.server.messages import (
     Ended,
     Goodbye,
     HelloRank,
+    Ping,
     Refused,
     Register,
     Registered,
@@ -42,7 +43,7 @@ from flexcache.server.names import engine_name
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index, describe_kv_caches
 from flexcache.task_ids import epoch_of, session_of
-from flexcache.transfer.messages import Drop, Execute, Stop
+from flexcache.transfer.messages import Done, Drop, Execute, Stop
 from flexcache.transfer.workers.device import DeviceWorker, open_copier
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,8 @@ class KVTPClient:
         self._epoch = 0
         self._ended: OrderedDict[int, int] = OrderedDict()
         self._sessions_over: OrderedDict[int, None] = OrderedDict()
+        self._shut_gates: OrderedDict[int, None] = OrderedDict()
+        """Tasks whose gate was to be opened while there was no server."""
         self._thread: threading.Thread | None = None
         self._closing = False
         self._decoder = msgspec.msgpack.Decoder(ToRank)
@@ -160,7 +163,12 @@ class KVTPClient:
         """Let gated tasks touch the GPU, behind the work that the calling thread has queued."""
         worker = self._worker
         wanted = [task_id for task_id in task_ids if task_id not in self._ended]
-        if worker is not None and wanted:
+        if worker is None:  # no server: the gates stay shut, also for one that comes later
+            with self._changed:
+                self._shut_gates.update(dict.fromkeys(wanted))
+                while len(self._shut_gates) > _NUM_REMEMBERED:
+                    self._shut_gates.popitem(last=False)
+        elif wanted:
             worker.open_gates(wanted)
             self._link.wake()
 
@@ -179,11 +187,14 @@ class KVTPClient:
             ended = {t: self._ended.pop(t) for t in wanted if t in self._ended}
             has_server = self._state in (ClientState.REGISTERING, ClientState.SERVING)
             for task_id in wanted:
-                is_over = session_of(task_id) in self._sessions_over
+                is_over = (
+                    session_of(task_id) in self._sessions_over or task_id in self._shut_gates
+                )
                 if not has_server or is_over or epoch_of(task_id) != self._epoch:
                     ended.setdefault(task_id, 0)
-        if ended and self._worker is not None:
-            self._worker.close_gates(ended)
+        worker = self._worker
+        if ended and worker is not None:
+            worker.close_gates(ended)
         return ended
 
     def close(self) -> None:
@@ -230,7 +241,7 @@ class KVTPClient:
         """One registration, from Hello until either side leaves."""
         while not self._closing:
             if self._state is ClientState.HELLO:
-                self._link.send(self._hello)
+                self._link.offer(self._hello)
             for data in self._link.receive(self._patience_s()):
                 if not self._take(self._decoder.decode(data)):
                     return
@@ -238,7 +249,7 @@ class KVTPClient:
                 for done in self._worker.advance():
                     self._link.send(done)
         self._let_go()  # before the server is told that nothing moves any more
-        self._link.send(Goodbye())
+        self._link.offer(Goodbye())
 
     def _patience_s(self) -> float | None:
         if self._state is ClientState.HELLO:
@@ -252,6 +263,8 @@ class KVTPClient:
     def _take(self, message: ToRank) -> bool:
         """Whether the conversation goes on."""
         match message:
+            case Execute(op_id) if message.gated and message.task_id in self._shut_gates:
+                self._link.send(Done(op_id, 0, error="its gate was never opened"))
             case Execute() if self._worker is not None:
                 self._worker.execute(message)
             case Drop(op_id) if self._worker is not None:
@@ -291,7 +304,7 @@ class KVTPClient:
             self._fence = Fence.open(welcome.fence)
             self._fence.hold()
             self._segment = HostSegment.open(welcome.segment)
-            self._segment.map()
+            self._segment.map(lambda: self._link.offer(Ping()))
             copier = open_copier(next(iter(self._kv_caches.values())).device)
             copier.attach(self._segment)
         except (FlexCacheError, RuntimeError, OSError) as error:

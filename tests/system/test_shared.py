@@ -345,6 +345,29 @@ def end(process: subprocess.Popen[str]) -> str:
     return said
 
 
+def test_of_a_prompt_beyond_all_bounds_only_the_beginning_is_looked_for() -> None:
+    zero = Member(CacheConfig(**CONFIG))
+    with members(zero):
+        zero.load.put(1, 20)
+        begin = tokens_of(1, 20)
+        for length in (2_200_000, 4_400_000):
+            task_id, mask = zero.manager.get_match(np.resize(begin, length))
+            assert mask[: 20 * 16].all()
+            assert mask.sum() == 20 * 16
+            zero.manager.cancel([task_id])
+        assert zero.manager.stats()["server"]["losses"] == 0
+
+
+def test_status_with_wrong_keys_ends_with_a_word(tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "flexcache.cli", "status", "--endpoint", "tcp://127.0.0.1:1"],
+        env={**os.environ, "FLEXCACHE_CURVE_KEYS": str(tmp_path)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert shown.returncode == 1
+    assert "curve_keys" in shown.stdout
+
+
 def test_stale_files_of_a_dead_server_are_removed() -> None:
     config = CacheConfig(**CONFIG)
     zero = Member(config)

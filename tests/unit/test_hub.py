@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.errors import ConfigError
+from flexcache.errors import ConfigError, RegistrationError
 from flexcache.ids import KVStatus, TaskKind
 from flexcache.instructions import DISK, DropOp, RunOp, device
 from flexcache.server.hub import Hub
@@ -140,7 +140,7 @@ class Engine:
         self.events = f"{name}-events".encode()
         self.calls = f"{name}-calls".encode()
         self.rank = f"{name}-rank".encode()
-        [welcome] = world.send(self.events, hello_engine(name, name, self.calls))
+        welcome, _ = world.send(self.events, hello_engine(name, name, self.calls))
         assert isinstance(welcome, WelcomeEngine)
         self.ids = TaskIds(welcome.session)  # type: ignore[arg-type]
 
@@ -242,7 +242,7 @@ def test_a_name_is_its_holders_until_that_is_gone(world: World) -> None:
     assert isinstance(refused, Refused)
     assert not refused.final
     world.die(b"e-events")
-    [welcome] = world.send(b"late", hello_engine("e", "another", b"late-calls"))
+    welcome, _ = world.send(b"late", hello_engine("e", "another", b"late-calls"))
     assert isinstance(welcome, WelcomeEngine)
 
 
@@ -251,7 +251,7 @@ def test_a_client_takes_its_own_place_again_and_its_tasks_are_gone(world: World)
     engine.register()
     engine.match(TaskKind.PUT, "abc")
     assert world.hub.stats()["tiers"]["CPU"]["leased"] == 3
-    [welcome] = world.send(b"again", hello_engine("e", "e", b"again-calls"))
+    welcome, _ = world.send(b"again", hello_engine("e", "e", b"again-calls"))
     assert isinstance(welcome, WelcomeEngine)
     assert world.hub.stats()["tiers"]["CPU"]["leased"] == 0
     [rejected] = world.send(engine.events, Ping())
@@ -397,6 +397,67 @@ def test_a_launch_that_cannot_be_is_the_failure_of_its_task(world: World) -> Non
     [answer] = engine.answers(task_id)
     assert answer.status is KVStatus.FAILED
     assert "3 blocks, 2 were given" in (answer.error or "")
+
+
+def test_absurd_values_are_refused_at_once(world: World) -> None:
+    engine = Engine(world)
+    for spec in (
+        ModelSpec("m", 1, 1, 8, "_inductor", False, 1, 16),
+        ModelSpec("m", 1, 1, 8, "uint8", True, 1 << 33, 16),
+        ModelSpec("m" * 10_000, 1, 1, 8, "uint8", False, 1, 16),
+    ):
+        [refused] = world.send(b"x", hello_engine("x", "x", b"xc", spec))
+        assert isinstance(refused, Refused)
+    assert isinstance(world.send(b"x", hello_engine("x" * 1000, "x", b"xc"))[0], Rejected)
+    many = np.arange(world.config.max_open_tasks + 1, dtype="<u8").tobytes()
+    for ids in (many, b"odd"):
+        assert isinstance(world.send(engine.calls, Cancel(ids))[0], Rejected)
+    wide = Match(1, engine.ids.next(), TaskKind.PUT, b"root", 0, 1, 16, 1 << 20)
+    long_root = Match(1, engine.ids.next(), TaskKind.PUT, b"r" * 1000, 0, 1, 16, 8)
+    for request, data in ((wide, bytes(1 << 20)), (long_root, keys("a"))):
+        assert isinstance(world.send(engine.calls, request, data)[0], Failed)
+
+
+def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    task_id, _ = engine.match(TaskKind.PUT, "abc")
+    world.send(engine.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
+    engine.launch(task_id, 3)
+    [answer] = engine.answers(task_id)
+    assert (answer.status, answer.is_final) == (KVStatus.CANCELLED, True)
+
+
+def test_a_store_that_is_not_to_be_had_just_now_may_be_later(world: World) -> None:
+    real, failures = world.hub._open_store, iter([RegistrationError("in use"), OSError("no fds")])
+
+    def fail_at_first(model: ModelConfig, tokens: int) -> CacheStore:
+        for failure in failures:
+            raise failure
+        return real(model, tokens)
+
+    world.hub._open_store = fail_at_first
+    for _ in range(2):
+        [refused] = world.send(b"x", hello_engine())
+        assert isinstance(refused, Refused)
+        assert not refused.final
+    assert isinstance(world.send(b"x", hello_engine())[0], WelcomeEngine)
+
+
+def test_what_is_wrong_with_a_rank_is_known_to_its_engine_and_forgotten_with_it(
+    world: World,
+) -> None:
+    other = Engine(world, "other")
+    other.register()
+    world.send(b"rank", HelloRank("e", 0, "e", 2))
+    world.send(b"rank", Register("", 0, "does not fit"))
+    engine = Engine(world)
+    assert world.last(engine.events) == Readiness(["tp_rank 0"], ["tp_rank 0: does not fit"])
+    world.send(b"rank", HelloRank("e", 0, "e", 2))  # another try
+    assert world.hub.problems("e") == []
+    world.send(b"rank", Register("", 0, "does not fit"))
+    world.die(engine.events)
+    assert world.hub.problems("e") == []
 
 
 def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:

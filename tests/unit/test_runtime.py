@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 
 from flexcache.errors import ConfigError
-from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint, runtime_dir
+from flexcache.server.runtime import (
+    EndpointLock,
+    check_endpoint,
+    is_served,
+    private_endpoint,
+    runtime_dir,
+)
 
 
 def test_the_runtime_directory_is_the_users_alone(
@@ -34,11 +41,44 @@ def test_local_endpoints_are_served(endpoint: str) -> None:
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://10.0.0.1:1", "udp://x", "ipc://" + "x" * 120, ""],
+    [
+        "ipc://@abstract",
+        "ipc://relative.sock",
+        "tcp://0.0.0.0:5555",
+        "tcp://*:5555",
+        "tcp://10.0.0.1:1",
+        "udp://x",
+        "ipc://" + "x" * 120,
+        "",
+    ],
 )
 def test_others_are_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
         check_endpoint(endpoint)
+
+
+def test_asking_whether_an_endpoint_is_served_keeps_no_server_from_starting(
+    tmp_path: Path,
+) -> None:
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            is_served(endpoint)
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    try:
+        for _ in range(200):
+            lock = EndpointLock(endpoint)
+            assert is_served(endpoint)
+            lock.release()
+    finally:
+        done.set()
+        for asker in askers:
+            asker.join()
 
 
 def test_a_lock_left_by_a_dead_process_is_taken_over(tmp_path: Path) -> None:

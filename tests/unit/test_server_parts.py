@@ -307,7 +307,8 @@ def test_a_server_takes_its_file_then_the_environment_then_what_it_is_told(tmp_p
 
 @pytest.mark.parametrize(("content", "match"), [
     ({"endpoint": "ipc:///x"}, "cpu_cache_gb"), ({"num_cpu_blocks": 4}, "endpoint"),
-    ({"num_cpu_blocks": 4, "endpoint": "ipc:///x", "model": {"model_id": "m"}}, "model"),
+    ({"num_cpu_blocks": 4, "endpoint": "ipc:///x", "model": {"model_id": "m"}}, "dtype"),
+    ({"num_cpu_blocks": 4, "endpoint": "ipc:///x", "model": {"dtype": "int8"}}, "model"),
     ({"num_cpu_blocks": 4, "endpoint": "ipc:///x", "model": 3}, "model"),
     ({"num_cpu_blocks": 4, "endpoint": "ipc:///x", "nonsense": 3}, "nonsense"),
 ])  # fmt: skip

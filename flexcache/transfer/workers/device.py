@@ -5,7 +5,7 @@ taken in turn, loads before stores. An op that is gated waits until the engine's
 the gate of its task; on CUDA it is then ordered after the compute stream as it was at that moment,
 so that a copy never overtakes work that was queued on the same slots.
 
-`DeviceWorker` is driven by one thread (see `server.client`); only `open_gates` may be called from
+`DeviceWorker` is driven by one thread (`server.tp_client`); only `open_gates` may be called from
 another. It has no sockets.
 """
 
