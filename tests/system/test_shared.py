@@ -291,7 +291,7 @@ sys.stdin.read()
 
 
 def test_a_silent_engine_loses_its_session_and_finds_a_new_one() -> None:
-    config = CacheConfig(**CONFIG, client_timeout_s=1.0)
+    config = CacheConfig(**CONFIG, client_timeout_s=3.0)
     zero, one = Member(config, dp_rank=0), Member(config, dp_rank=1)
     with members(zero, one):
         script = (
@@ -311,7 +311,7 @@ def test_a_silent_engine_loses_its_session_and_finds_a_new_one() -> None:
         assert other.stdout.readline() == "up\n"
         os.kill(other.pid, signal.SIGSTOP)
         until(lambda: "sleepy/dp0" not in zero.manager.stats()["engines"])
-        assert zero.manager.stats()["counters"]["expired_clients"] == 1
+        assert zero.manager.stats()["counters"]["expired_clients"] >= 1
         os.kill(other.pid, signal.SIGCONT)
         until(lambda: "sleepy/dp0" in zero.manager.stats()["engines"])
         other.stdin.close()
