@@ -91,7 +91,6 @@ def working(load: LoadEngine) -> Iterator[threading.Lock]:
 
 def test_any_process_can_be_killed_at_any_moment(tmp_path: Path) -> None:
     rng = np.random.default_rng(SEED)
-    before = sorted(os.listdir("/dev/shm"))
     config = CacheConfig(
         num_cpu_blocks=256, num_ssd_blocks=512, ssd_cache_dirs=[str(tmp_path / "ssd")],
         transfer_chunk_mb=0.1,
@@ -128,7 +127,8 @@ def test_any_process_can_be_killed_at_any_moment(tmp_path: Path) -> None:
             process.kill()
         survivor.close()
     until_free(endpoint)
-    assert sorted(os.listdir("/dev/shm")) == before
+    # What other programs of this machine keep there comes and goes.
+    assert [name for name in os.listdir("/dev/shm") if "flexcache" in name] == []
     assert list(runtime_dir().iterdir()) == []
     assert list((tmp_path / "ssd").iterdir()) == []
 
