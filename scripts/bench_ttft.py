@@ -24,6 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = {"FlexCache": "flexcache", "vLLM's own offloading": "vllm"}
 
 
+def has_fast_bf16() -> bool:
+    return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+
+
 def connector(system: str, work_dir: str) -> Any:
     from vllm.config import KVTransferConfig
 
@@ -58,7 +62,7 @@ def run_engine(
 
     With ``reload`` the engine is a second one over the files that a first one left.
     """
-    from demo import has_fast_bf16, prompt
+    from demo import prompt
     from make_models import make_model
     from vllm import LLM, SamplingParams
 

@@ -44,7 +44,9 @@ class Demo:
         os.environ["KV_PROBE_DIR"] = str(self.probe_dir)
         self.llm = LLM(
             model=str(ROOT / ".models" / "mid"),
-            dtype="bfloat16" if has_fast_bf16() else "float32",
+            # In bf16 a prompt computed in one piece and one whose beginning was cached may round to
+            # different tokens, with any cache; then equal tokens would prove nothing.
+            dtype="float32",
             enforce_eager=True,
             max_model_len=4096,
             max_num_seqs=4,
@@ -110,10 +112,6 @@ class Demo:
 
 def prompt(count: int, seed: int) -> list[int]:
     return [3 + (i * (2 * seed + 7) + seed) % 500 for i in range(count)]
-
-
-def has_fast_bf16() -> bool:
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
 
 
 def main() -> int:
