@@ -309,10 +309,14 @@ class KVDPClient:
             _raise(reply)
         return reply
 
-    def _lose_calls(self, why: str) -> NoReturn:
+    def _give_up(self, why: str) -> None:
+        """The session is over; our thread sees to what follows."""
         self._error = f"the server {why}"
         self._is_lost.set()
         self._link.wake()
+
+    def _lose_calls(self, why: str) -> NoReturn:
+        self._give_up(why)
         raise ServerLostError(self._error)
 
     def _tell(self, messages: Sequence[Launch | Cancel]) -> None:
@@ -324,9 +328,7 @@ class KVDPClient:
                 try:
                     self._calls.send(self._encode(message), zmq.NOBLOCK)
                 except zmq.Again:
-                    self._error = "the server takes no messages"
-                    self._is_lost.set()
-                    self._link.wake()
+                    self._give_up("takes no messages")
 
     # -- the client's own thread -----------------------------------------------------------------
 

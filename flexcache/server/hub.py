@@ -168,7 +168,7 @@ class Hub:
         """What the ranks of each engine were told last of what is over."""
         self._ending: dict[SessionId, str] = {}
         """Sessions that are over but for copies that go on, and whose they are."""
-        self._problems: dict[str, str] = {}
+        self._problems: dict[tuple[str, int], str] = {}  # by engine and rank
         self._unasked: set[TaskId] = set()
         self._numbers = itertools.count(1)
         self._decoder = msgspec.msgpack.Decoder(ToServer)
@@ -278,8 +278,7 @@ class Hub:
 
     def problems(self, engine: str) -> list[str]:
         """Which of an engine's ranks were refused, and why."""
-        prefix = device(engine, 0)[:-1]
-        return [text for name, text in self._problems.items() if name.startswith(prefix)]
+        return [text for (name, _), text in self._problems.items() if name == engine]
 
     def workers(self, engine: str | None = None) -> dict[str, int]:
         """Process id of every rank, of one engine or of all."""
@@ -450,7 +449,7 @@ class Hub:
         rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid, now)
         self._peers[identity] = rank
         self._ranks[name] = rank
-        self._problems.pop(name, None)
+        self._problems.pop((hello.engine, hello.tp_rank), None)
         self._watcher.watch(identity, hello.pid)
         self._send(identity, welcome)
 
@@ -460,7 +459,7 @@ class Hub:
             problem = f"KV layout {message.layout} differs from the other ranks' {self._layout}"
         if problem is not None:
             problem = f"tp_rank {rank.tp_rank}: {problem}"
-            self._problems[rank.executor] = problem
+            self._problems[rank.engine, rank.tp_rank] = problem
             while len(self._problems) > _MAX_PROBLEMS:
                 del self._problems[next(iter(self._problems))]
             logger.error("refused engine %r, %s", rank.engine, problem)
@@ -468,7 +467,6 @@ class Hub:
             self._forget(rank)
         else:
             self._layout = message.layout
-            self._problems.pop(rank.executor, None)
             rank.serving = True
             self._send(rank.identity, Registered())
             for ended in self._ended.get(rank.engine, ()):
@@ -578,8 +576,8 @@ class Hub:
             self.readiness_changed()
         else:
             logger.log(level, "engine %r: %s", peer.engine, reason)
-            for name in [n for n in self._problems if n.startswith(device(peer.engine, 0)[:-1])]:
-                del self._problems[name]
+            for place in [place for place in self._problems if place[0] == peer.engine]:
+                del self._problems[place]
             self._tasks.end_session(peer.session, now)
             self._ending[peer.session] = peer.engine
 

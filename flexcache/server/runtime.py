@@ -34,8 +34,12 @@ def runtime_dir() -> Path:
 def private_endpoint(name: str | None = None) -> str:
     """An ipc address in the private directory: for ``name`` always the same, else a new one."""
     text = f"{os.getpid()}-{next(_numbers)}" if name is None else name
-    short = hashlib.sha256(text.encode()).hexdigest()[:16]  # socket paths end at 107 characters
-    return f"ipc://{runtime_dir() / f'{short}.sock'}"
+    return f"ipc://{runtime_dir() / f'{_short(text)}.sock'}"
+
+
+def _short(text: str) -> str:
+    """A file name for any text: socket paths end at 107 characters."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
@@ -64,8 +68,7 @@ def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
 def _lock_path(endpoint: str) -> Path:
     if endpoint.startswith("ipc://"):
         return Path(endpoint.removeprefix("ipc://") + ".lock")
-    short = hashlib.sha256(endpoint.encode()).hexdigest()[:16]
-    return runtime_dir() / f"{short}.tcp.lock"
+    return runtime_dir() / f"{_short(endpoint)}.tcp.lock"
 
 
 def is_served(endpoint: str) -> bool:
@@ -103,8 +106,7 @@ class EndpointLock:
             raise ConfigError(f"endpoint = {endpoint!r}: in use by process {owner}")
         self._fd = fd
         os.ftruncate(fd, 0)
-        short = hashlib.sha256(endpoint.encode()).hexdigest()[:16]
-        self._worker_socket = runtime_dir() / f"{short}.work"
+        self._worker_socket = runtime_dir() / f"{_short(endpoint)}.work"
         os.write(fd, f"{os.getpid()}\n{self._worker_socket}\n".encode())
         _remove_stale(self._path)
 

@@ -163,6 +163,7 @@ class KVServer:
             if self._store is not None:
                 self._store.open()
                 self._adopt(self._store)
+                self.hub.store = self._store
                 if self._engine_name is not None:
                     ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
         except BaseException:
@@ -184,7 +185,7 @@ class KVServer:
         return store
 
     def _adopt(self, store: CacheStore) -> None:
-        self._store = self.hub.store = store
+        self._store = store
         if store.disk_pool is not None:
             assert self._lock_file is not None
             endpoint = self._lock_file.worker_endpoint

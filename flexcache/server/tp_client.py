@@ -19,6 +19,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 _HELLO_INTERVAL_S = 0.2
 _EVENT_POLL_S = 0.0001  # how often the landing of copies on a GPU is looked at
 _NUM_REMEMBERED = 16_384  # ended tasks that the engine's worker has not asked for
+Value = TypeVar("Value")
 
 
 class ClientState(Enum):
@@ -165,9 +167,8 @@ class KVTPClient:
         wanted = [task_id for task_id in task_ids if task_id not in self._ended]
         if worker is None:  # no server: the gates stay shut, also for one that comes later
             with self._changed:
-                self._shut_gates.update(dict.fromkeys(wanted))
-                while len(self._shut_gates) > _NUM_REMEMBERED:
-                    self._shut_gates.popitem(last=False)
+                for task_id in wanted:
+                    _remember(self._shut_gates, task_id, None)
         elif wanted:
             worker.open_gates(wanted)
             self._link.wake()
@@ -271,15 +272,11 @@ class KVTPClient:
                 self._worker.drop(op_id)
             case Ended(task_id, num_ok):
                 with self._changed:
-                    self._ended[task_id] = num_ok
-                    if len(self._ended) > _NUM_REMEMBERED:
-                        self._ended.popitem(last=False)
+                    _remember(self._ended, task_id, num_ok)
                     self._changed.notify_all()
             case SessionOver(session):
                 with self._changed:
-                    self._sessions_over[session] = None
-                    if len(self._sessions_over) > _NUM_REMEMBERED:
-                        self._sessions_over.popitem(last=False)
+                    _remember(self._sessions_over, session, None)
                     self._changed.notify_all()
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
@@ -327,3 +324,10 @@ class KVTPClient:
         if self._fence is not None:
             self._fence.close()
             self._fence = None
+
+
+def _remember(known: OrderedDict[int, Value], key: int, value: Value) -> None:
+    """Keep it, and forget the oldest if there are too many."""
+    known[key] = value
+    if len(known) > _NUM_REMEMBERED:
+        known.popitem(last=False)

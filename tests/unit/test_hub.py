@@ -460,6 +460,14 @@ def test_what_is_wrong_with_a_rank_is_known_to_its_engine_and_forgotten_with_it(
     assert world.hub.problems("e") == []
 
 
+def test_an_engine_is_not_told_the_problems_of_one_whose_name_begins_alike(world: World) -> None:
+    Engine(world, "e")
+    world.send(b"rank", HelloRank("e:0", 0, "other", 2))
+    world.send(b"rank", Register("", 0, "does not fit"))
+    assert world.hub.problems("e") == []
+    assert len(world.hub.problems("e:0")) == 1
+
+
 def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
     engine = Engine(world)
     big = bytes(MAX_FRAME_BYTES + 8)
