@@ -24,6 +24,7 @@ class TierName(str, Enum):
     GPU = "GPU"
     CPU = "CPU"
     SSD = "SSD"
+    REMOTE = "REMOTE"
 
 
 class OpKind(str, Enum):
@@ -33,6 +34,8 @@ class OpKind(str, Enum):
     D2H = "D2H"
     DISK2H = "DISK2H"
     H2DISK = "H2DISK"
+    REMOTE2H = "REMOTE2H"
+    H2REMOTE = "H2REMOTE"
 
     @property
     def touches_gpu(self) -> bool:

@@ -13,10 +13,24 @@ import numpy.typing as npt
 from flexcache.ids import OpKind
 
 
+class BlockNames(msgspec.Struct, frozen=True):
+    """What the blocks of an op are called, where they go to or come from what outlives a process.
+
+    ``keys`` are of consecutive blocks of one prompt, the first at position ``first``; ``parent``
+    is the key of the block before it, empty where there is none.
+    """
+
+    root: bytes
+    first: int
+    parent: bytes
+    keys: list[bytes]
+
+
 class Execute(msgspec.Struct, tag=True, frozen=True):
     """Move ``src`` blocks to ``dst`` blocks, and answer with `Done`.
 
-    A ``gated`` op waits until the engine's worker opens the gate of ``task_id``.
+    A ``gated`` op waits until the engine's worker opens the gate of ``task_id``. ``names`` are
+    given to H2DISK, H2REMOTE and REMOTE2H; the ids on the remote side mean nothing.
     """
 
     op_id: int
@@ -26,12 +40,29 @@ class Execute(msgspec.Struct, tag=True, frozen=True):
     task_id: int
     gated: bool = False
     checksums: bytes = b""
+    names: BlockNames | None = None
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
     """What of the op has not started is not wanted any more. `Done` is still due."""
 
     op_id: int
+
+
+class LookUp(msgspec.Struct, tag=True, frozen=True):
+    """How many of these blocks, from the first on, does the remote store have? See `LookedUp`."""
+
+    lookup_id: int
+    root: bytes
+    keys: list[bytes]
+
+
+class LookedUp(msgspec.Struct, tag=True, frozen=True):
+    """The first ``num_present`` are there; with an ``error``, nothing is known of the others."""
+
+    lookup_id: int
+    num_present: int
+    error: str | None = None
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
