@@ -1,0 +1,242 @@
+"""Admission: which blocks that were seen are worth a write to a tier below the host.
+
+    write_through   every block, at once
+    selective       blocks seen for the n-th time, where sightings long past do not count
+    adaptive        whichever of the two pays better just now
+
+A key stands for a whole prefix, so who sees a prompt sees all its prefixes: the number of sightings
+never grows along a prompt. What was seen often enough is hence a prefix too, and what is remembered
+of past prompts is kept like a tier's contents: a prefix index in LRU order, found by bisection. Its
+bound is the decay; a block that is not seen again before that much else was seen starts anew.
+
+A large tier is judged by a *sample*, every ``stride``-th block of each prompt, which keeps prefixes
+prefixes and stays far below the tier's own index in memory. (Whole prompts, picked by a hash of
+their first key, would not do: prompts with one system prompt in common all have the same.)
+
+Pure: no I/O, no clock. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.prefix_index import PrefixIndex
+from flexcache.ids import BlockKey
+
+SAMPLED_BLOCKS = 1024
+"""A tier of so many blocks is judged whole; a larger one by a sample of at least so many."""
+MAX_STRIDE = 32
+SIGHTINGS_PER_BLOCK = 4
+"""Blocks whose sightings are remembered, per block of the tier: to a small tier it is worth knowing
+what came back only after several times its size."""
+UNBOUNDED_CAPACITY = 1 << 20
+"""Blocks that a tier without a bound is taken for, where sightings must end somewhere."""
+HALF_LIFE = 2.0
+"""Times the tier's size, in blocks seen, after which a hit counts half in a comparison."""
+WORTHWHILE_LEAD = 0.01
+"""Share of all blocks seen that `Selective` must hit more before write-through is given up."""
+
+
+class Admission(Protocol):
+    """Decides, prompt by prompt, what a tier is given."""
+
+    def admit(self, keys: BlockKeys, stop: int) -> int:
+        """A prompt's first ``stop`` blocks were seen. How many, from the first on, to write.
+
+        To be called once per request: each call counts as a sighting.
+        """
+
+    def stats(self) -> dict[str, int]:
+        """Counters since it was made."""
+
+
+class Sample:
+    """Every ``stride``-th of a prompt's first ``stop`` blocks, as a prompt of its own.
+
+    A sampled block stands for those around it; the first is half a stride from the start.
+    """
+
+    __slots__ = ("_keys", "_stop", "_stride", "num_blocks", "root")
+
+    def __init__(self, keys: BlockKeys, stop: int, stride: int) -> None:
+        self._keys = keys
+        self._stop = stop
+        self._stride = stride
+        self.root = keys.root
+        self.num_blocks = (stop - stride // 2 + stride - 1) // stride
+
+    def position(self, index: int) -> int:
+        """Where in the prompt sampled block ``index`` is; ``stop`` behind the last."""
+        return min(index * self._stride + self._stride // 2, self._stop)
+
+    def key(self, index: int) -> BlockKey:
+        return self._keys.key(self.position(index))
+
+    def slice(self, start: int, stop: int) -> list[BlockKey]:
+        if self._stride == 1:
+            return self._keys.slice(start, stop)
+        return [self.key(index) for index in range(start, stop)]
+
+
+class GhostTier:
+    """What an LRU tier of ``capacity`` blocks would hold: keys, no bytes."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.index = PrefixIndex()
+        self._now = 0
+
+    def see(self, keys: BlockKeys, admitted: int) -> int:
+        """How many of the blocks were there; afterwards the first ``admitted`` are.
+
+        O(log n) probes, and C speed per block that is stored; O(1) per block evicted.
+        """
+        self._now += 1
+        match = self.index.match(keys)
+        self.index.touch(match, self._now)
+        start, stop = match.num_blocks, min(admitted, self.capacity)
+        if start < stop:
+            no_ids = np.zeros(stop - start, dtype=np.int64)
+            self.index.insert(match, keys.root, keys.slice(start, stop), no_ids, self._now)
+            self.index.evict(self.index.num_blocks - self.capacity)
+        return start
+
+
+class Sightings:
+    """Which blocks were seen how often lately, up to ``count`` times.
+
+    The k-th ghost holds what was seen k times; a sighting moves a block to the next one.
+    """
+
+    def __init__(self, count: int, capacity: int) -> None:
+        self.ghosts = [GhostTier(capacity) for _ in range(count)]
+
+    def record(self, keys: BlockKeys) -> int:
+        """Count a sighting of the prompt; how many of its blocks had ``count`` of them before."""
+        reach = keys.num_blocks
+        for ghost in self.ghosts:
+            reach = min(reach, ghost.see(keys, reach))
+        return reach
+
+
+class WriteThrough:
+    """Every block, at once."""
+
+    def admit(self, keys: BlockKeys, stop: int) -> int:
+        return stop
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+
+class Selective:
+    """Blocks that are seen for the ``min_sightings``-th time.
+
+    Prompts are looked at through a sample. What lies between two sampled blocks goes with the
+    first, and what precedes a prompt's first sampled block is always admitted.
+
+    Args:
+        capacity: Blocks of the tier.
+        min_sightings: 1 admits everything.
+    """
+
+    def __init__(self, capacity: int, min_sightings: int) -> None:
+        self._stride = stride_for(capacity)
+        remembered = SIGHTINGS_PER_BLOCK * capacity // self._stride
+        self._sightings = Sightings(min_sightings - 1, remembered)
+        self._seen_blocks = 0
+        self._refused_blocks = 0
+
+    def admit(self, keys: BlockKeys, stop: int) -> int:
+        sample = Sample(keys, stop, self._stride)
+        admitted = sample.position(self._sightings.record(sample))
+        self._seen_blocks += stop
+        self._refused_blocks += stop - admitted
+        return admitted
+
+    def stats(self) -> dict[str, int]:
+        return {"seen_blocks": self._seen_blocks, "refused_blocks": self._refused_blocks}
+
+
+class Adaptive:
+    """Write-through, or selective while that gets more hits.
+
+    Two ghosts of the tier see every prompt, each under one of the policies, and their hits are
+    compared, recent ones above all. As long as nothing had to be evicted, write-through misses
+    nothing that selective hits, so a tier that has room is given everything.
+
+    Args:
+        capacity: Blocks of the tier.
+        min_sightings: As for `Selective`.
+    """
+
+    def __init__(self, capacity: int, min_sightings: int) -> None:
+        self._stride = stride_for(capacity)
+        sampled = max(1, capacity // self._stride)
+        self._sightings = Sightings(min_sightings - 1, SIGHTINGS_PER_BLOCK * sampled)
+        self._all_admitted = GhostTier(sampled)
+        self._proven_admitted = GhostTier(sampled)
+        self._half_life = HALF_LIFE * sampled
+        self._lead = 0.0  # hits of the selective ghost above the other's, decayed
+        self._compared = 0.0  # blocks that both saw, decayed
+        self._is_selective = False
+        self._num_switches = 0
+        self._seen_blocks = 0
+        self._refused_blocks = 0
+
+    def admit(self, keys: BlockKeys, stop: int) -> int:
+        sample = Sample(keys, stop, self._stride)
+        num_proven = self._sightings.record(sample)
+        self._compare(sample, num_proven)
+        admitted = sample.position(num_proven) if self._is_selective else stop
+        self._seen_blocks += stop
+        self._refused_blocks += stop - admitted
+        return admitted
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "seen_blocks": self._seen_blocks,
+            "refused_blocks": self._refused_blocks,
+            "is_selective": int(self._is_selective),
+            "policy_switches": self._num_switches,
+        }
+
+    def _compare(self, sample: Sample, num_proven: int) -> None:
+        """Let both ghosts see the prompt, and prefer the policy that leads."""
+        lead = self._proven_admitted.see(sample, num_proven)
+        lead -= self._all_admitted.see(sample, sample.num_blocks)
+        remaining = 0.5 ** (sample.num_blocks / self._half_life)
+        self._lead = self._lead * remaining + lead
+        self._compared = self._compared * remaining + sample.num_blocks
+        # Giving up write-through takes a clear lead: what the tier holds changes slowly, so a wrong
+        # switch costs more than a late one.
+        required = 0.0 if self._is_selective else WORTHWHILE_LEAD * self._compared
+        is_selective = self._lead > required
+        self._num_switches += is_selective != self._is_selective
+        self._is_selective = is_selective
+
+
+def stride_for(capacity: int) -> int:
+    """Every how many blocks a tier is sampled."""
+    return min(max(1, capacity // SAMPLED_BLOCKS), MAX_STRIDE)
+
+
+def make_admission(policy: str, capacity: int | None, min_sightings: int = 2) -> Admission:
+    """The admission of a tier of ``capacity`` blocks; 0 or None for one without a bound.
+
+    Raises:
+        ValueError: There is no such policy, or less than one sighting is asked for.
+    """
+    if min_sightings < 1:
+        raise ValueError(f"min_sightings must be at least 1, not {min_sightings}")
+    match policy:
+        case "write_through":
+            return WriteThrough()
+        case "selective":
+            return Selective(capacity or UNBOUNDED_CAPACITY, min_sightings)
+        case "adaptive":  # where nothing is evicted, nothing beats write-through
+            return Adaptive(capacity, min_sightings) if capacity else WriteThrough()
+    raise ValueError(f"no admission policy {policy!r}: write_through, selective or adaptive")

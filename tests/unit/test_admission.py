@@ -1,0 +1,231 @@
+"""Admission: sightings against a plain count, ghosts against a plain LRU, and what a tier hits
+under each policy when prompts come in patterns that favour the one or the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+
+import pytest
+from builders import ROOT, ROOTS, key_of, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexcache.cache.admission import (
+    SAMPLED_BLOCKS,
+    SIGHTINGS_PER_BLOCK,
+    Admission,
+    GhostTier,
+    make_admission,
+    stride_for,
+)
+from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.tier import Tier
+from flexcache.ids import RootId, TierName
+
+Sight = tuple[RootId, str, int]  # a prompt, and how many of its blocks were offered
+Pattern = Callable[[Iterator[int], int], Iterator[EngineBlockKeys]]
+
+POLICIES = ("write_through", "selective", "adaptive")
+CAPACITY = 100
+
+some_word = st.text("ab", min_size=1, max_size=12)
+some_sight = st.tuples(st.sampled_from(ROOTS), some_word, st.integers(0, 12))
+
+
+# Sightings
+
+
+@given(st.lists(some_sight, max_size=40), st.integers(1, 4), st.sampled_from([1, 2, 3, 5]))
+def test_selective_admits_up_to_the_first_sampled_block_that_was_not_seen_often_enough(
+    sights: list[Sight], min_sightings: int, stride: int
+) -> None:
+    capacity = stride * SAMPLED_BLOCKS  # nothing is forgotten
+    assert stride_for(capacity) == stride
+    admission = make_admission("selective", capacity, min_sightings)
+    seen: Counter[tuple[RootId, str]] = Counter()
+    for root, word, offered in sights:
+        stop = min(offered, len(word))
+        sampled = range(stride // 2, stop, stride)
+        new = (at for at in sampled if seen[root, word[: at + 1]] < min_sightings - 1)
+        assert admission.admit(prompt(word, root), stop) == next(new, stop)
+        seen.update((root, word[:end]) for end in range(1, stop + 1))
+
+
+@given(st.lists(some_sight, max_size=60), st.integers(2, 4), st.integers(1, 3))
+def test_however_little_is_remembered_nothing_seen_too_seldom_is_admitted(
+    sights: list[Sight], min_sightings: int, capacity: int
+) -> None:
+    admission = make_admission("selective", capacity, min_sightings)
+    seen: Counter[tuple[RootId, str]] = Counter()
+    for root, word, offered in sights:
+        stop = min(offered, len(word))
+        admitted = admission.admit(prompt(word, root), stop)
+        assert 0 <= admitted <= stop
+        assert all(seen[root, word[:end]] >= min_sightings - 1 for end in range(1, admitted + 1))
+        seen.update((root, word[:end]) for end in range(1, stop + 1))
+
+
+def test_a_sighting_long_past_does_not_count() -> None:
+    remembered = SIGHTINGS_PER_BLOCK * CAPACITY
+    for others, admitted in ((remembered - 1, 1), (remembered, 0)):
+        admission, names = make_admission("selective", CAPACITY), count()
+        returning = one_off(names, 1)
+        assert admission.admit(returning, 1) == 0
+        for _ in range(others):
+            admission.admit(one_off(names, 1), 1)
+        assert admission.admit(returning, 1) == admitted
+
+
+def test_a_tier_without_a_bound_is_written_to_on_second_sight_as_well() -> None:
+    admission = make_admission("selective", None)
+    keys = one_off(count(), 4096)
+    assert admission.admit(keys, 4096) < 32
+    assert admission.admit(keys, 4096) == 4096
+
+
+# Ghosts
+
+
+@given(st.lists(some_sight, max_size=60), st.integers(1, 10))
+def test_a_ghost_holds_what_an_lru_tier_would(sights: list[Sight], capacity: int) -> None:
+    ghost = GhostTier(capacity)
+    last_use: dict[tuple[RootId, str], int] = {}
+    for now, (root, word, offered) in enumerate(sights):
+        path = [(root, word[:end]) for end in range(1, len(word) + 1)]
+        there = [block for block in path if block in last_use]
+        admitted = min(offered, len(word))
+        assert ghost.see(prompt(word, root), admitted) == len(there)
+        last_use.update(dict.fromkeys([*there, *path[: min(admitted, capacity)]], now))
+        by_age = sorted(last_use, key=lambda block: (last_use[block], -len(block[1])))
+        for block in by_age[: max(0, len(last_use) - capacity)]:
+            del last_use[block]
+        ghost.index.check()
+        assert ghost.index.num_blocks == len(last_use)
+        for block in last_use:
+            assert ghost.index.contains(block[0], key_of(block[1]))
+
+
+# What a tier hits
+
+
+def one_off(names: Iterator[int], num_blocks: int) -> EngineBlockKeys:
+    """A prompt that shares nothing with those before."""
+    name = next(names).to_bytes(8, "big")
+    keys = [name + at.to_bytes(2, "big") for at in range(num_blocks)]
+    return EngineBlockKeys(ROOT, keys, num_blocks)
+
+
+def hot_set_in_a_scan(names: Iterator[int], rounds: int) -> Iterator[EngineBlockKeys]:
+    """Half a tier of prompts that come back, each round behind a tier of prompts that do not."""
+    hot = [one_off(names, 10) for _ in range(CAPACITY // 20)]
+    for _ in range(rounds):
+        for keys in hot:
+            yield keys
+            yield from (one_off(names, 10) for _ in range(2))
+
+
+def seen_twice(names: Iterator[int], rounds: int) -> Iterator[EngineBlockKeys]:
+    """Loops that fit into the tier and are gone after the second time."""
+    for _ in range(rounds):
+        loop = [one_off(names, 10) for _ in range(CAPACITY // 20)]
+        yield from loop
+        yield from loop
+
+
+def num_hits(admission: Admission, stream: Iterable[EngineBlockKeys]) -> int:
+    """Blocks that a tier finds when it stores what the policy lets it."""
+    tier, hits = Tier(TierName.SSD, CAPACITY), 0
+    for keys in stream:
+        there = tier.match(keys).num_blocks
+        hits += there
+        admitted = admission.admit(keys, keys.num_blocks)
+        assert 0 <= admitted <= keys.num_blocks
+        if there < admitted:
+            lease = tier.reserve(keys, there, admitted)
+            tier.publish(lease, len(lease))
+            tier.release(lease)
+    tier.check()
+    return hits
+
+
+def hits_by_policy(*patterns: tuple[Pattern, int]) -> dict[str, int]:
+    """Blocks hit when the patterns come one after the other, each for so many rounds."""
+    hits = {}
+    for policy in POLICIES:
+        names = count()
+        stream = (keys for pattern, rounds in patterns for keys in pattern(names, rounds))
+        hits[policy] = num_hits(make_admission(policy, CAPACITY), stream)
+    return hits
+
+
+def test_adaptive_keeps_a_hot_set_that_a_scan_would_flush() -> None:
+    hits = hits_by_policy((hot_set_in_a_scan, 40))
+    assert hits["write_through"] == 0
+    assert hits["selective"] == 38 * 50  # all but the first two rounds
+    assert hits["adaptive"] >= 0.9 * hits["selective"]
+
+
+def test_adaptive_writes_everything_where_loops_fit_and_change() -> None:
+    hits = hits_by_policy((seen_twice, 40))
+    assert hits["selective"] == 0
+    assert hits["adaptive"] == hits["write_through"] == 40 * 50
+
+
+@pytest.mark.parametrize(
+    "order", [(hot_set_in_a_scan, seen_twice), (seen_twice, hot_set_in_a_scan)]
+)
+def test_adaptive_follows_when_the_pattern_changes(order: tuple[Pattern, Pattern]) -> None:
+    hits = hits_by_policy(*((pattern, 60) for pattern in order))
+    best_of_each = 60 * 50 + 58 * 50
+    assert max(hits["write_through"], hits["selective"]) < 0.6 * best_of_each
+    assert hits["adaptive"] > 0.85 * best_of_each
+
+
+@given(st.lists(some_sight, max_size=60))
+def test_adaptive_admits_everything_while_the_tier_has_room(
+    sights: list[Sight],
+) -> None:
+    seen = {(root, word[:end]) for root, word, _ in sights for end in range(1, len(word) + 1)}
+    admission = make_admission("adaptive", max(1, len(seen)))
+    for root, word, offered in sights:
+        stop = min(offered, len(word))
+        assert admission.admit(prompt(word, root), stop) == stop
+    assert admission.stats().get("refused_blocks") == 0
+
+
+@pytest.mark.parametrize("policy", ["write_through", "adaptive"])
+def test_a_tier_without_a_bound_is_given_everything(policy: str) -> None:
+    admission = make_admission(policy, None)
+    assert all(admission.admit(keys, 10) == 10 for keys in hot_set_in_a_scan(count(), 3))
+
+
+# Counters and mistakes
+
+
+def test_refused_blocks_are_counted() -> None:
+    admission, keys = make_admission("selective", CAPACITY), one_off(count(), 10)
+    admission.admit(keys, 6)
+    admission.admit(keys, 10)
+    assert admission.stats() == {"seen_blocks": 16, "refused_blocks": 6 + 4}
+
+
+def test_adaptive_tells_which_policy_it_follows() -> None:
+    admission, names = make_admission("adaptive", CAPACITY), count()
+    assert admission.stats()["is_selective"] == 0
+    for keys in hot_set_in_a_scan(names, 40):
+        admission.admit(keys, 10)
+    stats = admission.stats()
+    assert (stats["is_selective"], stats["policy_switches"]) == (1, 1)
+    assert stats["refused_blocks"] > stats["seen_blocks"] // 2
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'sometimes'.*write_through, selective or adaptive"):
+        make_admission("sometimes", CAPACITY)
+
+
+def test_less_than_one_sighting_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"min_sightings.*not 0"):
+        make_admission("selective", CAPACITY, 0)
