@@ -18,15 +18,16 @@ Pure: no I/O, no clock. Not thread-safe.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.prefix_index import PrefixIndex
-from flexcache.ids import BlockKey
+from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
+from flexcache.ids import BlockKey, RootId
 
-SAMPLED_BLOCKS = 1024
+SAMPLED_BLOCKS = 4096
 """A tier of so many blocks is judged whole; a larger one by a sample of at least so many."""
 MAX_STRIDE = 32
 SIGHTINGS_PER_BLOCK = 4
@@ -59,26 +60,31 @@ class Sample:
     A sampled block stands for those around it; the first is half a stride from the start.
     """
 
-    __slots__ = ("_keys", "_stop", "_stride", "num_blocks", "root")
+    __slots__ = ("_keys", "_positions", "_stop", "num_blocks", "root")
 
     def __init__(self, keys: BlockKeys, stop: int, stride: int) -> None:
         self._keys = keys
         self._stop = stop
-        self._stride = stride
+        self._positions = range(stride // 2, stop, stride)
         self.root = keys.root
-        self.num_blocks = (stop - stride // 2 + stride - 1) // stride
+        self.num_blocks = len(self._positions)
 
-    def position(self, index: int) -> int:
-        """Where in the prompt sampled block ``index`` is; ``stop`` behind the last."""
-        return min(index * self._stride + self._stride // 2, self._stop)
+    def num_represented(self, count: int) -> int:
+        """How many blocks of the prompt the first ``count`` sampled ones stand for.
+
+        Those before the next sampled block; none if that is the first.
+        """
+        if count == self.num_blocks:
+            return self._stop
+        return self._positions[count] if count else 0
 
     def key(self, index: int) -> BlockKey:
-        return self._keys.key(self.position(index))
+        return self._keys.key(self._positions[index])
 
     def slice(self, start: int, stop: int) -> list[BlockKey]:
-        if self._stride == 1:
+        if self._positions.step == 1:
             return self._keys.slice(start, stop)
-        return [self.key(index) for index in range(start, stop)]
+        return list(map(self._keys.key, self._positions[start:stop]))
 
 
 class GhostTier:
@@ -92,32 +98,38 @@ class GhostTier:
     def see(self, keys: BlockKeys, admitted: int) -> int:
         """How many of the blocks were there; afterwards the first ``admitted`` are.
 
-        O(log n) probes, and C speed per block that is stored; O(1) per block evicted.
+        O(log n) probes, and O(1) per block stored or evicted.
         """
         self._now += 1
         match = self.index.match(keys)
         self.index.touch(match, self._now)
         start, stop = match.num_blocks, min(admitted, self.capacity)
         if start < stop:
-            no_ids = np.zeros(stop - start, dtype=np.int64)
-            self.index.insert(match, keys.root, keys.slice(start, stop), no_ids, self._now)
-            self.index.evict(self.index.num_blocks - self.capacity)
+            self._store(match, keys.root, keys.slice(start, stop))
         return start
+
+    def _store(self, parent: PrefixMatch, root: RootId, keys: list[BlockKey]) -> None:
+        there = map(partial(self.index.contains, root), keys)
+        if len(set(keys)) < len(keys) or any(there):
+            return  # the engine's own keys, and they do not chain: nothing follows from seeing them
+        no_ids = np.zeros(len(keys), dtype=np.int64)
+        self.index.insert(parent, root, keys, no_ids, self._now)
+        self.index.evict(self.index.num_blocks - self.capacity)
 
 
 class Sightings:
-    """Which blocks were seen how often lately, up to ``count`` times.
+    """Which blocks were seen how often lately, up to ``count`` times, for a tier of ``capacity``.
 
-    The k-th ghost holds what was seen k times; a sighting moves a block to the next one.
+    The k-th ghost holds what was seen k times; a sighting takes a block on to the next one.
     """
 
     def __init__(self, count: int, capacity: int) -> None:
-        self.ghosts = [GhostTier(capacity) for _ in range(count)]
+        self._ghosts = [GhostTier(SIGHTINGS_PER_BLOCK * capacity) for _ in range(count)]
 
     def record(self, keys: BlockKeys) -> int:
         """Count a sighting of the prompt; how many of its blocks had ``count`` of them before."""
         reach = keys.num_blocks
-        for ghost in self.ghosts:
+        for ghost in self._ghosts:
             reach = min(reach, ghost.see(keys, reach))
         return reach
 
@@ -135,8 +147,8 @@ class WriteThrough:
 class Selective:
     """Blocks that are seen for the ``min_sightings``-th time.
 
-    Prompts are looked at through a sample. What lies between two sampled blocks goes with the
-    first, and what precedes a prompt's first sampled block is always admitted.
+    Prompts are looked at through a sample: what lies between two sampled blocks is taken for seen
+    if the first was, and a prompt too short to have one is admitted.
 
     Args:
         capacity: Blocks of the tier.
@@ -145,14 +157,13 @@ class Selective:
 
     def __init__(self, capacity: int, min_sightings: int) -> None:
         self._stride = stride_for(capacity)
-        remembered = SIGHTINGS_PER_BLOCK * capacity // self._stride
-        self._sightings = Sightings(min_sightings - 1, remembered)
+        self._sightings = Sightings(min_sightings - 1, capacity // self._stride)
         self._seen_blocks = 0
         self._refused_blocks = 0
 
     def admit(self, keys: BlockKeys, stop: int) -> int:
         sample = Sample(keys, stop, self._stride)
-        admitted = sample.position(self._sightings.record(sample))
+        admitted = sample.num_represented(self._sightings.record(sample))
         self._seen_blocks += stop
         self._refused_blocks += stop - admitted
         return admitted
@@ -175,8 +186,8 @@ class Adaptive:
 
     def __init__(self, capacity: int, min_sightings: int) -> None:
         self._stride = stride_for(capacity)
-        sampled = max(1, capacity // self._stride)
-        self._sightings = Sightings(min_sightings - 1, SIGHTINGS_PER_BLOCK * sampled)
+        sampled = capacity // self._stride
+        self._sightings = Sightings(min_sightings - 1, sampled)
         self._all_admitted = GhostTier(sampled)
         self._proven_admitted = GhostTier(sampled)
         self._half_life = HALF_LIFE * sampled
@@ -191,7 +202,7 @@ class Adaptive:
         sample = Sample(keys, stop, self._stride)
         num_proven = self._sightings.record(sample)
         self._compare(sample, num_proven)
-        admitted = sample.position(num_proven) if self._is_selective else stop
+        admitted = sample.num_represented(num_proven) if self._is_selective else stop
         self._seen_blocks += stop
         self._refused_blocks += stop - admitted
         return admitted
