@@ -15,7 +15,7 @@ from rich.table import Table
 from flexcache.config import CacheConfig, ServerConfig, describe_settings
 from flexcache.errors import ConfigError, ServerLostError
 from flexcache.storage.block_io import io_uring_problem
-from flexcache.storage.disk_pool import supports_direct_io
+from flexcache.storage.pool_directory import supports_direct_io
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 _console = Console()

@@ -36,6 +36,16 @@ class BlockPool:
         self._is_free[ids] = False
         return ids
 
+    def take_exactly(self, ids: BlockIds) -> None:
+        """Give out these ids. O(capacity), vectorised."""
+        self._is_free[ids] = False
+        still_free = self._stack[: self._num_free]
+        still_free = still_free[self._is_free[still_free]]
+        if len(still_free) + len(ids) != self._num_free:
+            raise InternalError("a block was to be given out that is not free, or twice")
+        self._num_free = len(still_free)
+        self._stack[: self._num_free] = still_free
+
     def give_back(self, ids: BlockIds) -> None:
         """Return ids that were given out. O(len(ids)), vectorised."""
         if len(ids) == 0:

@@ -1,124 +1,153 @@
-"""The SSD tier's files: fixed slots, striped slot by slot over the directories.
+"""The SSD tier's slots, striped over its directories, and what of them outlived the last process.
 
-Slot `s` lives in directory `s % n` at offset `s // n * slot_bytes`. A slot is all ranks' runs of a
-block, one after the other as they stand in the host pool, so that a block is one I/O. One process
-owns a directory, by a lock on the data file; the file lasts as long as its owner.
+Slot `s` lives in directory `s % n`, as does its record. A slot is all ranks' runs of a block, one
+after the other as they stand in the host pool, so that a block is one I/O. One process owns a
+directory at a time; the files stay when it ends.
+
+The number of slots may change between two starts: the slots that still exist are kept.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import logging
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from flexcache.errors import ConfigError
+from flexcache.storage.pool_directory import (
+    PoolDirectory,
+    PoolHeader,
+    PoolMismatchError,
+)
+from flexcache.storage.slot_index import HEADER_BYTES, Records, SlotIndex
 
 logger = logging.getLogger(__name__)
 
-DATA_FILE = "flexcache-ssd.data"
-_LOCK_PATIENCE_S = 1.0
-
 
 class DiskPool:
-    """Open data files of the SSD tier.
+    """Open directories of the SSD tier, in their order.
+
+    Args:
+        directories: Made where they are not there.
+        slot_bytes: Of a block, over all ranks.
+        direct_io: Bypass the page cache where a directory allows it.
+        on_mismatch: ``refuse`` what cannot be used as it is, or ``clear`` it. A file that is not
+            FlexCache's is never touched.
 
     Raises:
-        ConfigError: A directory cannot be used, or another process uses it.
+        ConfigError: A directory cannot be used, another process uses it, or it is refused.
     """
 
     def __init__(
-        self, directories: Sequence[str], slot_bytes: int, num_slots: int, direct_io: bool
+        self,
+        directories: Sequence[str],
+        slot_bytes: int,
+        num_slots: int,
+        direct_io: bool,
+        on_mismatch: str = "refuse",
     ) -> None:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        self.fds: list[int] = []
-        self.paths: list[Path] = []
-        slots_each = -(-num_slots // len(directories))
+        self.pool_id = b""
+        self._clears = on_mismatch == "clear"
+        self._directories: list[PoolDirectory] = []
         try:
             for directory in directories:
-                self._open(Path(directory), slots_each * slot_bytes, direct_io)
+                self._open(Path(directory))
+            self._make_one_pool()
+            for directory_, path in zip(self._directories, directories, strict=True):
+                directory_.fit(self.num_rows, slot_bytes)
+                if direct_io and not directory_.set_direct():
+                    logger.warning(
+                        "O_DIRECT is refused in %s: I/O goes through the page cache", path
+                    )
         except BaseException:
             self.close()
             raise
 
-    def _open(self, directory: Path, size: int, direct_io: bool) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            path = directory / DATA_FILE
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if not _lock_soon(lock):
-                os.close(lock)
-                raise ConfigError(
-                    f"ssd_cache_dirs = {str(directory)!r}: in use by another FlexCache process; "
-                    "give each its own directory"
-                ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"ssd_cache_dirs = {str(directory)!r}: {error.strerror or error}"
-            ) from None
-        self.fds.append(lock)
-        self.paths.append(path)
-        os.ftruncate(lock, 0)
-        os.ftruncate(lock, size)
-        if direct_io and not _set_direct(lock):
-            logger.warning("O_DIRECT is refused in %s: I/O goes through the page cache", directory)
+    @property
+    def num_rows(self) -> int:
+        """Slots of one directory."""
+        return -(-self.num_slots // len(self._directories))
+
+    @property
+    def data_fds(self) -> list[int]:
+        return [directory.data_fd for directory in self._directories]
+
+    @property
+    def index_fds(self) -> list[int]:
+        return [directory.index_fd for directory in self._directories]
+
+    def load(self) -> Records:
+        """What was recorded for slots that exist, as a `SLOT_RECORD` array. Reads no slot."""
+        contents = SlotIndex(self.index_fds, self.pool_id).load(self.num_slots)
+        if len(contents.torn):
+            logger.warning("%d records of the SSD tier are torn: dropped", len(contents.torn))
+        return contents.records
 
     def close(self) -> None:
-        """Remove the files and release the directories. Idempotent."""
-        for fd, path in zip(self.fds, self.paths, strict=True):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-            os.close(fd)
-        self.fds, self.paths = [], []
+        """Release the directories. Idempotent."""
+        for directory in self._directories:
+            directory.close()
+        self._directories = []
 
+    def _open(self, path: Path) -> None:
+        try:
+            self._directories.append(PoolDirectory(path))
+        except OSError as error:
+            raise ConfigError(
+                f"ssd_cache_dirs = {str(path)!r}: {error.strerror or error}"
+            ) from None
 
-def _lock_soon(fd: int) -> bool:
-    """Lock the file. The disk worker of a server that was killed may hold it a moment longer."""
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.02)
+    def _make_one_pool(self) -> None:
+        """Keep what is this pool's already; make what is not there yet."""
+        headers = [self._recognise(position) for position in range(len(self._directories))]
+        found = dict.fromkeys(header.pool_id for header in headers if header is not None)
+        if len(found) > 1:
+            mismatch = PoolMismatchError(
+                self._directories[0].path, "it and the other directories are of different pools"
+            )
+            self._clear_or_refuse(self._directories, mismatch)
+            headers, found = [None] * len(headers), {}
+        self.pool_id = next(iter(found), None) or os.urandom(16)
+        for position, header in enumerate(headers):
+            if header is None:
+                self._directories[position].create(self._header(self.pool_id, position))
+
+    def _recognise(self, position: int) -> PoolHeader | None:
+        """The directory's header if it fits; None where the directory holds nothing (any more)."""
+        directory = self._directories[position]
+        try:
+            header = directory.header()
+            if header is not None and header != self._header(header.pool_id, position):
+                raise PoolMismatchError(directory.path, self._difference(header, position))
+        except PoolMismatchError as mismatch:
+            self._clear_or_refuse([directory], mismatch)
+            return None
+        return header
+
+    def _header(self, pool_id: bytes, position: int) -> PoolHeader:
+        return PoolHeader(pool_id, self.slot_bytes, len(self._directories), position)
+
+    def _difference(self, found: PoolHeader, position: int) -> str:
+        if found.slot_bytes != self.slot_bytes:
+            return f"its slots are of {found.slot_bytes} bytes, this model's of {self.slot_bytes}"
+        return (
+            f"it was directory {found.position + 1} of {found.num_directories}, now it is "
+            f"{position + 1} of {len(self._directories)}"
+        )
+
+    def _clear_or_refuse(
+        self, directories: Sequence[PoolDirectory], mismatch: PoolMismatchError
+    ) -> None:
+        if not self._clears or not mismatch.is_ours:
+            raise mismatch
+        for directory in directories:
+            logger.warning("clearing %s, as ssd_on_mismatch says: %s", directory.path, mismatch)
+            directory.clear()
 
 
 def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:
-    """File descriptor and offset of a slot that is striped over ``fds``."""
-    return fds[slot % len(fds)], slot // len(fds) * slot_bytes
-
-
-def preallocate(fd: int, size: int) -> str | None:
-    """Reserve the file's space; returns why not. Writes then fail one by one where it lacks."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EOPNOTSUPP, errno.EINVAL, errno.EFBIG):
-            raise
-        return error.strerror
-    return None
-
-
-def _set_direct(fd: int) -> bool:
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-    except OSError:
-        return False
-    return True
-
-
-def supports_direct_io(directory: Path) -> bool:
-    """Whether files in the directory can be opened for direct I/O."""
-    path = directory / ".flexcache-probe"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        return _set_direct(fd)
-    finally:
-        os.close(fd)
-        path.unlink()
+    """Data file and offset of a slot that is striped over ``fds``."""
+    return fds[slot % len(fds)], HEADER_BYTES + slot // len(fds) * slot_bytes

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +23,14 @@ from flexcache.storage.block_io import (
     open_block_io,
 )
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.messages import Done, Execute, pack_ids, unpack_checksums
+from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes
+from flexcache.storage.slot_index import MAX_KEY_BYTES, SlotIndex
+from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids, unpack_checksums
+from flexcache.transfer.workers.commit import GroupCommit
 from flexcache.transfer.workers.disk import DiskWorker
 
+POOL_ID = b"one pool of many"
+ROOT = b"sixteen byte key"
 NUM_BLOCKS, BLOCK_BYTES, RANKS = 16, 4096, 2
 SLOT_BYTES = RANKS * BLOCK_BYTES
 
@@ -54,8 +62,19 @@ def run(worker: DiskWorker, *messages: Execute) -> dict[int, Done]:
     return done
 
 
-def order(op_id: int, kind: OpKind, src: Sequence[int], dst: Sequence[int], sums: bytes = b""):  # type: ignore[no-untyped-def]
-    return Execute(op_id, kind, pack_ids(np.array(src)), pack_ids(np.array(dst)), 1, checksums=sums)
+def order(
+    op_id: int, kind: OpKind, src: Sequence[int], dst: Sequence[int], sums: bytes = b"",
+    names: BlockNames | None = None,
+) -> Execute:  # fmt: skip
+    src, dst = pack_ids(np.array(src)), pack_ids(np.array(dst))  # type: ignore[assignment]
+    return Execute(op_id, kind, src, dst, 1, checksums=sums, names=names)  # type: ignore[arg-type]
+
+
+def store(op_id: int, blocks: Sequence[int], slots: Sequence[int], first: int = 0) -> Execute:
+    """Write blocks under the names of their positions in one prompt."""
+    keys = [b"block %d" % (first + i) for i in range(len(blocks))]
+    names = BlockNames(ROOT, first, b"block %d" % (first - 1) if first else b"", keys)
+    return order(op_id, OpKind.H2DISK, blocks, slots, names=names)
 
 
 def engines() -> list[str]:
@@ -66,14 +85,20 @@ def engines() -> list[str]:
 def worker(
     request: pytest.FixtureRequest, segments: list[HostSegment], tmp_path: Path
 ) -> Iterator[DiskWorker]:
-    fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(fd, NUM_BLOCKS * SLOT_BYTES)
+    data, index_fd = (
+        os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("data", "index")
+    )
+    os.ftruncate(data, data_file_bytes(NUM_BLOCKS, SLOT_BYTES))
+    os.ftruncate(index_fd, index_file_bytes(NUM_BLOCKS))
+    index = SlotIndex([index_fd], POOL_ID)
+    commit = GroupCommit([data], [index_fd], index, "group")
     io = open_block_io(request.param, 4)
     assert io.name == request.param
-    yield DiskWorker(io, segments, lambda slot: (fd, slot * SLOT_BYTES))
-    io.close()
-    io.close()
-    os.close(fd)
+    yield DiskWorker(io, segments, lambda slot: (data, slot * SLOT_BYTES), index, commit)
+    for closing in (io, io, commit, commit):
+        closing.close()
+    os.close(data)
+    os.close(index_fd)
 
 
 def test_blocks_of_all_ranks_go_out_and_come_back(
@@ -119,6 +144,7 @@ class ScriptedIO(BlockIO):
 
     def __init__(self) -> None:
         self.submitted: list[Request] = []
+        self.completed: set[int] = set()
         self.completions: list[Completion] = []
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -135,12 +161,69 @@ class ScriptedIO(BlockIO):
         pass
 
     def complete(self, position: int, result: int = SLOT_BYTES) -> None:
+        self.completed.add(position)
         self.completions.append(Completion(self.submitted[position].token, result))
 
+    def complete_all(self) -> None:
+        for position in range(len(self.submitted)):
+            if position not in self.completed:
+                self.complete(position)
 
-def scripted(segments: list[HostSegment]) -> tuple[DiskWorker, ScriptedIO]:
-    io = ScriptedIO()
-    return DiskWorker(io, segments, lambda slot: (7, slot * SLOT_BYTES)), io
+
+@dataclass
+class ScriptedFiles:
+    """Keeps an index in memory, and fails when it is told to. Each call is written down."""
+
+    content: bytearray = field(default_factory=lambda: bytearray(index_file_bytes(NUM_BLOCKS)))
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    failing: dict[tuple[str, int], OSError] = field(default_factory=dict)
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        if any(data):  # what is erased is of no interest here
+            self._called("write", fd)
+        self.content[offset : offset + len(data)] = data
+        return len(data)
+
+    def fdatasync(self, fd: int) -> None:
+        self._called("sync", fd)
+
+    def _called(self, call: str, fd: int) -> None:
+        self.calls.append((call, fd))
+        if (call, fd) in self.failing:
+            raise self.failing.pop((call, fd))
+
+
+DATA, INDEX = 7, 8
+
+
+@dataclass
+class Bench:
+    """A worker over I/O and files that do as they are told."""
+
+    worker: DiskWorker
+    io: ScriptedIO
+    files: ScriptedFiles
+    commit: GroupCommit
+
+    def finish(self) -> dict[int, Done]:
+        """Complete all I/O that was submitted, and wait for all commits."""
+        done: dict[int, Done] = {}
+        while not self.worker.is_idle:
+            self.io.complete_all()
+            done.update({answer.op_id: answer for answer in self.worker.advance()})
+            if len(self.io.completed) == len(self.io.submitted) and not self.worker.is_idle:
+                select.select([self.commit.fileno()], [], [], 30)
+        return done
+
+
+@pytest.fixture
+def bench(segments: list[HostSegment], request: pytest.FixtureRequest) -> Iterator[Bench]:
+    io, files = ScriptedIO(), ScriptedFiles()
+    index = SlotIndex([INDEX], POOL_ID, files)
+    commit = GroupCommit([DATA], [INDEX], index, getattr(request, "param", "group"), files)
+    worker = DiskWorker(io, segments, lambda slot: (DATA, slot * SLOT_BYTES), index, commit)
+    yield Bench(worker, io, files, commit)
+    commit.close()
 
 
 @pytest.mark.parametrize(
@@ -152,10 +235,8 @@ def scripted(segments: list[HostSegment]) -> tuple[DiskWorker, ScriptedIO]:
         (0, "0 of"),
     ],
 )
-def test_an_error_or_a_short_count_is_that_blocks_end(
-    segments: list[HostSegment], result: int, text: str
-) -> None:
-    worker, io = scripted(segments)
+def test_an_error_or_a_short_count_is_that_blocks_end(bench: Bench, result: int, text: str) -> None:
+    worker, io = bench.worker, bench.io
     worker.execute(order(1, OpKind.H2DISK, range(5), range(5)))
     assert worker.advance() == []
     io.complete(2)
@@ -168,8 +249,8 @@ def test_an_error_or_a_short_count_is_that_blocks_end(
     assert text in (done.error or "")
 
 
-def test_the_queue_is_kept_full_and_reads_go_first(segments: list[HostSegment]) -> None:
-    worker, io = scripted(segments)
+def test_the_queue_is_kept_full_and_reads_go_first(bench: Bench) -> None:
+    worker, io = bench.worker, bench.io
     worker.execute(order(1, OpKind.H2DISK, range(8), range(8)))
     worker.advance()
     assert [r.direction for r in io.submitted] == [Direction.WRITE] * 3
@@ -185,8 +266,8 @@ def test_the_queue_is_kept_full_and_reads_go_first(segments: list[HostSegment]) 
     assert Direction.WRITE in [r.direction for r in io.submitted[6:]]  # not starved
 
 
-def test_a_dropped_op_ends_with_what_had_been_started(segments: list[HostSegment]) -> None:
-    worker, io = scripted(segments)
+def test_a_dropped_op_ends_with_what_had_been_started(bench: Bench) -> None:
+    worker, io = bench.worker, bench.io
     worker.execute(order(1, OpKind.H2DISK, range(8), range(8)))
     worker.advance()
     worker.drop(1)
@@ -197,3 +278,123 @@ def test_a_dropped_op_ends_with_what_had_been_started(segments: list[HostSegment
     assert done.num_ok == 3
     assert len(io.submitted) == 3
     assert worker.is_idle
+
+
+def test_records_are_written_between_the_two_syncs(bench: Bench) -> None:
+    bench.worker.execute(store(1, [0, 1, 2], [4, 5, 6]))
+    assert bench.finish()[1].num_ok == 3
+    assert bench.files.calls == [("sync", DATA), ("write", INDEX), ("sync", INDEX)]
+
+
+@pytest.mark.parametrize("bench", ["none"], indirect=True)
+def test_without_syncing_records_are_written_once_the_bytes_are(bench: Bench) -> None:
+    bench.worker.execute(store(1, [0, 1], [4, 5]))
+    bench.worker.advance()
+    bench.io.complete(0)
+    bench.worker.advance()
+    assert bench.files.calls == []  # the other block is still on its way
+    assert bench.finish()[1].num_ok == 2
+    assert bench.files.calls == [("write", INDEX)]
+
+
+def test_nothing_is_done_before_it_is_durable_and_reads_do_not_wait(bench: Bench) -> None:
+    entered, proceed = threading.Event(), threading.Event()
+    sync = bench.files.fdatasync
+
+    def gated_sync(fd: int) -> None:
+        entered.set()
+        assert proceed.wait(30)
+        sync(fd)
+
+    bench.files.fdatasync = gated_sync  # type: ignore[method-assign]
+    worker, io = bench.worker, bench.io
+    worker.execute(store(1, [0], [0]))
+    worker.advance()
+    io.complete(0)
+    assert worker.advance() == []
+    assert entered.wait(30)
+    worker.execute(order(2, OpKind.DISK2H, [3], [3], bytes(8)))
+    worker.execute(store(3, [1], [1]))
+    worker.execute(store(4, [2], [2], first=1))
+    worker.advance()
+    assert len(io.submitted) == 4
+    for position in (1, 2, 3):
+        io.complete(position, SLOT_BYTES if position != 1 else -errno.EIO)
+    assert [done.op_id for done in worker.advance()] == [2]
+    assert not worker.is_idle
+    proceed.set()
+    done = bench.finish()
+    assert sorted(done) == [1, 3, 4]
+    # what was written meanwhile was committed together
+    assert bench.files.calls.count(("sync", DATA)) == 2
+
+
+@pytest.mark.parametrize("call", [("sync", DATA), ("write", INDEX), ("sync", INDEX)])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_failed_commit_fails_its_group_and_not_the_next(
+    bench: Bench, call: tuple[str, int], code: int
+) -> None:
+    bench.files.failing[call] = OSError(code, os.strerror(code))
+    bench.worker.execute(store(1, [0, 1], [0, 1]))
+    failed = bench.finish()[1]
+    assert (failed.num_ok, failed.bad_block) == (0, False)
+    assert os.strerror(code) in (failed.error or "")
+    if call == ("sync", DATA):
+        assert ("write", INDEX) not in bench.files.calls
+    bench.worker.execute(store(2, [0, 1], [0, 1]))
+    assert bench.finish()[2].num_ok == 2
+
+
+def test_only_what_was_written_without_a_gap_is_recorded(bench: Bench, tmp_path: Path) -> None:
+    bench.worker.execute(store(1, [0, 1, 2], [0, 1, 2]))
+    bench.worker.advance()
+    bench.io.complete(0)
+    bench.io.complete(1, -errno.EIO)
+    bench.io.complete(2)
+    assert bench.finish()[1].num_ok == 1
+    assert recorded(bench, tmp_path) == {0: b"block 0"}
+
+
+def recorded(bench: Bench, tmp_path: Path) -> dict[int, bytes]:
+    """Slots and keys that a next start would find."""
+    (tmp_path / "index").write_bytes(bench.files.content)
+    with (tmp_path / "index").open("rb") as file:
+        contents = SlotIndex([file.fileno()], POOL_ID).load(NUM_BLOCKS)
+    assert not len(contents.torn)
+    return {
+        int(record["slot"]): bytes(record["key"])[: record["key_bytes"]]
+        for record in contents.records
+    }
+
+
+def test_a_slot_is_forgotten_when_it_is_to_be_overwritten_or_turns_out_bad(
+    bench: Bench, tmp_path: Path
+) -> None:
+    bench.worker.execute(store(1, [0, 1, 2, 3], [0, 1, 2, 3]))
+    bench.finish()
+    assert sorted(recorded(bench, tmp_path)) == [0, 1, 2, 3]
+    bench.worker.execute(store(2, [4], [2]))
+    assert sorted(recorded(bench, tmp_path)) == [0, 1, 3]
+    bench.worker.execute(order(3, OpKind.DISK2H, [1], [9], bytes(8)))
+    bench.finish()
+    assert sorted(recorded(bench, tmp_path)) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        BlockNames(b"short", 0, b"", [b"key"]),
+        BlockNames(ROOT, 0, b"", [b"k" * (MAX_KEY_BYTES + 1)]),
+        BlockNames(ROOT, 0, b"", [b""]),
+        BlockNames(ROOT, 3, b"", [b"key"]),
+    ],
+)
+def test_names_that_do_not_fit_a_record_fail_their_op_alone(
+    bench: Bench, names: BlockNames
+) -> None:
+    bench.worker.execute(order(1, OpKind.H2DISK, [0], [0], names=names))
+    bench.worker.execute(store(2, [1], [1]))
+    done = bench.finish()
+    assert done[1].num_ok == 0
+    assert done[1].error
+    assert done[2].num_ok == 1

@@ -4,6 +4,10 @@ Run as ``python -m flexcache.transfer.workers.disk`` by the server, which hands 
 down, supervises it and starts it anew if it dies. It keeps nothing that matters: which block lies
 where, and what its checksum is, is told with each op.
 
+Blocks that are written with their names are recorded in the pool's index, and their op is done when
+that is durable (`commit`). The ops that were written while one group was being committed form the
+next; reads never wait for either.
+
 `DiskWorker` is the logic, without sockets or processes; `main` is the shell around it.
 """
 
@@ -28,9 +32,12 @@ import zmq
 
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import BlockIO, Completion, Direction, Request, open_block_io
-from flexcache.storage.disk_pool import locate_slot, preallocate
+from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
+from flexcache.storage.slot_index import Records, SlotIndex, make_records
 from flexcache.transfer.messages import (
+    BlockNames,
     Done,
     Drop,
     Execute,
@@ -40,6 +47,7 @@ from flexcache.transfer.messages import (
     unpack_checksums,
     unpack_ids,
 )
+from flexcache.transfer.workers.commit import GroupCommit
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +63,7 @@ class _DiskOp:
     expected: npt.NDArray[np.uint64]
     checksums: npt.NDArray[np.uint64]
     ok: npt.NDArray[np.bool_]
+    names: BlockNames | None
     next_block: int = 0
     in_flight: int = 0
     dropped: bool = False
@@ -65,8 +74,30 @@ class _DiskOp:
     def is_over(self) -> bool:
         return self.in_flight == 0 and (self.dropped or self.next_block == len(self.slots))
 
+    @property
+    def num_ok(self) -> int:
+        """Blocks that were moved, contiguously from the first on."""
+        return len(self.ok) if self.ok.all() else int(self.ok.argmin())
+
+    @property
+    def is_to_be_recorded(self) -> bool:
+        return self.direction is Direction.WRITE and self.names is not None and self.num_ok > 0
+
+    def fail(self, error: str) -> None:
+        """None of the blocks counts as moved."""
+        self.ok[:] = False
+        self.error = error
+        self.bad_block = None
+
+    def records(self) -> Records:
+        names, count = self.names, self.num_ok
+        assert names is not None
+        return make_records(
+            names.root, names.first, names.parent, names.keys[:count], self.checksums[:count]
+        )
+
     def done(self) -> Done:
-        num_ok = len(self.ok) if self.ok.all() else int(self.ok.argmin())
+        num_ok = self.num_ok
         return Done(
             self.op_id,
             num_ok,
@@ -99,6 +130,12 @@ class DiskWorker:
 
     A block that cannot be read, or whose checksum differs, ends the useful part of its op: what
     comes after it could not be used. For one thread.
+
+    Args:
+        locate: Data file and offset of a slot.
+        index: Where the blocks are recorded.
+        commit: Makes them durable.
+        last_generation: The highest that the index holds.
     """
 
     def __init__(
@@ -106,18 +143,26 @@ class DiskWorker:
         io: BlockIO,
         segments: Sequence[HostSegment],
         locate: Callable[[int], tuple[int, int]],
+        index: SlotIndex,
+        commit: GroupCommit,
+        last_generation: int = 0,
     ) -> None:
         self._io = io
         self._segments = segments
         self._locate = locate
-        self._ops: dict[int, _DiskOp] = {}
+        self._index = index
+        self._commit = commit
+        self._last_generation = last_generation
+        self._moving: dict[int, _DiskOp] = {}
+        self._written: list[_DiskOp] = []
+        self._group: list[_DiskOp] = []
         self._queue = _Queue()
         self._tokens = count()
         self._in_flight: dict[int, tuple[_DiskOp, int]] = {}
 
     @property
     def is_idle(self) -> bool:
-        return not self._ops
+        return not (self._moving or self._written or self._group)
 
     def execute(self, message: Execute) -> None:
         is_read = message.kind is OpKind.DISK2H
@@ -130,23 +175,70 @@ class DiskWorker:
             expected=unpack_checksums(message.checksums),
             checksums=np.zeros(len(src), dtype=np.uint64),
             ok=np.zeros(len(src), dtype=np.bool_),
+            names=message.names,
         )
-        self._ops[op.op_id] = op
+        self._moving[op.op_id] = op
         (self._queue.reads if is_read else self._queue.writes).append(op)
+        if not is_read:
+            self._forget(op.slots)
 
     def drop(self, op_id: int) -> None:
-        if op_id in self._ops:
-            self._ops[op_id].dropped = True
+        if op_id in self._moving:
+            self._moving[op_id].dropped = True
 
     def advance(self) -> list[Done]:
         """Take in completions and start further I/O; returns the ops that are over."""
         for completion in self._io.reap():
             self._complete(completion)
         self._fill()
-        over = [op for op in self._ops.values() if op.is_over]
-        for op in over:
-            del self._ops[op.op_id]
+        over = self._take_committed()
+        for op in [op for op in self._moving.values() if op.is_over]:
+            del self._moving[op.op_id]
+            (self._written if op.is_to_be_recorded else over).append(op)
+        over += self._commit_written()
         return [op.done() for op in over]
+
+    def _commit_written(self) -> list[_DiskOp]:
+        """Start on the next group unless one is under way; returns ops that cannot be recorded."""
+        refused: list[_DiskOp] = []
+        if self._group or not self._written:
+            return refused
+        slots, records = [], []
+        for op in self._written:
+            try:
+                records.append(op.records())
+            except ValueError as error:
+                op.fail(str(error))
+                refused.append(op)
+                continue
+            slots.append(op.slots[: op.num_ok])
+            self._group.append(op)
+        self._written = []
+        if self._group:
+            together = np.concatenate(records)
+            first = self._last_generation + 1
+            self._last_generation += len(together)
+            together["generation"] = np.arange(first, first + len(together))
+            self._commit.start(np.concatenate(slots), together)
+        return refused
+
+    def _take_committed(self) -> list[_DiskOp]:
+        result = self._commit.reap()
+        if result is None:
+            return []
+        group, self._group = self._group, []
+        if result.error is not None:
+            for op in group:
+                op.fail(f"commit of the SSD index: {result.error}")
+        return group
+
+    def _forget(self, slots: npt.NDArray[np.int64]) -> None:
+        """Erase the records of slots whose bytes are to change or are bad.
+
+        Only saves a later start from what the checksums would find out.
+        """
+        with contextlib.suppress(OSError):
+            self._index.erase(slots)
 
     def _fill(self) -> None:
         started: list[tuple[_DiskOp, int, Request]] = []
@@ -177,6 +269,8 @@ class DiskWorker:
         if problem is None:
             op.ok[position] = True
             return
+        if op.direction is Direction.READ:
+            self._forget(op.slots[position : position + 1])
         op.error = op.error or f"{op.direction.value} of slot {op.slots[position]}: {problem}"
         if op.bad_block is None or position < op.bad_block:
             op.bad_block = position
@@ -211,12 +305,15 @@ class DiskWorkerConfig(msgspec.Struct, frozen=True):
     segment_fds: list[int]
     segment_stride: int
     num_host_blocks: int
-    file_fds: list[int]
-    file_bytes: int
+    data_fds: list[int]
+    index_fds: list[int]
+    pool_id: bytes
     slot_bytes: int
+    num_slots: int
     io_engine: str
     queue_depth: int
     log_level: str
+    sync: str = "group"
 
 
 def main() -> None:
@@ -225,34 +322,46 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the parent's business
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=DiskWorkerConfig)
     logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
-    for fd in config.file_fds:
-        problem = preallocate(fd, config.file_bytes)
-        if problem:
-            logger.warning("SSD space could not be reserved (%s): writes may fail later", problem)
+    _reserve_files(config)
     io = open_block_io(config.io_engine, config.queue_depth)
     segments = [
         HostSegment(fd, config.segment_stride, config.num_host_blocks) for fd in config.segment_fds
     ]
     for segment in segments:
         segment.map()
+    index = SlotIndex(config.index_fds, config.pool_id)
+    commit = GroupCommit(config.data_fds, config.index_fds, index, config.sync)
 
     def locate(slot: int) -> tuple[int, int]:
-        return locate_slot(slot, config.file_fds, config.slot_bytes)
+        return locate_slot(slot, config.data_fds, config.slot_bytes)
 
+    generation = index.last_generation(config.num_slots)
+    worker = DiskWorker(io, segments, locate, index, commit, generation)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.identity = config.identity.encode()
         socket.connect(config.endpoint)
         socket.send(msgspec.msgpack.encode(Ready(f"{io.name}, depth {io.depth}")))
-        _serve(socket, DiskWorker(io, segments, locate), io)
+        _serve(socket, worker, io, commit)
     io.close()
+    commit.close()
 
 
-def _serve(socket: zmq.Socket[bytes], worker: DiskWorker, io: BlockIO) -> None:
+def _reserve_files(config: DiskWorkerConfig) -> None:
+    num_rows = -(-config.num_slots // len(config.data_fds))
+    wanted = [(fd, index_file_bytes(num_rows)) for fd in config.index_fds]
+    wanted += [(fd, data_file_bytes(num_rows, config.slot_bytes)) for fd in config.data_fds]
+    problems = [reserve_space(fd, size) for fd, size in wanted]
+    for problem in dict.fromkeys(filter(None, problems)):
+        logger.warning("SSD space could not be reserved (%s): writes may fail later", problem)
+
+
+def _serve(socket: zmq.Socket[bytes], worker: DiskWorker, io: BlockIO, commit: GroupCommit) -> None:
     decoder = msgspec.msgpack.Decoder(Execute | Drop | Stop)
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     poller.register(io.fileno(), zmq.POLLIN)
+    poller.register(commit.fileno(), zmq.POLLIN)
     poller.register(sys.stdin.fileno(), zmq.POLLIN)
     stopping = False
     while not (stopping and worker.is_idle):

@@ -1,0 +1,141 @@
+"""Puts back into a tier's index what outlived the last process.
+
+A record says of one slot: which key its block has, the key of the block before it, its position in
+the prompt, and when it was written (generation). Blocks may have been evicted and overwritten in
+any order since, so some records have lost what they build on, and some keys are there twice.
+
+All is done with whole arrays; the only Python step is one per stretch of a prompt that was written
+without a break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.tier import RestoredRun, Tier
+from flexcache.ids import BlockKey, RootId
+
+Records = npt.NDArray[Any]
+"""Structured: slot, generation, position, root, key and key_bytes, parent and parent_bytes."""
+Indices = npt.NDArray[np.int64]
+
+_ORPHAN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """What became of the records, in blocks."""
+
+    num_restored: int
+    num_dropped: int
+    """Without all the blocks before it, or an older copy of a key that is there twice."""
+
+
+def restore_tier(tier: Tier, records: Records) -> RestoreReport:
+    """Index the blocks of ``records`` that can be found from a prompt's start. O(n log depth).
+
+    The tier must be as it was made. Blocks count as used when they were written.
+    """
+    records = records[np.argsort(records["generation"])]
+    parents = link(records)
+    order, parents = _order(records, parents)
+    tier.restore(_runs(records[order], parents))
+    return RestoreReport(len(order), len(records) - len(order))
+
+
+def link(records: Records) -> Indices:
+    """Which record each one builds on, by index: itself at a prompt's start, -1 for none at all.
+
+    Of a key that is there twice only the later record counts: the other builds on nothing. What
+    builds on an orphan is not one itself: see `reaches_start`.
+    """
+    count = len(records)
+    keys = _identities(records, "key")
+    latest = dict(zip(keys, range(count), strict=True))
+    before = map(latest.get, _identities(records, "parent"), repeat(_ORPHAN))
+    parents = np.fromiter(before, np.int64, count)
+    position = records["position"].astype(np.int64)
+    parents[(parents != _ORPHAN) & (position[parents] != position - 1)] = _ORPHAN
+    starts = position == 0
+    parents[starts] = np.flatnonzero(starts)
+    superseded = np.ones(count, np.bool_)
+    superseded[np.fromiter(latest.values(), np.int64, len(latest))] = False
+    parents[superseded] = _ORPHAN
+    return parents
+
+
+def _identities(records: Records, field: str) -> list[bytes]:
+    """Root, length and key of each record as one string of bytes."""
+    layout = [("root", records.dtype["root"]), ("size", "<u2"), ("key", records.dtype[field])]
+    joined = np.empty(len(records), layout)
+    joined["root"], joined["size"] = records["root"], records[f"{field}_bytes"]
+    joined["key"] = records[field]
+    identities: list[bytes] = joined.view(f"V{joined.itemsize}").tolist()
+    return identities
+
+
+def reaches_start(records: Records, parents: Indices) -> npt.NDArray[np.bool_]:
+    """Whether each record has all the blocks before it."""
+    return _walk(records, parents)[0]
+
+
+def _walk(
+    records: Records, parents: Indices
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
+    """Go from all records towards their prompts' starts at once, with doubled steps.
+
+    Returns:
+        Whether the start was reached; the highest generation on the way.
+    """
+    count = len(records)
+    ancestors = np.where(parents == _ORPHAN, np.arange(count), parents)
+    is_start = ancestors == np.arange(count)
+    is_start &= parents != _ORPHAN
+    newest = records["generation"].copy()
+    for _ in range(int(records["position"].max(initial=0)).bit_length()):
+        newest = np.maximum(newest, newest[ancestors])
+        ancestors = ancestors[ancestors]
+    return is_start[ancestors], newest
+
+
+def _order(records: Records, parents: Indices) -> tuple[Indices, Indices]:
+    """Indices of the records worth having, as they were written, each after what it builds on.
+
+    A block that is older than what it builds on (which was evicted and written again) goes right
+    after that.
+
+    Returns:
+        The indices; for each, the place of its parent among them.
+    """
+    whole, newest = _walk(records, parents)
+    kept = np.flatnonzero(whole)
+    order = kept[np.lexsort((records["position"][kept], newest[kept]))]
+    places = np.empty(len(records), np.int64)
+    places[order] = np.arange(len(order))
+    return order, places[parents[order]]
+
+
+def _runs(records: Records, parents: Indices) -> Iterator[RestoredRun]:
+    """Cut ordered records wherever one does not build on the one before it."""
+    count = len(records)
+    if not count:
+        return
+    starts = [0, *(np.flatnonzero(parents[1:] != np.arange(count - 1)) + 1).tolist()]
+    keys, olders = _keys(records, "key"), _keys(records, "parent")
+    roots, slots = records["root"].tolist(), np.ascontiguousarray(records["slot"])
+    for start, stop in zip(starts, [*starts[1:], count], strict=True):
+        yield RestoredRun(
+            RootId(roots[start]), olders[start] or None, keys[start:stop], slots[start:stop]
+        )
+
+
+def _keys(records: Records, field: str) -> list[BlockKey]:
+    sizes = records[f"{field}_bytes"].tolist()
+    padded = records[field].tolist()
+    return [BlockKey(key[:size]) for key, size in zip(padded, sizes, strict=True)]

@@ -1,0 +1,304 @@
+"""One directory of the SSD tier: its two files, who owns it, and whose they are.
+
+    flexcache-ssd.slots    header page, then the slots' bytes
+    flexcache-ssd.index    header page, then the slots' records (`slot_index`)
+
+Both headers say the same and carry the pool's id, so that the pair is known to belong together. The
+index is made after the data file's header is on the device: a directory that has no index yet holds
+nothing, and one that was left half made is made anew. Files are emptied, never removed, since the
+lock is on the data file itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from flexcache.errors import ConfigError
+from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES
+
+logger = logging.getLogger(__name__)
+
+DATA_FILE = "flexcache-ssd.slots"
+INDEX_FILE = "flexcache-ssd.index"
+FORMAT_VERSION = 1
+_OLD_DATA_FILE = "flexcache-ssd.data"
+"""Of FlexCache 0.1: slots without a header or an index, worth nothing once their owner has gone."""
+
+_DATA_MAGIC, _INDEX_MAGIC = b"FlexSSDd", b"FlexSSDi"
+_HEADER = struct.Struct("<8sI4x16sQII")
+_CHECK = struct.Struct("<Q")
+_LOCK_PATIENCE_S = 1.0
+_FILL_BYTES = 4 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeader:
+    """What a directory's files are part of."""
+
+    pool_id: bytes
+    slot_bytes: int
+    num_directories: int
+    position: int
+
+    def page(self, magic: bytes) -> bytes:
+        fields = _HEADER.pack(
+            magic, FORMAT_VERSION, self.pool_id, self.slot_bytes, self.num_directories,
+            self.position,
+        )  # fmt: skip
+        return (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(HEADER_BYTES, b"\0")
+
+
+class PoolMismatchError(ConfigError):
+    """A directory's content cannot be used as it is; ``is_ours`` where it may be cleared."""
+
+    def __init__(self, directory: Path, what: str, *, is_ours: bool = True) -> None:
+        self.is_ours = is_ours
+        remedy = (
+            f"use another directory, or empty this one with `flexcache doctor {directory} --clear`"
+            if is_ours
+            else "use another directory, or move the file away"
+        )
+        super().__init__(f"ssd_cache_dirs = {str(directory)!r}: {what}; {remedy}")
+
+
+class DirectoryInUseError(ConfigError):
+    """Another process owns the directory."""
+
+
+class PoolDirectory:
+    """The open and locked files of one directory.
+
+    Raises:
+        DirectoryInUseError: Another process has locked it.
+        OSError: It cannot be used at all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.index_fd = -1
+        path.mkdir(parents=True, exist_ok=True)
+        self.data_fd = _open_locked(path / DATA_FILE)
+        try:
+            _remove_old_version(path / _OLD_DATA_FILE)
+            self.index_fd = _open(path / INDEX_FILE)
+        except BaseException:
+            self.close()
+            raise
+
+    def header(self) -> PoolHeader | None:
+        """What the files say they are; None for a directory that holds nothing yet.
+
+        Raises:
+            PoolMismatchError: They are not ours, of a newer version, damaged, or not a pair.
+        """
+        pages = [
+            self._read_page(self.index_fd, INDEX_FILE, _INDEX_MAGIC),
+            self._read_page(self.data_fd, DATA_FILE, _DATA_MAGIC),
+        ]
+        index = self._parse(pages[0], INDEX_FILE)
+        data = self._parse(pages[1], DATA_FILE)
+        if index is None:
+            if data is not None:
+                logger.warning("%s has no index: what its slots hold is not known", self.path)
+            return None
+        if data is None:
+            raise PoolMismatchError(self.path, f"{INDEX_FILE} is there without its {DATA_FILE}")
+        if data != index:
+            raise PoolMismatchError(self.path, f"{INDEX_FILE} is not the index of {DATA_FILE}")
+        return index
+
+    def _read_page(self, fd: int, name: str, magic: bytes) -> bytes:
+        """The file's header page; empty where nothing was ever written."""
+        page = _first_page(fd)
+        if os.fstat(fd).st_size <= HEADER_BYTES and not any(page):
+            return b""
+        if not page.startswith(magic):
+            raise PoolMismatchError(
+                self.path, f"{name} was not written by FlexCache", is_ours=False
+            )
+        return page
+
+    def _parse(self, page: bytes, name: str) -> PoolHeader | None:
+        if not page:
+            return None
+        fields = page[: _HEADER.size].ljust(_HEADER.size, b"\0")
+        _, version, *rest = _HEADER.unpack(fields)
+        if version > FORMAT_VERSION:
+            raise PoolMismatchError(
+                self.path,
+                f"{name} has format {version}, of a newer FlexCache; this one knows up to "
+                f"{FORMAT_VERSION}",
+            )
+        check = page[_HEADER.size : _HEADER.size + _CHECK.size]
+        if check != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
+            raise PoolMismatchError(self.path, f"the header of {name} is damaged")
+        return PoolHeader(*rest)
+
+    def create(self, header: PoolHeader) -> None:
+        """Make the files of an empty part of a pool, durably. What was there is gone."""
+        self.clear()
+        for fd, magic in ((self.data_fd, _DATA_MAGIC), (self.index_fd, _INDEX_MAGIC)):
+            os.pwrite(fd, header.page(magic), 0)
+            os.fsync(fd)
+        _sync_directory(self.path)
+
+    def clear(self) -> None:
+        """Empty the files, whatever they hold: the index first, for it vouches for the data."""
+        for fd in (self.index_fd, self.data_fd):
+            os.ftruncate(fd, 0)
+            os.fsync(fd)
+
+    def fit(self, num_rows: int, slot_bytes: int) -> None:
+        """Make the index as long as it must be, and cut off slots beyond the capacity.
+
+        The data file grows when its space is reserved.
+        """
+        os.ftruncate(self.index_fd, index_file_bytes(num_rows))
+        size = data_file_bytes(num_rows, slot_bytes)
+        if os.fstat(self.data_fd).st_size > size:
+            os.ftruncate(self.data_fd, size)
+
+    def set_direct(self) -> bool:
+        """Let the slots' I/O bypass the page cache, where the file system can."""
+        return _set_direct(self.data_fd)
+
+    def close(self) -> None:
+        """Release the directory; the files stay. Idempotent."""
+        for fd in (self.index_fd, self.data_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.index_fd = self.data_fd = -1
+
+
+def index_file_bytes(num_rows: int) -> int:
+    return HEADER_BYTES + num_rows * RECORD_BYTES
+
+
+def data_file_bytes(num_rows: int, slot_bytes: int) -> int:
+    return HEADER_BYTES + num_rows * slot_bytes
+
+
+def holds_a_pool(path: Path) -> bool:
+    """Whether files of our names are there."""
+    return (path / DATA_FILE).exists() or (path / INDEX_FILE).exists()
+
+
+def reserve_space(fd: int, size: int) -> str | None:
+    """Make the file ``size`` bytes long with all its space reserved; returns why that failed.
+
+    Where the file system cannot reserve, the part beyond the file's end is written with zeros.
+    """
+    try:
+        _reserve(fd, size)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        return error.strerror
+    return None
+
+
+def _reserve(fd: int, size: int) -> None:
+    try:
+        _fallocate(fd, size)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        logger.info("no fallocate here: writing zeros to reserve the space")
+        _fill_with_zeros(fd, size)
+
+
+def _fallocate(fd: int, size: int) -> None:
+    """Not `os.posix_fallocate`: where it is not supported, libc would write byte by byte."""
+    offset, length = ctypes.c_int64(0), ctypes.c_int64(size)
+    while _LIBC.fallocate64(fd, 0, offset, length):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def _fill_with_zeros(fd: int, size: int) -> None:
+    with mmap.mmap(-1, _FILL_BYTES) as zeros, memoryview(zeros) as view:  # aligned for O_DIRECT
+        end = os.fstat(fd).st_size
+        while end < size:
+            end += os.pwrite(fd, view[: min(_FILL_BYTES, size - end)], end)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _open_locked(path: Path) -> int:
+    fd = _open(path)
+    if not _lock_soon(fd):
+        os.close(fd)
+        raise DirectoryInUseError(
+            f"ssd_cache_dirs = {str(path.parent)!r}: in use by another FlexCache process; "
+            "give each its own directory"
+        )
+    return fd
+
+
+def _lock_soon(fd: int) -> bool:
+    """Lock the file. The disk worker of a server that was killed may hold it a moment longer."""
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+
+
+def _remove_old_version(path: Path) -> None:
+    if path.exists():
+        fd = _open_locked(path)  # nobody of the old version may be using it
+        path.unlink()
+        os.close(fd)
+        logger.info("removed %s, of FlexCache 0.1: it has no index", path)
+
+
+def _first_page(fd: int) -> bytes:
+    """The first page, into aligned memory, since the file may be open for direct I/O."""
+    with mmap.mmap(-1, HEADER_BYTES) as page:
+        return page[: os.preadv(fd, [page], 0)]
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _set_direct(fd: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        return False
+    return True
+
+
+def supports_direct_io(directory: Path) -> bool:
+    """Whether files in the directory can be opened for direct I/O."""
+    path = directory / ".flexcache-probe"
+    fd = _open(path)
+    try:
+        return _set_direct(fd)
+    finally:
+        os.close(fd)
+        path.unlink()

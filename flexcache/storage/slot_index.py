@@ -1,0 +1,189 @@
+"""The SSD tier's index on disk: one fixed record per slot, in place.
+
+A pool has an index file per directory, beside the data file. After a header page the record of slot
+`s` is row `s // n` of file `s % n`, as the slot's bytes are in the data files:
+
+    | check 8 | generation 8 | checksum 8 | position 4 | key length 2 | parent length 2 |
+    | root 16 | key 40 | parent's key 40 |                                      little endian
+
+A free slot's record is all zeros. A record is 128 bytes and so never crosses a sector; should it be
+torn all the same, or be another pool's or another slot's, its check says so. What a record vouches
+for is only believed once the slot's bytes have the checksum it names: `load` reads no slot.
+
+There is no log and nothing to compact: the index is as large as the pool, and loading it is one
+sequential read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.storage.alignment import PAGE_BYTES
+
+HEADER_BYTES = PAGE_BYTES
+"""Before the first record of an index file, and before the first slot of a data file."""
+ROOT_BYTES = 16
+MAX_KEY_BYTES = 40
+"""Longer keys cannot be kept in a record."""
+
+_NAMES = [
+    ("generation", "<u8"), ("checksum", "<u8"), ("position", "<u4"), ("key_bytes", "<u2"),
+    ("parent_bytes", "<u2"), ("root", f"V{ROOT_BYTES}"), ("key", f"V{MAX_KEY_BYTES}"),
+    ("parent", f"V{MAX_KEY_BYTES}"),
+]  # fmt: skip
+RECORD = np.dtype([("check", "<u8"), *_NAMES])
+"""A record as it is on disk. Keys are padded with zeros to their field."""
+RECORD_BYTES = RECORD.itemsize
+SLOT_RECORD = np.dtype([("slot", "<i8"), *_NAMES])
+"""A record that was read: the slot it is of takes the place of its check."""
+
+Records = npt.NDArray[Any]
+SlotIds = npt.NDArray[np.int64]
+
+_CHUNK_ROWS = 1 << 16
+_PRIME = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+
+
+class FileCalls(Protocol):
+    """What writing the index needs of `os`; the module itself is one."""
+
+    def pwrite(self, fd: int, data: Any, offset: int, /) -> int: ...
+
+    def fdatasync(self, fd: int, /) -> None: ...
+
+
+def make_records(
+    root: bytes, first: int, parent: bytes, keys: Sequence[bytes],
+    checksums: npt.NDArray[np.uint64],
+) -> Records:  # fmt: skip
+    """Records of consecutive blocks of one prompt, without generations and checks.
+
+    Raises:
+        ValueError: The root or a key does not fit its field.
+    """
+    if len(root) != ROOT_BYTES or not all(0 < len(key) <= MAX_KEY_BYTES for key in keys):
+        raise ValueError(f"a root has {ROOT_BYTES} bytes, a key 1 to {MAX_KEY_BYTES}")
+    if len(parent) > MAX_KEY_BYTES or bool(parent) != (first > 0):
+        raise ValueError(f"block {first} cannot follow a key of {len(parent)} bytes")
+    records = np.zeros(len(keys), RECORD)
+    parents = [parent, *keys[:-1]]
+    records["checksum"] = checksums[: len(keys)]
+    records["position"] = np.arange(first, first + len(keys))
+    records["root"] = np.void(root)
+    for field, values in (("key", keys), ("parent", parents)):
+        padded = b"".join(value.ljust(MAX_KEY_BYTES, b"\0") for value in values)
+        records[field] = np.frombuffer(padded, RECORD[field])
+        records[f"{field}_bytes"] = [len(value) for value in values]
+    return records
+
+
+def _stir(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    words = words * _PRIME
+    words ^= words >> _HALF
+    return words
+
+
+def _checks(records: Records, slots: SlotIds, pool_id: bytes) -> npt.NDArray[np.uint64]:
+    """What each record's check must be, in this pool and for this slot."""
+    words = records.view("<u8").reshape(len(records), -1)
+    low, high = np.frombuffer(pool_id, "<u8")
+    mixed = _stir(slots.astype(np.uint64) ^ low)
+    for column in range(1, words.shape[1]):
+        mixed = _stir(mixed ^ words[:, column])
+    return _stir(mixed ^ high)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexContents:
+    """What an index holds: sound records (`SLOT_RECORD`), and the slots of those that are not."""
+
+    records: Records
+    torn: SlotIds
+
+
+class SlotIndex:
+    """The records of a pool's slots, in its open index files.
+
+    Writing is for one thread per directory at a time; nothing here syncs.
+
+    Args:
+        fds: The index files, in the order of the pool's directories.
+        pool_id: 16 bytes that no other pool has.
+    """
+
+    def __init__(self, fds: Sequence[int], pool_id: bytes, files: FileCalls = os) -> None:
+        self._fds = tuple(fds)
+        self._pool_id = pool_id
+        self._files = files
+
+    def write(self, slots: SlotIds, records: Records) -> None:
+        """Put records, of which everything but the check is filled in, in their places.
+
+        Raises:
+            OSError: Some may be there and others not.
+        """
+        records = records.copy()
+        records["check"] = _checks(records, slots, self._pool_id)
+        self._put(slots, records)
+
+    def erase(self, slots: SlotIds) -> None:
+        """Make slots free.
+
+        Raises:
+            OSError: Some may be erased and others not.
+        """
+        self._put(slots, np.zeros(len(slots), RECORD))
+
+    def _put(self, slots: SlotIds, records: Records) -> None:
+        """One write for every stretch of neighbours."""
+        order = np.lexsort((slots, slots % len(self._fds)))
+        slots, records = slots[order], records[order]
+        breaks = np.flatnonzero(np.diff(slots) != len(self._fds)) + 1
+        for start, stop in pairwise([0, *breaks.tolist(), len(slots)]):
+            row, directory = divmod(int(slots[start]), len(self._fds))
+            data = records[start:stop].tobytes()
+            offset = HEADER_BYTES + row * RECORD_BYTES
+            if self._files.pwrite(self._fds[directory], data, offset) != len(data):
+                raise OSError(errno.EIO, "a record was written in part")
+
+    def load(self, num_slots: int) -> IndexContents:
+        """Read the records of the first ``num_slots`` slots. Vectorised: O(slots), 0.3 us each."""
+        found, torn = [np.empty(0, SLOT_RECORD)], [np.empty(0, np.int64)]
+        for contents in self._chunks(num_slots):
+            found.append(contents.records)
+            torn.append(contents.torn)
+        return IndexContents(np.concatenate(found), np.concatenate(torn))
+
+    def last_generation(self, num_slots: int) -> int:
+        """The highest generation among the sound records; 0 where there are none."""
+        chunks = (contents.records["generation"] for contents in self._chunks(num_slots))
+        return max((int(chunk.max()) for chunk in chunks if len(chunk)), default=0)
+
+    def _chunks(self, num_slots: int) -> Iterator[IndexContents]:
+        for directory, fd in enumerate(self._fds):
+            num_rows = len(range(directory, num_slots, len(self._fds)))
+            for first in range(0, num_rows, _CHUNK_ROWS):
+                size = min(_CHUNK_ROWS, num_rows - first) * RECORD_BYTES
+                data = os.pread(fd, size, HEADER_BYTES + first * RECORD_BYTES)
+                records = np.frombuffer(data, RECORD, len(data) // RECORD_BYTES)
+                rows = np.arange(first, first + len(records))
+                yield self._sift(records, rows * len(self._fds) + directory)
+
+    def _sift(self, records: Records, slots: SlotIds) -> IndexContents:
+        key_bytes, parent_bytes = records["key_bytes"], records["parent_bytes"]
+        sound = records["check"] == _checks(records, slots, self._pool_id)
+        sound &= (key_bytes > 0) & (key_bytes <= MAX_KEY_BYTES) & (parent_bytes <= MAX_KEY_BYTES)
+        sound &= (records["position"] == 0) == (parent_bytes == 0)
+        in_use = records.view("<u8").reshape(len(records), -1).any(axis=1)
+        found = records[sound].view(SLOT_RECORD)
+        found["slot"] = slots[sound]
+        return IndexContents(found, slots[in_use & ~sound])

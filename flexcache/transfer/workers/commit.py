@@ -1,0 +1,98 @@
+"""Makes groups of written slots durable, off the disk worker's thread.
+
+For each directory: the slots' bytes are on the device before their records are written, and these
+are on the device before the group is done. Directories depend on nothing of each other, so each
+goes its own way on a thread of its own.
+
+    group   fdatasync data -> write records -> fdatasync index      survives a power cut
+    none                      write records                         survives a kill, as the kernel
+                                                                    has the bytes, not a power cut
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from flexcache.storage.slot_index import FileCalls, Records, SlotIds, SlotIndex
+
+SYNC_POLICIES = ("group", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """How a group's commit ended: with all of it durable, or with an error and nothing promised."""
+
+    error: str | None
+
+
+class GroupCommit:
+    """Commits one group at a time. `fileno` becomes readable when a directory has got through.
+
+    Args:
+        data_fds: Of the pool's directories; slot `s` is in directory `s % n`.
+        index_fds: Likewise.
+        sync: One of `SYNC_POLICIES`.
+    """
+
+    def __init__(
+        self,
+        data_fds: Sequence[int],
+        index_fds: Sequence[int],
+        index: SlotIndex,
+        sync: str,
+        files: FileCalls = os,
+    ) -> None:
+        self._fds = list(zip(data_fds, index_fds, strict=True))
+        self._index = index
+        self._syncs = sync == "group"
+        self._files = files
+        self._executor = ThreadPoolExecutor(len(self._fds), thread_name_prefix="flexcache-commit")
+        self._parts: list[Future[None]] = []
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def start(self, slots: SlotIds, records: Records) -> None:
+        """Commit slots whose bytes have been written. The last group must have been reaped."""
+        directories = slots % len(self._fds)
+        for directory, (data_fd, index_fd) in enumerate(self._fds):
+            here = directories == directory
+            if here.any():
+                part = (data_fd, index_fd, slots[here], records[here])
+                self._parts.append(self._executor.submit(self._commit, *part))
+        for running in self._parts:
+            running.add_done_callback(lambda _: os.eventfd_write(self._event, 1))
+
+    def _commit(self, data_fd: int, index_fd: int, slots: SlotIds, records: Records) -> None:
+        if self._syncs:
+            self._files.fdatasync(data_fd)
+        self._index.write(slots, records)
+        if self._syncs:
+            self._files.fdatasync(index_fd)
+
+    def reap(self) -> CommitResult | None:
+        """How the group ended, once; None while it goes on or where there is none."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        if not self._parts or not all(part.done() for part in self._parts):
+            return None
+        parts, self._parts = self._parts, []
+        try:
+            for part in parts:
+                part.result()
+        except OSError as error:
+            return CommitResult(error.strerror or str(error))
+        return CommitResult(None)
+
+    def fileno(self) -> int:
+        """Readable when `reap` may have something to return."""
+        return self._event
+
+    def close(self) -> None:
+        """Let the running group end. Idempotent."""
+        if self._event >= 0:
+            self._executor.shutdown(wait=True)
+            os.close(self._event)
+            self._event = -1
