@@ -1,0 +1,41 @@
+"""Remote stores: where blocks go that other hosts, and later lives of this one, shall find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexcache.storage.remote.base import Region, RemoteStore
+from flexcache.storage.remote.url import RemoteUrl, check_remote_url
+
+__all__ = ["RemoteStore", "RemoteUrl", "check_remote_url", "open_remote_store"]
+
+
+def open_remote_store(
+    url: str, *, regions: Sequence[Region] = (), timeout_s: float = 10.0, concurrency: int = 16
+) -> RemoteStore:
+    """Open the store at a URL.
+
+    Args:
+        url: See `check_remote_url` and docs/remote.md.
+        regions: Where the parts lie that will be read into and written from. They must outlive
+            the store.
+        timeout_s: No single request waits longer.
+        concurrency: Requests at once of one batch, for stores that have no batches of their own.
+
+    Raises:
+        ConfigError: The URL or one of its options is wrong, or a directory cannot be used.
+        MissingDependencyError: The store's client is not installed.
+        StoreUnavailableError: The store does not answer now; it may later.
+    """
+    parsed = check_remote_url(url)
+    if parsed.scheme == "memory":
+        from flexcache.storage.remote.memory import MemoryStore
+
+        return MemoryStore()
+    if parsed.scheme == "mooncake":
+        from flexcache.storage.remote.mooncake import MooncakeStore
+
+        return MooncakeStore(parsed, regions, timeout_s)
+    from flexcache.storage.remote.object_store import open_object_store
+
+    return open_object_store(parsed, timeout_s, concurrency)

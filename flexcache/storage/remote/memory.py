@@ -1,0 +1,58 @@
+"""A remote store in this process's memory: the contract at its plainest, and a double for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from flexcache.storage.remote.base import (
+    MISSING,
+    Outcome,
+    Parts,
+    Presence,
+    RemoteStore,
+    Status,
+    num_bytes_of,
+    scatter,
+    too_large,
+)
+
+
+class MemoryStore(RemoteStore):
+    """Never late, never full, and gone with the process."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    def count_present(self, names: Sequence[str], deadline: float) -> Presence:
+        return Presence(sum(1 for _ in takewhile(self.objects.__contains__, names)))
+
+    def read_into(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        return [self._read(name, room) for name, room in zip(names, parts, strict=True)]
+
+    def _read(self, name: str, parts: Parts) -> Outcome:
+        data = self.objects.get(name)
+        if data is None:
+            return MISSING
+        if len(data) > num_bytes_of(parts):
+            return too_large(len(data), num_bytes_of(parts))
+        scatter(memoryview(data), parts)
+        return Outcome(Status.OK, len(data))
+
+    def write_from(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        for name, content in zip(names, parts, strict=True):
+            self.objects[name] = b"".join(content)
+        return [Outcome(Status.OK, num_bytes_of(content)) for content in parts]
+
+    def discard(self, names: Sequence[str], deadline: float) -> None:
+        for name in names:
+            self.objects.pop(name, None)
+
+    def close(self) -> None:
+        self.objects.clear()

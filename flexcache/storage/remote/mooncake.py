@@ -1,0 +1,238 @@
+"""Mooncake Store: the DRAM of a cluster, behind one master.
+
+Parts are gathered and scattered by the transfer engine itself, from and to memory that is
+registered once. The client heals itself when its master was restarted; until then a call to a
+master that is gone takes seconds, so after a failure the master's port is tried first.
+
+To be asked for grants an object a lease (the master's ``default_kv_lease_ttl``), in which it is
+not evicted. A read asks for the objects' sizes right before it moves them, and so starts with a
+fresh one; should it outlive that all the same, the object's checksum tells.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from flexcache.errors import MissingDependencyError
+from flexcache.storage.remote.base import (
+    MISSING,
+    Outcome,
+    Parts,
+    Presence,
+    Region,
+    RemoteStore,
+    Status,
+    StoreUnavailableError,
+    failed,
+    num_bytes_of,
+    seconds_until,
+    too_large,
+)
+from flexcache.storage.remote.url import RemoteUrl
+
+_RPCS_PER_OP = 3  # a put is announced, moved and completed
+_LOCAL_BUFFER_BYTES = 16 << 20
+_NO_SPACE = -200
+_NOT_FOUND = -704
+_UNREACHABLE = (-900, -901)
+
+
+class MooncakeStore(RemoteStore):
+    """See the module.
+
+    Raises:
+        MissingDependencyError: The client, or a library that it is linked to, is not installed.
+        StoreUnavailableError: The master does not answer.
+    """
+
+    def __init__(self, url: RemoteUrl, regions: Sequence[Region], timeout_s: float) -> None:
+        self.name = url.name
+        host, _, port = url.location.rstrip("/").rpartition(":")
+        self._master = (host.strip("[]"), int(port))
+        self._connect_timeout_s = timeout_s / _RPCS_PER_OP
+        self._is_suspect = False
+        api = _load_client(timeout_s)
+        own_host = self._try_master()
+        options = url.options
+        self._client: Any = api.MooncakeDistributedStore()
+        # This call keeps the interpreter lock; a master that is stopped holds us for one RPC.
+        result = self._client.setup(
+            {
+                "local_hostname": options.get("hostname", own_host),
+                "metadata_server": options.get("metadata", "P2PHANDSHAKE"),
+                "global_segment_size": int(float(options.get("segment_gb", "0")) * 1e9),
+                "local_buffer_size": _LOCAL_BUFFER_BYTES,
+                "protocol": options.get("protocol", "tcp"),
+                "rdma_devices": options.get("device", ""),
+                "master_server_addr": url.location.rstrip("/"),
+            }
+        )
+        if result != 0:
+            raise StoreUnavailableError(
+                f"{self.name}: set-up failed (error {result})"
+            )
+        for region in regions:
+            if self._client.register_buffer(region.address, region.num_bytes) != 0:
+                self.close()
+                raise StoreUnavailableError(f"{self.name}: memory cannot be registered")
+        self._placement = api.ReplicateConfig()
+        self._placement.replica_num = int(options.get("replicas", "1"))
+        soft_pin_s = float(options.get("soft_pin_s", "0"))
+        if soft_pin_s:
+            self._placement.soft_pin_action = api.SoftPinAction.ENABLE
+            self._placement.soft_pin_ttl_ms = int(soft_pin_s * 1e3)
+
+    def count_present(self, names: Sequence[str], deadline: float) -> Presence:
+        problem = self._problem(deadline)
+        if problem or not names:
+            return Presence(0, problem)
+        found = self._client.batch_is_exist(list(names))
+        present = sum(1 for _ in takewhile(lambda result: result == 1, found))
+        if present < len(names) and found[present] != 0:
+            return Presence(present, self._failure(found[present]).reason)
+        return Presence(present)
+
+    def read_into(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        problem = self._problem(deadline)
+        if problem:
+            return [failed(problem) for _ in names]
+        sizes = self._sizes(names)
+        outcomes = self._without_size([name for name in names if name not in sizes])
+        wanted: dict[str, Parts] = {}
+        for name, room in zip(names, parts, strict=True):
+            if name in sizes and sizes[name] > num_bytes_of(room):
+                outcomes[name] = too_large(sizes[name], num_bytes_of(room))
+            elif name in sizes:
+                wanted[name] = _first_bytes(room, sizes[name])
+        if wanted:
+            results = self._client.batch_get_into_multi_buffers(
+                list(wanted), *_addresses_and_sizes(wanted.values())
+            )
+            outcomes |= {
+                name: Outcome(Status.OK, result) if result >= 0 else self._failure(result)
+                for name, result in zip(wanted, results, strict=True)
+            }
+        return [outcomes[name] for name in names]
+
+    def write_from(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        problem = self._problem(deadline)
+        if problem:
+            return [failed(problem) for _ in names]
+        results = self._client.batch_put_from_multi_buffers(
+            list(names), *_addresses_and_sizes(parts), self._placement
+        )
+        return [
+            Outcome(Status.OK, num_bytes_of(content)) if result == 0 else self._failure(result)
+            for content, result in zip(parts, results, strict=True)
+        ]
+
+    def discard(self, names: Sequence[str], deadline: float) -> None:
+        # By force, since our own read has just leased them.
+        if names and self._problem(deadline) is None:
+            self._client.batch_remove(list(names), True)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _sizes(self, names: Sequence[str]) -> dict[str, int]:
+        """Of those that are there, in DRAM somewhere."""
+        sizes = {}
+        for name, replicas in self._client.batch_get_replica_desc(list(names)).items():
+            for replica in replicas:
+                if replica.is_memory_replica():
+                    sizes[name] = replica.get_memory_descriptor().buffer_descriptor.size
+        return sizes
+
+    def _without_size(self, names: Sequence[str]) -> dict[str, Outcome]:
+        """Whether they are missing, or the master did not answer."""
+        if not names:
+            return {}
+        return {
+            name: self._failure(found) if found < 0 else MISSING
+            for name, found in zip(names, self._client.batch_is_exist(list(names)), strict=True)
+        }
+
+    def _failure(self, code: int) -> Outcome:
+        if code == _NOT_FOUND:
+            return MISSING
+        if code == _NO_SPACE:
+            return failed("the store is full")
+        if code in _UNREACHABLE:
+            self._is_suspect = True
+            return failed("the master does not answer")
+        return failed(f"the transfer failed (error {code})")
+
+    def _problem(self, deadline: float) -> str | None:
+        """Why nothing should be asked of the client now."""
+        if seconds_until(deadline) <= 0:
+            return "the deadline has passed"
+        if self._is_suspect:
+            try:
+                self._try_master()
+            except StoreUnavailableError as error:
+                return str(error)
+            self._is_suspect = False
+        return None
+
+    def _try_master(self) -> str:
+        """Connect to the master's port; returns our own address on the way there."""
+        try:
+            with socket.create_connection(self._master, self._connect_timeout_s) as connection:
+                return str(connection.getsockname()[0])
+        except OSError as error:
+            raise StoreUnavailableError(f"{self.name}: {error.strerror or error}") from None
+
+
+def _load_client(timeout_s: float) -> ModuleType:
+    """Import the client, which reads its timeouts from the environment."""
+    rpc_timeout_ms = str(math.ceil(timeout_s * 1e3 / _RPCS_PER_OP))
+    for name, value in {
+        "MC_RPC_TIMEOUT_MS": rpc_timeout_ms,
+        "MC_RPC_CONNECT_TIMEOUT_MS": rpc_timeout_ms,
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(math.ceil(timeout_s)),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(timeout_s)),
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # trying again is our caller's business
+        "MC_LOG_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        import mooncake.store
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the Mooncake client cannot be loaded ({error}); it comes with the extra: "
+            "pip install 'flexcache[mooncake]', and needs the system's libibverbs"
+        ) from error
+    return mooncake.store
+
+
+def _first_bytes(parts: Parts, num_bytes: int) -> list[memoryview]:
+    """The front of the parts: the client wants buffers of exactly the object's size."""
+    front = []
+    for part in parts:
+        if num_bytes:
+            front.append(part[:num_bytes])
+            num_bytes -= len(front[-1])
+    return front
+
+
+def _addresses_and_sizes(objects: Iterable[Parts]) -> tuple[list[list[int]], list[list[int]]]:
+    objects = list(objects)
+    addresses = [
+        [np.frombuffer(part, np.uint8).__array_interface__["data"][0] for part in parts]
+        for parts in objects
+    ]
+    return addresses, [[part.nbytes for part in parts] for parts in objects]

@@ -1,0 +1,159 @@
+"""What a block looks like in a remote store: a header, then its bytes.
+
+    0    magic             8 bytes
+    8    format version    uint16
+    10   codec             uint16    0 none, 1 zstd, 2 lz4 frame
+    12   header size       uint32    64
+    16   raw length        uint64    of the block: all ranks' pieces, one after the other
+    24   stored length     uint64    of what follows the header
+    32   checksum          uint64    xxh3-64 of the raw bytes
+    40   identity          16 bytes  xxh3-128 of root and key
+    56   header checksum   uint64    xxh3-64 of the 56 bytes before
+    64   the bytes
+
+All integers are little endian. Whatever differs from this, or from what the reader expects of the
+block, is recognised and never taken for the block. docs/remote.md is about versions.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import xxhash
+
+from flexcache.errors import FlexCacheError, MissingDependencyError
+from flexcache.storage.remote.base import Parts, num_bytes_of
+from flexcache.storage.remote.compression import Codec, Compressor, open_compressor
+
+MAGIC = b"FlexKV\r\n"
+FORMAT_VERSION = 1
+HEADER_BYTES = 64
+_FIELDS = struct.Struct("<8sHHIQQQ16s")
+_CHECKSUM = struct.Struct("<Q")
+
+
+class UnreadableObjectError(FlexCacheError):
+    """The object is not ours to read: of a newer version, or of a codec that is not there."""
+
+
+class DamagedObjectError(FlexCacheError):
+    """The object is not the block it should be, and of no use to anybody."""
+
+
+def object_name(root: bytes, key: bytes) -> str:
+    """Where the block is kept. The level between root and key keeps directories small."""
+    return f"v{FORMAT_VERSION}/{root.hex()}/{key[:1].hex()}/{key.hex()}"
+
+
+def checksum(pieces: Iterable[memoryview]) -> int:
+    """xxh3-64 over the pieces one after the other."""
+    hasher = xxhash.xxh3_64()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.intdigest()
+
+
+class BlockCodec:
+    """Makes objects of blocks and blocks of objects. For one thread: it keeps compressors.
+
+    Args:
+        compression: Of the objects it makes: none, zstd or lz4. It reads all of them.
+
+    Raises:
+        MissingDependencyError: The library of the compression is not installed.
+    """
+
+    def __init__(self, compression: str = "none") -> None:
+        self._codec = Codec[compression.upper()]
+        self._compressors: dict[Codec, Compressor] = {}
+        if self._codec is not Codec.NONE:
+            self._compressor(self._codec)
+
+    def room_bytes(self, block_bytes: int) -> int:
+        """What `encode` may need beside the block itself."""
+        return HEADER_BYTES + (0 if self._codec is Codec.NONE else block_bytes)
+
+    def encode(self, root: bytes, key: bytes, pieces: Parts, room: memoryview) -> list[memoryview]:
+        """The object's parts: the header, made in ``room``, and the pieces themselves.
+
+        Compressed, all of it is in ``room``, of `room_bytes`. A block that does not become
+        smaller is stored as it is.
+        """
+        codec, length = Codec.NONE, num_bytes_of(pieces)
+        parts = [room[:HEADER_BYTES], *pieces]
+        if self._codec is not Codec.NONE:
+            frame = self._compressor(self._codec).compress(pieces)
+            if len(frame) < length:
+                codec, length = self._codec, len(frame)
+                parts = [room[: HEADER_BYTES + length]]
+                room[HEADER_BYTES : HEADER_BYTES + length] = frame
+        fields = _FIELDS.pack(
+            MAGIC,
+            FORMAT_VERSION,
+            codec,
+            HEADER_BYTES,
+            num_bytes_of(pieces),
+            length,
+            checksum(pieces),
+            _identity(root, key),
+        )
+        room[:HEADER_BYTES] = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+        return parts
+
+    def decode(
+        self, root: bytes, key: bytes, header: memoryview, pieces: Parts, num_bytes: int
+    ) -> None:
+        """Make the block of an object that was read into ``header`` and, behind it, the pieces.
+
+        Args:
+            num_bytes: Of the whole object.
+
+        Raises:
+            UnreadableObjectError: This program cannot read it; another one may.
+            DamagedObjectError: It is not this block, and the pieces hold nothing of use.
+        """
+        if num_bytes < HEADER_BYTES:
+            raise DamagedObjectError(f"{num_bytes} bytes are less than a header")
+        magic, version, codec, header_bytes, raw_length, length, expected, identity = (
+            _FIELDS.unpack_from(header)
+        )
+        if magic != MAGIC:
+            raise DamagedObjectError("no object of FlexCache")
+        (header_checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
+        if header_checksum != xxhash.xxh3_64_intdigest(header[: _FIELDS.size]):
+            raise DamagedObjectError("the header is damaged")
+        if version != FORMAT_VERSION:
+            raise UnreadableObjectError(f"format version {version}, known is {FORMAT_VERSION}")
+        if identity != _identity(root, key):
+            raise DamagedObjectError("another block's object")
+        if header_bytes != HEADER_BYTES or raw_length != num_bytes_of(pieces):
+            raise DamagedObjectError(f"a block of {raw_length} bytes, not {num_bytes_of(pieces)}")
+        if num_bytes != HEADER_BYTES + length:
+            raise DamagedObjectError(f"{num_bytes} of {HEADER_BYTES + length} bytes are there")
+        if codec != Codec.NONE:
+            self._decompress(codec, length, pieces)
+        elif length != raw_length:
+            raise DamagedObjectError(f"{length} of {raw_length} bytes were stored")
+        if checksum(pieces) != expected:
+            raise DamagedObjectError("checksum mismatch")
+
+    def _decompress(self, codec: int, length: int, pieces: Parts) -> None:
+        try:
+            compressor = self._compressor(Codec(codec))
+        except (ValueError, MissingDependencyError) as error:
+            raise UnreadableObjectError(str(error)) from None
+        frame = b"".join(pieces)[:length]  # copied away, since the block takes its place
+        try:
+            compressor.decompress(frame, pieces)
+        except ValueError as error:
+            raise DamagedObjectError(f"cannot be decompressed: {error}") from None
+
+    def _compressor(self, codec: Codec) -> Compressor:
+        if codec not in self._compressors:
+            self._compressors[codec] = open_compressor(codec)
+        return self._compressors[codec]
+
+
+def _identity(root: bytes, key: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(len(root).to_bytes(2, "little") + root + key)

@@ -1,0 +1,175 @@
+"""Object stores (S3, GCS, Azure) and shared directories, through obstore.
+
+An object appears whole or not at all: a cloud store publishes at the end of the upload, a
+directory by renaming a temporary file. Every request has the deadline of its batch; where that
+passes the request is given up, and nothing is written to the caller's memory behind its back,
+since only this module's own copy does that.
+
+Blocks move one request each, whatever their size: splitting them into ranges or parts gained
+nothing where several are under way (docs/remote.md has the figures).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.storage.remote.base import (
+    MISSING,
+    Outcome,
+    Parts,
+    Presence,
+    RemoteStore,
+    Status,
+    failed,
+    num_bytes_of,
+    scatter,
+    seconds_until,
+    too_large,
+)
+from flexcache.storage.remote.url import RemoteUrl
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Client
+
+_T = TypeVar("_T")
+_FIRST_LOOK = 8
+"""Names asked for at first; then twice as many each time, until one is missing."""
+
+
+def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> RemoteStore:
+    """Credentials and what else a cloud needs come from its usual environment variables.
+
+    Raises:
+        ConfigError: The directory cannot be used, or obstore refuses the settings.
+        MissingDependencyError: obstore is not installed.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+    except ImportError as error:
+        raise MissingDependencyError(
+            "obstore is not installed; it comes with the extra: "
+            "pip install 'flexcache[object-store]'"
+        ) from error
+    if url.scheme == "file":
+        try:
+            client: Client = LocalStore(Path(url.location), mkdir=True)
+        except (OSError, BaseError) as error:
+            raise ConfigError(f"remote_url = {url.name!r}: {_first_line(error)}") from None
+        return ObjectStore(client, url.name, concurrency)
+    limit = timedelta(seconds=timeout_s)
+    settings: dict[str, Any] = dict(url.options)
+    if "account" in settings:
+        settings["account_name"] = settings.pop("account")
+    try:
+        client = from_url(
+            url.name,
+            client_options={
+                "timeout": limit,
+                "connect_timeout": limit,
+                "allow_http": settings.get("endpoint", "").startswith("http://"),
+            },
+            retry_config={"max_retries": 2, "retry_timeout": limit},
+            **settings,
+        )
+    except BaseError as error:
+        raise ConfigError(f"remote_url = {url.name!r}: {_first_line(error)}") from None
+    return ObjectStore(client, url.name, concurrency)
+
+
+class ObjectStore(RemoteStore):
+    """Up to ``concurrency`` requests at once for each batch."""
+
+    def __init__(self, client: Client, name: str, concurrency: int) -> None:
+        import obstore
+
+        self._api = obstore
+        self._client = client
+        self._concurrency = concurrency
+        self.name = name
+
+    def count_present(self, names: Sequence[str], deadline: float) -> Presence:
+        # In growing steps: most prompts are either not there or there for a long way.
+        present, step = 0, _FIRST_LOOK
+        while present < len(names):
+            asked = names[present : present + step]
+            found = self._each(self._look, [(name,) for name in asked], deadline)
+            gapless = sum(1 for _ in takewhile(lambda o: o.status is Status.OK, found))
+            present += gapless
+            if gapless < len(asked):
+                end = found[gapless]
+                return Presence(present, end.reason if end.status is Status.FAILED else None)
+            step *= 2
+        return Presence(present)
+
+    def read_into(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        return self._each(self._read, list(zip(names, parts, strict=True)), deadline)
+
+    def write_from(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        return self._each(self._write, list(zip(names, parts, strict=True)), deadline)
+
+    def discard(self, names: Sequence[str], deadline: float) -> None:
+        self._each(self._delete, [(name,) for name in names], deadline)
+
+    def close(self) -> None:
+        """Connections close with the last reference."""
+
+    async def _look(self, name: str) -> Outcome:
+        meta = await self._api.head_async(self._client, name)
+        return Outcome(Status.OK, meta["size"])
+
+    async def _read(self, name: str, parts: Parts) -> Outcome:
+        room = num_bytes_of(parts)
+        found = await self._api.get_async(self._client, name)
+        size = found.meta["size"]
+        if size > room:
+            return too_large(size, room)
+        scatter(memoryview(await found.bytes_async()), parts)
+        return Outcome(Status.OK, size)
+
+    async def _write(self, name: str, parts: Parts) -> Outcome:
+        await self._api.put_async(self._client, name, iter(parts), use_multipart=False)
+        return Outcome(Status.OK, num_bytes_of(parts))
+
+    async def _delete(self, name: str) -> Outcome:
+        await self._api.delete_async(self._client, name)
+        return Outcome(Status.OK)
+
+    def _each(
+        self,
+        action: Callable[..., Awaitable[Outcome]],
+        arguments: Sequence[tuple[Any, ...]],
+        deadline: float,
+    ) -> list[Outcome]:
+        """Do something to each object, ``concurrency`` at a time, within the deadline."""
+        free = asyncio.Semaphore(self._concurrency)
+
+        async def guarded(*each: Any) -> Outcome:
+            async with free:
+                try:
+                    return await asyncio.wait_for(action(*each), seconds_until(deadline))
+                except FileNotFoundError:
+                    return MISSING
+                except asyncio.TimeoutError:
+                    return failed("the store did not answer in time")
+                except Exception as error:  # obstore's own classes, or what Rust made of the OS's
+                    return failed(_first_line(error))
+
+        async def all_of_them() -> list[Outcome]:
+            return await asyncio.gather(*(guarded(*each) for each in arguments))
+
+        return asyncio.run(all_of_them())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
