@@ -92,9 +92,14 @@ def _stir(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return words
 
 
+def _words(records: Records) -> npt.NDArray[np.uint64]:
+    """A row of 64-bit words for each record."""
+    return records.view("<u8").reshape(-1, RECORD_BYTES // 8)
+
+
 def _checks(records: Records, slots: SlotIds, pool_id: bytes) -> npt.NDArray[np.uint64]:
     """What each record's check must be, in this pool and for this slot."""
-    words = records.view("<u8").reshape(len(records), -1)
+    words = _words(records)
     low, high = np.frombuffer(pool_id, "<u8")
     mixed = _stir(slots.astype(np.uint64) ^ low)
     for column in range(1, words.shape[1]):
@@ -145,6 +150,8 @@ class SlotIndex:
 
     def _put(self, slots: SlotIds, records: Records) -> None:
         """One write for every stretch of neighbours."""
+        if not len(slots):
+            return
         order = np.lexsort((slots, slots % len(self._fds)))
         slots, records = slots[order], records[order]
         breaks = np.flatnonzero(np.diff(slots) != len(self._fds)) + 1
@@ -183,7 +190,7 @@ class SlotIndex:
         sound = records["check"] == _checks(records, slots, self._pool_id)
         sound &= (key_bytes > 0) & (key_bytes <= MAX_KEY_BYTES) & (parent_bytes <= MAX_KEY_BYTES)
         sound &= (records["position"] == 0) == (parent_bytes == 0)
-        in_use = records.view("<u8").reshape(len(records), -1).any(axis=1)
+        in_use = _words(records).any(axis=1)
         found = records[sound].view(SLOT_RECORD)
         found["slot"] = slots[sound]
         return IndexContents(found, slots[in_use & ~sound])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from flexcache.storage.slot_index import FileCalls, Records, SlotIds, SlotIndex
@@ -36,6 +36,7 @@ class GroupCommit:
         data_fds: Of the pool's directories; slot `s` is in directory `s % n`.
         index_fds: Likewise.
         sync: One of `SYNC_POLICIES`.
+        executor: What the directories' commits run on, instead of a thread each.
     """
 
     def __init__(
@@ -45,12 +46,15 @@ class GroupCommit:
         index: SlotIndex,
         sync: str,
         files: FileCalls = os,
+        executor: Executor | None = None,
     ) -> None:
         self._fds = list(zip(data_fds, index_fds, strict=True))
         self._index = index
         self._syncs = sync == "group"
         self._files = files
-        self._executor = ThreadPoolExecutor(len(self._fds), thread_name_prefix="flexcache-commit")
+        self._executor = executor or ThreadPoolExecutor(
+            len(self._fds), thread_name_prefix="flexcache-commit"
+        )
         self._parts: list[Future[None]] = []
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 

@@ -1,0 +1,283 @@
+"""Directories of the SSD tier: what is kept, what is made anew, and what is refused by name."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexcache.errors import ConfigError
+from flexcache.storage import pool_directory
+from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE, PoolHeader, reserve_space
+from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES, SlotIndex, make_records
+
+SLOT_BYTES = 8192
+
+
+@contextmanager
+def pool(*paths: Path, slots: int = 10, size: int = SLOT_BYTES, on_mismatch: str = "refuse"):  # type: ignore[no-untyped-def]
+    opened = DiskPool([str(p) for p in paths], size, slots, False, on_mismatch)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def fill(opened: DiskPool) -> None:
+    """Record a prompt of as many blocks as there are slots."""
+    keys = [b"block %d" % i for i in range(opened.num_slots)]
+    records = make_records(b"r" * 16, 0, b"", keys, np.zeros(len(keys), np.uint64))
+    SlotIndex(opened.index_fds, opened.pool_id).write(np.arange(len(keys)), records)
+
+
+def slots(opened: DiskPool) -> list[int]:
+    found: list[int] = opened.load()["slot"].tolist()
+    return sorted(found)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    with pool(tmp_path) as opened:
+        fill(opened)
+    return tmp_path
+
+
+@pytest.mark.parametrize("num_dirs", [1, 3])
+def test_files_stay_and_so_does_what_they_hold(num_dirs: int, tmp_path: Path) -> None:
+    paths = [tmp_path / str(i) for i in range(num_dirs)]
+    with pool(*paths) as first:
+        assert slots(first) == []
+        fill(first)
+        fd, offset = locate_slot(7, first.data_fds, SLOT_BYTES)
+        os.pwrite(fd, b"seven", offset)
+    assert sorted(os.listdir(paths[0])) == [INDEX_FILE, DATA_FILE]
+    with pool(*paths) as second:
+        assert second.pool_id == first.pool_id
+        assert slots(second) == list(range(10))
+        fd, offset = locate_slot(7, second.data_fds, SLOT_BYTES)
+        assert os.pread(fd, 5, offset) == b"seven"
+
+
+def test_slots_are_striped_behind_the_header_page() -> None:
+    located = [locate_slot(slot, [3, 4], SLOT_BYTES) for slot in range(5)]
+    assert [fd for fd, _ in located] == [3, 4, 3, 4, 3]
+    assert [(at - HEADER_BYTES) // SLOT_BYTES for _, at in located] == [0, 0, 1, 1, 2]
+    assert located[0][1] == HEADER_BYTES
+
+
+def test_the_number_of_slots_may_change_between_starts(filled: Path) -> None:
+    with pool(filled, slots=4) as smaller:
+        assert slots(smaller) == [0, 1, 2, 3]
+        assert (filled / INDEX_FILE).stat().st_size == HEADER_BYTES + 4 * RECORD_BYTES
+    with pool(filled, slots=20) as larger:
+        assert slots(larger) == [0, 1, 2, 3]
+
+
+def test_a_smaller_pool_gives_the_space_back(tmp_path: Path) -> None:
+    with pool(tmp_path) as opened:
+        assert reserve_space(opened.data_fds[0], HEADER_BYTES + 10 * SLOT_BYTES) is None
+    with pool(tmp_path, slots=3):
+        assert (tmp_path / DATA_FILE).stat().st_size == HEADER_BYTES + 3 * SLOT_BYTES
+
+
+def test_a_directory_has_one_owner(tmp_path: Path) -> None:
+    in_use = pytest.raises(ConfigError, match="in use by another FlexCache process")
+    with pool(tmp_path), in_use:
+        pool(tmp_path).__enter__()
+    with pool(tmp_path):
+        pass
+
+
+def test_a_file_of_the_first_version_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "flexcache-ssd.data").write_bytes(b"slots" * 1000)
+    with caplog.at_level(logging.INFO), pool(tmp_path) as opened:
+        assert slots(opened) == []
+    assert not (tmp_path / "flexcache-ssd.data").exists()
+    assert caplog.text.count("FlexCache 0.1") == 1
+
+
+def test_a_file_of_the_first_version_in_use_is_left(tmp_path: Path) -> None:
+    with (tmp_path / "flexcache-ssd.data").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="in use by another FlexCache process"):
+            pool(tmp_path).__enter__()
+    assert (tmp_path / "flexcache-ssd.data").exists()
+
+
+def test_a_pool_that_was_left_half_made_is_made_anew(filled: Path) -> None:
+    first, second, third = (filled / str(i) for i in range(3))
+    with pool(first, second, third) as made:
+        fill(made)
+    (second / INDEX_FILE).write_bytes(b"")  # a kill between the headers
+    (third / INDEX_FILE).unlink()
+    (third / DATA_FILE).write_bytes(bytes(HEADER_BYTES))  # a power cut before the sync
+    with pool(first, second, third) as again:
+        assert again.pool_id == made.pool_id
+        assert slots(again) == [0, 3, 6, 9]
+        fill(again)
+    with pool(first, second, third) as filled_again:
+        assert slots(filled_again) == list(range(10))
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def as_newer_version(path: Path) -> None:
+    for name in (DATA_FILE, INDEX_FILE):
+        content = bytearray((path / name).read_bytes())
+        content[8] = 2
+        (path / name).write_bytes(content)
+
+
+def from_another_pool(path: Path) -> None:
+    with pool(path / "other") as other:
+        fill(other)
+    (path / "other" / INDEX_FILE).replace(path / INDEX_FILE)
+
+
+MISMATCHES: list[tuple[str, Callable[[Path], object]]] = [
+    ("the header of flexcache-ssd.slots is damaged", lambda path: flip(path / DATA_FILE, 30)),
+    ("the header of flexcache-ssd.index is damaged", lambda path: flip(path / INDEX_FILE, 50)),
+    ("has format 2, of a newer FlexCache", as_newer_version),
+    ("flexcache-ssd.index is there without its", lambda path: (path / DATA_FILE).unlink()),
+    ("flexcache-ssd.index is not the index of", from_another_pool),
+]
+
+
+@pytest.mark.parametrize(("what", "damage"), MISMATCHES)
+def test_what_does_not_fit_is_refused_by_name_or_cleared(
+    what: str, damage: Callable[[Path], object], filled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(filled)
+    before = {path: path.read_bytes() for path in filled.iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match=what) as refused:
+        pool(filled).__enter__()
+    assert str(filled) in str(refused.value)
+    assert f"flexcache doctor {filled} --clear" in str(refused.value)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    with pool(filled, on_mismatch="clear") as cleared:
+        assert slots(cleared) == []
+        fill(cleared)
+    assert what in caplog.text
+    with pool(filled) as again:
+        assert slots(again) == list(range(10))
+
+
+def test_another_slot_size_is_refused_or_cleared(filled: Path) -> None:
+    with pytest.raises(ConfigError, match="slots are of 8192 bytes, this model's of 4096"):
+        pool(filled, size=4096).__enter__()
+    with pool(filled, size=4096, on_mismatch="clear") as cleared:
+        assert slots(cleared) == []
+    with pool(filled, size=4096) as again:
+        assert again.pool_id == cleared.pool_id
+
+
+def test_directories_in_another_order_or_number_are_refused(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    with pool(one, two) as made:
+        fill(made)
+    with pytest.raises(ConfigError, match="it was directory 2 of 2, now it is 1 of 2"):
+        pool(two, one).__enter__()
+    with pytest.raises(ConfigError, match="it was directory 1 of 2, now it is 1 of 1"):
+        pool(one).__enter__()
+    with pool(one, two) as again:
+        assert slots(again) == list(range(10))
+
+
+def test_directories_of_two_pools_are_refused_or_cleared(tmp_path: Path) -> None:
+    for name in "ab":
+        with pool(tmp_path / name / "0", tmp_path / name / "1") as made:
+            fill(made)
+    mixed = tmp_path / "a" / "0", tmp_path / "b" / "1"
+    with pytest.raises(ConfigError, match="of different pools"):
+        pool(*mixed).__enter__()
+    with pool(*mixed, on_mismatch="clear") as cleared:
+        assert slots(cleared) == []
+
+
+@pytest.mark.parametrize("name", [DATA_FILE, INDEX_FILE])
+@pytest.mark.parametrize("content", [b"my thesis", bytes(9000), b"FlexSSDz" + bytes(5000)])
+@pytest.mark.parametrize("on_mismatch", ["refuse", "clear"])
+def test_a_foreign_file_is_never_touched(
+    name: str, content: bytes, on_mismatch: str, filled: Path
+) -> None:
+    other = {DATA_FILE: INDEX_FILE, INDEX_FILE: DATA_FILE}[name]
+    flip(filled / other, 40)  # ours, and damaged: that alone would be cleared
+    (filled / name).write_bytes(content)
+    before = (filled / other).read_bytes()
+    with pytest.raises(ConfigError, match=f"{name} was not written by FlexCache"):
+        pool(filled, on_mismatch=on_mismatch).__enter__()
+    assert (filled / name).read_bytes() == content
+    assert (filled / other).read_bytes() == before
+
+
+def test_a_refused_pool_lets_go_of_its_directories(filled: Path) -> None:
+    with pytest.raises(ConfigError):
+        pool(filled, size=4096).__enter__()
+    with pool(filled):
+        pass
+
+
+def test_torn_records_are_left_out_and_counted(
+    filled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(filled / INDEX_FILE, HEADER_BYTES + 3 * RECORD_BYTES + 20)
+    with pool(filled) as opened:
+        assert slots(opened) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert "1 records of the SSD tier are torn" in caplog.text
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    opened = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield opened
+    os.close(opened)
+
+
+def test_space_is_reserved_without_touching_what_is_there(fd: int) -> None:
+    os.pwrite(fd, b"content", 0)
+    assert reserve_space(fd, 1 << 20) is None
+    assert os.fstat(fd).st_blocks * 512 >= 1 << 20
+    assert os.pread(fd, 8, 0) == b"content\0"
+
+
+@pytest.mark.parametrize("size", [100, 9 << 20])
+def test_where_nothing_can_be_reserved_zeros_are_written_behind_the_end(
+    size: int, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(fd: int, size: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(pool_directory, "_fallocate", unsupported)
+    os.pwrite(fd, b"content", 0)
+    assert reserve_space(fd, size) is None
+    assert os.fstat(fd).st_size == size
+    assert os.fstat(fd).st_blocks * 512 >= size
+    assert os.pread(fd, size, 0) == b"content".ljust(size, b"\0")
+    assert reserve_space(fd, size // 2) is None
+    assert os.fstat(fd).st_size == size
+
+
+def test_a_full_disk_is_told_and_other_errors_are_raised(fd: int) -> None:
+    assert reserve_space(fd, 1 << 60) in (os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG))
+    with pytest.raises(OSError, match="Bad file"):
+        reserve_space(-1, 4096)
+
+
+def test_the_header_is_in_one_sector() -> None:
+    page = PoolHeader(b"p" * 16, 1 << 40, 1 << 20, 3).page(b"magic..!")
+    assert len(page) == HEADER_BYTES
+    assert not any(page[512:])

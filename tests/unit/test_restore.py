@@ -1,0 +1,157 @@
+"""Putting records back into a tier, against a plain model of what can be found again."""
+
+from __future__ import annotations
+
+import numpy as np
+from builders import prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.restore import Records, restore_tier
+from flexcache.cache.tier import Tier
+from flexcache.ids import BlockKey, RootId, TierName
+from flexcache.storage.slot_index import SLOT_RECORD, make_records
+
+ROOT = RootId(b"root of a model!")
+OTHER_ROOT = RootId(b"of another model")
+
+
+def record(word: str, slot: int, generation: int, root: RootId = ROOT) -> Records:
+    """Of the last block of ``word``."""
+    made = make_records(
+        root, len(word) - 1, word[:-1].encode(), [word.encode()], np.zeros(1, np.uint64)
+    )
+    made["generation"] = generation
+    loaded = made.view(SLOT_RECORD)
+    loaded["slot"] = slot
+    return loaded
+
+
+def records(*words: str) -> Records:
+    """In slots that fall while generations rise."""
+    made = [record(word, len(words) - 1 - i, i + 1) for i, word in enumerate(words)]
+    return np.concatenate([np.empty(0, SLOT_RECORD), *made])
+
+
+def restored(found: Records, capacity: int = 32) -> Tier:
+    tier = Tier(TierName.SSD, capacity)
+    report = restore_tier(tier, found)
+    tier.check()
+    assert report.num_restored == tier.index.num_blocks
+    assert report.num_restored + report.num_dropped == len(found)
+    return tier
+
+
+def slots(tier: Tier, word: str, root: RootId = ROOT) -> list[int]:
+    """Slots of the longest prefix that the tier has."""
+    return tier.index.blocks(tier.match(prompt(word, root))).tolist()
+
+
+def test_nothing_makes_nothing() -> None:
+    assert restored(records()).index.num_blocks == 0
+
+
+def test_a_prompt_comes_back_whatever_the_order_of_its_slots() -> None:
+    tier = restored(records("a", "ab", "abc"))
+    assert slots(tier, "abcd") == [2, 1, 0]
+    assert tier.pool.num_free == 29
+    assert len(tier.index._runs) == 1
+
+
+def test_branches_share_what_they_have_in_common() -> None:
+    tier = restored(records("a", "ab", "abc", "ax", "axy"))
+    assert slots(tier, "abc") == [4, 3, 2]
+    assert slots(tier, "axy") == [4, 1, 0]
+
+
+def test_what_has_lost_a_block_before_it_is_dropped() -> None:
+    tier = restored(records("b", "a", "abc", "abcd", "bc"))
+    assert slots(tier, "abcd") == [3]
+    assert slots(tier, "bcd") == [4, 0]
+    assert tier.index.num_blocks == 3
+
+
+def test_of_a_key_that_is_there_twice_the_later_counts() -> None:
+    tier = restored(records("a", "ab", "a", "ab"))
+    assert slots(tier, "ab") == [1, 0]
+    assert tier.pool.num_free == 30
+
+
+def test_keys_of_different_roots_do_not_meet() -> None:
+    found = np.concatenate(
+        [record("a", 0, 1), record("ab", 1, 2, OTHER_ROOT), record("b", 2, 3, OTHER_ROOT)]
+    )
+    tier = restored(found)
+    assert slots(tier, "ab") == [0]
+    assert slots(tier, "ab", OTHER_ROOT) == []
+    assert slots(tier, "b", OTHER_ROOT) == [2]
+
+
+def test_a_block_at_another_place_than_its_parent_says_is_dropped() -> None:
+    wrong = record("ab", 1, 2)
+    wrong["position"] = 7
+    assert slots(restored(np.concatenate([record("a", 0, 1), wrong])), "ab") == [0]
+
+
+def test_records_that_lead_in_a_circle_are_dropped() -> None:
+    keys = [b"x", b"y"]
+    circle = make_records(ROOT, 1, b"y", keys, np.zeros(2, np.uint64)).view(SLOT_RECORD)
+    circle["slot"] = [0, 1]
+    assert restored(circle).index.num_blocks == 0
+
+
+def test_what_was_written_first_is_evicted_first() -> None:
+    tier = restored(records("a", "x", "ab", "xy", "abc"), capacity=5)
+    order = [tier.index.evict(1).tolist() for _ in range(5)]
+    assert order == [[1], [3], [0], [2], [4]]
+
+
+def test_a_block_older_than_what_it_builds_on_comes_back_too() -> None:
+    found = np.concatenate([record("ab", 0, 1), record("x", 1, 2), record("a", 2, 3)])
+    tier = restored(found)
+    assert slots(tier, "ab") == [2, 0]
+    assert tier.index.evict(1).tolist() == [1]
+
+
+def test_the_tier_goes_on_as_usual() -> None:
+    tier = restored(records("a", "ab"), capacity=4)
+    keys = EngineBlockKeys(ROOT, [BlockKey(b"a"), BlockKey(b"ab"), BlockKey(b"abc")], 3)
+    lease = tier.reserve(keys, 2, 3)
+    tier.publish(lease, 1)
+    tier.release(lease)
+    tier.check()
+    assert len(slots(tier, "abc")) == 3
+    assert tier.clear() == 3
+    tier.check()
+
+
+def test_keys_of_several_sizes_that_end_in_zeros_are_told_apart() -> None:
+    keys = [b"\0" * size for size in range(1, 6)]
+    found = make_records(ROOT, 0, b"", keys, np.zeros(5, np.uint64)).view(SLOT_RECORD)
+    found["slot"], found["generation"] = np.arange(5), np.arange(5)
+    tier = restored(found)
+    assert tier.match(EngineBlockKeys(ROOT, keys, 5)).num_blocks == 5
+
+
+words = st.text("ab", min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(words, st.sampled_from([ROOT, OTHER_ROOT])), max_size=40), st.randoms())
+@settings(max_examples=300, deadline=None)
+def test_exactly_what_can_be_reached_is_restored(history, random) -> None:  # type: ignore[no-untyped-def]
+    """``history``: which block was written at each generation, to a slot of its own."""
+    free = list(range(len(history)))
+    random.shuffle(free)
+    made = [record(w, free[i], i + 1, root) for i, (w, root) in enumerate(history)]
+    random.shuffle(made)
+    latest = {(w, root): free[i] for i, (w, root) in enumerate(history)}
+    whole = {
+        (w, root)
+        for w, root in latest
+        if all((w[:stop], root) in latest for stop in range(1, len(w)))
+    }
+    tier = restored(np.concatenate([np.empty(0, SLOT_RECORD), *made]), capacity=40)
+    assert tier.index.num_blocks == len(whole)
+    for w, root in whole:
+        assert slots(tier, w, root) == [latest[w[:stop], root] for stop in range(1, len(w) + 1)]
