@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
 from rich.table import Table
 
 from flexcache.config import CacheConfig, ServerConfig, describe_settings
 from flexcache.errors import ConfigError, ServerLostError
-from flexcache.storage.block_io import io_uring_problem
-from flexcache.storage.pool_directory import supports_direct_io
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 _console = Console()
@@ -111,34 +110,34 @@ def config() -> None:
 @app.command()
 def doctor(
     directories: Annotated[
-        list[Path] | None, typer.Argument(help="SSD cache directories to look at.")
+        list[Path] | None, typer.Argument(help="SSD cache directories; of a pool, all of them.")
     ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every block and compare its checksum.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Erase the records of blocks that are bad.")
+    ] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Empty FlexCache's files in these directories.")
+    ] = False,
 ) -> None:
-    """Say what of this machine the SSD tier can use, and what it will do without."""
-    findings = [("ok", f"kernel {platform.release()}")]
-    problem = io_uring_problem()
-    if problem is None:
-        findings.append(("ok", "io_uring works"))
-    else:
-        findings.append(("warning", f"no io_uring, I/O runs on threads instead: {problem}"))
-    failed = False
-    for directory in directories or []:
-        try:
-            direct = supports_direct_io(directory)
-        except OSError as error:
-            findings.append(("error", f"{directory}: {error.strerror}; name a writable directory"))
-            failed = True
-            continue
-        if direct:
-            findings.append(("ok", f"{directory}: O_DIRECT works"))
-        else:
-            findings.append(
-                ("warning", f"{directory}: no O_DIRECT, I/O goes through the page cache")
-            )
-    colours = {"ok": "green", "warning": "yellow", "error": "red"}
-    for level, text in findings:
-        _console.print(f"[{colours[level]}]{level:8}[/]{text}", soft_wrap=True)
-    if failed:
+    """Say what of this machine the SSD tier can use, and what is in its directories.
+
+    Ends with 1 if something is wrong and was not repaired.
+    """
+    from flexcache.doctor import Level, PoolDoctor, examine_machine
+
+    def progress(slots: Sequence[int]) -> Iterable[int]:
+        return track(slots, "verifying", console=_console, transient=True)
+
+    pools = PoolDoctor(verify=verify, repair=repair, clear=clear, progress=progress)
+    findings = examine_machine() + pools.examine(directories or [])
+    colours = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
+    for finding in findings:
+        label = f"[{colours[finding.level]}]{finding.level.value:8}[/]"
+        _console.print(label + escape(finding.text), soft_wrap=True, highlight=False)
+    if any(finding.level is Level.ERROR for finding in findings):
         raise typer.Exit(1)
 
 

@@ -94,7 +94,9 @@ class DiskPool:
 
     def _open(self, path: Path) -> None:
         try:
-            self._directories.append(PoolDirectory(path))
+            directory = PoolDirectory(path)
+            self._directories.append(directory)
+            directory.remove_old_version()
         except OSError as error:
             raise ConfigError(
                 f"ssd_cache_dirs = {str(path)!r}: {error.strerror or error}"

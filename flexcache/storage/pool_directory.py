@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 DATA_FILE = "flexcache-ssd.slots"
 INDEX_FILE = "flexcache-ssd.index"
 FORMAT_VERSION = 1
-_OLD_DATA_FILE = "flexcache-ssd.data"
+OLD_DATA_FILE = "flexcache-ssd.data"
 """Of FlexCache 0.1: slots without a header or an index, worth nothing once their owner has gone."""
 
 _DATA_MAGIC, _INDEX_MAGIC = b"FlexSSDd", b"FlexSSDi"
@@ -92,7 +92,6 @@ class PoolDirectory:
         path.mkdir(parents=True, exist_ok=True)
         self.data_fd = _open_locked(path / DATA_FILE)
         try:
-            _remove_old_version(path / _OLD_DATA_FILE)
             self.index_fd = _open(path / INDEX_FILE)
         except BaseException:
             self.close()
@@ -160,6 +159,19 @@ class PoolDirectory:
         for fd in (self.index_fd, self.data_fd):
             os.ftruncate(fd, 0)
             os.fsync(fd)
+
+    def remove_old_version(self) -> None:
+        """Remove what FlexCache 0.1 left here.
+
+        Raises:
+            DirectoryInUseError: It is still being used.
+        """
+        path = self.path / OLD_DATA_FILE
+        if path.exists():
+            fd = _open_locked(path)
+            path.unlink()
+            os.close(fd)
+            logger.info("removed %s, of FlexCache 0.1: it has no index", path)
 
     def fit(self, num_rows: int, slot_bytes: int) -> None:
         """Make the index as long as it must be, and cut off slots beyond the capacity.
@@ -261,14 +273,6 @@ def _lock_soon(fd: int) -> bool:
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)
-
-
-def _remove_old_version(path: Path) -> None:
-    if path.exists():
-        fd = _open_locked(path)  # nobody of the old version may be using it
-        path.unlink()
-        os.close(fd)
-        logger.info("removed %s, of FlexCache 0.1: it has no index", path)
 
 
 def _first_page(fd: int) -> bytes:

@@ -121,7 +121,8 @@ class SlotIndex:
     Writing is for one thread per directory at a time; nothing here syncs.
 
     Args:
-        fds: The index files, in the order of the pool's directories.
+        fds: The index files, in the order of the pool's directories; -1 for one that is not at
+            hand, whose slots are left out.
         pool_id: 16 bytes that no other pool has.
     """
 
@@ -177,6 +178,8 @@ class SlotIndex:
 
     def _chunks(self, num_slots: int) -> Iterator[IndexContents]:
         for directory, fd in enumerate(self._fds):
+            if fd < 0:
+                continue
             num_rows = len(range(directory, num_slots, len(self._fds)))
             for first in range(0, num_rows, _CHUNK_ROWS):
                 size = min(_CHUNK_ROWS, num_rows - first) * RECORD_BYTES

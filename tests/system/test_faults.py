@@ -18,6 +18,8 @@ from cluster import Cluster, joined_kv, random_like, running_cluster
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError, UnsupportedLayoutError
 from flexcache.server.server import KVServer
+from flexcache.storage.disk_pool import locate_slot
+from flexcache.storage.pool_directory import DATA_FILE
 
 TOKENS = np.arange(24 * 16)
 SOURCE = list(range(24))
@@ -49,11 +51,13 @@ def rejected(cluster: Cluster) -> int:
     return sum(n for reason, n in counters.items() if reason.startswith("rejected"))
 
 
-def slot_bytes(cluster: Cluster) -> int:
+def place_of(cluster: Cluster, position: int) -> tuple[int, int]:
+    """Where a prompt's block lies in the data file, and its length."""
     assert cluster.server.hub.store is not None
     pool = cluster.server.hub.store.disk_pool
     assert pool is not None
-    return pool.slot_bytes
+    _, offset = locate_slot(slot_of(cluster, position), pool.data_fds, pool.slot_bytes)
+    return offset, pool.slot_bytes
 
 
 def test_a_flipped_byte_on_ssd_costs_the_blocks_behind_it_and_nothing_else(tmp_path: Path) -> None:
@@ -61,8 +65,7 @@ def test_a_flipped_byte_on_ssd_costs_the_blocks_behind_it_and_nothing_else(tmp_p
         expected = cluster.read(SOURCE[:9])
         cluster.put(TOKENS, SOURCE)
         cluster.manager.clear("CPU")
-        data = next(tmp_path.iterdir())
-        flip_byte(data, slot_of(cluster, 9) * slot_bytes(cluster) + 123)
+        flip_byte(tmp_path / DATA_FILE, place_of(cluster, 9)[0] + 123)
         cluster.wipe(SOURCE)
         response = cluster.get(TOKENS, SOURCE)
         assert response.status is KVStatus.SUCCESS
@@ -77,8 +80,7 @@ def test_a_truncated_ssd_file_is_a_short_read_and_a_shorter_get(tmp_path: Path) 
     with running_cluster([tmp_path], direct_io=False) as cluster:
         cluster.put(TOKENS, SOURCE)
         cluster.manager.clear("CPU")
-        data = next(tmp_path.iterdir())
-        os.truncate(data, slot_of(cluster, 5) * slot_bytes(cluster) + 100)
+        os.truncate(tmp_path / DATA_FILE, place_of(cluster, 5)[0] + 100)
         response = cluster.get(TOKENS, SOURCE)
         assert response.mask.sum() == 5 * 16
         assert "bytes moved" in (response.error or "")
@@ -88,13 +90,12 @@ def test_swapped_slots_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
     with running_cluster([tmp_path]) as cluster:
         cluster.put(TOKENS, SOURCE)
         cluster.manager.clear("CPU")
-        size, data = slot_bytes(cluster), next(tmp_path.iterdir())
-        one, two = slot_of(cluster, 2), slot_of(cluster, 3)
-        content = data.read_bytes()
-        with data.open("r+b") as file:
+        (one, size), (two, _) = place_of(cluster, 2), place_of(cluster, 3)
+        content = (tmp_path / DATA_FILE).read_bytes()
+        with (tmp_path / DATA_FILE).open("r+b") as file:
             for here, there in ((one, two), (two, one)):
-                file.seek(here * size)
-                file.write(content[there * size : (there + 1) * size])
+                file.seek(here)
+                file.write(content[there : there + size])
         assert cluster.get(TOKENS, SOURCE).mask.sum() == 2 * 16
 
 

@@ -11,6 +11,7 @@ import torch
 from cluster import NUM_GPU_BLOCKS, joined_kv, random_like, running_cluster
 
 from flexcache import KVStatus, ModelConfig
+from flexcache.storage.pool_directory import DATA_FILE
 
 Tensors = dict[str, torch.Tensor]
 
@@ -134,7 +135,7 @@ def test_ssd_directories_are_striped_whatever_the_io_engine(
         cluster.wipe(source)
         assert cluster.get(tokens, source).mask.all()
         assert cluster.read(source) == expected
-        sizes = [next(path.iterdir()).stat().st_size for path in dirs]
+        sizes = [(path / DATA_FILE).stat().st_size for path in dirs]
         assert len(set(sizes)) == 1
 
 

@@ -1,0 +1,239 @@
+"""What `flexcache doctor` finds out: what a machine can do for the SSD tier, and what is in it.
+
+Directories are looked at as pools, since the slots of a prompt are striped over all of its pool's.
+A pool is read only while nobody uses it; nothing is changed unless that was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from flexcache.cache.restore import link, reaches_start
+from flexcache.storage.block_io import io_uring_problem
+from flexcache.storage.disk_pool import locate_slot
+from flexcache.storage.pool_directory import (
+    FORMAT_VERSION,
+    OLD_DATA_FILE,
+    DirectoryInUseError,
+    PoolDirectory,
+    PoolHeader,
+    PoolMismatchError,
+    holds_a_pool,
+    supports_direct_io,
+)
+from flexcache.storage.slot_index import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    IndexContents,
+    Records,
+    SlotIds,
+    SlotIndex,
+)
+
+Progress = Callable[[Sequence[int]], Iterable[int]]
+"""Goes through a sequence and shows how far it is."""
+
+
+class Level(str, Enum):
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An error is what is wrong and has not been repaired."""
+
+    level: Level
+    text: str
+
+
+def examine_machine() -> list[Finding]:
+    """What the SSD tier can use here, and what it does without."""
+    findings = [Finding(Level.OK, f"kernel {platform.release()}")]
+    problem = io_uring_problem()
+    if problem is None:
+        findings.append(Finding(Level.OK, "io_uring works"))
+    else:
+        text = f"no io_uring, I/O runs on threads instead: {problem}"
+        findings.append(Finding(Level.WARNING, text))
+    return findings
+
+
+@dataclass
+class PoolDoctor:
+    """Looks at directories, and mends or empties what is in them.
+
+    Args:
+        verify: Read every recorded slot and compare its checksum.
+        repair: Erase records that are torn or whose slot is wrong.
+        clear: Empty the files instead of looking at them.
+    """
+
+    verify: bool = False
+    repair: bool = False
+    clear: bool = False
+    progress: Progress = iter
+    findings: list[Finding] = field(default_factory=list)
+
+    def examine(self, paths: Sequence[Path]) -> list[Finding]:
+        with contextlib.ExitStack() as opened:
+            pools: dict[bytes, list[tuple[PoolHeader, PoolDirectory]]] = {}
+            for path in paths:
+                directory = self._open(path)
+                if directory is None:
+                    continue
+                opened.callback(directory.close)
+                header = self._read_header(directory)
+                if header is not None:
+                    pools.setdefault(header.pool_id, []).append((header, directory))
+            for parts in pools.values():
+                self._examine_pool(parts)
+        return self.findings
+
+    def _say(self, level: Level, text: str) -> None:
+        self.findings.append(Finding(level, text))
+
+    def _open(self, path: Path) -> PoolDirectory | None:
+        try:
+            direct = supports_direct_io(path)
+        except OSError as error:
+            self._say(Level.ERROR, f"{path}: {error.strerror}; name a writable directory")
+            return None
+        if direct:
+            self._say(Level.OK, f"{path}: O_DIRECT works")
+        else:
+            self._say(Level.WARNING, f"{path}: no O_DIRECT, I/O goes through the page cache")
+        if (path / OLD_DATA_FILE).exists():
+            self._say(Level.OK, f"{path}: the next start removes {OLD_DATA_FILE}, of FlexCache 0.1")
+        if not holds_a_pool(path):
+            self._say(Level.OK, f"{path}: no cache in it")
+            return None
+        try:
+            return PoolDirectory(path)
+        except DirectoryInUseError:
+            wants_more = self.verify or self.repair or self.clear
+            self._say(
+                Level.ERROR if wants_more else Level.OK,
+                f"{path}: in use by a FlexCache process; stop that to have a look inside",
+            )
+        except OSError as error:
+            self._say(Level.ERROR, f"{path}: {error.strerror}")
+        return None
+
+    def _read_header(self, directory: PoolDirectory) -> PoolHeader | None:
+        """What the directory is part of, unless there is nothing (more) to look at."""
+        try:
+            header = directory.header()
+        except PoolMismatchError as mismatch:
+            if not self.clear or not mismatch.is_ours:
+                self._say(Level.ERROR, str(mismatch))
+                return None
+            header = None
+        if self.clear:
+            directory.clear()
+            self._say(Level.OK, f"{directory.path}: emptied")
+            return None
+        if header is None:
+            self._say(Level.OK, f"{directory.path}: no cache in it yet")
+        return header
+
+    def _examine_pool(self, parts: Sequence[tuple[PoolHeader, PoolDirectory]]) -> None:
+        header = parts[0][0]
+        at_hand = {part.position: directory for part, directory in parts}
+        index_fds = [
+            at_hand[i].index_fd if i in at_hand else -1 for i in range(header.num_directories)
+        ]
+        num_slots = header.num_directories * max(_num_rows(d.index_fd) for _, d in parts)
+        index = SlotIndex(index_fds, header.pool_id)
+        contents = index.load(num_slots)
+        name = ", ".join(str(directory.path) for _, directory in parts)
+        self._say(
+            Level.OK,
+            f"{name}: format {FORMAT_VERSION}, {len(parts)} of {header.num_directories} "
+            f"directories, {num_slots:,} slots of {header.slot_bytes:,} bytes, "
+            f"{len(contents.records):,} recorded",
+        )
+        self._look_at_chains(name, header, parts, contents.records)
+        bad = contents.torn
+        if len(bad):
+            self._say_bad(f"{name}: {len(bad):,} records are torn")
+        if self.verify:
+            wrong = self._verify(header, at_hand, contents)
+            if len(wrong):
+                self._say_bad(f"{name}: {len(wrong):,} slots do not hold what is recorded")
+            else:
+                self._say(Level.OK, f"{name}: every recorded slot has its checksum")
+            bad = np.concatenate([bad, wrong])
+        if self.repair and len(bad):
+            index.erase(bad)
+            for directory in at_hand.values():
+                os.fsync(directory.index_fd)
+
+    def _say_bad(self, text: str) -> None:
+        if self.repair:
+            self._say(Level.OK, f"{text}: erased")
+        else:
+            self._say(Level.ERROR, f"{text}; --repair erases their records")
+
+    def _look_at_chains(
+        self, name: str, header: PoolHeader, parts: Sequence[object], records: Records
+    ) -> None:
+        if len(parts) < header.num_directories:
+            text = "name all directories of the pool to learn which blocks can be found"
+            self._say(Level.WARNING, f"{name}: {text}")
+            return
+        lost = len(records) - int(reaches_start(records, link(records)).sum())
+        self._say(
+            Level.OK, f"{name}: {len(records) - lost:,} blocks can be found, {lost:,} have lost "
+            "a block before them or are there twice",
+        )  # fmt: skip
+
+    def _verify(
+        self, header: PoolHeader, at_hand: dict[int, PoolDirectory], contents: IndexContents
+    ) -> SlotIds:
+        """The recorded slots that have another checksum, or cannot be read."""
+        data_fds = [
+            at_hand[i].data_fd if i in at_hand else -1 for i in range(header.num_directories)
+        ]
+        for directory in at_hand.values():
+            directory.set_direct()  # what is on the device counts, not what the kernel remembers
+        slots = contents.records["slot"].tolist()
+        sums = dict(zip(slots, contents.records["checksum"].tolist(), strict=True))
+        with _page_aligned(header.slot_bytes) as buffer:
+            wrong = [
+                slot
+                for slot in self.progress(slots)
+                if _checksum(*locate_slot(slot, data_fds, header.slot_bytes), buffer) != sums[slot]
+            ]
+        return np.array(wrong, dtype=np.int64)
+
+
+def _num_rows(index_fd: int) -> int:
+    return max(0, os.fstat(index_fd).st_size - HEADER_BYTES) // RECORD_BYTES
+
+
+@contextlib.contextmanager
+def _page_aligned(size: int) -> Iterator[memoryview]:
+    with mmap.mmap(-1, size) as pages, memoryview(pages) as view:
+        yield view
+
+
+def _checksum(fd: int, offset: int, buffer: memoryview) -> int | None:
+    """Of as many bytes as the buffer has; None where they cannot be read."""
+    try:
+        if os.preadv(fd, [buffer], offset) != len(buffer):
+            return None
+    except OSError:
+        return None
+    return xxhash.xxh3_64_intdigest(buffer)

@@ -1,0 +1,158 @@
+"""`flexcache doctor` on directories in every state they may be found in."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from typer.testing import CliRunner
+
+from flexcache.cli import app
+from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE
+from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES, SlotIndex, make_records
+
+SLOT_BYTES, NUM_SLOTS, NUM_BLOCKS = 8192, 12, 10
+
+
+def doctor(*arguments: object) -> tuple[int, str]:
+    """Exit code and what was said about directories."""
+    result = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, re.sub(r"\s+", " ", result.output)
+
+
+def open_pool(*paths: Path) -> DiskPool:
+    return DiskPool([str(path) for path in paths], SLOT_BYTES, NUM_SLOTS, direct_io=False)
+
+
+def fill(*paths: Path) -> None:
+    """Store a prompt of ten blocks in slots 0 to 9."""
+    pool = open_pool(*paths)
+    contents = [bytes([i + 1]) * SLOT_BYTES for i in range(NUM_BLOCKS)]
+    for slot, content in enumerate(contents):
+        fd, offset = locate_slot(slot, pool.data_fds, SLOT_BYTES)
+        os.pwrite(fd, content, offset)
+    sums = np.array([xxhash.xxh3_64_intdigest(content) for content in contents], np.uint64)
+    keys = [b"block %d" % i for i in range(NUM_BLOCKS)]
+    records = make_records(b"root of a model!", 0, b"", keys, sums)
+    SlotIndex(pool.index_fds, pool.pool_id).write(np.arange(NUM_BLOCKS), records)
+    pool.close()
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    fill(tmp_path)
+    return tmp_path
+
+
+def test_an_empty_directory_is_fine_and_stays_empty(tmp_path: Path) -> None:
+    code, said = doctor(tmp_path)
+    assert code == 0
+    assert "no cache in it" in said
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_pool_is_described(filled: Path) -> None:
+    code, said = doctor(filled, "--verify")
+    assert code == 0
+    assert "format 1, 1 of 1 directories, 12 slots of 8,192 bytes, 10 recorded" in said
+    assert "10 blocks can be found, 0 have lost" in said
+    assert "every recorded slot has its checksum" in said
+
+
+def test_a_pool_in_use_is_left_alone(filled: Path) -> None:
+    pool = open_pool(filled)
+    try:
+        code, said = doctor(filled)
+        assert code == 0
+        assert "in use by a FlexCache process" in said
+        for option in ("--verify", "--repair", "--clear"):
+            assert doctor(filled, option)[0] == 1
+        assert len(pool.load()) == NUM_BLOCKS
+    finally:
+        pool.close()
+
+
+def test_torn_records_are_an_error_until_they_are_repaired(filled: Path) -> None:
+    flip(filled / INDEX_FILE, HEADER_BYTES + 7 * RECORD_BYTES + 30)
+    code, said = doctor(filled)
+    assert code == 1
+    assert "1 records are torn; --repair" in said
+    assert "7 blocks can be found, 2 have lost" in said
+    code, said = doctor(filled, "--repair")
+    assert code == 0
+    assert "1 records are torn: erased" in said
+    assert doctor(filled)[0] == 0
+
+
+def test_only_verifying_finds_wrong_bytes_and_repairing_forgets_them(filled: Path) -> None:
+    flip(filled / DATA_FILE, HEADER_BYTES + 4 * SLOT_BYTES + 100)
+    assert doctor(filled)[0] == 0
+    code, said = doctor(filled, "--verify")
+    assert code == 1
+    assert "1 slots do not hold what is recorded" in said
+    assert doctor(filled, "--verify", "--repair")[0] == 0
+    code, said = doctor(filled, "--verify")
+    assert code == 0
+    assert "4 blocks can be found, 5 have lost" in said
+
+
+def test_a_truncated_data_file_is_found_by_verifying(filled: Path) -> None:
+    os.truncate(filled / DATA_FILE, HEADER_BYTES + 6 * SLOT_BYTES + 1)
+    code, said = doctor(filled, "--verify")
+    assert code == 1
+    assert "4 slots do not hold" in said
+
+
+def test_chains_are_followed_through_all_directories_of_a_pool(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    fill(one, two)
+    code, said = doctor(one, two, "--verify")
+    assert code == 0
+    assert "2 of 2 directories" in said
+    assert "10 blocks can be found" in said
+    code, said = doctor(two, "--verify")
+    assert code == 0
+    assert "1 of 2 directories, 12 slots of 8,192 bytes, 5 recorded" in said
+    assert "name all directories of the pool" in said
+    assert "every recorded slot has its checksum" in said
+
+
+def test_a_damaged_pool_is_named_and_cleared_on_request_only(filled: Path) -> None:
+    flip(filled / INDEX_FILE, 20)
+    for options in ([], ["--repair"]):
+        code, said = doctor(filled, *options)
+        assert code == 1
+        assert "the header of flexcache-ssd.index is damaged" in said
+    code, said = doctor(filled, "--clear")
+    assert code == 0
+    assert "emptied" in said
+    assert [path.stat().st_size for path in filled.iterdir()] == [0, 0]
+    fill(filled)  # as good as new
+
+
+def test_a_foreign_file_is_never_cleared(filled: Path) -> None:
+    (filled / DATA_FILE).write_bytes(b"my thesis")
+    code, said = doctor(filled, "--clear")
+    assert code == 1
+    assert "was not written by FlexCache" in said
+    assert (filled / DATA_FILE).read_bytes() == b"my thesis"
+
+
+def test_what_the_first_version_left_is_mentioned(tmp_path: Path) -> None:
+    (tmp_path / "flexcache-ssd.data").write_bytes(b"slots")
+    code, said = doctor(tmp_path)
+    assert code == 0
+    assert "removes flexcache-ssd.data" in said
+    assert (tmp_path / "flexcache-ssd.data").exists()
