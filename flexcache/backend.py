@@ -45,9 +45,23 @@ class Backend(Protocol):
         """Wait for them. Raises `TimeoutError` or `RegistrationError`."""
 
     def match(
-        self, kind: TaskKind, keys: PromptKeys, start: int, stop: int, num_tokens: int
-    ) -> MatchedTask:
-        """Make a task for what can be done of blocks ``[start, stop)``."""
+        self,
+        kind: TaskKind,
+        keys: PromptKeys,
+        start: int,
+        stop: int,
+        num_tokens: int,
+        retain_s: float = 0.0,
+        may_wait: bool = True,
+    ) -> MatchedTask | None:
+        """Make a task for what can be done of blocks ``[start, stop)``.
+
+        None, only where the caller must not be made to wait: the remote store was asked, and has
+        yet to answer.
+        """
+
+    def report_prefill(self, blocks_per_s: float) -> None:
+        """How fast the engine computes."""
 
     def launch(
         self, task_ids: Sequence[int], gpu_blocks: Sequence[npt.NDArray[np.int64]], gated: bool

@@ -28,6 +28,11 @@ LAYOUT_VERSION = 1
 
 EVICTION_POLICIES = ("lru",)
 IO_ENGINES = ("auto", "io_uring", "threads")
+WRITE_POLICIES = ("write_through", "write_back", "selective", "adaptive")
+SYNC_POLICIES = ("group", "none")
+MISMATCH_POLICIES = ("refuse", "clear")
+REMOTE_SCHEMES = ("mooncake", "s3", "gs", "az", "file", "memory")
+COMPRESSIONS = ("none", "zstd", "lz4")
 _IDLE_EXIT_S = 15.0
 
 
@@ -142,8 +147,52 @@ class CacheConfig:
         (),
         "Directories of the SSD tier, striped block by block (`:` between in the environment).",
     )
+    ssd_sync: str = _setting(
+        "group",
+        "group: a block counts as stored once it is on the device (writes are synced together). "
+        "none: left to the system; survives a killed process, not a power cut.",
+    )
+    ssd_on_mismatch: str = _setting(
+        "refuse",
+        "What to do with a directory of ours that does not fit (another block size, say): refuse "
+        "to start, or clear it.",
+    )
+    ssd_write_policy: str = _setting(
+        "write_through",
+        "write_through: every block at once. write_back: when DRAM has too many that the SSD "
+        "lacks. selective: blocks seen repeatedly. adaptive: whichever of the first and the third "
+        "pays better.",
+    )
     remote_url: str | None = _setting(
-        None, "Cluster store. Not in this version: setting it is refused."
+        None,
+        "Cluster store: `mooncake://HOST:PORT`, `s3://BUCKET/PREFIX` (`gs://`, `az://`), "
+        "`file:///DIR`.",
+    )
+    remote_write_policy: str = _setting("write_through", "As ssd_write_policy.")
+    remote_compression: str = _setting(
+        "none", f"Of the blocks in the store: {', '.join(COMPRESSIONS)}."
+    )
+    remote_concurrency: int = _setting(16, "Requests to an object store at once.", "requests")
+    remote_timeout_s: float = _setting(
+        10.0, "Deadline of one op of the store. What hangs longer is replaced.", "s"
+    )
+    remote_lookup_timeout_s: float = _setting(
+        0.05, "For how long a match waits to hear what the store has.", "s"
+    )
+    remote_absent_ttl_s: float = _setting(
+        5.0, "A block that the store did not have is not asked for again for so long.", "s"
+    )
+    write_min_sightings: int = _setting(
+        2, "For selective: the sighting of a block at which it is written.", "sightings"
+    )
+    write_back_max_dirty: float = _setting(
+        0.5, "For write_back: the share of DRAM that may wait to be written.", "of DRAM"
+    )
+    priority_step_s: float = _setting(
+        3600.0, "One step of a put's priority counts as having been used so much later.", "s"
+    )
+    skip_slow_loads: bool = _setting(
+        True, "Do not load what the engine computes faster, by what both were measured to take."
     )
     eviction_policy: str = _setting("lru", f"One of {', '.join(EVICTION_POLICIES)}.")
     endpoint: str | None = _setting(
@@ -190,7 +239,9 @@ class CacheConfig:
             self,
             "tokens_per_block", "num_cpu_blocks", "cpu_cache_gb", "num_ssd_blocks", "ssd_cache_gb",
             "ssd_queue_depth", "transfer_chunk_mb", "op_timeout_s", "match_ttl_s",
-            "server_timeout_s", "client_timeout_s", "max_open_tasks",
+            "server_timeout_s", "client_timeout_s", "max_open_tasks", "remote_concurrency",
+            "remote_timeout_s", "remote_lookup_timeout_s", "remote_absent_ttl_s",
+            "write_min_sightings", "write_back_max_dirty", "priority_step_s",
         )  # fmt: skip
         self._check_tier("num_cpu_blocks", "cpu_cache_gb")
         if not self.has_cpu_tier and self.endpoint is None:
@@ -214,12 +265,22 @@ class CacheConfig:
         for name, allowed in (
             ("eviction_policy", EVICTION_POLICIES),
             ("io_engine", IO_ENGINES),
+            ("ssd_sync", SYNC_POLICIES),
+            ("ssd_on_mismatch", MISMATCH_POLICIES),
+            ("ssd_write_policy", WRITE_POLICIES),
+            ("remote_write_policy", WRITE_POLICIES),
+            ("remote_compression", COMPRESSIONS),
             ("log_level", ("DEBUG", "INFO", "WARNING", "ERROR")),
         ):
             if getattr(self, name) not in allowed:
                 raise _reject(name, getattr(self, name), f"must be one of {', '.join(allowed)}")
         if self.remote_url is not None:
-            raise _reject("remote_url", self.remote_url, "this version has no remote tier")
+            scheme, found, _ = self.remote_url.partition("://")
+            if not found or scheme not in REMOTE_SCHEMES:
+                schemes = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
+                raise _reject("remote_url", self.remote_url, f"must begin with one of {schemes}")
+        if self.write_back_max_dirty > 0.75:
+            raise _reject("write_back_max_dirty", self.write_back_max_dirty, "must be at most 0.75")
 
     def _check_tier(self, blocks: str, gigabytes: str) -> None:
         if getattr(self, blocks) is not None and getattr(self, gigabytes) is not None:
@@ -233,6 +294,11 @@ class CacheConfig:
     @property
     def has_ssd_tier(self) -> bool:
         return self.num_ssd_blocks is not None or self.ssd_cache_gb is not None
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether there is a tier that a process of its own serves."""
+        return self.has_ssd_tier or self.remote_url is not None
 
     def cpu_blocks_for(self, block_bytes: int) -> int:
         """Capacity of the DRAM tier in blocks of ``block_bytes`` (over all ranks)."""

@@ -47,6 +47,8 @@ class TaskKind(str, Enum):
     GET = "get"
     PUT = "put"
     PREFETCH = "prefetch"
+    STORE = "store"
+    """From DRAM to the tiers below, on the cache's own account."""
 
 
 class TaskState(str, Enum):

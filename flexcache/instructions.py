@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.ids import KVStatus, OpId, TaskId
+from flexcache.ids import BlockKey, KVStatus, OpId, TaskId
 from flexcache.transfer.graph import TransferOp
 
 DISK = "disk"
+REMOTE = "remote"
 
 
 def device(engine: str, rank: int) -> str:
@@ -57,6 +59,23 @@ class DropOp:
 
 
 @dataclass(frozen=True, slots=True)
+class RunLookUp:
+    """Instruction: the remote worker shall say how many of these blocks, from the first on, the
+    store has, and report by `KVTaskEngine.looked_up`."""
+
+    lookup_id: int
+    root: bytes
+    keys: Sequence[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpEnded:
+    """Instruction: whoever waits for the answer can go on, with or without it."""
+
+    lookup_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class TaskEnded:
     """Instruction: the GPU side of a task is done; tell whoever waits, and, if it is ``gated``,
     the engine's workers. ``num_ok`` blocks from the task's first on have arrived."""
@@ -84,4 +103,6 @@ class ReplaceExecutor:
     reason: str
 
 
-Instruction = RunOp | DropOp | TaskEnded | TaskAnswered | ReplaceExecutor
+Instruction = (
+    RunOp | DropOp | RunLookUp | LookUpEnded | TaskEnded | TaskAnswered | ReplaceExecutor
+)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from flexcache.backend import Backend, MatchedTask
 from flexcache.cache.block_keys import (
     ENGINE_KEYS,
+    MAX_KEY_BYTES,
     TOKEN_KEYS,
     EngineBlockKeys,
     PromptKeys,
@@ -50,6 +52,15 @@ class KVResponse:
     status: KVStatus
     mask: Mask
     error: str | None = None
+
+
+class _Prompt(NamedTuple):
+    """Blocks ``[start, stop)`` of a prompt of ``num_tokens``."""
+
+    keys: PromptKeys
+    start: int
+    stop: int
+    num_tokens: int
 
 
 def local_endpoint(engine_id: str) -> str:
@@ -159,9 +170,17 @@ class KVManager:
         *,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
-    ) -> tuple[int, Mask, dict[TierName, int]]:
-        """`get_match`, and how many of the tokens each tier will supply."""
-        task, mask = self._match(TaskKind.GET, token_ids, token_mask, namespace, block_keys)
+    ) -> tuple[int, Mask, dict[TierName, int]] | None:
+        """`get_match` that does not wait, and how many of the tokens each tier will supply.
+
+        None if the remote store was asked and has yet to answer: ask again a little later. That
+        comes to an end after ``remote_lookup_timeout_s`` at the latest.
+        """
+        prompt = self._prompt(token_ids, token_mask, namespace, block_keys)
+        task = self._backend.match(TaskKind.GET, *prompt, may_wait=False)
+        if task is None:
+            return None
+        mask = self._token_mask(prompt.num_tokens, task.start, task.num_blocks)
         sources = {tier: n * self._tokens_per_block for tier, n in task.sources.items()}
         return task.task_id, mask, sources
 
@@ -172,13 +191,23 @@ class KVManager:
         *,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
+        priority: int = 0,
+        ttl_s: float = 0.0,
     ) -> tuple[int, Mask]:
         """Find what of a prompt is not cached yet and reserve room for it.
 
         The mask returned is True where KV will be copied; what is cached, on its way, or does not
         fit is False. Arguments as for `get_match`; ``token_mask`` is True where KV is offered.
+
+        Args:
+            priority: Of the prompt when room is needed: each step counts as having been used
+                ``priority_step_s`` later. Negative: the first to go.
+            ttl_s: For so long it goes after all that is used meanwhile. A hint, not a pin.
         """
-        task, mask = self._match(TaskKind.PUT, token_ids, token_mask, namespace, block_keys)
+        retain_s = self._retain_s(priority, ttl_s)
+        task, mask = self._match(
+            TaskKind.PUT, token_ids, token_mask, namespace, block_keys, retain_s
+        )
         return task.task_id, mask
 
     def get_async(
@@ -207,11 +236,14 @@ class KVManager:
         *,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
+        priority: int = 0,
+        ttl_s: float = 0.0,
     ) -> tuple[int, Mask]:
         """`put_match` and `launch` in one; ``slot_mapping`` as for `get_async`."""
         return self._match_and_launch(
-            TaskKind.PUT, token_ids, slot_mapping, token_mask, namespace, block_keys
-        )
+            TaskKind.PUT, token_ids, slot_mapping, token_mask, namespace, block_keys,
+            self._retain_s(priority, ttl_s),
+        )  # fmt: skip
 
     def prefetch_async(
         self,
@@ -243,6 +275,15 @@ class KVManager:
         """
         blocks = [self._gpu_blocks(slots) for slots in slot_mappings]
         self._backend.launch(task_ids, blocks, gated)
+
+    def report_prefill(self, tokens_per_s: float) -> None:
+        """Say how fast the engine computes prompts.
+
+        With ``skip_slow_loads``, what would take longer to load than to compute is not matched.
+        """
+        if not tokens_per_s > 0:
+            raise ValueError(f"tokens_per_s = {tokens_per_s}: must be greater than zero")
+        self._backend.report_prefill(tokens_per_s / self._tokens_per_block)
 
     def cancel(self, task_ids: Iterable[int]) -> None:
         """Stop what has not started. Idempotent; a finished task stays as it is."""
@@ -276,7 +317,11 @@ class KVManager:
     # -- the cache as a whole --------------------------------------------------------------------
 
     def clear(self, tier: str) -> int:
-        """Drop the blocks of one tier (`CPU`, `SSD`) that nobody holds; how many."""
+        """Drop the blocks of one tier (`CPU`, `SSD`, `REMOTE`) that nobody holds; how many.
+
+        What a remote store holds stays there and is not found any more by those who share this
+        cache; what they store from then on, others do not find.
+        """
         return self._backend.clear(tier)
 
     def reset(self) -> None:
@@ -320,13 +365,30 @@ class KVManager:
         token_mask: Mask | None,
         namespace: Namespace,
         block_keys: Sequence[bytes] | None,
+        retain_s: float = 0.0,
     ) -> tuple[MatchedTask, Mask]:
+        prompt = self._prompt(token_ids, token_mask, namespace, block_keys)
+        task = self._backend.match(kind, *prompt, retain_s)
+        assert task is not None  # it may wait
+        return task, self._token_mask(prompt.num_tokens, task.start, task.num_blocks)
+
+    def _prompt(
+        self,
+        token_ids: Tokens,
+        token_mask: Mask | None,
+        namespace: Namespace,
+        block_keys: Sequence[bytes] | None,
+    ) -> _Prompt:
         num_tokens = len(token_ids)
         start, stop = self._block_range(num_tokens, token_mask)
         keys = self._keys(token_ids, namespace, block_keys)
         stop = min(stop, keys.num_blocks)
-        task = self._backend.match(kind, keys, min(start, stop), stop, num_tokens)
-        return task, self._token_mask(num_tokens, task.start, task.num_blocks)
+        return _Prompt(keys, min(start, stop), stop, num_tokens)
+
+    def _retain_s(self, priority: int, ttl_s: float) -> float:
+        if not math.isfinite(ttl_s) or ttl_s < 0:
+            raise ValueError(f"ttl_s = {ttl_s}: must be a number of seconds, at least 0")
+        return priority * self.cache_config.priority_step_s + ttl_s
 
     def _match_and_launch(
         self,
@@ -336,10 +398,11 @@ class KVManager:
         token_mask: Mask | None,
         namespace: Namespace,
         block_keys: Sequence[bytes] | None,
+        retain_s: float = 0.0,
     ) -> tuple[int, Mask]:
         slots = _as_slots(slot_mapping)
         num_wanted = len(token_ids) if token_mask is None else int(np.count_nonzero(token_mask))
-        task, mask = self._match(kind, token_ids, token_mask, namespace, block_keys)
+        task, mask = self._match(kind, token_ids, token_mask, namespace, block_keys, retain_s)
         task_id = task.task_id
         try:
             if len(slots) == num_wanted:
@@ -354,6 +417,8 @@ class KVManager:
         self, token_ids: Tokens, namespace: Namespace, block_keys: Sequence[bytes] | None
     ) -> PromptKeys:
         if block_keys is not None:
+            if len(block_keys) and not 0 < len(block_keys[0]) <= MAX_KEY_BYTES:
+                raise ValueError(f"block_keys must have at most {MAX_KEY_BYTES} bytes each")
             root = self._root(namespace, ENGINE_KEYS)
             return EngineBlockKeys(root, block_keys, len(token_ids) // self._tokens_per_block)
         tokens = np.asarray(token_ids)

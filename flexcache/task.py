@@ -6,11 +6,12 @@
 
 A state machine without I/O: it takes calls and events, each with the time, and leaves instructions
 that the shell around it takes out (`take_instructions`) and carries out. An op is carried out by
-one executor (the disk worker) or by several at once (the device worker of every rank), and has
-ended when all of them said so or are gone.
+one executor (the disk or the remote worker) or by several at once (the device worker of every
+rank), and has ended when all of them said so or are gone.
 
-Tasks belong to sessions of serving engines, which share the tiers and the disk worker; each has
-ranks of its own. The id of a task names its session.
+Tasks belong to sessions of serving engines, which share the tiers and their workers; each has
+ranks of its own. The id of a task names its session. What the cache does on its own account (writes
+to lower tiers that no put waits for) are tasks too, of a session that nobody calls.
 
 Not thread-safe: the shell holds a lock around each call.
 """
@@ -21,12 +22,14 @@ import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
+from flexcache.cache.restore import Records, RestoreReport, restore_tier
 from flexcache.errors import InternalError
 from flexcache.ids import (
     KVStatus,
@@ -40,6 +43,7 @@ from flexcache.ids import (
 )
 from flexcache.instructions import (
     DISK,
+    REMOTE,
     DropOp,
     Instruction,
     ReplaceExecutor,
@@ -49,7 +53,9 @@ from flexcache.instructions import (
     TaskResult,
     device,
 )
-from flexcache.task_ids import id_before, session_of
+from flexcache.lookups import RemoteLookUps
+from flexcache.task_ids import TaskIds, id_before, make_session, session_of
+from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.fair_queue import FairQueue
 from flexcache.transfer.graph import BlockIds, TransferOp
 from flexcache.transfer.scheduler import OpEnded, Outcome, StartOp, TransferScheduler
@@ -57,10 +63,18 @@ from flexcache.transfer.totals import Totals
 
 _LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
 _STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
-_MAX_DISK_OPS = 8  # given to the disk worker at once: enough to keep it busy, few enough that a
-# read need not wait behind many writes, and that a deadline means what it says
+_EXECUTORS = {
+    OpKind.DISK2H: DISK,
+    OpKind.H2DISK: DISK,
+    OpKind.REMOTE2H: REMOTE,
+    OpKind.H2REMOTE: REMOTE,
+}
+_MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough that a read need not
+# wait behind many writes, and that a deadline means what it says
+_OWN_SESSION = make_session(0, 0xFFFF)  # no server has the epoch 0
 _SLOWEST_BYTES_PER_S = 1e8  # a large op gets this much longer than the configured deadline
 _GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
+_MAX_ERRORS = 8  # that a response names
 NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
 
 
@@ -122,8 +136,18 @@ class _Owner:
     results: OrderedDict[TaskId, TaskResult] = field(default_factory=OrderedDict)
     collected: dict[TaskId, None] = field(default_factory=dict)
     store_backlog: int = 0
+    prefill_blocks_per_s: float = 0.0
     is_gone: bool = False
     totals: Totals = field(default_factory=Totals)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A worker below the host tier: the ops that wait for it, and how many it was given."""
+
+    timeout_s: float
+    queue: FairQueue[tuple[_Task, TransferOp]] = field(default_factory=FairQueue)
+    num_running: int = 0
 
 
 class KVTaskEngine:
@@ -135,6 +159,8 @@ class KVTaskEngine:
         load_ranks: Ranks that must all execute an H2D.
         store_ranks: Ranks that must all execute a D2H (MLA: one).
         op_timeout_s: Deadline of an op.
+        remote_timeout_s: Deadline of an op of the remote store.
+        lookup_timeout_s: How long a match may wait for what the remote store has.
         match_ttl_s: A task that is not launched for so long is cancelled.
         max_open_tasks: Of one session; beyond it a get is a miss and a put is dropped.
     """
@@ -147,6 +173,8 @@ class KVTaskEngine:
         load_ranks: Sequence[int] = (0,),
         store_ranks: Sequence[int] = (0,),
         op_timeout_s: float = 30.0,
+        remote_timeout_s: float = 10.0,
+        lookup_timeout_s: float = 0.05,
         match_ttl_s: float = 120.0,
         max_open_tasks: int = 4096,
     ) -> None:
@@ -164,15 +192,20 @@ class KVTaskEngine:
         self._running: dict[OpId, _RunningOp] = {}
         self._deadlines: list[tuple[float, OpId]] = []
         self._unlaunched: deque[tuple[float, TaskId]] = deque()
-        self._disk_queue: FairQueue[tuple[_Task, TransferOp]] = FairQueue()
-        self._num_disk_ops = 0
+        self._lanes = {DISK: _Lane(op_timeout_s), REMOTE: _Lane(remote_timeout_s)}
+        self.breaker = CircuitBreaker()
+        self.lookups: RemoteLookUps | None = None
+        if cache.remote is not None:
+            self.lookups = RemoteLookUps(cache.remote, self.breaker, lookup_timeout_s)
+            cache.unavailable.add(TierName.REMOTE)  # until its worker is there
         self._outcomes: deque[Outcome] = deque()
         self._instructions: list[Instruction] = []
-        self._checksums = {
-            tier.name: np.zeros(tier.capacity, dtype=np.uint64) for tier in cache.lower
-        }
+        disk = cache.by_name.get(TierName.SSD)
+        self._checksums = np.zeros(0 if disk is None else disk.capacity, dtype=np.uint64)
         self.totals = Totals()
         self._num_ended = 0
+        self.add_session(_OWN_SESSION, "", num_remembered=0)
+        self._own_ids = TaskIds(_OWN_SESSION)
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -187,9 +220,8 @@ class KVTaskEngine:
         """
         loads = tuple(device(engine, rank) for rank in self._load_ranks)
         stores = tuple(device(engine, rank) for rank in self._store_ranks)
-        executors = {
-            OpKind.H2D: loads, OpKind.D2H: stores, OpKind.DISK2H: (DISK,), OpKind.H2DISK: (DISK,),
-        }  # fmt: skip
+        executors: dict[OpKind, tuple[str, ...]] = {k: (n,) for k, n in _EXECUTORS.items()}
+        executors |= {OpKind.H2D: loads, OpKind.D2H: stores}
         self._owners[session] = _Owner(
             session, engine, num_remembered, executors, id_before(session)
         )
@@ -218,6 +250,10 @@ class KVTaskEngine:
     def session_totals(self, session: SessionId) -> Totals:
         return self._owners[session].totals
 
+    def report_prefill(self, session: SessionId, blocks_per_s: float) -> None:
+        """How fast the engine computes: what would take longer to load is not loaded for it."""
+        self._owners[session].prefill_blocks_per_s = blocks_per_s
+
     def was_launched(self, task_id: TaskId) -> bool:
         """Raises `KeyError` for a task that is not open."""
         return self._tasks[task_id].launched
@@ -227,11 +263,29 @@ class KVTaskEngine:
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
+    def look_up(self, kind: TaskKind, keys: BlockKeys, stop: int, now: float) -> int | None:
+        """Ask the remote store what it has of a prompt, where that may matter to a `match`.
+
+        Returns:
+            The question to wait for (`is_looking_up`, or `LookUpEnded`); None if nothing is asked.
+        """
+        if kind is TaskKind.PUT or self.lookups is None or REMOTE not in self._up:
+            return None
+        if self.cache.num_local(keys) >= stop:
+            return None
+        return self.lookups.look_up(keys, stop, now, self._instructions)
+
+    def is_looking_up(self, lookup_id: int) -> bool:
+        return self.lookups is not None and self.lookups.is_open(lookup_id)
+
     def match(
         self, task_id: TaskId, kind: TaskKind, keys: BlockKeys, start: int, stop: int,
-        num_tokens: int, now: float,
+        num_tokens: int, now: float, retain_s: float = 0.0,
     ) -> Plan:  # fmt: skip
         """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
+
+        Args:
+            retain_s: What a put stores counts as used this much later when room is needed.
 
         Raises:
             ValueError: The id is not above all earlier ones of its session.
@@ -241,9 +295,11 @@ class KVTaskEngine:
         if task_id <= owner.last_id:
             raise ValueError(f"task {task_id} was given out before")
         owner.last_id = task_id
-        plan = self._plan(owner, kind, keys, start, stop)
+        self.cache.advance(now)
+        plan = self._plan(owner, kind, keys, start, stop, retain_s)
         for totals in (self.totals, owner.totals):
             totals.dropped_blocks.update(plan.dropped)
+            totals.skipped_blocks.update(plan.skipped)
             if kind is TaskKind.GET:
                 totals.hit_blocks.update({tier.value: n for tier, n in plan.sources.items()})
                 totals.missed_blocks += stop - plan.stop
@@ -251,23 +307,53 @@ class KVTaskEngine:
         if plan.num_blocks == 0:
             self.cache.finish(plan)
             self._remember(task, TaskState.COMPLETED, KVStatus.NOT_FOUND, 0)
+            if kind is TaskKind.PUT and start < stop and not plan.dropped:
+                backlog = self._backlog_share(owner)
+                store = self.cache.plan_store(keys, stop, backlog, retain_s)
+                self._follow(self._begin_store(store), now)
             return plan
         self._tasks[task_id] = owner.tasks[task_id] = task
         owner.store_backlog += plan.num_backlogged
         self._unlaunched.append((now + self._match_ttl_s, task_id))
         return plan
 
-    def _plan(self, owner: _Owner, kind: TaskKind, keys: BlockKeys, start: int, stop: int) -> Plan:
+    def _plan(
+        self, owner: _Owner, kind: TaskKind, keys: BlockKeys, start: int, stop: int, retain_s: float
+    ) -> Plan:
         if len(owner.tasks) >= self._max_open_tasks:
             return self.cache.plan_nothing(kind, keys, start, stop, "session_task_limit")
         if kind is TaskKind.GET:
-            return self.cache.plan_get(keys, start, stop)
+            return self.cache.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
         if kind is TaskKind.PREFETCH:
             return self.cache.plan_prefetch(keys, start, stop)
-        # Engines that have something going on share the room for blocks that wait for the disk.
+        return self.cache.plan_put(keys, start, stop, self._backlog_share(owner), retain_s)
+
+    def _backlog_share(self, owner: _Owner) -> int:
+        """How many more blocks of an engine may wait to be written below.
+
+        Engines that have something going on share the room.
+        """
         num_sharing = sum(bool(other.tasks) or other is owner for other in self._owners.values())
-        share = self.cache.max_store_backlog // num_sharing
-        return self.cache.plan_put(keys, start, stop, share - owner.store_backlog)
+        return self.cache.max_store_backlog // num_sharing - owner.store_backlog
+
+    def _begin_store(self, plan: Plan) -> list[Outcome]:
+        """Carry out a plan on the cache's own account."""
+        self.totals.dropped_blocks.update(plan.dropped)
+        if not plan.graph.ops:
+            self.cache.finish(plan)
+            return []
+        owner = self._owners[_OWN_SESSION]
+        task_id = self._own_ids.next()
+        owner.last_id = task_id
+        self._tasks[task_id] = owner.tasks[task_id] = task = _Task(task_id, owner, plan, 0)
+        owner.store_backlog += plan.num_backlogged
+        return self._submit(task)
+
+    def close_down(self, now: float) -> None:
+        """Cancel what is open, and write what has only DRAM so far."""
+        self.cancel_all(now)
+        self.cache.begin_closing()
+        self._follow([], now)
 
     def launch(
         self,
@@ -299,15 +385,18 @@ class KVTaskEngine:
                 )
             to_start.append((task, blocks))
         for task, blocks in to_start:
-            task.launched = True
             task.gated = gated
-            task.state = TaskState.READY
-            for op in task.plan.graph.ops:
-                task.open_ops[op.kind] += 1
             task.plan.graph.bind_gpu_blocks(blocks, task.plan.start)
-            self._follow(self._scheduler.submit(task.task_id, task.plan.graph), now)
+            self._follow(self._submit(task), now)
             if not task.plan.graph.ops:  # a prefetch of what the host tier has
                 self._finish(task)
+
+    def _submit(self, task: _Task) -> list[Outcome]:
+        task.launched = True
+        task.state = TaskState.READY
+        for op in task.plan.graph.ops:
+            task.open_ops[op.kind] += 1
+        return self._scheduler.submit(task.task_id, task.plan.graph)
 
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> None:
         """Stop what has not started. Idempotent; a finished task stays as it is.
@@ -328,7 +417,8 @@ class KVTaskEngine:
                 self._finish(task)
 
     def cancel_all(self, now: float) -> None:
-        self.cancel(list(self._tasks), now)
+        """But for what the cache does on its own account."""
+        self.cancel([t for t in self._tasks if session_of(t) != _OWN_SESSION], now)
 
     @property
     def num_ended_tasks(self) -> int:
@@ -359,22 +449,56 @@ class KVTaskEngine:
 
     # -- events ----------------------------------------------------------------------------------
 
+    def restore(self, tier: TierName, records: Records) -> RestoreReport:
+        """Index what a tier was found to hold at the start (`DiskPool.load`)."""
+        self._checksums[records["slot"]] = records["checksum"]
+        return restore_tier(self.cache.by_name[tier], records)
+
     def executor_up(self, executor: str) -> None:
         self._up[executor] = None
+        self._follow_the_store()
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
         self._up.pop(executor, None)
-        if executor == DISK:
-            while (waiting := self._disk_queue.next()) is not None:
-                task, op = waiting
-                task.waiting.discard(op.op_id)
-                task.errors.append(f"{executor}: {reason}")
-                self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
-            self._follow([], now)
+        if executor in self._lanes:
+            self._give_up_waiting(executor, reason, now)
+        if executor == REMOTE and self.lookups is not None:
+            self.breaker.trip(reason, now)
+            self.lookups.give_up(now, self._instructions)
+            self._follow_the_store()
         for running in list(self._running.values()):
             if executor in running.waiting_for:
                 self._one_done(running, executor, 0, f"{executor}: {reason}", False, now)
+
+    def _give_up_waiting(self, executor: str, reason: str, now: float) -> None:
+        """Ops that have not had their turn at a worker end with nothing moved."""
+        while (waiting := self._lanes[executor].queue.next()) is not None:
+            task, op = waiting
+            task.waiting.discard(op.op_id)
+            task.errors.append(f"{executor}: {reason}")
+            self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
+        self._follow([], now)
+
+    def _follow_the_store(self) -> None:
+        """The remote tier takes part while its worker is there and its breaker closed."""
+        if self.lookups is None:
+            return
+        if self.breaker.is_closed and REMOTE in self._up:
+            self.cache.unavailable.discard(TierName.REMOTE)
+        else:
+            self.cache.unavailable.add(TierName.REMOTE)
+
+    def looked_up(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
+        """The remote worker has answered a question."""
+        if self.lookups is not None:
+            self.lookups.looked_up(lookup_id, num_present, error, now, self._instructions)
+            self._heed_breaker(now)
+
+    def _heed_breaker(self, now: float) -> None:
+        self._follow_the_store()
+        if not self.breaker.is_closed:
+            self._give_up_waiting(REMOTE, self.breaker.last_reason, now)
 
     def is_up(self, executor: str) -> bool:
         return executor in self._up
@@ -404,14 +528,17 @@ class KVTaskEngine:
         if running is None or executor not in running.waiting_for:
             return  # it was declared gone before; what it says no longer counts
         op = running.op
-        if checksums is not None and op.kind in _STORE_TIER and op.dst is not None:
+        if checksums is not None and op.kind is OpKind.H2DISK and op.dst is not None:
             count = min(len(checksums), len(op.dst))
-            self._checksums[_STORE_TIER[op.kind]][op.dst[:count]] = checksums[:count]
+            self._checksums[op.dst[:count]] = checksums[:count]
         num_ok = max(0, min(num_ok, len(op)))
         self._one_done(running, executor, num_ok, error, bad_block, now)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass."""
+        if self.lookups is not None:
+            self.lookups.tick(now, REMOTE in self._up, self._instructions)
+            self._heed_breaker(now)
         while self._unlaunched and self._unlaunched[0][0] <= now:
             task = self._tasks.get(self._unlaunched.popleft()[1])
             if task is not None and not task.launched:
@@ -437,6 +564,9 @@ class KVTaskEngine:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
         times = [queue[0][0] for queue in (self._deadlines, self._unlaunched) if queue]
+        asked = self.lookups.next_deadline() if self.lookups is not None else None
+        if asked is not None:
+            times.append(asked)
         return min(times) if times else None
 
     def take_instructions(self) -> list[Instruction]:
@@ -447,12 +577,17 @@ class KVTaskEngine:
 
     def _follow(self, outcomes: list[Outcome], now: float) -> None:
         self._outcomes.extend(outcomes)
-        while self._outcomes:
-            outcome = self._outcomes.popleft()
-            if isinstance(outcome, StartOp):
-                self._start(outcome, now)
-            else:
-                self._op_ended(outcome)
+        while True:
+            while self._outcomes:
+                outcome = self._outcomes.popleft()
+                if isinstance(outcome, StartOp):
+                    self._start(outcome, now)
+                else:
+                    self._op_ended(outcome)
+            plan = self.cache.plan_write_back()
+            if plan is None:
+                return
+            self._outcomes.extend(self._begin_store(plan))
 
     def _start(self, outcome: StartOp, now: float) -> None:
         task, op = self._tasks[outcome.task_id], outcome.op
@@ -463,19 +598,19 @@ class KVTaskEngine:
         elif op.kind.touches_gpu:
             self._dispatch(task, op, now)
         else:
-            is_load = op.kind in _LOAD_TIER
-            self._disk_queue.add(op.op_id, (task, op), owner=task.owner.session, is_load=is_load)
+            lane, is_load = self._lanes[_EXECUTORS[op.kind]], op.kind in _LOAD_TIER
+            lane.queue.add(op.op_id, (task, op), owner=task.owner.session, is_load=is_load)
             task.waiting.add(op.op_id)
-            self._fill_disk(now)
+            self._fill(lane, now)
 
-    def _fill_disk(self, now: float) -> None:
-        while self._num_disk_ops < _MAX_DISK_OPS:
-            waiting = self._disk_queue.next()
+    def _fill(self, lane: _Lane, now: float) -> None:
+        while lane.num_running < _MAX_OPS_AT_ONCE:
+            waiting = lane.queue.next()
             if waiting is None:
                 return
             task, op = waiting
             task.waiting.discard(op.op_id)
-            self._num_disk_ops += 1
+            lane.num_running += 1
             self._dispatch(task, op, now)
 
     def _stop(self, task: _Task, now: float) -> None:
@@ -487,9 +622,10 @@ class KVTaskEngine:
         self._follow(self._scheduler.cancel(task.task_id), now)
 
     def _end_queued(self, task: _Task) -> None:
-        """Ops that have not had their turn at the disk end with nothing moved."""
+        """The task's ops that have not had their turn at a worker end with nothing moved."""
         for op_id in sorted(task.waiting):
-            self._disk_queue.discard(op_id)
+            for lane in self._lanes.values():
+                lane.queue.discard(op_id)
             self._outcomes.extend(self._scheduler.op_ended(op_id, 0))
         task.waiting.clear()
 
@@ -502,13 +638,17 @@ class KVTaskEngine:
         for totals in (self.totals, task.owner.totals):
             totals.ops[op.kind].started(now)
         gated = task.gated and op.kind.touches_gpu
-        patience = self._op_timeout_s + len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
+        lane = self._lanes.get(executors[0])
+        patience = self._op_timeout_s if lane is None else lane.timeout_s
+        patience += len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
         if gated:
             patience += _GATE_PATIENCE_S
         heapq.heappush(self._deadlines, (now + patience, op.op_id))
         checksums = None
-        if op.kind in _LOAD_TIER and op.src is not None:
-            checksums = self._checksums[_LOAD_TIER[op.kind]][op.src]
+        if op.kind is OpKind.DISK2H and op.src is not None:
+            checksums = self._checksums[op.src]
+        if op.kind in _LOAD_TIER and self.cache.load_cost is not None:
+            self.cache.load_cost.started(_LOAD_TIER[op.kind], now)
         for executor in executors:
             self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
 
@@ -531,9 +671,12 @@ class KVTaskEngine:
         op, task = running.op, running.task
         del self._running[op.op_id], task.running[op.op_id]
         if not op.kind.touches_gpu:
-            self._num_disk_ops -= 1
-            self._fill_disk(now)
+            lane = self._lanes[_EXECUTORS[op.kind]]
+            lane.num_running -= 1
+            self._fill(lane, now)
         self._count(running, now)
+        if executor == REMOTE:
+            self._judge_store(running, error, now)
         if running.bad_block and op.kind in _LOAD_TIER and running.num_ok < len(op):
             tier, position = _LOAD_TIER[op.kind], op.first + running.num_ok
             self.cache.discard_bad_block(task.plan, tier, position)
@@ -550,11 +693,24 @@ class KVTaskEngine:
         else:
             host.written_bytes += moved
         if op.kind in _LOAD_TIER:
-            self.cache.by_name[_LOAD_TIER[op.kind]].counters.read_bytes += moved
+            tier, cost = _LOAD_TIER[op.kind], self.cache.load_cost
+            self.cache.by_name[tier].counters.read_bytes += moved
+            if cost is not None:
+                cost.ended(tier, now, running.num_ok, now - running.started_s)
         if op.kind in _STORE_TIER:
             self.cache.by_name[_STORE_TIER[op.kind]].counters.written_bytes += moved
             if running.num_ok < len(op):
-                self._drop(running.task, "ssd_write_failed", len(op) - running.num_ok)
+                name = f"{_STORE_TIER[op.kind].value.lower()}_write_failed"
+                self._drop(running.task, name, len(op) - running.num_ok)
+
+    def _judge_store(self, running: _RunningOp, error: str | None, now: float) -> None:
+        """Tell the breaker how an op went: a block that is missing or bad is no failure."""
+        op = running.op
+        if running.num_ok == len(op) or running.bad_block:
+            self.breaker.succeeded(now)
+        elif error is not None:
+            self.breaker.failed(f"{op.kind.value}: {error}", now)
+        self._heed_breaker(now)
 
     def _drop(self, task: _Task, reason: str, num_blocks: int) -> None:
         self.totals.dropped_blocks[reason] += num_blocks
@@ -590,6 +746,8 @@ class KVTaskEngine:
     def _announce(self, task: _Task) -> None:
         if not task.announced:
             task.announced = True
+            if task.owner.session == _OWN_SESSION:
+                return  # nobody waits for it
             result = self._judge(task, is_final=False)
             self._instructions.append(
                 TaskEnded(task.task_id, task.owner.engine, result.num_ok, task.gated)
@@ -598,12 +756,14 @@ class KVTaskEngine:
                 self._instructions.append(TaskAnswered(task.task_id, result))
 
     def _judge(self, task: _Task, is_final: bool = True) -> TaskResult:
-        plan, error = task.plan, "; ".join(dict.fromkeys(task.errors)) or None
+        plan, error = task.plan, "; ".join(list(dict.fromkeys(task.errors))[:_MAX_ERRORS]) or None
         if task.cancelled:
             return TaskResult(KVStatus.CANCELLED, plan.start, 0, task.num_tokens, error, is_final)
         if plan.kind is TaskKind.PREFETCH:
             on_host = plan.sources.get(TierName.CPU, 0)
             num_ok = on_host + task.contiguous(_LOAD_TIER, plan.start + on_host)
+        elif plan.kind is TaskKind.STORE:
+            num_ok = sum(sum(moved.values()) for moved in task.moved.values())
         else:
             num_ok = task.contiguous([OpKind.H2D, OpKind.D2H], plan.start)
         status = KVStatus.SUCCESS if num_ok else KVStatus.FAILED
@@ -634,7 +794,7 @@ class KVTaskEngine:
             totals.ended_tasks[name] += 1
         result = TaskResult(status, task.plan.start, num_ok, task.num_tokens, error)
         owner.results[task.task_id] = result
-        if status is not KVStatus.NOT_FOUND:
+        if status is not KVStatus.NOT_FOUND and owner.session != _OWN_SESSION:
             self._instructions.append(TaskAnswered(task.task_id, result))
         # An empty match needs no answer, and a gated task's goes to the engine's workers.
         if task.gated or status is KVStatus.NOT_FOUND:
@@ -682,8 +842,20 @@ class KVTaskEngine:
                     counts[ended.get(result.status, TaskState.COMPLETED).value] += 1
         return counts
 
+    def remote_stats(self) -> dict[str, Any]:
+        """How the remote store does, and how fast the lower tiers are."""
+        report: dict[str, Any] = {}
+        if self.lookups is not None:
+            asked = {"asked": self.lookups.num_asked, "late": self.lookups.num_late}
+            report["remote"] = {"breaker": self.breaker.report(), "lookups": asked}
+        if self.cache.load_cost is not None:
+            report["load_cost"] = self.cache.load_cost.report()
+        return report
+
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(everything)."""
+        if self.lookups is not None and not self.lookups.check():
+            raise InternalError("an open question to the store cannot be found or has no deadline")
         self.cache.check()
         self._scheduler.check()
         owned = [task_id for owner in self._owners.values() for task_id in owner.tasks]

@@ -9,24 +9,33 @@ keep its blocks in place; who asked for it ends it with `finish`.
                                    engine   H2D          DISK2H, H2D    not cached
                                    has it   at once      in chunks
 
+What a put copies to the host tier goes on to the tiers below by each one's write policy: at once
+(write-through), as far as an `Admission` lets it, or when a `DirtyQueue` is full (write-back).
+
 Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.admission import Admission
+from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
+from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Lease, Tier
+from flexcache.cache.write_back import DirtyPrompt, DirtyQueue
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
-from flexcache.transfer.graph import TransferOpGraph
+from flexcache.transfer.graph import BlockIds, TransferOpGraph
+from flexcache.transfer.messages import BlockNames
 
-LOAD_OP = {TierName.SSD: OpKind.DISK2H}
-STORE_OP = {TierName.SSD: OpKind.H2DISK}
+LOAD_OP = {TierName.SSD: OpKind.DISK2H, TierName.REMOTE: OpKind.REMOTE2H}
+STORE_OP = {TierName.SSD: OpKind.H2DISK, TierName.REMOTE: OpKind.H2REMOTE}
+_REMOTE_SHARE_OF_BACKLOG = 4  # a quarter: a store that hangs must not hold up the disk
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +47,7 @@ class Plan:
         stores: Leases on the tiers below the host that a put writes through to.
         sources: For a get, how many of the blocks each tier supplies, in order.
         dropped: Blocks that a put could not take on, by reason.
+        skipped: Blocks that are cached and are not loaded all the same, by reason.
     """
 
     kind: TaskKind
@@ -48,9 +58,11 @@ class Plan:
     staging: Lease | None = None
     stores: dict[TierName, Lease] = field(default_factory=dict)
     store_starts: dict[TierName, int] = field(default_factory=dict)
+    num_reserved: dict[TierName, int] = field(default_factory=dict)
     pins: list[tuple[Tier, PrefixMatch]] = field(default_factory=list)
     sources: dict[TierName, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
     load_keys: Sequence[BlockKey] = ()
     """Keys of the blocks that are read from below the host, from position ``load_start`` on."""
     load_start: int = 0
@@ -62,7 +74,16 @@ class Plan:
     @property
     def num_backlogged(self) -> int:
         """Host blocks that wait to be written below until the plan ends."""
-        return sum(len(lease) for lease in self.stores.values())
+        return sum(self.num_reserved.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """An op that brings the blocks of a chunk from the GPU to ``landing``."""
+
+    op: OpId
+    chunk: range
+    landing: BlockIds
 
 
 class GlobalCacheEngine:
@@ -73,9 +94,20 @@ class GlobalCacheEngine:
         chunk_blocks: Blocks per op where one tier feeds another, so that both work at once.
         max_store_backlog: Host blocks that may wait to be written below; what of a put is beyond
             it stays on the host tier only.
+        admissions: For tiers that do not take every block.
+        write_back: For tiers that are written to late.
+        load_cost: Tells loads that would take longer than to compute anew; None to make them all.
     """
 
-    def __init__(self, tiers: Sequence[Tier], chunk_blocks: int, max_store_backlog: int) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        chunk_blocks: int,
+        max_store_backlog: int,
+        admissions: Mapping[TierName, Admission] | None = None,
+        write_back: Mapping[TierName, DirtyQueue] | None = None,
+        load_cost: LoadCost | None = None,
+    ) -> None:
         if not tiers or tiers[0].name is not TierName.CPU:
             raise InternalError("the first tier must be the host tier")
         self.tiers = list(tiers)
@@ -84,13 +116,50 @@ class GlobalCacheEngine:
         self.by_name = {tier.name: tier for tier in self.tiers}
         self._chunk_blocks = max(1, chunk_blocks)
         self.max_store_backlog = max_store_backlog
-        self._store_backlog = 0
+        self.load_cost = load_cost
+        self.unavailable: set[TierName] = set()
+        """Tiers that are neither read nor written for the time being."""
+        self._admissions = dict(admissions or {})
+        self._write_back = dict(write_back or {})
+        self._backlog = dict.fromkeys(self.by_name, 0)
+        self._now = 0.0
         self._op_ids = itertools.count(1)
         self._open_plans = 0
 
-    def plan_get(self, keys: BlockKeys, start: int, stop: int) -> Plan:
-        """Plan to bring the cached part of blocks ``[start, stop)`` to the GPU."""
-        plan = self._plan_load(TaskKind.GET, keys, start, stop)
+    @property
+    def remote(self) -> RemoteTier | None:
+        last = self.tiers[-1]
+        return last if isinstance(last, RemoteTier) else None
+
+    @property
+    def store_backlog(self) -> int:
+        """Host blocks that wait to be written below, counted once per tier."""
+        return sum(self._backlog.values())
+
+    def advance(self, now: float) -> None:
+        """Time has passed: recency is counted in seconds."""
+        self._now = now
+        for tier in self.tiers:
+            tier.advance(now)
+
+    def num_local(self, keys: BlockKeys) -> int:
+        """Blocks of a prompt, from its first on, that the tiers on this machine have."""
+        return max(
+            tier.index.match(keys).num_blocks
+            for tier in self.tiers
+            if tier.name is not TierName.REMOTE
+        )
+
+    def plan_get(
+        self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0
+    ) -> Plan:
+        """Plan to bring the cached part of blocks ``[start, stop)`` to the GPU.
+
+        Args:
+            prefill_blocks_per_s: What the engine computes; what can be computed in less time than
+                loaded is not loaded. 0 if that is not known.
+        """
+        plan = self._plan_load(TaskKind.GET, keys, start, stop, prefill_blocks_per_s)
         for tier in self.tiers:
             tier.counters.hit_blocks += plan.sources.get(tier.name, 0)
         self.tiers[-1].counters.miss_blocks += stop - plan.stop
@@ -113,14 +182,23 @@ class GlobalCacheEngine:
         return plan
 
     def plan_put(
-        self, keys: BlockKeys, start: int, stop: int, max_backlog: int | None = None
+        self,
+        keys: BlockKeys,
+        start: int,
+        stop: int,
+        max_backlog: int | None = None,
+        retain_s: float = 0.0,
     ) -> Plan:
         """Plan to store what of blocks ``[start, stop)`` the host tier neither has nor awaits.
 
         Blocks that cannot be attached, because what precedes them is not cached, are not stored:
-        nobody could find them. At most ``max_backlog`` are to be written below.
+        nobody could find them.
+
+        Args:
+            max_backlog: At most so many are to be written below.
+            retain_s: In every tier the prompt counts as used this much later.
         """
-        cached = self.host.match(keys)
+        cached = self.host.match(keys, retain_s)
         first = cached.num_blocks
         first += self.host.num_in_flight(keys, first, stop)
         plan = Plan(TaskKind.PUT, keys.root, first, first)
@@ -132,14 +210,73 @@ class GlobalCacheEngine:
             plan.start = plan.stop = stop
             return plan
         plan.staging = self.host.reserve(keys, first, stop)
+        plan.staging.retain_s = retain_s
         plan.stop = first + len(plan.staging)
         if plan.stop < stop:
             plan.dropped["host_tier_full"] = stop - plan.stop
-        room = self.max_store_backlog - self._store_backlog
-        if max_backlog is not None:
-            room = min(room, max_backlog)
-        self._add_offload(plan, keys, cached, max(0, room))
+        copies = self._add_copies(plan)
+        if copies:
+            self._add_stores(plan, keys, cached, copies, None, max_backlog, retain_s)
         return plan
+
+    def plan_store(
+        self,
+        keys: BlockKeys,
+        stop: int,
+        max_backlog: int | None = None,
+        retain_s: float = 0.0,
+        tiers: Iterable[Tier] | None = None,
+    ) -> Plan:
+        """Plan to write what the host has of a prompt's first blocks to the tiers that lack it.
+
+        Nothing of it touches the GPU. The graph is empty where nobody lacks anything.
+
+        Args:
+            tiers: Only to these, whatever their write policy.
+        """
+        cached = self.host.index.match(keys)
+        stop = min(stop, cached.num_blocks)
+        plan = Plan(TaskKind.STORE, keys.root, stop, stop)
+        self._open_plans += 1
+        self._add_stores(plan, keys, cached, [], tiers, max_backlog, retain_s)
+        return plan
+
+    def plan_write_back(self) -> Plan | None:
+        """Plan to write what a tier with write-back is due, if any is."""
+        for name, dirty in self._write_back.items():
+            tier = self.by_name[name]
+            while self._room(tier) > 0 and (prompt := dirty.next()) is not None:
+                match = self.host.index.locate(prompt.root, prompt.key)
+                keys = EngineBlockKeys(
+                    prompt.root, self.host.index.path_keys(match), match.num_blocks
+                )
+                plan = self.plan_store(keys, match.num_blocks, tiers=[tier])
+                if plan.graph.ops:
+                    return plan
+                self.finish(plan)
+        return None
+
+    def begin_closing(self) -> None:
+        """Have `plan_write_back` give out all that is still to be written."""
+        for dirty in self._write_back.values():
+            dirty.drain()
+
+    def num_dirty(self, name: TierName) -> int:
+        """Blocks that wait to be written back to a tier."""
+        dirty = self._write_back.get(name)
+        return 0 if dirty is None else dirty.num_blocks
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Occupancy and counters of each tier."""
+        report = {}
+        for tier in self.tiers:
+            name = tier.name
+            report[name.value] = tier.stats()
+            if name in self._admissions:
+                report[name.value] |= self._admissions[name].stats()
+            if name in self._write_back:
+                report[name.value]["dirty_blocks"] = self.num_dirty(name)
+        return report
 
     def clear(self, tier: str | None) -> int:
         """Drop the blocks of one tier, or of all, that nobody holds; how many.
@@ -154,8 +291,13 @@ class GlobalCacheEngine:
 
     def publish_staging(self, plan: Plan, num_ok: int) -> None:
         """The first ``num_ok`` staged blocks hold their bytes."""
-        if plan.staging is not None:
-            self.host.publish(plan.staging, num_ok)
+        if plan.staging is None:
+            return
+        self.host.publish(plan.staging, num_ok)
+        if num_ok and plan.staging.keys:
+            prompt = DirtyPrompt(plan.root, plan.staging.keys[num_ok - 1], num_ok)
+            for dirty in self._write_back.values():
+                dirty.add(prompt)
 
     def publish_store(self, plan: Plan, name: TierName, num_ok: int) -> None:
         """The first ``num_ok`` blocks of a write-through hold their bytes."""
@@ -171,7 +313,7 @@ class GlobalCacheEngine:
         if plan.staging is not None:
             self.host.release(plan.staging)
         for name, lease in plan.stores.items():
-            self._store_backlog -= len(lease)
+            self._backlog[name] -= plan.num_reserved[name]
             self.by_name[name].release(lease)
         for tier, match in plan.pins:
             tier.unpin(match)
@@ -184,7 +326,14 @@ class GlobalCacheEngine:
         tier.pin(match)
         plan.pins.append((tier, match))
 
-    def _plan_load(self, kind: TaskKind, keys: BlockKeys, start: int, stop: int) -> Plan:
+    def _plan_load(
+        self,
+        kind: TaskKind,
+        keys: BlockKeys,
+        start: int,
+        stop: int,
+        prefill_blocks_per_s: float = 0.0,
+    ) -> Plan:
         plan = Plan(kind, keys.root, start, start)
         self._open_plans += 1
         on_host = self.host.match(keys)
@@ -193,11 +342,17 @@ class GlobalCacheEngine:
         for tier in self.lower:
             if covered >= stop:
                 break
+            if tier.name in self.unavailable:
+                continue
             match = tier.match(keys)
-            if match.num_blocks > max(covered, start):
-                end = min(match.num_blocks, stop)
-                segments.append((tier, match, max(covered, start), end))
-                covered = end
+            begin, end = max(covered, start), min(match.num_blocks, stop)
+            if begin >= end:
+                continue
+            if not self._pays(tier.name, end - begin, prefill_blocks_per_s):
+                plan.skipped[f"{tier.name.value.lower()}_slower_than_recompute"] = end - begin
+                continue
+            segments.append((tier, match, begin, end))
+            covered = end
         if covered <= start:
             return plan
         if on_host.num_blocks:
@@ -242,65 +397,143 @@ class GlobalCacheEngine:
             for chunk in self._chunks(low, high):
                 source = slots[chunk.start - low : chunk.stop - low]
                 landing = staged[chunk.start - begin : chunk.stop - begin]
+                names = None
+                if isinstance(tier, RemoteTier):
+                    names = self._names(tier, keys, chunk.start, chunk.stop)
                 load = plan.graph.add(
-                    self._op_id(), LOAD_OP[tier.name], chunk.start, source, landing
+                    self._op_id(), LOAD_OP[tier.name], chunk.start, source, landing, names=names
                 )
                 if plan.kind is TaskKind.GET:
                     plan.graph.add(self._op_id(), OpKind.H2D, chunk.start, landing, None, [load])
 
-    def _add_offload(self, plan: Plan, keys: BlockKeys, cached: PrefixMatch, room: int) -> None:
-        """Copy the staged blocks off the GPU, and up to ``room`` through to each tier below."""
+    def _pays(self, name: TierName, num_blocks: int, prefill_blocks_per_s: float) -> bool:
+        cost = self.load_cost
+        return cost is None or cost.pays(name, num_blocks, prefill_blocks_per_s, self._now)
+
+    def _add_copies(self, plan: Plan) -> list[_Copy]:
+        """Copy the staged blocks off the GPU, in chunks."""
         assert plan.staging is not None
         staged = plan.staging.blocks.copy()
         copies = []
         for chunk in self._chunks(plan.start, plan.stop):
             landing = staged[chunk.start - plan.start : chunk.stop - plan.start]
             op = plan.graph.add(self._op_id(), OpKind.D2H, chunk.start, None, landing)
-            copies.append((op, chunk, landing))
-        if not copies:
-            return
-        for tier in self.lower:
-            begin = tier.match(keys).num_blocks
+            copies.append(_Copy(op, chunk, landing))
+        return copies
+
+    def _add_stores(
+        self,
+        plan: Plan,
+        keys: BlockKeys,
+        cached: PrefixMatch,
+        copies: Sequence[_Copy],
+        tiers: Iterable[Tier] | None,
+        max_backlog: int | None,
+        retain_s: float,
+    ) -> None:
+        """Write to the tiers below what they lack: of what the host has, and of what is copied.
+
+        Args:
+            copies: What brings blocks ``[plan.start, plan.stop)`` to the host.
+            tiers: None for all, each by its own policy.
+        """
+        for tier in self.lower if tiers is None else tiers:
+            begin = tier.match(keys, retain_s).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
-            if begin >= plan.stop:
+            end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop)
+            if begin >= end:
                 continue
             if begin < plan.start and cached.num_blocks < plan.start:
                 continue  # what precedes is still on its way to the host: its own put writes it
-            if plan.stop - begin > room:
-                name = f"{tier.name.value.lower()}_write_backlog"
-                plan.dropped[name] = plan.stop - begin - room
-            lease = tier.reserve(keys, begin, min(plan.stop, begin + room))
+            end = self._bounded(plan, tier, begin, end, max_backlog)
+            if begin >= end:
+                continue
+            lease = tier.reserve(keys, begin, end)
+            lease.retain_s = retain_s
             plan.stores[tier.name] = lease
             plan.store_starts[tier.name] = begin
-            self._store_backlog += len(lease)
+            plan.num_reserved[tier.name] = len(lease)
+            self._backlog[tier.name] += len(lease)
+            if begin + len(lease) < end:
+                plan.dropped[f"{tier.name.value.lower()}_tier_full"] = end - begin - len(lease)
             end = begin + len(lease)
-            if end < min(plan.stop, begin + room):
-                name = f"{tier.name.value.lower()}_tier_full"
-                plan.dropped[name] = min(plan.stop, begin + room) - end
-            self._add_back_fill(plan, tier, lease, cached, begin, min(end, plan.start))
-            for copy, chunk, landing in copies:
-                low, high = max(chunk.start, begin), min(chunk.stop, end)
+            self._add_back_fill(plan, tier, keys, lease, cached, begin, min(end, plan.start))
+            for copy in copies:
+                low, high = max(copy.chunk.start, begin), min(copy.chunk.stop, end)
                 if low < high:
-                    plan.graph.add(
-                        self._op_id(), STORE_OP[tier.name], low,
-                        landing[low - chunk.start : high - chunk.start],
-                        lease.blocks[low - begin : high - begin], [copy],
-                    )  # fmt: skip
+                    source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
+                    target = lease.blocks[low - begin : high - begin]
+                    self._add_store(plan, tier, keys, low, source, target, [copy.op])
+
+    def _admitted(self, tier: Tier, keys: BlockKeys, stop: int) -> int:
+        """How many blocks of a prompt, from the first on, the tier's policy writes now."""
+        if tier.name in self._write_back:
+            return 0
+        admission = self._admissions.get(tier.name)
+        return stop if admission is None else admission.admit(keys, stop)
+
+    def _room(self, tier: Tier) -> int:
+        """How many more host blocks may wait to be written to a tier."""
+        room = self.max_store_backlog - self.store_backlog
+        if tier.name is TierName.REMOTE:
+            share = self.max_store_backlog // _REMOTE_SHARE_OF_BACKLOG
+            room = min(room, share - self._backlog[tier.name])
+        return max(0, room)
+
+    def _bounded(
+        self, plan: Plan, tier: Tier, begin: int, end: int, max_backlog: int | None
+    ) -> int:
+        """Where to stop writing so that not too much waits; what is beyond is counted."""
+        name, room = tier.name.value.lower(), self._room(tier)
+        if max_backlog is not None:
+            room = max(0, min(room, max_backlog))
+        reason = f"{name}_write_backlog"
+        if tier.name in self.unavailable:
+            room, reason = 0, f"{name}_unavailable"
+        if end - begin > room:
+            plan.dropped[reason] = end - begin - room
+        return min(end, begin + room)
 
     def _add_back_fill(
-        self, plan: Plan, tier: Tier, lease: Lease, cached: PrefixMatch, begin: int, end: int
+        self,
+        plan: Plan,
+        tier: Tier,
+        keys: BlockKeys,
+        lease: Lease,
+        cached: PrefixMatch,
+        begin: int,
+        end: int,
     ) -> None:
-        """Write blocks that the host tier has and a lower one lost, so that new ones attach."""
+        """Write blocks that the host tier has and a lower one lacks."""
         if begin >= end:
             return
         self._pin(plan, self.host, cached)
         source = self.host.index.blocks(cached, begin)
         for chunk in self._chunks(begin, end):
             low, high = chunk.start - begin, chunk.stop - begin
-            plan.graph.add(
-                self._op_id(), STORE_OP[tier.name], chunk.start,
-                source[low:high], lease.blocks[low:high],
-            )  # fmt: skip
+            self._add_store(
+                plan, tier, keys, chunk.start, source[low:high], lease.blocks[low:high], []
+            )
+
+    def _add_store(
+        self,
+        plan: Plan,
+        tier: Tier,
+        keys: BlockKeys,
+        first: int,
+        source: BlockIds,
+        target: BlockIds,
+        depends_on: Sequence[OpId],
+    ) -> None:
+        names = self._names(tier, keys, first, first + len(target))
+        plan.graph.add(self._op_id(), STORE_OP[tier.name], first, source, target, depends_on, names)
+
+    @staticmethod
+    def _names(tier: Tier, keys: BlockKeys, start: int, stop: int) -> BlockNames:
+        """What blocks are called where they outlive this process."""
+        root = tier.root_at_store(keys.root) if isinstance(tier, RemoteTier) else keys.root
+        parent = keys.key(start - 1) if start else b""
+        return BlockNames(root, start, parent, list(keys.slice(start, stop)))
 
     def _chunks(self, start: int, stop: int) -> Iterator[range]:
         for low in range(start, stop, self._chunk_blocks):
@@ -314,8 +547,8 @@ class GlobalCacheEngine:
         for tier in self.tiers:
             tier.check()
         if self._open_plans == 0:
-            if self._store_backlog:
-                raise InternalError(f"{self._store_backlog} blocks of backlog without a plan")
+            if any(self._backlog.values()):
+                raise InternalError(f"backlog without a plan: {self._backlog}")
             for tier in self.tiers:
                 if tier.num_leased:
                     raise InternalError(f"{tier.name.value}: blocks leased and no plan open")

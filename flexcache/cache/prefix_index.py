@@ -94,14 +94,22 @@ class Run:
             self.holds[length] -= 1
 
     def touch(self, length: int, now: float) -> None:
-        """Make the first ``length`` blocks the most recent. Amortised O(1)."""
+        """Make the first ``length`` blocks as recent as ``now``. Amortised O(1).
+
+        Blocks that are to be retained for longer are more recent already, and stay so.
+        """
         recency = self.recency
-        covered = 0
+        kept = 0
+        while kept < len(recency) and recency[kept][1] > now:
+            kept += 1
+        if kept and recency[kept - 1][0] >= length:
+            return
+        covered = kept
         while covered < len(recency) and recency[covered][0] <= length:
             covered += 1
-        if covered == 0 and recency and recency[0][1] == now:
+        if covered == kept and covered < len(recency) and recency[covered][1] == now:
             return
-        recency[:covered] = [(length, now)]
+        recency[kept:covered] = [(length, now)]
 
     def truncate(self, length: int) -> None:
         del self.keys[length:]
@@ -195,8 +203,17 @@ class PrefixIndex:
             return NO_BLOCKS
         return pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces[::-1])
 
+    def path_keys(self, match: PrefixMatch) -> list[BlockKey]:
+        """Keys of the matched blocks, from the prompt's start on. O(blocks)."""
+        pieces: list[list[BlockKey]] = []
+        run, length = match.run, match.length
+        while run is not None:
+            pieces.append(run.keys[:length])
+            length, run = run.parent_length, run.parent
+        return [key for piece in reversed(pieces) for key in piece]
+
     def touch(self, match: PrefixMatch, now: float) -> None:
-        """Make the matched blocks the most recent. O(runs)."""
+        """Make the matched blocks as recent as ``now``. O(runs)."""
         run, length = match.run, match.length
         while run is not None:
             run.touch(length, now)
@@ -218,7 +235,7 @@ class PrefixIndex:
     ) -> PrefixMatch:  # fmt: skip
         """Add blocks behind ``parent``; none of their keys may be there. Returns the new prefix.
 
-        The prefix becomes the most recent. O(1) Python steps per call, C speed per block.
+        The prefix becomes as recent as ``now``. O(1) Python steps per call, C speed per block.
         """
         if len(keys) != len(blocks) or not len(keys):
             raise InternalError(f"{len(keys)} keys for {len(blocks)} blocks")
@@ -236,7 +253,10 @@ class PrefixIndex:
             raise InternalError("a key was inserted twice")
         self._num_blocks += len(keys)
         match = PrefixMatch(run, run.length, run.depth + run.length)
-        run.recency.append((run.length, now))
+        last = run.recency[-1][1] if run.recency else now
+        if now < last:
+            run.queued = False  # it is due sooner than the queue has it
+        run.recency.append((run.length, min(now, last)))
         self.touch(match, now)
         self._queue_if_evictable(run)
         return match

@@ -16,7 +16,7 @@ Not thread-safe, no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -29,6 +29,7 @@ from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 
 BlockIds = npt.NDArray[np.int64]
+_TICK_S = 1e-6  # well above the resolution of a double of seconds since the machine's start
 
 
 @dataclass(slots=True)
@@ -54,6 +55,8 @@ class Lease:
     """Keys of the blocks; empty for a private lease, which is never published."""
     blocks: BlockIds
     parent_pin: PrefixMatch = EMPTY_MATCH
+    retain_s: float = 0.0
+    """Once published, the blocks count as used this much later than they were."""
     to_publish: int = 0
     published: PrefixMatch = EMPTY_MATCH
     num_published: int = 0
@@ -62,6 +65,17 @@ class Lease:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredRun:
+    """Consecutive blocks of a prompt that are in place from an earlier life of the tier."""
+
+    root: RootId
+    parent: BlockKey | None
+    """Of the block before them; None at the prompt's start."""
+    keys: Sequence[BlockKey]
+    blocks: BlockIds
 
 
 @dataclass(slots=True)
@@ -82,7 +96,7 @@ class Tier:
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
-        self._now = 0
+        self._now = 0.0
 
     @property
     def capacity(self) -> int:
@@ -92,11 +106,15 @@ class Tier:
     def num_leased(self) -> int:
         return self._num_leased
 
-    def match(self, keys: BlockKeys) -> PrefixMatch:
-        """The longest prefix that is cached here, made the most recent."""
+    def advance(self, now: float) -> None:
+        """Let recency be counted in seconds, from ``now`` on."""
+        self._now = max(self._now, now)
+
+    def match(self, keys: BlockKeys, retain_s: float = 0.0) -> PrefixMatch:
+        """The longest prefix that is cached here, made as recent as now (or ``retain_s`` later)."""
         match = self.index.match(keys)
         if match.run is not None:
-            self.index.touch(match, self._tick())
+            self.index.touch(match, self._tick() + retain_s)
         return match
 
     def num_in_flight(self, keys: BlockKeys, start: int, stop: int) -> int:
@@ -115,12 +133,26 @@ class Tier:
         The block before ``start`` must be indexed or in flight. Evicts what nobody holds.
         """
         parent_key = keys.key(start - 1) if start else None
-        pin = self.index.locate(keys.root, parent_key) if parent_key is not None else EMPTY_MATCH
+        return self._reserve(
+            keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n)
+        )
+
+    def reserve_keys(
+        self, root: RootId, parent: BlockKey | None, keys: Sequence[BlockKey]
+    ) -> Lease:
+        """`reserve` for consecutive blocks behind the block ``parent``, from the front as well."""
+        return self._reserve(root, parent, len(keys), lambda n: keys[:n])
+
+    def _reserve(
+        self, root: RootId, parent_key: BlockKey | None, count: int,
+        first_keys: Callable[[int], Sequence[BlockKey]],
+    ) -> Lease:  # fmt: skip
+        pin = self.index.locate(root, parent_key) if parent_key is not None else EMPTY_MATCH
         self.index.pin(pin)  # before anything is evicted to make room
-        blocks = self._allocate(stop - start)
-        lease = Lease(keys.root, parent_key, keys.slice(start, start + len(blocks)), blocks, pin)
+        blocks = self._allocate(count)
+        lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, pin)
         if len(blocks):
-            owners = self._flights.setdefault(keys.root, _Flight()).owners
+            owners = self._flights.setdefault(root, _Flight()).owners
             for key in lease.keys:
                 owners.setdefault(key, lease)
         return lease
@@ -183,8 +215,9 @@ class Tier:
         self.pool.give_back(blocks)
         self.counters.dropped_blocks += len(blocks)
 
-    def _tick(self) -> int:
-        self._now += 1
+    def _tick(self) -> float:
+        """The time, and never the same twice."""
+        self._now += _TICK_S
         return self._now
 
     def _allocate(self, count: int) -> BlockIds:
@@ -243,8 +276,9 @@ class Tier:
             seen.add(key)
             stop += 1
         lease.published = self.index.insert(
-            parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop], self._tick()
-        )
+            parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop],
+            self._tick() + lease.retain_s,
+        )  # fmt: skip
         self.index.pin(lease.published)
         lease.num_published = stop - start
         lease.blocks = np.concatenate((lease.blocks[start:stop], lease.blocks[:start],
@@ -278,6 +312,18 @@ class Tier:
         self._num_leased -= len(unpublished)
         lease.blocks = NO_BLOCKS
         self._try_publish(followers)
+
+    def restore(self, runs: Iterable[RestoredRun]) -> None:
+        """Index blocks that are in place already, each run after what it builds on.
+
+        The later a run comes, the more recent it counts. O(1) Python steps per run.
+        """
+        taken = [NO_BLOCKS]
+        for run in runs:
+            parent = EMPTY_MATCH if run.parent is None else self.index.locate(run.root, run.parent)
+            self.index.insert(parent, run.root, run.keys, run.blocks, self._tick())
+            taken.append(run.blocks)
+        self.pool.take_exactly(np.concatenate(taken))
 
     def check(self) -> None:
         """Raise `InternalError` if ids were lost or a structure is broken. O(capacity)."""

@@ -140,9 +140,7 @@ class ClientTasks:
                     self._end(task, KVStatus.FAILED, error)
                 elif not task.is_over:
                     gpu_side = task.result
-                    task.result = replace(
-                        gpu_side, is_final=True, error=gpu_side.error or error
-                    )
+                    task.result = replace(gpu_side, is_final=True, error=gpu_side.error or error)
             self._changed.notify_all()
 
     def _known(self, task_id: int) -> ClientTask:

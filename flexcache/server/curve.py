@@ -67,7 +67,8 @@ def _load(directory: str, name: str, needs_secret: bool = True) -> tuple[bytes, 
         public, secret = zmq.auth.load_certificate(Path(directory) / name)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"curve_keys = {directory!r}: {name}: {error}; `flexcache server --keygen DIR` makes keys"
+            f"curve_keys = {directory!r}: {name}: {error}; "
+            "`flexcache server --keygen DIR` makes keys"
         ) from None
     if needs_secret and secret is None:
         raise ConfigError(f"curve_keys = {directory!r}: {name} holds no secret key")

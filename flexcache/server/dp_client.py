@@ -135,6 +135,7 @@ class KVDPClient:
         self._uses_scratch = False
         self._is_lost = threading.Event()
         self._request_id = 0
+        self._prefill_blocks_per_s = 0.0
         self._thread: threading.Thread | None = None
         self._closing = False
         self._encode = msgspec.msgpack.Encoder().encode
@@ -195,8 +196,15 @@ class KVDPClient:
     # -- calls -----------------------------------------------------------------------------------
 
     def match(
-        self, kind: TaskKind, keys: PromptKeys, start: int, stop: int, num_tokens: int
-    ) -> MatchedTask:
+        self,
+        kind: TaskKind,
+        keys: PromptKeys,
+        start: int,
+        stop: int,
+        num_tokens: int,
+        retain_s: float = 0.0,
+        may_wait: bool = True,
+    ) -> MatchedTask | None:
         """Have a task made for blocks ``[start, stop)``. A miss if there is no server."""
         self._check_open()
         key_bytes, data = keys.packed(stop)
@@ -210,7 +218,8 @@ class KVDPClient:
             payload = self._show(data)
             request = Match(
                 self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
-                0 if payload is not None else len(data),
+                0 if payload is not None else len(data), retain_s, self._prefill_blocks_per_s,
+                may_wait,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)
@@ -218,6 +227,8 @@ class KVDPClient:
                 reply = Matched(0, start, 0, {})
             assert isinstance(reply, Matched)
             self._check_open()
+            if reply.is_pending:
+                return None
             ended = None if reply.num_blocks else KVStatus.NOT_FOUND
             if ended is None and self._is_lost.is_set():
                 ended = KVStatus.FAILED
@@ -226,6 +237,10 @@ class KVDPClient:
         sources = {TierName(name): count for name, count in reply.sources.items()}
         return MatchedTask(task_id, reply.start, reply.num_blocks, sources)
 
+    def report_prefill(self, blocks_per_s: float) -> None:
+        """How fast the engine computes; goes along with the next match."""
+        self._prefill_blocks_per_s = blocks_per_s
+
     def _show(self, data: bytes | memoryview) -> bytes | memoryview | None:
         """Put it where the server sees it; what must be sent instead, if that cannot be."""
         if self._uses_scratch and data:
@@ -233,9 +248,7 @@ class KVDPClient:
             return None
         return data
 
-    def launch(
-        self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool
-    ) -> None:
+    def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         """Start tasks; all are checked before any is started."""
         positions = self._tasks.launch(task_ids, gpu_blocks)
         self._tell([Launch(task_ids[i], pack_ids(gpu_blocks[i]), gated) for i in positions])
@@ -275,9 +288,7 @@ class KVDPClient:
         assert isinstance(reply, Answer)
         return reply.value
 
-    def _ask(
-        self, request: Request, payload: bytes | memoryview | None = None
-    ) -> Matched | Answer:
+    def _ask(self, request: Request, payload: bytes | memoryview | None = None) -> Matched | Answer:
         """One round trip. Raises what the server answered with, or `ServerLostError`."""
         calls = self._calls
         if calls is None or self._is_lost.is_set():

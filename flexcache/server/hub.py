@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from flexcache.cache.block_keys import MAX_KEY_BYTES, ROOT_BYTES, BlockKeys
 from flexcache.cache.packed_keys import unpack_keys
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, FlexCacheError, RegistrationError
@@ -81,7 +83,7 @@ _MAX_PEERS = 1024
 _MAX_PROBLEMS = 256
 _NUM_REPLAYED = 1024
 _MAX_NAME_LENGTH = 256
-_MAX_KEY_BYTES = 256
+_MAX_PARKED = 1024
 
 Buffer = bytes | memoryview
 PeerInstruction = RunOp | DropOp | TaskEnded | TaskAnswered | ReplaceExecutor
@@ -170,6 +172,9 @@ class Hub:
         """Sessions that are over but for copies that go on, and whose they are."""
         self._problems: dict[tuple[str, int], str] = {}  # by engine and rank
         self._unasked: set[TaskId] = set()
+        self._parked: dict[int, list[tuple[Scheduler, Match, BlockKeys]]] = {}
+        """Matches that wait for the remote store to be looked at."""
+        self._num_parked = 0
         self._numbers = itertools.count(1)
         self._decoder = msgspec.msgpack.Decoder(ToServer)
 
@@ -297,7 +302,8 @@ class Hub:
         report |= {
             "fingerprint": self.store.fingerprint,
             "block_bytes": self.store.block_bytes,
-            "tiers": {tier.name.value: tier.stats() for tier in tasks.cache.tiers},
+            "tiers": tasks.cache.stats(),
+            **tasks.remote_stats(),
             "tasks": tasks.tasks_by_state(),
             **tasks.totals.report(),
             "engines": {
@@ -343,7 +349,9 @@ class Hub:
                 session = caller.session if caller is not None else None
                 self._send(identity, Answer(message.request_id, self.stats(session)))
             case Match() | Clear() | CheckInvariants() if caller is not None:
-                self._send(identity, self._answer(caller, message, data, now))
+                reply = self._answer(caller, message, data, now)
+                if reply is not None:
+                    self._send(identity, reply)
             case Match() | Clear() | CheckInvariants():
                 self.counters["rejected_without_session"] += 1
                 self._send(identity, Failed(message.request_id, "session", "no such session"))
@@ -357,7 +365,8 @@ class Hub:
 
     def _answer(
         self, caller: Scheduler, request: Match | Clear | CheckInvariants, data: Buffer, now: float
-    ) -> Reply:
+    ) -> Reply | None:
+        """None where the answer has to wait."""
         try:
             match request:
                 case Match():
@@ -374,12 +383,16 @@ class Hub:
         except FlexCacheError as error:
             return Failed(request.request_id, "internal", str(error))
 
-    def _match(self, caller: Scheduler, request: Match, data: memoryview, now: float) -> Matched:
-        task_id = self._own(caller, request.task_id)
+    def _match(
+        self, caller: Scheduler, request: Match, data: memoryview, now: float
+    ) -> Matched | None:
+        self._own(caller, request.task_id)
         assert self.store is not None
         size = self.store.config.tokens_per_block
-        if len(request.root) > _MAX_KEY_BYTES or request.key_bytes > _MAX_KEY_BYTES:
-            raise ValueError(f"root and keys have at most {_MAX_KEY_BYTES} bytes")
+        if len(request.root) != ROOT_BYTES or request.key_bytes > MAX_KEY_BYTES:
+            raise ValueError(f"a root has {ROOT_BYTES} bytes, a key at most {MAX_KEY_BYTES}")
+        if not math.isfinite(request.retain_s):
+            raise ValueError(f"retain_s = {request.retain_s}")
         if request.scratch_bytes:
             if caller.scratch is None:
                 raise ValueError("the session has no scratch memory")
@@ -387,9 +400,34 @@ class Hub:
         keys = unpack_keys(request.root, data, request.key_bytes, size)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
+        lookup = self._tasks.look_up(request.kind, keys, request.stop, now)
+        if lookup is not None and not request.may_wait:
+            return Matched(request.request_id, request.start, 0, {}, is_pending=True)
+        if lookup is not None and self._num_parked < _MAX_PARKED:
+            self._parked.setdefault(lookup, []).append((caller, request, keys))
+            self._num_parked += 1
+            return None
+        return self._make_task(caller, request, keys, now)
+
+    def look_up_ended(self, lookup_id: int, now: float) -> None:
+        """Those who waited for the remote store's answer are served."""
+        for caller, request, keys in self._parked.pop(lookup_id, ()):
+            self._num_parked -= 1
+            if self._callers.get(caller.calls) is not caller:
+                continue  # it has gone
+            try:
+                reply: Reply = self._make_task(caller, request, keys, now)
+            except (ValueError, KeyError) as error:
+                reply = Failed(request.request_id, "value", str(error))
+            self._send(caller.calls, reply)
+
+    def _make_task(self, caller: Scheduler, request: Match, keys: BlockKeys, now: float) -> Matched:
+        if request.prefill_blocks_per_s > 0:
+            self._tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
         plan = self._tasks.match(
-            task_id, request.kind, keys, request.start, request.stop, request.num_tokens, now
-        )
+            TaskId(request.task_id), request.kind, keys, request.start, request.stop,
+            request.num_tokens, now, request.retain_s,
+        )  # fmt: skip
         sources = {tier.value: count for tier, count in plan.sources.items()}
         return Matched(request.request_id, plan.start, plan.num_blocks, sources)
 
@@ -413,7 +451,10 @@ class Hub:
 
     def _cancel(self, caller: Scheduler, message: Cancel, now: float) -> None:
         assert self.store is not None
-        if len(message.task_ids) % 8 or len(message.task_ids) > 8 * self.store.config.max_open_tasks:
+        if (
+            len(message.task_ids) % 8
+            or len(message.task_ids) > 8 * self.store.config.max_open_tasks
+        ):
             self._reject(caller.calls, "malformed", f"{len(message.task_ids)} bytes of task ids")
             return
         for number in np.frombuffer(message.task_ids, dtype="<u8").tolist():
@@ -645,5 +686,5 @@ def make_execute(run: RunOp) -> Execute:
     assert op.src is not None and op.dst is not None
     return Execute(
         op.op_id, op.kind, pack_ids(op.src), pack_ids(op.dst), run.task_id, run.gated,
-        b"" if run.checksums is None else pack_checksums(run.checksums),
+        b"" if run.checksums is None else pack_checksums(run.checksums), op.names,
     )  # fmt: skip

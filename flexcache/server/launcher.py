@@ -1,8 +1,8 @@
 """Starts a server process where none is, and leaves it to itself.
 
 Data-parallel rank 0 does so at once, other ranks after a while, in case theirs is on another host
-or gone. If two try, the lock on the endpoint lets one through. The server is no child of the engine:
-it serves others, and survives it.
+or gone. If two try, the lock on the endpoint lets one through. The server is no child of the
+engine: it serves others, and survives it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 5.0  # longer than a server takes to lock its endpoint
 _LONGEST_BACKOFF_S = 30.0
 # The child forks at once and ends, so that nobody has to wait for the server.
-_DETACH = (
-    "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
-)
+_DETACH = "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
 
 
 class ServerLauncher:

@@ -13,7 +13,7 @@ from flexcache.backend import MatchedTask
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
-from flexcache.ids import TaskId, TaskKind, TierName
+from flexcache.ids import TaskId, TaskKind
 from flexcache.instructions import TaskResult
 from flexcache.server.server import KVServer
 from flexcache.task_ids import TaskIds
@@ -44,13 +44,35 @@ class LocalCache:
         self.server.wait_ready(self._engine, timeout)
 
     def match(
-        self, kind: TaskKind, keys: BlockKeys, start: int, stop: int, num_tokens: int
-    ) -> MatchedTask:
+        self,
+        kind: TaskKind,
+        keys: BlockKeys,
+        start: int,
+        stop: int,
+        num_tokens: int,
+        retain_s: float = 0.0,
+        may_wait: bool = True,
+    ) -> MatchedTask | None:
         with self.server.session() as tasks:
+            lookup = tasks.look_up(kind, keys, stop, time.monotonic())
+            if lookup is not None and not may_wait:
+                return None
+        with self.server.session() as tasks:
+            while lookup is not None and tasks.is_looking_up(lookup):
+                self.server.wait_for_change(None)  # it has a deadline
+                if self.server.stopping:
+                    raise ClosedError("the cache was shut down")
             assert self._ids is not None
             task_id = self._ids.next()
-            plan = tasks.match(task_id, kind, keys, start, stop, num_tokens, time.monotonic())
+            plan = tasks.match(
+                task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s
+            )
         return MatchedTask(task_id, plan.start, plan.num_blocks, plan.sources)
+
+    def report_prefill(self, blocks_per_s: float) -> None:
+        with self.server.session() as tasks:
+            assert self._ids is not None
+            tasks.report_prefill(self._ids.session, blocks_per_s)
 
     def launch(
         self, task_ids: Sequence[int], gpu_blocks: Sequence[npt.NDArray[np.int64]], gated: bool

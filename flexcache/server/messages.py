@@ -1,8 +1,9 @@
 """The protocol between a server and its clients; `docs/protocol.md` draws it.
 
 Every frame is one tagged msgspec struct in MessagePack. A prompt's keys or token ids lie in the
-session's scratch memory or, without one, in a second frame after `Match`, as they are. Lists of blocks or tasks are one binary array
-each. New fields go last, with defaults; what old code cannot understand raises PROTOCOL_VERSION.
+session's scratch memory or, without one, in a second frame after `Match`, as they are. Lists of
+blocks or tasks are one binary array each. New fields go last, with defaults; what old code cannot
+understand raises PROTOCOL_VERSION.
 
     rank (KVTPClient)                         scheduler (KVDPClient), two sockets: events and calls
       HelloRank -> WelcomeRank | Refused        HelloEngine -> WelcomeEngine | Refused
@@ -156,7 +157,12 @@ class Readiness(msgspec.Struct, tag=True, frozen=True):
 class Match(msgspec.Struct, tag=True, frozen=True):
     """Make a task for blocks ``[start, stop)``. The first ``scratch_bytes`` of the scratch memory,
     or if that is 0 the next frame, are the prompt's block keys, of ``key_bytes`` each, or if that
-    is 0 its token ids (int64). Answered with `Matched`."""
+    is 0 its token ids (int64). Answered with `Matched`: at once, unless the remote store has to be
+    asked and the client ``may_wait``.
+
+    ``retain_s``: what a put stores counts as used so much later. ``prefill_blocks_per_s``: how fast
+    the engine computes, if it knows.
+    """
 
     request_id: int
     task_id: int
@@ -167,13 +173,19 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     num_tokens: int
     key_bytes: int
     scratch_bytes: int = 0
+    retain_s: float = 0.0
+    prefill_blocks_per_s: float = 0.0
+    may_wait: bool = True
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
+    """``is_pending``: no task was made, since the remote store has yet to answer. Ask again."""
+
     request_id: int
     start: int
     num_blocks: int
     sources: dict[str, int]
+    is_pending: bool = False
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
@@ -266,7 +278,16 @@ Request = Match | Clear | GetStats | CheckInvariants
 Reply = Matched | Answer | Failed
 ToServer = HelloRank | HelloEngine | Register | Done | Launch | Cancel | Ping | Goodbye | Request
 ToRank = (
-    WelcomeRank | Registered | Refused | Rejected | Execute | Drop | Ended | SessionOver | Pong | Stop
+    WelcomeRank
+    | Registered
+    | Refused
+    | Rejected
+    | Execute
+    | Drop
+    | Ended
+    | SessionOver
+    | Pong
+    | Stop
 )
 ToScheduler = WelcomeEngine | Refused | Rejected | Readiness | TaskAnswer | Pong | Stop
 ToClient = ToRank | ToScheduler | Reply

@@ -21,9 +21,7 @@ def run_server(config: ServerConfig) -> None:
         ConfigError: The endpoint or a directory cannot be used.
     """
     _raise_descriptor_limit()
-    server = KVServer(
-        config.cache, model=config.model, idle_exit_s=config.idle_exit_s
-    )
+    server = KVServer(config.cache, model=config.model, idle_exit_s=config.idle_exit_s)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     server.serve()

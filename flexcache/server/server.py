@@ -3,8 +3,8 @@
 One thread (the pump) takes messages, deaths and deadlines and hands them on; the instructions that
 follow are carried out by it too, so completions are applied though nobody asks.
 
-    ranks, schedulers --ROUTER--> Hub --+--> KVTaskEngine --instructions--> pump --> ranks, disk
-    disk worker ------ROUTER------------+         ^
+    ranks, schedulers --ROUTER--> Hub --+--> KVTaskEngine --instructions--> pump --> ranks, workers
+    disk, remote worker --ROUTER--------+         ^
                                                   +-- session(): callers in this process
 
 As a process of its own (`flexcache server`) it serves many engines, and its pump is the main
@@ -35,9 +35,12 @@ from flexcache.errors import ClosedError, ConfigError, RegistrationError
 from flexcache.ids import OpId, SessionId
 from flexcache.instructions import (
     DISK,
+    REMOTE,
     DropOp,
     Instruction,
+    LookUpEnded,
     ReplaceExecutor,
+    RunLookUp,
     RunOp,
     TaskAnswered,
     TaskEnded,
@@ -47,10 +50,18 @@ from flexcache.server.hub import Hub, make_execute
 from flexcache.server.messages import MAX_FRAME_BYTES
 from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint
 from flexcache.server.store import CacheStore
-from flexcache.server.supervisor import DiskSupervisor
+from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.task import NUM_REMEMBERED, KVTaskEngine
 from flexcache.task_ids import TaskIds, new_epoch
-from flexcache.transfer.messages import Done, Drop, Ready, Stop, unpack_checksums
+from flexcache.transfer.messages import (
+    Done,
+    Drop,
+    LookedUp,
+    LookUp,
+    Ready,
+    Stop,
+    unpack_checksums,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +71,7 @@ _MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood 
 _RECEIVE_QUEUE = 64  # messages of one client that wait here; it waits with the others
 _SEND_QUEUE = 10_000
 _SPIN_S = 0.0002
-_POLL_INTERVAL_S = 0.002  # how late a death or the disk worker is seen while clients keep us busy
+_POLL_INTERVAL_S = 0.002  # how late a death or a worker is seen while clients keep us busy
 
 
 class KVServer:
@@ -100,14 +111,14 @@ class KVServer:
         self._changed = threading.Condition()
         self._outbox: deque[Instruction] = deque()
         self._lock_file: EndpointLock | None = None
-        self._disk: DiskSupervisor | None = None
+        self._workers: dict[str, WorkerSupervisor] = {}  # by executor
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._front: zmq.Socket[bytes] | None = None
         self._back: zmq.Socket[bytes] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         self._poller = zmq.Poller()
         self._watched: dict[bytes, int] = {}  # peer -> pidfd
-        self._worker_decoder = msgspec.msgpack.Decoder(Ready | Done)
+        self._worker_decoder = msgspec.msgpack.Decoder(Ready | Done | LookedUp)
         self._wake = -1
         self._thread: threading.Thread | None = None
         self._seen_ended = 0
@@ -186,11 +197,21 @@ class KVServer:
 
     def _adopt(self, store: CacheStore) -> None:
         self._store = store
+        assert self._lock_file is not None
+        endpoint = self._lock_file.worker_endpoint
         if store.disk_pool is not None:
-            assert self._lock_file is not None
-            endpoint = self._lock_file.worker_endpoint
-            self._disk = DiskSupervisor(
-                lambda identity: store.disk_worker_config(endpoint, identity), store.inherited_fds
+            self._workers[DISK] = WorkerSupervisor(
+                DISK,
+                "flexcache.transfer.workers.disk",
+                lambda identity: store.disk_worker_config(endpoint, identity),
+                store.inherited_fds,
+            )
+        if self.config.remote_url is not None:
+            self._workers[REMOTE] = WorkerSupervisor(
+                REMOTE,
+                "flexcache.transfer.workers.remote",
+                lambda identity: store.remote_worker_config(endpoint, identity),
+                [segment.fd for segment in store.segments],
             )
 
     def _bind(self) -> None:
@@ -207,7 +228,7 @@ class KVServer:
         if self.endpoint.startswith("ipc://"):
             os.chmod(self.endpoint.removeprefix("ipc://"), 0o600)  # whatever the umask says
         self._poller.register(self._front, zmq.POLLIN)
-        if self.config.has_ssd_tier:
+        if self.config.has_workers:
             self._back = self._router(self._context)
             self._back.bind(self._lock_file.worker_endpoint)
             self._poller.register(self._back, zmq.POLLIN)
@@ -258,9 +279,7 @@ class KVServer:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    self._stopping or self.hub.problems(engine) or not self.hub.missing(engine)
-                ),
+                lambda: self._stopping or self.hub.problems(engine) or not self.hub.missing(engine),
                 timeout,
             )
             if self._stopping:
@@ -277,14 +296,16 @@ class KVServer:
 
     def _own_stats(self) -> dict[str, Any]:
         workers = self.hub.workers()
-        if self._disk is not None and self._disk.pid is not None:
-            workers[DISK] = self._disk.pid
-        restarts = max(0, self._disk.num_starts - 1) if self._disk is not None else 0
+        restarts = {}
+        for name, worker in self._workers.items():
+            restarts[f"{name}_worker_restarts"] = max(0, worker.num_starts - 1)
+            if worker.pid is not None:
+                workers[name] = worker.pid
         return {
             "endpoint": self.endpoint,
             "server_pid": os.getpid(),
             "workers": workers,
-            "disk_worker_restarts": restarts,
+            **restarts,
         }
 
     def shutdown(self) -> None:
@@ -319,9 +340,9 @@ class KVServer:
     def _turn(self) -> None:
         """Wait for one batch of events and take it in."""
         now = time.monotonic()
-        if self._disk is not None and self._disk.restart_at is not None:
-            if now >= self._disk.restart_at and self._disk.start(now):
-                self._poller.register(self._disk.pidfd, zmq.POLLIN)
+        for worker in self._workers.values():
+            if worker.restart_at is not None and now >= worker.restart_at and worker.start(now):
+                self._poller.register(worker.pidfd, zmq.POLLIN)
         is_due = now >= self._poll_due_s
         if is_due or not self._message_comes_soon():
             self._poll_due_s = now + _POLL_INTERVAL_S
@@ -366,8 +387,7 @@ class KVServer:
             times = [self.hub.next_deadline()]
             if self._store is not None:
                 times.append(self._store.engine.next_deadline())
-        if self._disk is not None:
-            times.append(self._disk.restart_at)
+        times.extend(worker.restart_at for worker in self._workers.values())
         if self._idle_exit_s is not None and not self.hub.peers:
             times.append(now + 0.1)
         due = [moment for moment in times if moment is not None]
@@ -392,7 +412,8 @@ class KVServer:
         instructions = engine.take_instructions()
         self._outbox.extend(instructions)
         ended = engine.num_ended_tasks
-        if ended != self._seen_ended or any(isinstance(i, TaskEnded) for i in instructions):
+        has_news = any(isinstance(i, (TaskEnded, LookUpEnded)) for i in instructions)
+        if ended != self._seen_ended or has_news:
             self._seen_ended = ended
             self._changed.notify_all()
         return bool(instructions)
@@ -401,14 +422,19 @@ class KVServer:
         while self._outbox:
             instruction = self._outbox.popleft()
             match instruction:
-                case RunOp() if instruction.executor == DISK:
-                    self._send_to_disk(make_execute(instruction))
-                case DropOp(executor, op_id) if executor == DISK:
-                    self._send_to_disk(Drop(op_id))
-                case ReplaceExecutor(executor, reason) if executor == DISK:
-                    logger.error("disk worker: %s", reason)
-                    if self._disk is not None:
-                        self._disk.kill()
+                case RunOp() if instruction.executor in self._workers:
+                    self._send_to_worker(instruction.executor, make_execute(instruction))
+                case DropOp(executor, op_id) if executor in self._workers:
+                    self._send_to_worker(executor, Drop(op_id))
+                case RunLookUp(lookup_id, root, keys):
+                    self._send_to_worker(REMOTE, LookUp(lookup_id, root, list(keys)))
+                case ReplaceExecutor(executor, reason) if executor in self._workers:
+                    logger.error("%s worker: %s", executor, reason)
+                    self._workers[executor].kill()
+                case LookUpEnded(lookup_id):
+                    with self._changed:
+                        self.hub.look_up_ended(lookup_id, time.monotonic())
+                        self._route()
                 case TaskAnswered() if self._engine_name is not None:
                     pass  # the engine in this process asks by `session`
                 case _:
@@ -429,11 +455,12 @@ class KVServer:
             if error.errno != zmq.EHOSTUNREACH:  # it has gone; its death is due
                 raise
 
-    def _send_to_disk(self, message: object) -> None:
-        assert self._disk is not None and self._back is not None
+    def _send_to_worker(self, executor: str, message: object) -> None:
+        assert self._back is not None
         # If it just died, its ops end when its death is taken in.
         with contextlib.suppress(zmq.ZMQError):
-            frames = [self._disk.identity.encode(), msgspec.msgpack.encode(message)]
+            identity = self._workers[executor].identity.encode()
+            frames = [identity, msgspec.msgpack.encode(message)]
             self._back.send_multipart(frames, zmq.NOBLOCK)
 
     def _take_messages(self, now: float) -> bool:
@@ -450,24 +477,28 @@ class KVServer:
         return took_any
 
     def _take_worker_messages(self, now: float) -> None:
-        if self._back is None or self._disk is None or self._store is None:
+        if self._back is None or self._store is None:
             return
         engine = self._store.engine
         with contextlib.suppress(zmq.Again):
             while True:
                 identity, data = self._back.recv_multipart(zmq.NOBLOCK)
-                if identity != self._disk.identity.encode():
+                sender = [w for w in self._workers.values() if w.identity.encode() == identity]
+                if not sender:
                     continue  # one that was replaced
+                worker = sender[0]
                 match self._worker_decoder.decode(data):
                     case Ready(detail):
-                        logger.info("disk worker %s is up: %s", self._disk.pid, detail)
-                        engine.executor_up(DISK)
+                        logger.info("%s worker %s is up: %s", worker.name, worker.pid, detail)
+                        engine.executor_up(worker.name)
                         self.hub.readiness_changed()
                         self._changed.notify_all()
+                    case LookedUp(lookup_id, num_present, error):
+                        engine.looked_up(lookup_id, num_present, error, now)
                     case Done() as done:
                         sums = unpack_checksums(done.checksums) if done.checksums else None
                         engine.op_done(
-                            DISK, OpId(done.op_id), done.num_ok, now, error=done.error,
+                            worker.name, OpId(done.op_id), done.num_ok, now, error=done.error,
                             bad_block=done.bad_block, checksums=sums,
                         )  # fmt: skip
 
@@ -491,37 +522,41 @@ class KVServer:
         for identity, pidfd in list(self._watched.items()):
             if pidfd in ready:
                 self.hub.peer_died(identity, now)
-        if self._disk is not None and self._disk.pidfd in ready:
-            self._poller.unregister(self._disk.pidfd)
-            how = self._disk.died(now)
-            logger.error("disk worker %s: its ops fail, it is started anew", how)
-            self.hub.counters["disk_worker_deaths"] += 1
+        for executor, worker in self._workers.items():
+            if worker.pidfd not in ready:
+                continue
+            self._poller.unregister(worker.pidfd)
+            how = worker.died(now)
+            logger.error("%s worker %s: its ops fail, it is started anew", executor, how)
+            self.hub.counters[f"{executor}_worker_deaths"] += 1
             assert self._store is not None
-            self._store.engine.executor_down(DISK, f"disk worker {how}", now)
+            self._store.engine.executor_down(executor, f"{executor} worker {how}", now)
             self.hub.readiness_changed()
 
     # -- the end ---------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        """Cancel every task and wait for the bytes that are still moving."""
+        """Cancel every task, wait for the bytes that are still moving, write what is dirty."""
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S
         if self._store is not None:
             with self._changed:
-                self._store.engine.cancel_all(time.monotonic())
+                self._store.engine.close_down(time.monotonic())
                 self._route()
             self._send_outbox()
             while time.monotonic() < deadline and self._store.engine.num_open_tasks:
                 self._take_events(dict(self._poller.poll(50)))
         for identity in self.hub.peers:
             self._send(identity, Stop())
-        if self._disk is not None and self._disk.pid is not None:
-            self._send_to_disk(Stop())
-            self._disk.stop(_DRAIN_TIMEOUT_S)
+        running = [name for name, worker in self._workers.items() if worker.pid is not None]
+        for name in running:
+            self._send_to_worker(name, Stop())
+        for name in running:
+            self._workers[name].stop(_DRAIN_TIMEOUT_S)
 
     def _release(self) -> None:
         self.hub.close()
-        if self._disk is not None:
-            self._disk.stop(0)
+        for worker in self._workers.values():
+            worker.stop(0)
         if self._authenticator is not None:
             self._authenticator.stop()
         for socket in (self._front, self._back):

@@ -1,4 +1,4 @@
-"""Starts the disk worker process, notices its death at once, and starts it anew with back-off."""
+"""Starts a worker process, notices its death at once, and starts it anew with back-off."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from flexcache.transfer.workers.disk import DiskWorkerConfig
-
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.1
@@ -19,17 +17,25 @@ _LONGEST_BACKOFF_S = 5.0
 _STABLE_AFTER_S = 30.0
 
 
-class DiskSupervisor:
-    """One disk worker at a time. Driven by the server's thread; time is handed in.
+class WorkerSupervisor:
+    """One worker of a kind at a time. Driven by the server's thread; time is handed in.
 
     Args:
+        name: What it is called: ``disk``, ``remote``.
+        module: What it runs.
         make_config: The worker's config for a socket identity; called for every start.
         keep_fds: Descriptors that the child inherits.
     """
 
     def __init__(
-        self, make_config: Callable[[str], DiskWorkerConfig], keep_fds: Sequence[int]
+        self,
+        name: str,
+        module: str,
+        make_config: Callable[[str], msgspec.Struct],
+        keep_fds: Sequence[int],
     ) -> None:
+        self.name = name
+        self._module = module
         self._make_config = make_config
         self._keep_fds = tuple(keep_fds)
         self._process: subprocess.Popen[bytes] | None = None
@@ -49,7 +55,7 @@ class DiskSupervisor:
         try:
             self._start(now)
         except OSError as error:
-            logger.error("the disk worker cannot be started: %s", error)
+            logger.error("the %s worker cannot be started: %s", self.name, error)
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
@@ -62,9 +68,9 @@ class DiskSupervisor:
         self.num_starts += 1
         self.restart_at = None
         self._started_s = now
-        self.identity = f"disk-{self.num_starts}"
+        self.identity = f"{self.name}-{self.num_starts}"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "flexcache.transfer.workers.disk"],
+            [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             pass_fds=self._keep_fds,
         )
@@ -108,7 +114,7 @@ class DiskSupervisor:
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            logger.warning("the disk worker did not stop within %g s: killed", timeout)
+            logger.warning("the %s worker did not stop within %g s: killed", self.name, timeout)
             self._process.kill()
             self._process.wait()
         os.close(self.pidfd)

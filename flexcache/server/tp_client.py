@@ -188,9 +188,7 @@ class KVTPClient:
             ended = {t: self._ended.pop(t) for t in wanted if t in self._ended}
             has_server = self._state in (ClientState.REGISTERING, ClientState.SERVING)
             for task_id in wanted:
-                is_over = (
-                    session_of(task_id) in self._sessions_over or task_id in self._shut_gates
-                )
+                is_over = session_of(task_id) in self._sessions_over or task_id in self._shut_gates
                 if not has_server or is_over or epoch_of(task_id) != self._epoch:
                     ended.setdefault(task_id, 0)
         worker = self._worker

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, OpKind
+from flexcache.transfer.messages import BlockNames
 
 BlockIds = npt.NDArray[np.int64]
 
@@ -24,6 +26,7 @@ class TransferOp:
     Attributes:
         src: Block ids to read, of the tier that ``kind`` names first; GPU ids come at the launch.
         dst: Block ids to write, likewise.
+        names: What the blocks are called, where the op reads or writes what outlives the process.
     """
 
     op_id: OpId
@@ -32,6 +35,7 @@ class TransferOp:
     src: BlockIds | None
     dst: BlockIds | None
     depends_on: tuple[OpId, ...] = ()
+    names: BlockNames | None = None
 
     def __len__(self) -> int:
         blocks = self.src if self.src is not None else self.dst
@@ -43,6 +47,8 @@ class TransferOp:
             self.src = self.src[:count]
         if self.dst is not None:
             self.dst = self.dst[:count]
+        if self.names is not None and count < len(self.names.keys):
+            self.names = msgspec.structs.replace(self.names, keys=self.names.keys[:count])
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +65,9 @@ class TransferOpGraph:
         src: BlockIds | None,
         dst: BlockIds | None,
         depends_on: Sequence[OpId] = (),
+        names: BlockNames | None = None,
     ) -> OpId:
-        self.ops.append(TransferOp(op_id, kind, first, src, dst, tuple(depends_on)))
+        self.ops.append(TransferOp(op_id, kind, first, src, dst, tuple(depends_on), names))
         return op_id
 
     def bind_gpu_blocks(self, gpu_blocks: BlockIds, base: int) -> None:

@@ -55,6 +55,8 @@ class Totals:
     missed_blocks: int = 0
     dropped_blocks: Counter[str] = field(default_factory=Counter)
     """Blocks that were not stored, by reason."""
+    skipped_blocks: Counter[str] = field(default_factory=Counter)
+    """Blocks that were cached and not loaded, by reason."""
     ended_tasks: Counter[str] = field(default_factory=Counter)
     ops: dict[OpKind, OpTotals] = field(
         default_factory=lambda: {kind: OpTotals() for kind in OpKind}
@@ -65,6 +67,7 @@ class Totals:
             "hit_blocks": dict(self.hit_blocks),
             "missed_blocks": self.missed_blocks,
             "dropped_blocks": dict(self.dropped_blocks),
+            "skipped_blocks": dict(self.skipped_blocks),
             "ended_tasks": dict(self.ended_tasks),
             "ops": {kind.value: total.report() for kind, total in self.ops.items()},
         }

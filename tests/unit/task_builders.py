@@ -15,14 +15,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexcache.cache.admission import make_admission
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
+from flexcache.cache.write_back import DirtyQueue
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.instructions import (
     DISK,
+    REMOTE,
     DropOp,
+    LookUpEnded,
     ReplaceExecutor,
+    RunLookUp,
     RunOp,
     TaskAnswered,
     TaskEnded,
@@ -31,11 +37,14 @@ from flexcache.instructions import (
 )
 from flexcache.task import KVTaskEngine
 from flexcache.task_ids import TaskIds, make_session
+from flexcache.transfer.graph import TransferOp
 
 ROOT = make_root("a model", [], ENGINE_KEYS)
 GATE_PATIENCE_S = 600.0
 ENGINE, OTHER = "an engine", "another"
 SESSION = make_session(0, 0)
+ABSENT_TTL_S = 5.0
+NAMED = (OpKind.H2DISK, OpKind.H2REMOTE, OpKind.REMOTE2H)
 
 Content = tuple[str, int] | str
 """A block's prefix and whose share of it, or a word for what no request may ever see."""
@@ -77,6 +86,8 @@ class World:
 
     Args:
         cpu, ssd: Blocks of the tiers; without SSD blocks there is no such tier.
+        remote: Whether there is a remote store; it is empty at first.
+        policy: What is written to the tiers below DRAM, and when.
         load_ranks, store_ranks: As for `KVTaskEngine`.
     """
 
@@ -85,6 +96,8 @@ class World:
         *,
         cpu: int = 6,
         ssd: int = 10,
+        remote: bool = False,
+        policy: str = "write_through",
         chunk: int = 2,
         backlog: int = 1000,
         load_ranks: Sequence[int] = (0,),
@@ -95,7 +108,17 @@ class World:
         tiers = [Tier(TierName.CPU, cpu)]
         if ssd:
             tiers.append(Tier(TierName.SSD, ssd))
-        self.cache = GlobalCacheEngine(tiers, chunk, backlog)
+        if remote:
+            tiers.append(RemoteTier(ABSENT_TTL_S, capacity=30))
+        below = [tier.name for tier in tiers[1:]]
+        is_late = policy == "write_back"
+        self.cache = GlobalCacheEngine(
+            tiers,
+            chunk,
+            backlog,
+            admissions={} if is_late else {n: make_admission(policy, 10) for n in below},
+            write_back={n: DirtyQueue(2) for n in below} if is_late else {},
+        )
         self.engine = KVTaskEngine(
             self.cache,
             block_bytes=1,
@@ -111,6 +134,7 @@ class World:
         self.now = 1000.0
         self.executors = [device(e, rank) for e in (ENGINE, OTHER) for rank in load_ranks]
         self.executors += [DISK] if ssd else []
+        self.executors += [REMOTE] if remote else []
         self.alive: dict[str, None] = {}
         self.tasks: dict[TaskId, TaskInfo] = {}
         self.at_work: dict[tuple[str, OpId], Errand] = {}
@@ -124,6 +148,10 @@ class World:
         self.abandoned: dict[TaskId, TaskInfo] = {}
         """Tasks whose session has ended; nobody is told of them any more."""
         self.stored: dict[tuple[TierName, int, int], Content] = {}
+        self.store: dict[tuple[bytes, bytes], list[Content]] = {}
+        """The remote store: the shares of each block, by root and key."""
+        self.asked: dict[int, RunLookUp] = {}
+        self.num_lookups_ended: Counter[int] = Counter()
         self.rotten: set[int] = set()
         self._load_ranks = list(load_ranks)
         self._copies = list(store_ranks)
@@ -152,15 +180,34 @@ class World:
         self.engine.end_session(ids.session, self.now)
         self._carry_out()
 
+    def look_up(self, text: str, kind: TaskKind = TaskKind.GET) -> int | None:
+        """What a match is to wait for."""
+        lookup = self.engine.look_up(kind, keys_of(text), len(text), self.now)
+        self._carry_out()
+        return lookup
+
+    def answer(self, lookup_id: int, error: str | None = None) -> None:
+        """The remote worker says what the store has."""
+        question = self.asked.pop(lookup_id)
+        present = [(question.root, key) in self.store for key in question.keys]
+        count = present.index(False) if False in present else len(present)
+        self.engine.looked_up(lookup_id, 0 if error else count, error, self.now)
+        self._carry_out()
+
+    def stored_by_another(self, text: str) -> None:
+        """Another node writes a prompt to the remote store."""
+        for end in range(1, len(text) + 1):
+            self.store[ROOT, text[:end].encode()] = [(text[:end], copy) for copy in self._copies]
+
     def match(
         self, kind: TaskKind, text: str, start: int = 0, stop: int | None = None,
-        engine: str = ENGINE,
+        engine: str = ENGINE, retain_s: float = 0.0,
     ) -> TaskId:  # fmt: skip
         keys = keys_of(text)
         stop = len(text) if stop is None else min(stop, len(text))
         task_id = self.sessions[engine].next()
         plan = self.engine.match(
-            task_id, kind, keys, min(start, stop), stop, 16 * len(text), self.now
+            task_id, kind, keys, min(start, stop), stop, 16 * len(text), self.now, retain_s
         )
         count = 0 if kind is TaskKind.PREFETCH else plan.num_blocks
         slots = np.arange(self._next_slot, self._next_slot + count, dtype=np.int64)
@@ -183,8 +230,8 @@ class World:
             self.tasks[task_id].launched |= is_open
         self._carry_out()
 
-    def put(self, text: str, start: int = 0) -> TaskId:
-        task_id = self.match(TaskKind.PUT, text, start)
+    def put(self, text: str, start: int = 0, retain_s: float = 0.0) -> TaskId:
+        task_id = self.match(TaskKind.PUT, text, start, retain_s=retain_s)
         self.launch(task_id)
         return task_id
 
@@ -238,6 +285,8 @@ class World:
         """The executor dies with all that it was moving half done."""
         self.alive.pop(executor, None)
         self.to_replace.pop(executor, None)
+        if executor == REMOTE:
+            self.asked.clear()
         for key in [key for key in self.at_work if key[0] == executor]:
             self.gone.append(self.at_work.pop(key).run)
             self._move(self.gone[-1], 0)
@@ -273,6 +322,11 @@ class World:
                 if sums[index] != run.checksums[index]:
                     count, bad_block, error = index, True, "checksum mismatch"
                     break
+        elif op.kind is OpKind.REMOTE2H:
+            assert op.names is not None
+            there = [(op.names.root, key) in self.store for key in op.names.keys[:count]]
+            if False in there:
+                count, bad_block, error = there.index(False), True, "not there"
         elif op.kind is OpKind.H2DISK:
             assert op.src is not None
             sums = [self._checksum(TierName.CPU, block) for block in op.src.tolist()]
@@ -326,6 +380,9 @@ class World:
                     content = self.gpu[engine, rank, src]
                     self.stored[TierName.CPU, copy, dst] = content if whole else "torn"
                 continue
+            if op.kind in (OpKind.H2REMOTE, OpKind.REMOTE2H):
+                self._exchange(op, index, src, dst, whole)
+                continue
             tiers = [TierName.SSD, TierName.CPU]
             source, target = tiers if op.kind is OpKind.DISK2H else tiers[::-1]
             for copy in self._copies:
@@ -334,6 +391,18 @@ class World:
             if target is TierName.SSD:
                 self.rotten.discard(dst)
 
+    def _exchange(self, op: TransferOp, index: int, src: int, dst: int, whole: bool) -> None:
+        """Move a block to or from the store, which has whole blocks or none."""
+        assert op.names is not None
+        name = (op.names.root, op.names.keys[index])
+        if op.kind is OpKind.H2REMOTE:
+            if whole:
+                self.store[name] = [self.stored[TierName.CPU, c, src] for c in self._copies]
+            return
+        shares = self.store.get(name, ["torn"] * len(self._copies)) if whole else None
+        for position, copy in enumerate(self._copies):
+            self.stored[TierName.CPU, copy, dst] = shares[position] if shares else "torn"
+
     def _carry_out(self) -> None:
         for instruction in self.engine.take_instructions():
             match instruction:
@@ -341,6 +410,14 @@ class World:
                     self._take_on(instruction)
                 case DropOp(executor, op_id):
                     self.at_work[executor, op_id].dropped = True
+                case RunLookUp(lookup_id, _, keys):
+                    assert REMOTE in self.alive
+                    assert keys
+                    self.asked[lookup_id] = instruction
+                case LookUpEnded(lookup_id):
+                    self.num_lookups_ended[lookup_id] += 1
+                    assert self.num_lookups_ended[lookup_id] == 1
+                    assert not self.engine.is_looking_up(lookup_id)
                 case TaskEnded(task_id) if task_id in self.abandoned:
                     self._put_to_other_use(self.abandoned[task_id])
                 case TaskEnded():
@@ -350,19 +427,26 @@ class World:
                         self._told(task_id, result)
                 case ReplaceExecutor(executor, reason):
                     assert executor in self.alive
-                    if executor == DISK:
+                    if executor in (DISK, REMOTE):
                         self.to_replace[executor] = reason
 
     def _take_on(self, run: RunOp) -> None:
-        op, info = run.op, self.tasks.get(run.task_id) or self.abandoned[run.task_id]
-        assert run.executor == DISK or run.executor.split(":")[1] == info.engine
+        op, info = run.op, self.tasks.get(run.task_id) or self.abandoned.get(run.task_id)
         assert run.executor in self.alive, "an op for an executor that is gone"
-        assert run.gated == (info.gated and op.kind.touches_gpu)
         assert op.src is not None
         assert op.dst is not None
         assert len(op.src) == len(op.dst) > 0
-        assert not (op.kind.touches_gpu and info.announced), "a slot was given back before its use"
+        if op.kind in NAMED:
+            self._check_names(op)
+        if info is None:  # the cache's own
+            assert op.kind in (OpKind.H2DISK, OpKind.H2REMOTE)
+            assert not run.gated
+        else:
+            assert run.gated == (info.gated and op.kind.touches_gpu)
         if op.kind.touches_gpu:
+            assert info is not None
+            assert run.executor.split(":")[1] == info.engine
+            assert not info.announced, "a slot was given back before its use"
             mine = (op.dst if op.kind is OpKind.H2D else op.src).tolist()
             base = op.first - info.plan.start
             assert mine == info.slots[base : base + len(op)].tolist()
@@ -374,6 +458,17 @@ class World:
                 assert not reads & others_write, "a block is read while it is written"
         assert (run.executor, op.op_id) not in self.at_work
         self.at_work[run.executor, op.op_id] = Errand(run, self.now)
+
+    def _check_names(self, op: TransferOp) -> None:
+        """Each block is called by its own prefix, and the one before them is named too."""
+        names = op.names
+        assert names is not None
+        assert len(names.keys) == len(op)
+        assert [len(key) for key in names.keys] == list(
+            range(op.first + 1, op.first + 1 + len(op))
+        )
+        assert names.first == op.first
+        assert names.keys[0][:-1] == names.parent
 
     def _told(self, task_id: TaskId, result: TaskResult) -> None:
         """The owner learns of the end of the GPU side, and of everything, once each."""
@@ -432,7 +527,7 @@ class World:
                 self._check_content(tier, text)
         for engine in (ENGINE, OTHER):
             touches = any(
-                e.run.executor != DISK and e.run.executor.split(":")[1] == engine
+                e.run.op.kind.touches_gpu and e.run.executor.split(":")[1] == engine
                 for e in self.at_work.values()
             )
             assert self.engine.uses_gpu_of(engine) or not touches
@@ -446,6 +541,12 @@ class World:
     def _check_content(self, tier: Tier, text: str) -> None:
         """What can be found is what it says it is."""
         blocks = tier.index.blocks(tier.index.match(keys_of(text))).tolist()
+        if isinstance(tier, RemoteTier):  # it may have lost some, but not mistaken any
+            root = tier.root_at_store(ROOT)
+            for end in range(1, len(blocks) + 1):
+                shares = self.store.get((root, text[:end].encode()))
+                assert shares in (None, [(text[:end], copy) for copy in self._copies])
+            return
         for position, block in enumerate(blocks):
             if tier.name is TierName.SSD and block in self.rotten:
                 continue
@@ -516,6 +617,8 @@ def _places(run: RunOp) -> tuple[set[tuple[TierName, int]], set[tuple[TierName, 
         OpKind.D2H: (None, TierName.CPU),
         OpKind.DISK2H: (TierName.SSD, TierName.CPU),
         OpKind.H2DISK: (TierName.CPU, TierName.SSD),
+        OpKind.REMOTE2H: (None, TierName.CPU),
+        OpKind.H2REMOTE: (TierName.CPU, None),
     }[run.op.kind]
     src, dst = run.op.src, run.op.dst
     assert src is not None

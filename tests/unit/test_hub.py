@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError
 from flexcache.ids import KVStatus, TaskKind
-from flexcache.instructions import DISK, DropOp, RunOp, device
+from flexcache.instructions import DISK, REMOTE, DropOp, LookUpEnded, RunLookUp, RunOp, device
 from flexcache.server.hub import Hub
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -52,6 +52,7 @@ from flexcache.server.store import CacheStore
 from flexcache.task_ids import TaskIds
 from flexcache.transfer.messages import Done, Execute
 
+ROOT = bytes(16)
 MODEL = ModelConfig("m", 1, 1, 8, torch.uint8)
 SPEC = ModelSpec.of(MODEL, 16)
 BLOCKS = 12
@@ -68,6 +69,8 @@ class World:
         self.stores: list[CacheStore] = []
         self.now = 100.0
         self.inbox: dict[bytes, list[Any]] = {}
+        self.asked: list[int] = []
+        """Of the remote store."""
 
     def open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
         store = CacheStore(model, replace(self.config, tokens_per_block=tokens_per_block))
@@ -95,8 +98,15 @@ class World:
     def settle(self) -> None:
         if self.hub.store is not None:
             for instruction in self.hub.store.engine.take_instructions():
-                if not (isinstance(instruction, (RunOp, DropOp)) and instruction.executor == DISK):
-                    self.hub.deliver(instruction)
+                match instruction:
+                    case RunLookUp(lookup_id):
+                        self.asked.append(lookup_id)
+                    case LookUpEnded(lookup_id):
+                        self.hub.look_up_ended(lookup_id, self.now)
+                    case RunOp(executor) | DropOp(executor) if executor in (DISK, REMOTE):
+                        pass
+                    case _:
+                        self.hub.deliver(instruction)
             self.hub.end_sessions()
         for peer, message in self.hub.outgoing:
             self.inbox.setdefault(peer, []).append(message)
@@ -149,9 +159,17 @@ class Engine:
         assert isinstance(welcome, WelcomeRank)
         assert Registered() in self.world.send(self.rank, Register("layout", 99))
 
+    def ask(self, text: str, may_wait: bool) -> list[Any]:
+        """Match a get against a store that has to be asked first; what is answered at once."""
+        request = Match(
+            9, self.ids.next(), TaskKind.GET, ROOT, 0, len(text), 16 * len(text), 8,
+            may_wait=may_wait,
+        )  # fmt: skip
+        return self.world.send(self.calls, request, keys(text))
+
     def match(self, kind: TaskKind, text: str) -> tuple[int, Any]:
         task_id = self.ids.next()
-        request = Match(5, task_id, kind, b"root", 0, len(text), 16 * len(text), 8)
+        request = Match(5, task_id, kind, ROOT, 0, len(text), 16 * len(text), 8)
         [reply] = self.world.send(self.calls, request, keys(text))
         return task_id, reply
 
@@ -177,6 +195,70 @@ class Engine:
             m for m in self.world.inbox[self.events]
             if isinstance(m, TaskAnswer) and m.task_id == task_id
         ]  # fmt: skip
+
+
+@pytest.fixture
+def asking() -> Iterator[World]:
+    """A world with a remote store."""
+    world = World(remote_url="memory://")
+    yield world
+    world.close()
+
+
+def up_with_store(world: World, name: str = "one") -> Engine:
+    engine = Engine(world, name)
+    engine.register()
+    assert world.hub.store is not None
+    world.hub.store.engine.executor_up(REMOTE)
+    return engine
+
+
+def look_up_answered(world: World, num_present: int) -> None:
+    assert world.hub.store is not None
+    world.hub.store.engine.looked_up(world.asked.pop(), num_present, None, world.now)
+    world.settle()
+
+
+def test_a_match_waits_for_the_remote_store_if_its_client_does(asking: World) -> None:
+    engine = up_with_store(asking)
+    assert engine.ask("abcd", may_wait=True) == []
+    look_up_answered(asking, 3)
+    [matched] = asking.inbox[engine.calls]
+    assert (matched.request_id, matched.num_blocks, matched.sources) == (9, 3, {"REMOTE": 3})
+
+
+def test_a_client_that_may_not_wait_is_told_to_ask_again(asking: World) -> None:
+    engine = up_with_store(asking)
+    assert engine.ask("abcd", may_wait=False)[0].is_pending
+    assert engine.ask("abcd", may_wait=False)[0].is_pending
+    assert len(asking.asked) == 1
+    look_up_answered(asking, 3)
+    [matched] = engine.ask("abcd", may_wait=False)
+    assert (matched.is_pending, matched.num_blocks) == (False, 3)
+
+
+def test_a_match_goes_on_without_an_answer_in_time(asking: World) -> None:
+    engine = up_with_store(asking)
+    assert engine.ask("abcd", may_wait=True) == []
+    asking.now += 1.0
+    assert asking.hub.store is not None
+    asking.hub.store.engine.tick(asking.now)
+    asking.settle()
+    [matched] = asking.inbox[engine.calls]
+    assert matched.num_blocks == 0
+
+
+def test_who_left_while_the_store_was_asked_gets_no_task(asking: World) -> None:
+    engine, other = up_with_store(asking), up_with_store(asking, "two")
+    assert engine.ask("abcd", may_wait=True) == []
+    assert other.ask("abc", may_wait=True) == []
+    asking.die(engine.events)
+    look_up_answered(asking, 4)
+    assert asking.inbox.get(engine.calls, []) == []
+    [matched] = asking.inbox[other.calls]
+    assert matched.num_blocks == 3
+    assert asking.hub.store is not None
+    assert asking.hub.store.engine.num_open_tasks == 1
 
 
 def test_what_one_engine_put_another_gets(world: World) -> None:
@@ -360,7 +442,7 @@ def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
     world.send(two.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
     two.launch(task_id, 3)
     assert world.hub.stats()["tasks"]["created"] == 1
-    stolen = Match(5, task_id + 1, TaskKind.PUT, b"root", 0, 1, 16, 8)
+    stolen = Match(5, task_id + 1, TaskKind.PUT, ROOT, 0, 1, 16, 8)
     [failed] = world.send(two.calls, stolen, keys("z"))
     assert isinstance(failed, Failed)
 
@@ -368,7 +450,7 @@ def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
 def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: World) -> None:
     engine = Engine(world)
     task_id = engine.ids.next()
-    good = Match(1, task_id, TaskKind.GET, b"root", 0, 2, 32, 8)
+    good = Match(1, task_id, TaskKind.GET, ROOT, 0, 2, 32, 8)
     bad: list[tuple[ToServer, bytes | None]] = [
         (msgspec.structs.replace(good, stop=3), keys("ab")),
         (msgspec.structs.replace(good, start=-1), keys("ab")),
@@ -412,7 +494,7 @@ def test_absurd_values_are_refused_at_once(world: World) -> None:
     many = np.arange(world.config.max_open_tasks + 1, dtype="<u8").tobytes()
     for ids in (many, b"odd"):
         assert isinstance(world.send(engine.calls, Cancel(ids))[0], Rejected)
-    wide = Match(1, engine.ids.next(), TaskKind.PUT, b"root", 0, 1, 16, 1 << 20)
+    wide = Match(1, engine.ids.next(), TaskKind.PUT, ROOT, 0, 1, 16, 1 << 20)
     long_root = Match(1, engine.ids.next(), TaskKind.PUT, b"r" * 1000, 0, 1, 16, 8)
     for request, data in ((wide, bytes(1 << 20)), (long_root, keys("a"))):
         assert isinstance(world.send(engine.calls, request, data)[0], Failed)
@@ -471,7 +553,7 @@ def test_an_engine_is_not_told_the_problems_of_one_whose_name_begins_alike(world
 def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
     engine = Engine(world)
     big = bytes(MAX_FRAME_BYTES + 8)
-    request = Match(1, engine.ids.next(), TaskKind.GET, b"root", 0, 1, 16, 8)
+    request = Match(1, engine.ids.next(), TaskKind.GET, ROOT, 0, 1, 16, 8)
     [rejected] = world.send(engine.calls, request, big)
     assert isinstance(rejected, Rejected)
     assert world.hub.counters["rejected_oversized"] == 1
@@ -622,7 +704,7 @@ class HubHistories(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.engines)))
         _, _, calls, ids = self.engines[name]
         task_id = ids.next()
-        request = Match(1, task_id, kind, b"root", 0, len(text), 16 * len(text), 8)
+        request = Match(1, task_id, kind, ROOT, 0, len(text), 16 * len(text), 8)
         [matched] = self.world.send(calls, request, keys(text))
         assert isinstance(matched, Matched)
         if matched.num_blocks:
@@ -714,7 +796,7 @@ def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) ->
         valid: list[ToServer] = [
             hello_engine("x", "x", b"x"), HelloRank("x", 0, "x", 2), Register("l", 1),
             Done(1, 1), Launch(engine.ids.next(), b"12345678", True), Cancel(b"12345678"),
-            Match(1, engine.ids.next(), TaskKind.PUT, b"r", 0, 1, 16, 8), Clear(1, "CPU"),
+            Match(1, engine.ids.next(), TaskKind.PUT, ROOT, 0, 1, 16, 8), Clear(1, "CPU"),
             GetStats(1), CheckInvariants(1), Ping(),
         ]  # fmt: skip
         for _ in range(5):

@@ -252,7 +252,7 @@ class World:
 
     def check(self) -> None:
         self.engine.check()
-        assert self.engine._store_backlog <= self.max_store_backlog
+        assert self.engine.store_backlog <= self.max_store_backlog
         for task in self.tasks:
             for op in task.open_ops:
                 for name, block in sources(op) + targets(op):
@@ -829,7 +829,7 @@ def _forget_a_private_lease(engine: GlobalCacheEngine) -> None:
 
 
 def _miscount_the_backlog(engine: GlobalCacheEngine) -> None:
-    engine._store_backlog += 1
+    engine._backlog[SSD] += 1
 
 
 def _break_a_tier(engine: GlobalCacheEngine) -> None:

@@ -23,6 +23,7 @@ LONGEST = 6
 LONG_WORDS = words("ab", 4)
 
 some_root = st.sampled_from(ROOTS)
+some_retention = st.sampled_from([0, 0, 0, 3, 8, -3])
 some_word = st.text("ab", min_size=1, max_size=LONGEST)
 
 
@@ -68,7 +69,7 @@ class Model:
             self.allocated.append(block)
             path.append(block)
         for block in path:
-            block.last_use = now
+            block.last_use = max(block.last_use, now)
 
     def pinned(self) -> list[Block]:
         return [block for _, path in self.pins for block in path]
@@ -121,15 +122,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.now += later
         return self.now
 
-    @rule(root=some_root, word=some_word, later=st.booleans())
-    def insert(self, root: RootId, word: str, later: bool) -> None:
+    @rule(root=some_root, word=some_word, later=st.booleans(), retain=some_retention)
+    def insert(self, root: RootId, word: str, later: bool, retain: int) -> None:
         parent = self.index.match(prompt(word, root))
         word = word[: parent.num_blocks + len(self.free)]
         keys = keys_of(word, parent.num_blocks)
         if not keys:
             return
         block_ids, self.free = self.free[: len(keys)], self.free[len(keys) :]
-        now = self.tick(later)
+        now = self.tick(later) + retain
         inserted = self.index.insert(parent, root, keys, ids(*block_ids), now)
         self.model.insert(root, word, block_ids, now)
         assert inserted.num_blocks == len(word)
@@ -137,12 +138,12 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         extends = parent.run is not None and inserted.run is parent.run
         assert not extends or parent.length + len(keys) == inserted.length
 
-    @rule(root=some_root, word=some_word, later=st.booleans())
-    def touch(self, root: RootId, word: str, later: bool) -> None:
-        now = self.tick(later)
+    @rule(root=some_root, word=some_word, later=st.booleans(), retain=some_retention)
+    def touch(self, root: RootId, word: str, later: bool, retain: int) -> None:
+        now = self.tick(later) + retain
         self.index.touch(self.index.match(prompt(word, root)), now)
         for block in self.model.match(root, word):
-            block.last_use = now
+            block.last_use = max(block.last_use, now)
 
     @rule(root=some_root, word=some_word)
     def pin(self, root: RootId, word: str) -> None:

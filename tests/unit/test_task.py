@@ -16,7 +16,15 @@ from task_builders import ENGINE, GATE_PATIENCE_S, OTHER, SESSION, World, keys_o
 
 from flexcache.errors import InternalError
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
-from flexcache.instructions import DISK, ReplaceExecutor, RunOp, TaskAnswered, TaskEnded, device
+from flexcache.instructions import (
+    DISK,
+    REMOTE,
+    ReplaceExecutor,
+    RunOp,
+    TaskAnswered,
+    TaskEnded,
+    device,
+)
 from flexcache.task import KVTaskEngine
 from flexcache.task_ids import TaskIds, make_session
 
@@ -28,6 +36,11 @@ WORLDS: dict[str, dict[str, Any]] = {
     "no SSD": {"ssd": 0},
     "a small SSD": {"ssd": 4},
     "a short backlog": {"backlog": 3},
+    "a remote store": {"remote": True},
+    "two ranks and a remote store": {"load_ranks": (0, 1), "store_ranks": (0, 1), "remote": True},
+    "a remote store, no SSD": {"remote": True, "ssd": 0},
+    "write-back": {"remote": True, "policy": "write_back"},
+    "selective": {"remote": True, "policy": "selective"},
 }
 
 
@@ -138,9 +151,10 @@ class TaskHistories(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.to_replace)
     @rule()
-    def replace_the_disk_worker(self) -> None:
-        self.world.down(DISK, "killed")
-        self.world.up(DISK)
+    def replace_a_worker(self) -> None:
+        for executor in list(self.world.to_replace):
+            self.world.down(executor, "killed")
+            self.world.up(executor)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 31.0, 31.0, 121.0, 700.0]))
     def let_time_pass(self, seconds: float) -> None:
@@ -158,6 +172,25 @@ class TaskHistories(RuleBasedStateMachine):
                 self.world.clear(TierName.SSD)
             elif self.world.cached(TierName.SSD, text) == len(text):
                 self.world.rot(text)
+
+    @rule(text=st.sampled_from(PROMPTS), kind=st.sampled_from([TaskKind.GET, TaskKind.PREFETCH]))
+    def look_up(self, text: str, kind: TaskKind) -> None:
+        self.world.look_up(text, kind)
+
+    @precondition(lambda self: self.world.asked)
+    @rule(data=st.data(), error=st.sampled_from([None, None, None, "a fault"]))
+    def answer(self, data: st.DataObject, error: str | None) -> None:
+        self.world.answer(data.draw(st.sampled_from(list(self.world.asked))), error)
+
+    @precondition(lambda self: self.world.store)
+    @rule(data=st.data())
+    def the_store_loses_a_block(self, data: st.DataObject) -> None:
+        del self.world.store[data.draw(st.sampled_from(list(self.world.store)))]
+
+    @precondition(lambda self: REMOTE in self.world.executors)
+    @rule(text=st.sampled_from(PROMPTS))
+    def another_node_stores(self, text: str) -> None:
+        self.world.stored_by_another(text)
 
     @invariant()
     def all_is_well(self) -> None:
@@ -651,7 +684,7 @@ def test_blocks_and_bytes_are_counted_where_they_went() -> None:
     assert (host.written_bytes, host.read_bytes) == (5 + 5, 5 + 5)
     assert (ssd.written_bytes, ssd.read_bytes) == (5, 5)
     totals = world.engine.totals.ops
-    assert {kind: (t.ops, t.failed_ops, t.blocks) for kind, t in totals.items()} == {
+    assert {kind: (t.ops, t.failed_ops, t.blocks) for kind, t in totals.items() if t.ops} == {
         OpKind.D2H: (3, 0, 5), OpKind.H2DISK: (3, 0, 5),
         OpKind.DISK2H: (3, 0, 5), OpKind.H2D: (3, 0, 5),
     }  # fmt: skip

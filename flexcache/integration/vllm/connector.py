@@ -80,7 +80,7 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         num_tokens = self._scheduler.num_matched_tokens(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int

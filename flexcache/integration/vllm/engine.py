@@ -24,7 +24,8 @@ def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
     set_size = extra.get("tokens_per_block", os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK"))
     if set_size is not None and int(set_size) != block_size:
         raise ConfigError(
-            f"tokens_per_block = {set_size!r}: must be vLLM's block size, {block_size}; leave it unset"
+            f"tokens_per_block = {set_size!r}: must be vLLM's block size, {block_size}; "
+            "leave it unset"
         )
     return CacheConfig.from_env(**{**extra, "tokens_per_block": block_size})
 
@@ -104,7 +105,9 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
         return plain
     token_bytes, rest = divmod(page_bytes, block_size)
     if rest or (token_bytes % 2 and not use_mla):
-        raise ConfigError(f"a KV page of {page_bytes} bytes does not divide into {block_size} tokens")
+        raise ConfigError(
+            f"a KV page of {page_bytes} bytes does not divide into {block_size} tokens"
+        )
     return ModelConfig(
         model_id=model_id, num_layers=1, num_kv_heads=tp_size,
         head_size=token_bytes if use_mla else token_bytes // 2,

@@ -30,6 +30,7 @@ from flexcache.integration.vllm.engine import (
     read_place,
 )
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
+from flexcache.integration.vllm.prefill import PrefillMeter
 from flexcache.integration.vllm.stats import FlexCacheStats, read_counters
 from flexcache.manager import KVManager
 
@@ -89,14 +90,16 @@ class FlexCacheScheduler:
         self._gets: dict[str, _Get] = {}
         self._puts: dict[str, int] = {}
         self._failed: set[str] = set()  # lost a load: to offer another could go on for ever
+        self._undecided: set[str] = set()
+        self._prefill = PrefillMeter()
         self._step = _Step()
         self._reported: dict[str, float] = {}
         self._has_news = False
         self._stats_interval_s = 0.0 if place.endpoint is None else _STATS_INTERVAL_S
         self._stats_due_s = 0.0
 
-    def num_matched_tokens(self, request: Any, num_computed: int) -> int:
-        """How many tokens after the first ``num_computed`` can be loaded.
+    def num_matched_tokens(self, request: Any, num_computed: int) -> int | None:
+        """How many tokens after the first ``num_computed`` can be loaded; None: not known yet.
 
         Asked again and again for a waiting request: the answer is kept until it is acted upon, the
         engine's own prefix changes, or the match has grown old.
@@ -113,7 +116,7 @@ class FlexCacheScheduler:
             return 0
         get = self._match(request, num_computed, request.num_tokens)
         if get is None:
-            return 0
+            return None if request.request_id in self._undecided else 0
         self._gets[request.request_id] = get
         return get.num_tokens
 
@@ -146,6 +149,7 @@ class FlexCacheScheduler:
         """The request ends. Whether vLLM must keep its blocks until a put of them is done."""
         request_id = request.request_id
         self._failed.discard(request_id)
+        self._undecided.discard(request_id)
         get = self._gets.get(request_id)
         self._cancel_get(request_id)
         if get is not None and get.launched:  # aborted while loading; the workers report its end
@@ -167,6 +171,9 @@ class FlexCacheScheduler:
 
     def take_step(self, num_scheduled_tokens: int) -> FlexCacheMetadata:
         """What the workers need to know for this step."""
+        rate = self._prefill.step(num_scheduled_tokens, time.monotonic())
+        if rate is not None:
+            self._safely(self.manager.report_prefill, rate)
         step, self._step = self._step, _Step()
         return FlexCacheMetadata(step.loads, step.stores, idle=num_scheduled_tokens == 0)
 
@@ -210,10 +217,12 @@ class FlexCacheScheduler:
         self.manager.shutdown()
 
     def _match(self, request: Any, num_computed: int, num_tokens: int) -> _Get | None:
+        """Open a get; None if that cannot be, now or (`_undecided`) yet."""
+        self._undecided.discard(request.request_id)
         mask = np.zeros(request.num_tokens, dtype=np.bool_)
         mask[num_computed:num_tokens] = True
         try:
-            task_id, found, sources = self.manager.get_match_by_tier(
+            matched = self.manager.get_match_by_tier(
                 request.all_token_ids,
                 mask,
                 namespace=self._namespace,
@@ -222,6 +231,10 @@ class FlexCacheScheduler:
         except FlexCacheError as error:
             logger.warning("FlexCache cannot be asked: %s", error)
             return None
+        if matched is None:  # the remote store has yet to answer
+            self._undecided.add(request.request_id)
+            return None
+        task_id, found, sources = matched
         self._has_news = True
         return _Get(task_id, num_computed, int(found.sum()), sources, time.monotonic())
 
@@ -256,8 +269,9 @@ class FlexCacheScheduler:
                 mask,
                 namespace=self._namespace,
                 block_keys=request.block_hashes,
+                **_retention(request),
             )
-        except FlexCacheError as error:
+        except (FlexCacheError, ValueError) as error:
             logger.warning("FlexCache cannot store: %s", error)
             return None
         if not wanted.any():
@@ -297,3 +311,14 @@ class FlexCacheScheduler:
             logger.warning("FlexCache: %s failed: %s", call.__name__, error)
             return False
         return True
+
+
+def _retention(request: Any) -> dict[str, Any]:
+    """The hints that a request carries in ``kv_transfer_params``, as `KVManager.put_match` has
+    them."""
+    params = getattr(request, "kv_transfer_params", None) or {}
+    hints: dict[str, Any] = {}
+    for name, kind in (("priority", int), ("ttl_s", float)):
+        if f"flexcache_{name}" in params:
+            hints[name] = kind(params[f"flexcache_{name}"])
+    return hints

@@ -1,0 +1,87 @@
+"""Whether to load or to recompute: how fast the tiers below DRAM have been of late.
+
+The time of a load is taken to be `max(an op's usual time, blocks / rate)`: the first is what a
+store's latency costs however little is asked for, the second what its bandwidth costs. The rate is
+that of all loads of a tier together, over the time in which at least one was running; both forget
+what is past with a half-life of a few ops. What was not measured lately counts as unknown, so that
+a tier which has recovered is found out about.
+
+Pure: time is handed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexcache.ids import TierName
+
+_KEEP = 0.9  # of the past, per op
+_STALE_AFTER_S = 30.0
+_MIN_OPS = 4
+
+
+@dataclass(slots=True)
+class _Lane:
+    running: int = 0
+    busy_since_s: float = 0.0
+    busy_s: float = 0.0
+    blocks: float = 0.0
+    op_s: float = 0.0
+    ops: int = 0
+    measured_s: float = 0.0
+
+
+class LoadCost:
+    """What loads from each tier have cost."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[TierName, _Lane] = {}
+
+    def started(self, tier: TierName, now: float) -> None:
+        """An op that reads from the tier has begun."""
+        lane = self._lanes.setdefault(tier, _Lane())
+        if lane.running == 0:
+            lane.busy_since_s = now
+        lane.running += 1
+
+    def ended(self, tier: TierName, now: float, num_blocks: int, seconds: float) -> None:
+        """It has ended after ``seconds`` with ``num_blocks`` moved."""
+        lane = self._lanes[tier]
+        lane.running -= 1
+        lane.busy_s = _KEEP * lane.busy_s + (now - lane.busy_since_s)
+        lane.busy_since_s = now
+        lane.blocks = _KEEP * lane.blocks + num_blocks
+        lane.op_s = seconds if lane.ops == 0 else _KEEP * lane.op_s + (1 - _KEEP) * seconds
+        lane.ops += 1
+        lane.measured_s = now
+
+    def seconds(self, tier: TierName, num_blocks: int, now: float) -> float | None:
+        """How long a load of so many blocks would take; None if nobody knows."""
+        lane = self._lanes.get(tier)
+        if lane is None or lane.ops < _MIN_OPS or now - lane.measured_s > _STALE_AFTER_S:
+            return None
+        if lane.blocks < 0.5:  # nothing arrives: it is the breaker's business
+            return None
+        return max(lane.op_s, num_blocks * lane.busy_s / lane.blocks)
+
+    def pays(
+        self, tier: TierName, num_blocks: int, prefill_blocks_per_s: float, now: float
+    ) -> bool:
+        """Whether the load is likely to be quicker than computing the blocks anew.
+
+        Args:
+            prefill_blocks_per_s: What the engine reaches; 0 if it has not said.
+        """
+        seconds = self.seconds(tier, num_blocks, now)
+        return seconds is None or seconds * prefill_blocks_per_s <= num_blocks
+
+    def report(self) -> dict[str, dict[str, float]]:
+        """Blocks per second and seconds per op of each tier, as measured last."""
+        return {
+            tier.value: {
+                "blocks_per_s": lane.blocks / lane.busy_s if lane.busy_s > 0 else 0.0,
+                "seconds_per_op": lane.op_s,
+            }
+            for tier, lane in self._lanes.items()
+            if lane.ops
+        }

@@ -1,0 +1,84 @@
+"""The REMOTE tier: what this server knows of a store that others fill and empty too.
+
+A `Tier` whose blocks are no places of ours but pieces of knowledge: *indexed* means "was there when
+last asked, read or written", and evicting is forgetting. It may be wrong either way. A block that
+turns out to be missing costs one failed read and is then forgotten (`discard`); a block that others
+have stored since is found by asking: `first_unknown` says from where on, `learn` takes the answer,
+and what was missing is not asked for again for a while.
+
+Not thread-safe, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.tier import Tier
+from flexcache.ids import BlockKey, RootId, TierName
+
+MAX_KNOWN_BLOCKS = 1 << 20  # 150 bytes each, when there are so many
+_MAX_ABSENT = 65_536
+
+
+class RemoteTier(Tier):
+    """Knowledge of a remote store.
+
+    Args:
+        absent_ttl_s: For how long a block that was not there is taken to be still missing.
+        capacity: Blocks that are known of at most.
+    """
+
+    def __init__(self, absent_ttl_s: float, capacity: int = MAX_KNOWN_BLOCKS) -> None:
+        super().__init__(TierName.REMOTE, capacity)
+        self._absent_ttl_s = absent_ttl_s
+        self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
+        self._salt = b""
+
+    def root_at_store(self, root: RootId) -> bytes:
+        """What a root is called at the store."""
+        return xxhash.xxh3_128_digest(root + self._salt) if self._salt else root
+
+    def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
+        """The first of a prompt's blocks of which nothing is known; None if that is settled."""
+        position = self.index.match(keys).num_blocks
+        position += self.num_in_flight(keys, position, stop)
+        if position >= stop:
+            return None
+        key = (keys.root, keys.key(position))
+        until = self._absent.get(key)
+        if until is None:
+            return position
+        if until > now:
+            return None
+        del self._absent[key]
+        return position
+
+    def learn(self, root: RootId, parent: BlockKey | None, keys: Sequence[BlockKey]) -> None:
+        """These consecutive blocks are there, behind ``parent`` (None: from a prompt's start)."""
+        lease = self.reserve_keys(root, parent, keys)
+        self.publish(lease, len(lease))
+        self.release(lease)
+
+    def learn_absent(self, root: RootId, key: BlockKey, now: float) -> None:
+        """This block is not there, or nobody could say."""
+        self._absent[root, key] = now + self._absent_ttl_s
+        self._absent.move_to_end((root, key))
+        while len(self._absent) > _MAX_ABSENT:
+            self._absent.popitem(last=False)
+
+    def clear(self) -> int:
+        """Find nothing any more of what is stored: from now on it goes by other names here.
+
+        The store is not only ours to empty. What it has under the old names goes when it evicts.
+        """
+        self._salt = np.random.default_rng().bytes(16)
+        self._absent.clear()
+        return super().clear()
+
+    def stats(self) -> dict[str, int]:
+        return super().stats() | {"known_absent": len(self._absent)}

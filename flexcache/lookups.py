@@ -1,0 +1,164 @@
+"""What is asked of the remote store before a match: at most one question per prefix at a time.
+
+A question has a deadline of some milliseconds. It ends once, with an answer or without one; whoever
+waits for it goes on then. Repeated failures open the store's circuit breaker, and while that is not
+closed nothing is asked but trials.
+
+    look_up --> RunLookUp --> [worker] --> looked_up | deadline | worker gone --> LookUpEnded
+
+Pure: calls and events with the time in, instructions out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.remote_tier import RemoteTier
+from flexcache.ids import BlockKey, RootId
+from flexcache.instructions import Instruction, LookUpEnded, RunLookUp
+from flexcache.transfer.breaker import CircuitBreaker
+
+_MAX_KEYS = 8192
+_TRIAL_ROOT = b"\0" * 16
+_TRIAL_KEY = BlockKey(b"flexcache-trial")
+_TRIAL_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _LookUp:
+    root: RootId
+    parent: BlockKey | None
+    keys: Sequence[BlockKey]
+    asked_s: float
+
+    @property
+    def is_trial(self) -> bool:
+        return not self.keys
+
+
+class RemoteLookUps:
+    """Open questions to one store.
+
+    Args:
+        tier: Learns the answers.
+        timeout_s: How long a match may wait for one.
+    """
+
+    def __init__(self, tier: RemoteTier, breaker: CircuitBreaker, timeout_s: float) -> None:
+        self._tier = tier
+        self._breaker = breaker
+        self._timeout_s = timeout_s
+        self._ids = itertools.count(1)
+        self._open: dict[int, _LookUp] = {}
+        self._by_key: dict[tuple[RootId, BlockKey], int] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._has_trial = False
+        self.num_asked = 0
+        self.num_late = 0
+
+    def look_up(
+        self, keys: BlockKeys, stop: int, now: float, instructions: list[Instruction]
+    ) -> int | None:
+        """Ask for what is not known of a prompt's first ``stop`` blocks.
+
+        Returns:
+            The open question to wait for; None if there is nothing to ask.
+        """
+        if not self._breaker.is_closed:
+            return None
+        first = self._tier.first_unknown(keys, stop, now)
+        if first is None:
+            return None
+        found = self._by_key.get((keys.root, keys.key(first)))
+        if found is not None:
+            return found
+        parent = keys.key(first - 1) if first else None
+        wanted = keys.slice(first, min(stop, first + _MAX_KEYS))
+        lookup_id = self._ask(_LookUp(keys.root, parent, wanted, now), now + self._timeout_s)
+        self._by_key[keys.root, wanted[0]] = lookup_id
+        instructions.append(RunLookUp(lookup_id, self._tier.root_at_store(keys.root), wanted))
+        self.num_asked += 1
+        return lookup_id
+
+    def is_open(self, lookup_id: int) -> bool:
+        return lookup_id in self._open
+
+    def looked_up(
+        self, lookup_id: int, num_present: int, error: str | None, now: float,
+        instructions: list[Instruction],
+    ) -> None:  # fmt: skip
+        """The worker has answered; what comes too late is nobody's any more."""
+        question = self._open.get(lookup_id)
+        if question is None:
+            return
+        self._end(lookup_id, instructions)
+        if error is not None:
+            self._breaker.failed(f"look-up: {error}", now)
+        elif question.is_trial and now - question.asked_s > self._timeout_s:
+            self._breaker.failed(f"look-up took {now - question.asked_s:.3f} s", now)
+        else:
+            self._breaker.succeeded(now)
+        if question.is_trial:
+            return
+        num_present = min(num_present, len(question.keys))
+        if num_present:
+            self._tier.learn(question.root, question.parent, question.keys[:num_present])
+        if num_present < len(question.keys):
+            self._tier.learn_absent(question.root, question.keys[num_present], now)
+
+    def tick(self, now: float, worker_is_up: bool, instructions: list[Instruction]) -> None:
+        """Let deadlines pass, and try out a store that was given up."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            lookup_id = heapq.heappop(self._deadlines)[1]
+            question = self._open.get(lookup_id)
+            if question is None:
+                continue
+            self.num_late += 1
+            self._give_up(lookup_id, now, instructions)
+            self._breaker.failed(f"no answer within {now - question.asked_s:.3f} s", now)
+        if worker_is_up and not self._has_trial and self._breaker.wants_trial(now):
+            lookup_id = self._ask(_LookUp(RootId(b""), None, (), now), now + _TRIAL_TIMEOUT_S)
+            self._has_trial = True
+            instructions.append(RunLookUp(lookup_id, _TRIAL_ROOT, [_TRIAL_KEY]))
+
+    def give_up(self, now: float, instructions: list[Instruction]) -> None:
+        """The worker is gone: nothing will be answered."""
+        for lookup_id in list(self._open):
+            self._give_up(lookup_id, now, instructions)
+
+    def next_deadline(self) -> float | None:
+        times = [moment for moment, _ in self._deadlines[:1]]
+        retry = self._breaker.next_deadline()
+        if retry is not None:
+            times.append(retry)
+        return min(times) if times else None
+
+    def _ask(self, question: _LookUp, deadline: float) -> int:
+        lookup_id = next(self._ids)
+        self._open[lookup_id] = question
+        heapq.heappush(self._deadlines, (deadline, lookup_id))
+        return lookup_id
+
+    def _give_up(self, lookup_id: int, now: float, instructions: list[Instruction]) -> None:
+        question = self._open[lookup_id]
+        self._end(lookup_id, instructions)
+        if not question.is_trial:
+            self._tier.learn_absent(question.root, question.keys[0], now)
+
+    def _end(self, lookup_id: int, instructions: list[Instruction]) -> None:
+        question = self._open.pop(lookup_id)
+        if question.is_trial:
+            self._has_trial = False
+            return
+        del self._by_key[question.root, question.keys[0]]
+        instructions.append(LookUpEnded(lookup_id))
+
+    def check(self) -> bool:
+        """Whether every open question can be found by its key, and has a deadline."""
+        open_ids = {number for number, q in self._open.items() if not q.is_trial}
+        waiting = {number for _, number in self._deadlines}
+        return open_ids == set(self._by_key.values()) and set(self._open) <= waiting

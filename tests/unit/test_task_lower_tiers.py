@@ -1,0 +1,380 @@
+"""KVTaskEngine and the tiers that outlive it: look-ups, the breaker, late and repeated writes."""
+
+from __future__ import annotations
+
+import pytest
+from task_builders import ABSENT_TTL_S, ENGINE, ROOT, World
+
+from flexcache.cache.load_cost import LoadCost
+from flexcache.ids import KVStatus, OpKind, TierName
+from flexcache.instructions import REMOTE
+from flexcache.transfer.breaker import BreakerState
+
+CPU, SSD = TierName.CPU, TierName.SSD
+
+
+def with_store(**options: object) -> World:
+    return World(remote=True, **options)  # type: ignore[arg-type]
+
+
+def get_after_asking(world: World, text: str) -> tuple[KVStatus, int]:
+    """Ask the store, then match and load, as a caller that waits would."""
+    lookup = world.look_up(text)
+    if lookup is not None:
+        world.answer(lookup)
+    task_id = world.get(text)
+    world.finish_all()
+    result = world.final(task_id)
+    return result.status, result.num_ok
+
+
+# -- what the store has ----------------------------------------------------------------------------
+
+
+def test_what_another_node_stored_is_loaded_and_promoted() -> None:
+    world = with_store()
+    world.stored_by_another("abcdef")
+    assert get_after_asking(world, "abcdef") == (KVStatus.SUCCESS, 6)
+    assert world.cached(CPU, "abcdef") == 6
+    assert world.engine.totals.hit_blocks == {"REMOTE": 6}
+    world.check_nothing_is_held()
+
+
+def test_one_prompt_comes_from_all_tiers_in_order() -> None:
+    world = with_store(cpu=12)
+    world.put("abcd")
+    world.finish_all()
+    world.clear(CPU)
+    world.get("ab")
+    world.finish_all()
+    world.stored_by_another("abcdef")
+    lookup = world.look_up("abcdef")
+    assert lookup is not None
+    world.answer(lookup)
+    task_id = world.get("abcdef")
+    assert world.tasks[task_id].plan.sources == {CPU: 2, SSD: 2, TierName.REMOTE: 2}
+    world.finish_all()
+    assert world.final(task_id).num_ok == 6
+
+
+def test_a_match_before_the_answer_takes_what_is_known() -> None:
+    world = with_store()
+    world.stored_by_another("abcdef")
+    lookup = world.look_up("abcdef")
+    assert lookup is not None
+    assert world.engine.is_looking_up(lookup)
+    assert world.final(world.get("abcdef")).status is KVStatus.NOT_FOUND
+
+
+def test_a_question_that_is_open_is_not_asked_twice() -> None:
+    world = with_store()
+    assert world.look_up("abcdef") == world.look_up("abc")
+    assert len(world.asked) == 1
+
+
+def test_nothing_is_asked_for_what_this_machine_has() -> None:
+    world = with_store()
+    world.put("abcd")
+    world.finish_all()
+    world.clear(TierName.REMOTE)
+    assert world.look_up("abcd") is None
+    assert world.look_up("abcde") is not None
+
+
+def test_what_was_not_there_is_not_asked_for_again_for_a_while() -> None:
+    world = with_store()
+    lookup = world.look_up("abcd")
+    assert lookup is not None
+    world.answer(lookup)
+    world.tick(ABSENT_TTL_S - 0.1)
+    assert world.look_up("abcd") is None
+    world.tick(0.2)
+    assert world.look_up("abcd") is not None
+
+
+def test_what_this_node_stored_need_not_be_asked_for() -> None:
+    world = with_store()
+    world.put("abcd")
+    world.finish_all()
+    assert sorted(key for _, key in world.store) == [b"a", b"ab", b"abc", b"abcd"]
+    world.clear(CPU)
+    world.clear(SSD)
+    assert world.look_up("abcd") is None
+    assert get_after_asking(world, "abcd") == (KVStatus.SUCCESS, 4)
+
+
+def test_a_block_that_the_store_has_lost_costs_the_blocks_behind_it_only() -> None:
+    world = with_store()
+    world.stored_by_another("abcdef")
+    lookup = world.look_up("abcdef")
+    assert lookup is not None
+    world.answer(lookup)
+    del world.store[ROOT, b"abcd"]
+    task_id = world.get("abcdef")
+    world.finish_all()
+    assert (world.final(task_id).status, world.final(task_id).num_ok) == (KVStatus.SUCCESS, 3)
+    assert world.cached(TierName.REMOTE, "abcdef") == 3
+    assert world.engine.breaker.is_closed, "a block that is missing is no failure of the store"
+
+
+def test_a_cleared_store_is_not_read_any_more_by_those_who_cleared_it() -> None:
+    world = with_store()
+    world.put("abcd")
+    world.finish_all()
+    for tier in (CPU, SSD, TierName.REMOTE):
+        world.clear(tier)
+    assert get_after_asking(world, "abcd") == (KVStatus.NOT_FOUND, 0)
+    world.put("abcd")
+    world.finish_all()
+    world.clear(CPU)
+    world.clear(SSD)
+    assert get_after_asking(world, "abcd") == (KVStatus.SUCCESS, 4)
+
+
+# -- a store that is slow or gone ------------------------------------------------------------------
+
+
+def test_a_question_has_a_deadline_and_then_the_match_goes_on() -> None:
+    world = with_store()
+    lookup = world.look_up("abcd")
+    assert lookup is not None
+    deadline = world.engine.next_deadline()
+    assert deadline is not None
+    world.tick(deadline - world.now)
+    assert not world.engine.is_looking_up(lookup)
+    assert world.num_lookups_ended[lookup] == 1
+    assert world.final(world.get("abcd")).status is KVStatus.NOT_FOUND
+
+
+def late_answers(world: World, count: int) -> None:
+    for number in range(count):
+        if world.look_up("abcdefghij"[number:]) is not None:
+            world.tick(0.06)
+
+
+def test_a_store_that_answers_too_late_is_left_alone_and_tried_again() -> None:
+    world = with_store()
+    late_answers(world, 6)
+    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.look_up("zzz") is None
+    before = dict(world.store)
+    world.put("abcd")
+    world.finish_all()
+    assert world.store == before
+    assert world.engine.totals.dropped_blocks["remote_unavailable"] == 4
+    world.asked.clear()
+    for _ in range(20):
+        world.tick(0.2)
+        for lookup in list(world.asked):
+            world.answer(lookup)
+    assert world.engine.breaker.is_closed
+    assert world.look_up("zzz") is not None
+
+
+def test_trials_that_fail_keep_it_open_and_nobody_waits_for_them() -> None:
+    world = with_store()
+    late_answers(world, 6)
+    world.asked.clear()
+    for _ in range(100):
+        world.tick(0.1)
+        for lookup in list(world.asked):
+            assert not world.engine.is_looking_up(lookup) or world.look_up("zzz") is None
+            world.answer(lookup, "still down")
+    assert not world.engine.breaker.is_closed
+    assert world.engine.breaker.num_openings > 1
+    assert not world.num_lookups_ended.keys() & set(world.asked)
+
+
+def test_ops_that_wait_for_the_store_end_when_it_is_given_up() -> None:
+    world = with_store(cpu=40, ssd=0, chunk=1)
+    task_id = world.put("abcdefghijklmnopqrst")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    num_failed = 0
+    while world.at_work:
+        world.finish(world.ops(OpKind.H2REMOTE)[0], 0, error="HTTP 503")
+        num_failed += 1
+    assert world.engine.breaker.state is BreakerState.OPEN
+    assert num_failed < 20, "the others never went to the store"
+    assert world.final(task_id).num_ok == 20, "DRAM has it all the same"
+    world.check_nothing_is_held()
+
+
+def test_a_worker_that_dies_opens_the_breaker_and_ends_what_is_asked() -> None:
+    world = with_store()
+    lookup = world.look_up("abcd")
+    assert lookup is not None
+    world.down(REMOTE)
+    assert not world.engine.is_looking_up(lookup)
+    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.look_up("xyz") is None
+    world.up(REMOTE)
+    for _ in range(20):
+        world.tick(0.2)
+        for trial in list(world.asked):
+            world.answer(trial)
+    assert world.engine.breaker.is_closed
+    assert world.look_up("xyz") is not None
+
+
+def test_an_op_of_the_store_has_a_deadline_of_its_own() -> None:
+    world = with_store()
+    world.stored_by_another("abcd")
+    lookup = world.look_up("abcd")
+    assert lookup is not None
+    world.answer(lookup)
+    task_id = world.get("abcd")
+    world.tick(11.0)
+    assert REMOTE in world.to_replace
+    world.down(REMOTE, "killed")
+    assert world.final(task_id).status is KVStatus.FAILED
+    world.check_nothing_is_held()
+
+
+def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
+    world = with_store(ssd=0)
+    world.cache.load_cost = LoadCost()
+    for number in range(5):
+        text = "abcdef"[number] * 3
+        world.stored_by_another(text)
+        lookup = world.look_up(text)
+        assert lookup is not None
+        world.answer(lookup)
+        task_id = world.get(text)
+        for run in world.ops(OpKind.REMOTE2H):
+            world.tick(2.0)
+            world.finish(run)
+        world.finish_all()
+        assert world.final(task_id).num_ok == 3
+    world.clear(CPU)
+    world.engine.report_prefill(world.ids.session, 0.01)
+    assert world.tasks[world.get("aaa")].plan.num_blocks == 3
+    world.finish_all()
+    world.clear(CPU)
+    world.engine.report_prefill(world.ids.session, 100.0)
+    assert world.final(world.get("aaa")).status is KVStatus.NOT_FOUND
+    assert world.engine.totals.skipped_blocks == {"remote_slower_than_recompute": 3}
+
+
+# -- writes on the cache's own account -------------------------------------------------------------
+
+
+def test_a_prompt_in_dram_that_the_ssd_lost_is_written_there_when_it_is_put_again() -> None:
+    world = World()
+    world.put("abcd")
+    world.finish_all()
+    world.clear(SSD)
+    task_id = world.put("abcd")
+    assert world.final(task_id).status is KVStatus.NOT_FOUND, "the GPU has nothing to give"
+    assert {run.op.kind for run in world.ops()} == {OpKind.H2DISK}
+    world.finish_all()
+    assert world.cached(SSD, "abcd") == 4
+    world.check_nothing_is_held()
+
+
+def test_what_came_from_the_store_goes_to_the_ssd_with_the_next_put() -> None:
+    world = with_store()
+    world.stored_by_another("abcd")
+    get_after_asking(world, "abcd")
+    assert world.cached(SSD, "abcd") == 0
+    world.put("abcdef")
+    world.finish_all()
+    assert world.cached(SSD, "abcdef") == 6
+
+
+def test_with_write_back_a_put_writes_nothing_until_too_much_is_dirty() -> None:
+    world = World(policy="write_back", cpu=12)
+    world.put("ab")
+    world.finish_all()
+    assert world.cached(SSD, "ab") == 0
+    assert world.cache.num_dirty(SSD) == 2
+    world.put("xyz")
+    world.finish_all()
+    assert world.cached(SSD, "ab") == 2, "the oldest goes first"
+    assert world.cache.num_dirty(SSD) <= 2
+    world.check_nothing_is_held()
+
+
+def test_with_write_back_all_is_written_at_the_end() -> None:
+    world = World(policy="write_back", cpu=12)
+    world.put("ab")
+    world.finish_all()
+    world.engine.close_down(world.now)
+    world.tick()
+    world.finish_all()
+    assert world.cached(SSD, "ab") == 2
+    assert world.cache.num_dirty(SSD) == 0
+
+
+def test_with_write_back_what_is_gone_from_dram_is_let_go() -> None:
+    world = World(policy="write_back", cpu=12)
+    world.put("ab")
+    world.finish_all()
+    world.clear(CPU)
+    world.engine.close_down(world.now)
+    world.tick()
+    assert not world.at_work
+    assert world.cache.num_dirty(SSD) == 0
+
+
+def test_with_selective_a_prompt_is_written_when_it_is_seen_again() -> None:
+    world = World(policy="selective", cpu=12)
+    world.put("abcd")
+    world.finish_all()
+    assert world.cached(SSD, "abcd") == 0
+    world.put("abxy")
+    world.finish_all()
+    assert world.cached(SSD, "abxy") == 2
+    world.put("abcd")
+    world.finish_all()
+    assert world.cached(SSD, "abcd") == 4
+    world.check_nothing_is_held()
+
+
+# -- retention -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("retain_s", "is_kept"), [(0.0, False), (100.0, True), (-100.0, False)])
+def test_a_prompt_put_with_a_hint_outlives_what_is_used_later(
+    retain_s: float, is_kept: bool
+) -> None:
+    world = World(cpu=6, ssd=0)
+    world.put("abc", retain_s=retain_s)
+    world.finish_all()
+    world.tick(50.0)
+    for text in ("xyz", "pqr"):
+        world.put(text)
+        world.finish_all()
+    assert world.cached(CPU, "abc") == (3 if is_kept else 0)
+    world.check_nothing_is_held()
+
+
+def test_a_hint_wears_off() -> None:
+    world = World(cpu=6, ssd=0)
+    world.put("abc", retain_s=100.0)
+    world.finish_all()
+    world.tick(150.0)
+    for text in ("xyz", "pqr"):
+        world.put(text)
+        world.finish_all()
+    assert world.cached(CPU, "abc") == 0
+
+
+def test_a_low_priority_goes_first() -> None:
+    world = World(cpu=6, ssd=0)
+    world.put("abc")
+    world.finish_all()
+    world.put("xyz", retain_s=-3600.0)
+    world.finish_all()
+    world.put("p")
+    world.finish_all()
+    assert (world.cached(CPU, "abc"), world.cached(CPU, "xyz")) == (3, 2)
+
+
+def test_a_session_may_ask_and_leave() -> None:
+    world = with_store()
+    lookup = world.look_up("abcd")
+    assert lookup is not None
+    world.end_session(ENGINE)
+    world.answer(lookup)
+    assert not world.engine.is_looking_up(lookup)
