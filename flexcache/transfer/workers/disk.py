@@ -14,10 +14,8 @@ next; reads never wait for either.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,6 +46,7 @@ from flexcache.transfer.messages import (
     unpack_ids,
 )
 from flexcache.transfer.workers.commit import GroupCommit
+from flexcache.transfer.workers.process import set_up_logging, start_worker_process
 
 logger = logging.getLogger(__name__)
 
@@ -318,10 +317,8 @@ class DiskWorkerConfig(msgspec.Struct, frozen=True):
 
 def main() -> None:
     """Serve until told to stop, or until the parent's end of standard input closes."""
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the parent's business
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=DiskWorkerConfig)
-    logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
+    config = start_worker_process(DiskWorkerConfig)
+    set_up_logging(config.log_level)
     _reserve_files(config)
     io = open_block_io(config.io_engine, config.queue_depth)
     segments = [
@@ -379,10 +376,6 @@ def _serve(socket: zmq.Socket[bytes], worker: DiskWorker, io: BlockIO, commit: G
                     stopping = True
         for done in worker.advance():
             socket.send(msgspec.msgpack.encode(done))
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":
