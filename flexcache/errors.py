@@ -29,6 +29,10 @@ class ClosedError(FlexCacheError):
     """The object was shut down before the call."""
 
 
+class StorageError(FlexCacheError):
+    """A device or file system refused what was asked of it."""
+
+
 class InternalError(FlexCacheError):
     """An invariant of FlexCache's own does not hold: a bug here, never the caller's fault."""
 

@@ -278,8 +278,8 @@ class GlobalCacheEngine:
                 report[name.value]["dirty_blocks"] = self.num_dirty(name)
         return report
 
-    def clear(self, tier: str | None) -> int:
-        """Drop the blocks of one tier, or of all, that nobody holds; how many.
+    def clear(self, tier: str | None) -> dict[TierName, BlockIds]:
+        """Drop the blocks of one tier, or of all, that nobody holds; which, by tier.
 
         Raises:
             ValueError: There is no such tier; names those there are.
@@ -287,7 +287,7 @@ class GlobalCacheEngine:
         names = [name.value for name in self.by_name]
         if tier is not None and tier not in names:
             raise ValueError(f"no tier {tier!r} here; there is {', '.join(names)}")
-        return sum(t.clear() for t in self.tiers if tier in (None, t.name.value))
+        return {t.name: t.clear() for t in self.tiers if tier in (None, t.name.value)}
 
     def publish_staging(self, plan: Plan, num_ok: int) -> None:
         """The first ``num_ok`` staged blocks hold their bytes."""

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.tier import Tier
+from flexcache.cache.tier import BlockIds, Tier
 from flexcache.ids import BlockKey, RootId, TierName
 
 MAX_KNOWN_BLOCKS = 1 << 20  # 150 bytes each, when there are so many
@@ -71,7 +71,7 @@ class RemoteTier(Tier):
         while len(self._absent) > _MAX_ABSENT:
             self._absent.popitem(last=False)
 
-    def clear(self) -> int:
+    def clear(self) -> BlockIds:
         """Find nothing any more of what is stored: from now on it goes by other names here.
 
         The store is not only ours to empty. What it has under the old names goes when it evicts.

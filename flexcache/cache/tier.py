@@ -196,11 +196,11 @@ class Tier:
         self._drop(freed)
         return len(freed)
 
-    def clear(self) -> int:
-        """Drop every block that nobody holds. How many."""
+    def clear(self) -> BlockIds:
+        """Drop every block that nobody holds; returns their ids."""
         freed = self.index.evict(self.capacity)
         self.pool.give_back(freed)
-        return len(freed)
+        return freed
 
     def stats(self) -> dict[str, int]:
         return {

@@ -372,7 +372,8 @@ class Hub:
                 case Match():
                     return self._match(caller, request, memoryview(data), now)
                 case Clear(request_id, tier):
-                    return Answer(request_id, self._tasks.cache.clear(tier))
+                    assert self.store is not None
+                    return Answer(request_id, self.store.clear(tier))
                 case CheckInvariants(request_id):
                     self._tasks.check()
                     return Answer(request_id, None)

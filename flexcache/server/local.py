@@ -108,8 +108,7 @@ class LocalCache:
             return over
 
     def clear(self, tier: str | None) -> int:
-        with self.server.session() as tasks:
-            return tasks.cache.clear(tier)
+        return self.server.clear(tier)
 
     def stats(self) -> dict[str, Any]:
         assert self._ids is not None

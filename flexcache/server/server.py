@@ -290,6 +290,12 @@ class KVServer:
         if missing:
             raise TimeoutError(f"not registered after {timeout} s: {', '.join(missing)}")
 
+    def clear(self, tier: str | None) -> int:
+        """Drop the blocks of one tier, or of all, that nobody holds; how many."""
+        with self.session():
+            assert self._store is not None
+            return self._store.clear(tier)
+
     def stats(self, session: SessionId) -> dict[str, Any]:
         with self.session():
             return self.hub.stats(session)

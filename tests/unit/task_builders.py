@@ -263,7 +263,7 @@ class World:
         return result
 
     def clear(self, tier: TierName) -> int:
-        return self.cache.by_name[tier].clear()
+        return len(self.cache.by_name[tier].clear())
 
     def cached(self, tier: TierName, text: str) -> int:
         """Blocks of the prompt's longest prefix that the tier has; no side effect."""

@@ -75,7 +75,7 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "num_ssd_blocks": 4, "ssd_cache_dirs": "/tmp"}, "list of directories"),
         ({**BASE, "eviction_policy": "mru"}, "eviction_policy = 'mru'.*lru"),
         ({**BASE, "io_engine": "spdk"}, "io_engine = 'spdk'.*io_uring"),
-        ({**BASE, "remote_url": "s3://b"}, "no remote tier"),
+        ({**BASE, "remote_url": "ftp://host/kv"}, "must begin with one of"),
         ({**BASE, "op_timeout_s": 0}, "op_timeout_s"),
         ({**BASE, "direct_io": "maybe"}, "direct_io = 'maybe'"),
         ({**BASE, "log_level": "LOUD"}, "log_level"),

@@ -122,7 +122,7 @@ def test_the_tier_goes_on_as_usual() -> None:
     tier.release(lease)
     tier.check()
     assert len(slots(tier, "abc")) == 3
-    assert tier.clear() == 3
+    assert len(tier.clear()) == 3
     tier.check()
 
 
