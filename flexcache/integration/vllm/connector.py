@@ -106,7 +106,11 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """Hits by tier, for vLLM 0.32 and later, which is the first to ask."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        names = {TierName.CPU: CacheHitSource.HOST, TierName.SSD: CacheHitSource.DISK}
+        names = {
+            TierName.CPU: CacheHitSource.HOST,
+            TierName.SSD: CacheHitSource.DISK,
+            TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+        }
         sources = self._scheduler.hit_sources(request.request_id)
         return {names[tier]: count for tier, count in sources.items()}
 
