@@ -15,6 +15,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 _COUNTERS = {
     "dram_hit_tokens": "Prompt tokens whose KV came from DRAM.",
     "ssd_hit_tokens": "Prompt tokens whose KV came from SSD.",
+    "remote_hit_tokens": "Prompt tokens whose KV came from the remote store.",
     "missed_tokens": "Prompt tokens that were looked up and not found.",
     "stored_tokens": "Tokens whose KV was copied off the GPU.",
     "loaded_bytes": "Bytes copied to the GPU.",
@@ -23,6 +24,9 @@ _COUNTERS = {
     "store_seconds": "Time that copies off the GPU took, summed over copies.",
     "ssd_read_bytes": "Bytes read from SSD.",
     "ssd_written_bytes": "Bytes written to SSD.",
+    "remote_read_bytes": "Bytes read from the remote store.",
+    "remote_written_bytes": "Bytes written to the remote store.",
+    "skipped_blocks": "Blocks that were cached and not loaded, since computing them is faster.",
     "failed_loads": "Loads that lost at least their tail.",
     "dropped_blocks": "Blocks that could not be stored, for whatever reason.",
 }
@@ -48,7 +52,7 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         data = self.data
-        hits = data.get("dram_hit_tokens", 0) + data.get("ssd_hit_tokens", 0)
+        hits = sum(data.get(f"{tier}_hit_tokens", 0) for tier in ("dram", "ssd", "remote"))
         looked_up = hits + data.get("missed_tokens", 0)
         shown = {k: round(v, 4) for k, v in data.items() if not k.endswith(("_bytes", "_seconds"))}
         shown["external_hit_rate"] = round(hits / looked_up, 4) if looked_up else 0.0
@@ -89,6 +93,7 @@ def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, 
     return {
         "dram_hit_tokens": hits.get("CPU", 0) * tokens_per_block,
         "ssd_hit_tokens": hits.get("SSD", 0) * tokens_per_block,
+        "remote_hit_tokens": hits.get("REMOTE", 0) * tokens_per_block,
         "missed_tokens": mine["missed_blocks"] * tokens_per_block,
         "stored_tokens": ops["D2H"]["blocks"] * tokens_per_block,
         "loaded_bytes": ops["H2D"]["bytes"],
@@ -97,6 +102,9 @@ def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, 
         "store_seconds": ops["D2H"]["seconds"],
         "ssd_read_bytes": ops["DISK2H"]["bytes"],
         "ssd_written_bytes": ops["H2DISK"]["bytes"],
-        "failed_loads": ops["H2D"]["failed_ops"] + ops["DISK2H"]["failed_ops"],
+        "remote_read_bytes": ops["REMOTE2H"]["bytes"],
+        "remote_written_bytes": ops["H2REMOTE"]["bytes"],
+        "skipped_blocks": sum(mine["skipped_blocks"].values()),
+        "failed_loads": sum(ops[kind]["failed_ops"] for kind in ("H2D", "DISK2H", "REMOTE2H")),
         "dropped_blocks": sum(mine["dropped_blocks"].values()),
     }
