@@ -1,0 +1,24 @@
+"""kill -9 of the cache's process or its disk worker at random moments of heavy writing, seeded.
+
+    CRASH_ROUNDS=300 CRASH_SEED=7 pytest tests/system/test_crash.py -s
+
+(A kill is no power cut: for those see `tests/unit/test_power_cut.py`.)
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROUNDS = os.environ.get("CRASH_ROUNDS", "24")
+SEED = os.environ.get("CRASH_SEED", "1")
+
+
+def test_a_crash_while_writing_costs_nothing_that_was_durable(tmp_path: Path) -> None:
+    driver = Path(__file__).with_name("crash.py")
+    command = [sys.executable, str(driver), str(tmp_path / "ssd"), ROUNDS, SEED]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print("\n" + ended.stdout)
+    assert ended.returncode == 0
