@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -127,12 +127,11 @@ def _runs(records: Records, parents: Indices) -> Iterator[RestoredRun]:
     if not count:
         return
     starts = [0, *(np.flatnonzero(parents[1:] != np.arange(count - 1)) + 1).tolist()]
-    keys, olders = _keys(records, "key"), _keys(records, "parent")
-    roots, slots = records["root"].tolist(), np.ascontiguousarray(records["slot"])
-    for start, stop in zip(starts, [*starts[1:], count], strict=True):
-        yield RestoredRun(
-            RootId(roots[start]), olders[start] or None, keys[start:stop], slots[start:stop]
-        )
+    keys, slots = _keys(records, "key"), np.ascontiguousarray(records["slot"])
+    firsts = records[starts]
+    roots, befores = firsts["root"].tolist(), _keys(firsts, "parent")
+    for root, before, (start, stop) in zip(roots, befores, pairwise([*starts, count]), strict=True):
+        yield RestoredRun(RootId(root), before or None, keys[start:stop], slots[start:stop])
 
 
 def _keys(records: Records, field: str) -> list[BlockKey]:
