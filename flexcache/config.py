@@ -174,7 +174,7 @@ class CacheConfig:
     )
     remote_concurrency: int = _setting(16, "Requests to an object store at once.", "requests")
     remote_timeout_s: float = _setting(
-        10.0, "Deadline of one op of the store. What hangs longer is replaced.", "s"
+        3.0, "Deadline of one op of the store. What hangs longer is replaced.", "s"
     )
     remote_lookup_timeout_s: float = _setting(
         0.05, "For how long a match waits to hear what the store has.", "s"

@@ -74,6 +74,7 @@ _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough th
 _OWN_SESSION = make_session(0, 0xFFFF)  # no server has the epoch 0
 _SLOWEST_BYTES_PER_S = 1e8  # a large op gets this much longer than the configured deadline
 _GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
+_SHORTEST_LOAD_PATIENCE_S = 0.25  # with the remote store, however fast the engine computes
 _MAX_ERRORS = 8  # that a response names
 NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
 
@@ -173,7 +174,7 @@ class KVTaskEngine:
         load_ranks: Sequence[int] = (0,),
         store_ranks: Sequence[int] = (0,),
         op_timeout_s: float = 30.0,
-        remote_timeout_s: float = 10.0,
+        remote_timeout_s: float = 3.0,
         lookup_timeout_s: float = 0.05,
         match_ttl_s: float = 120.0,
         max_open_tasks: int = 4096,
@@ -192,6 +193,8 @@ class KVTaskEngine:
         self._running: dict[OpId, _RunningOp] = {}
         self._deadlines: list[tuple[float, OpId]] = []
         self._unlaunched: deque[tuple[float, TaskId]] = deque()
+        self._awaited_loads: list[tuple[float, TaskId]] = []
+        """Gets from the remote store, and when it is better to compute what has not come."""
         self._lanes = {DISK: _Lane(op_timeout_s), REMOTE: _Lane(remote_timeout_s)}
         self.breaker = CircuitBreaker()
         self.lookups: RemoteLookUps | None = None
@@ -387,9 +390,31 @@ class KVTaskEngine:
         for task, blocks in to_start:
             task.gated = gated
             task.plan.graph.bind_gpu_blocks(blocks, task.plan.start)
+            if task.plan.kind is TaskKind.GET and TierName.REMOTE in task.plan.sources:
+                patience_s = self._load_patience_s(task)
+                heapq.heappush(self._awaited_loads, (now + patience_s, task.task_id))
             self._follow(self._submit(task), now)
             if not task.plan.graph.ops:  # a prefetch of what the host tier has
                 self._finish(task)
+
+    def _load_patience_s(self, task: _Task) -> float:
+        """For how long a get waits for the remote store: no longer than to compute it all."""
+        longest, rate = self._lanes[REMOTE].timeout_s, task.owner.prefill_blocks_per_s
+        if rate <= 0:
+            return longest
+        return min(longest, max(_SHORTEST_LOAD_PATIENCE_S, task.plan.num_blocks / rate))
+
+    def _give_up_late_loads(self, now: float) -> None:
+        """Answer gets with what has come so far. A read under way still ends in DRAM."""
+        while self._awaited_loads and self._awaited_loads[0][0] <= now:
+            task = self._tasks.get(heapq.heappop(self._awaited_loads)[1])
+            if task is None or task.announced or not task.open_ops[OpKind.REMOTE2H]:
+                continue
+            reason = "the remote store takes longer than computing would"
+            task.errors.append(reason)
+            self.breaker.failed(reason, now)
+            self._end_queued(task)
+            self._follow(self._scheduler.cancel(task.task_id), now)
 
     def _submit(self, task: _Task) -> list[Outcome]:
         task.launched = True
@@ -536,6 +561,7 @@ class KVTaskEngine:
 
     def tick(self, now: float) -> None:
         """Let deadlines pass."""
+        self._give_up_late_loads(now)
         if self.lookups is not None:
             self.lookups.tick(now, REMOTE in self._up, self._instructions)
             self._heed_breaker(now)
@@ -563,7 +589,8 @@ class KVTaskEngine:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
-        times = [queue[0][0] for queue in (self._deadlines, self._unlaunched) if queue]
+        queues = (self._deadlines, self._unlaunched, self._awaited_loads)
+        times = [queue[0][0] for queue in queues if queue]
         asked = self.lookups.next_deadline() if self.lookups is not None else None
         if asked is not None:
             times.append(asked)

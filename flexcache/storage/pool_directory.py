@@ -39,7 +39,7 @@ OLD_DATA_FILE = "flexcache-ssd.data"
 _DATA_MAGIC, _INDEX_MAGIC = b"FlexSSDd", b"FlexSSDi"
 _HEADER = struct.Struct("<8sI4x16sQII")
 _CHECK = struct.Struct("<Q")
-_LOCK_PATIENCE_S = 1.0
+_LOCK_PATIENCE_S = 5.0  # the worker of a server that was killed may still wait for its device
 _FILL_BYTES = 4 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -6,7 +6,7 @@ import pytest
 from task_builders import ABSENT_TTL_S, ENGINE, ROOT, World
 
 from flexcache.cache.load_cost import LoadCost
-from flexcache.ids import KVStatus, OpKind, TierName
+from flexcache.ids import KVStatus, OpKind, TaskId, TierName
 from flexcache.instructions import REMOTE
 from flexcache.transfer.breaker import BreakerState
 
@@ -224,7 +224,7 @@ def test_an_op_of_the_store_has_a_deadline_of_its_own() -> None:
     assert lookup is not None
     world.answer(lookup)
     task_id = world.get("abcd")
-    world.tick(11.0)
+    world.tick(4.0)
     assert REMOTE in world.to_replace
     world.down(REMOTE, "killed")
     assert world.final(task_id).status is KVStatus.FAILED
@@ -242,7 +242,7 @@ def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
         world.answer(lookup)
         task_id = world.get(text)
         for run in world.ops(OpKind.REMOTE2H):
-            world.tick(2.0)
+            world.tick(1.0)
             world.finish(run)
         world.finish_all()
         assert world.final(task_id).num_ok == 3
@@ -378,3 +378,69 @@ def test_a_session_may_ask_and_leave() -> None:
     world.end_session(ENGINE)
     world.answer(lookup)
     assert not world.engine.is_looking_up(lookup)
+
+
+# -- a load that takes longer than a recompute -----------------------------------------------------
+
+
+def reading_from_store(world: World, text: str = "abcdef") -> TaskId:
+    """A get whose blocks are on their way from the store."""
+    world.stored_by_another(text)
+    lookup = world.look_up(text)
+    assert lookup is not None
+    world.answer(lookup)
+    task_id = world.get(text)
+    assert world.ops(OpKind.REMOTE2H)
+    return task_id
+
+
+def test_a_get_waits_for_the_store_no_longer_than_to_compute_it_all() -> None:
+    world = with_store()
+    world.engine.report_prefill(world.ids.session, 6.0)  # a second for the whole prompt
+    task_id = reading_from_store(world)
+    world.finish(world.ops(OpKind.REMOTE2H)[0])
+    world.finish(world.ops(OpKind.H2D)[0])
+    world.tick(0.9)
+    assert world.result(task_id) is None
+    world.tick(0.2)
+    result = world.result(task_id)
+    assert result is not None
+    assert (result.status, result.num_ok) == (KVStatus.SUCCESS, 2)
+    world.finish_all()
+    assert world.cached(CPU, "abcdef") >= 2, "what was under way is kept"
+    world.check_nothing_is_held()
+
+
+def test_a_get_of_which_nothing_has_come_fails_in_time() -> None:
+    world = with_store()
+    world.engine.report_prefill(world.ids.session, 1e6)
+    task_id = reading_from_store(world)
+    world.tick(0.3)
+    result = world.result(task_id)
+    assert result is not None
+    assert result.status is KVStatus.FAILED
+    world.finish_all()
+    world.check_nothing_is_held()
+
+
+def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
+    world = with_store()
+    world.engine.report_prefill(world.ids.session, 6.0)
+    task_id = reading_from_store(world)
+    for run in world.ops(OpKind.REMOTE2H):
+        world.finish(run)
+    world.tick(2.0)
+    assert world.result(task_id) is None, "the copies are on their way"
+    world.finish_all()
+    assert world.final(task_id).num_ok == 6
+
+
+def test_loads_that_are_given_up_open_the_breaker() -> None:
+    world = with_store(cpu=40)
+    world.engine.report_prefill(world.ids.session, 1e6)
+    for text in ("abc", "bcd", "cde", "def", "efg"):
+        reading_from_store(world, text)
+        world.tick(0.3)
+        if not world.engine.breaker.is_closed:
+            break
+    assert world.engine.breaker.state is BreakerState.OPEN
