@@ -12,14 +12,18 @@ from flexcache.storage.remote.base import (
     Presence,
     RemoteStore,
     Status,
+    failed,
     num_bytes_of,
     scatter,
+    seconds_until,
     too_large,
 )
 
+_LATE = failed("the deadline has passed")
+
 
 class MemoryStore(RemoteStore):
-    """Never late, never full, and gone with the process."""
+    """Never full, and gone with the process."""
 
     name = "memory"
 
@@ -27,11 +31,15 @@ class MemoryStore(RemoteStore):
         self.objects: dict[str, bytes] = {}
 
     def count_present(self, names: Sequence[str], deadline: float) -> Presence:
+        if seconds_until(deadline) <= 0:
+            return Presence(0, _LATE.reason)
         return Presence(sum(1 for _ in takewhile(self.objects.__contains__, names)))
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:
+        if seconds_until(deadline) <= 0:
+            return [_LATE for _ in names]
         return [self._read(name, room) for name, room in zip(names, parts, strict=True)]
 
     def _read(self, name: str, parts: Parts) -> Outcome:
@@ -46,6 +54,8 @@ class MemoryStore(RemoteStore):
     def write_from(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:
+        if seconds_until(deadline) <= 0:
+            return [_LATE for _ in names]
         for name, content in zip(names, parts, strict=True):
             self.objects[name] = b"".join(content)
         return [Outcome(Status.OK, num_bytes_of(content)) for content in parts]
@@ -55,4 +65,4 @@ class MemoryStore(RemoteStore):
             self.objects.pop(name, None)
 
     def close(self) -> None:
-        self.objects.clear()
+        """Nothing to let go of."""

@@ -40,6 +40,7 @@ from flexcache.storage.remote.url import RemoteUrl
 
 _RPCS_PER_OP = 3  # a put is announced, moved and completed
 _LOCAL_BUFFER_BYTES = 16 << 20
+_PRESENT = 1
 _NO_SPACE = -200
 _NOT_FOUND = -704
 _UNREACHABLE = (-900, -901)
@@ -76,9 +77,7 @@ class MooncakeStore(RemoteStore):
             }
         )
         if result != 0:
-            raise StoreUnavailableError(
-                f"{self.name}: set-up failed (error {result})"
-            )
+            raise StoreUnavailableError(f"{self.name}: set-up failed (error {result})")
         for region in regions:
             if self._client.register_buffer(region.address, region.num_bytes) != 0:
                 self.close()
@@ -95,8 +94,8 @@ class MooncakeStore(RemoteStore):
         if problem or not names:
             return Presence(0, problem)
         found = self._client.batch_is_exist(list(names))
-        present = sum(1 for _ in takewhile(lambda result: result == 1, found))
-        if present < len(names) and found[present] != 0:
+        present = sum(1 for _ in takewhile(lambda result: result == _PRESENT, found))
+        if present < len(names) and found[present] < 0:
             return Presence(present, self._failure(found[present]).reason)
         return Presence(present)
 
@@ -106,13 +105,19 @@ class MooncakeStore(RemoteStore):
         problem = self._problem(deadline)
         if problem:
             return [failed(problem) for _ in names]
-        sizes = self._sizes(names)
-        outcomes = self._without_size([name for name in names if name not in sizes])
+        # What is missing is asked for only in the first call: the second one logs it as an error.
+        found = dict(zip(names, self._client.batch_is_exist(list(names)), strict=True))
+        sizes = self._sizes([name for name in names if found[name] == _PRESENT])
+        outcomes: dict[str, Outcome] = {}
         wanted: dict[str, Parts] = {}
         for name, room in zip(names, parts, strict=True):
-            if name in sizes and sizes[name] > num_bytes_of(room):
+            if found[name] < 0:
+                outcomes[name] = self._failure(found[name])
+            elif name not in sizes:
+                outcomes[name] = MISSING
+            elif sizes[name] > num_bytes_of(room):
                 outcomes[name] = too_large(sizes[name], num_bytes_of(room))
-            elif name in sizes:
+            else:
                 wanted[name] = _first_bytes(room, sizes[name])
         if wanted:
             results = self._client.batch_get_into_multi_buffers(
@@ -156,15 +161,6 @@ class MooncakeStore(RemoteStore):
                 if replica.is_memory_replica():
                     sizes[name] = replica.get_memory_descriptor().buffer_descriptor.size
         return sizes
-
-    def _without_size(self, names: Sequence[str]) -> dict[str, Outcome]:
-        """Whether they are missing, or the master did not answer."""
-        if not names:
-            return {}
-        return {
-            name: self._failure(found) if found < 0 else MISSING
-            for name, found in zip(names, self._client.batch_is_exist(list(names)), strict=True)
-        }
 
     def _failure(self, code: int) -> Outcome:
         if code == _NOT_FOUND:

@@ -131,7 +131,7 @@ class ObjectStore(RemoteStore):
     async def _read(self, name: str, parts: Parts) -> Outcome:
         room = num_bytes_of(parts)
         found = await self._api.get_async(self._client, name)
-        size = found.meta["size"]
+        _, size = found.range
         if size > room:
             return too_large(size, room)
         scatter(memoryview(await found.bytes_async()), parts)
@@ -155,20 +155,24 @@ class ObjectStore(RemoteStore):
         free = asyncio.Semaphore(self._concurrency)
 
         async def guarded(*each: Any) -> Outcome:
-            async with free:
-                try:
-                    return await asyncio.wait_for(action(*each), seconds_until(deadline))
-                except FileNotFoundError:
-                    return MISSING
-                except asyncio.TimeoutError:
-                    return failed("the store did not answer in time")
-                except Exception as error:  # obstore's own classes, or what Rust made of the OS's
-                    return failed(_first_line(error))
+            try:
+                async with free:
+                    return await action(*each)
+            except FileNotFoundError:
+                return MISSING
+            except asyncio.CancelledError:
+                return failed("the deadline has passed")
+            except Exception as error:  # obstore's own classes, or what it made of the system's
+                return failed(_first_line(error))
 
         async def all_of_them() -> list[Outcome]:
-            return await asyncio.gather(*(guarded(*each) for each in arguments))
+            tasks = [asyncio.ensure_future(guarded(*each)) for each in arguments]
+            _, late = await asyncio.wait(tasks, timeout=seconds_until(deadline))
+            for task in late:
+                task.cancel()
+            return await asyncio.gather(*tasks)
 
-        return asyncio.run(all_of_them())
+        return asyncio.run(all_of_them()) if arguments else []
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,111 @@
+"""Moves blocks between DRAM and a remote store, as the objects that `object_format` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flexcache.storage.remote.base import (
+    Outcome,
+    Parts,
+    RemoteStore,
+    Status,
+    StoreUnavailableError,
+)
+from flexcache.storage.remote.object_format import (
+    HEADER_BYTES,
+    BlockCodec,
+    DamagedObjectError,
+    UnreadableObjectError,
+    object_name,
+)
+
+_BATCH_BYTES = 16 << 20
+_LARGEST_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The first ``num_ok`` blocks were moved; the one after them has ended with the ``error``.
+
+    ``bad_block``: it is not in the store, or not as it should be.
+    """
+
+    num_ok: int
+    error: str | None = None
+    bad_block: bool = False
+
+
+def batch_size(block_bytes: int) -> int:
+    """How many blocks of so many bytes go into one call of the store."""
+    return max(1, min(_LARGEST_BATCH, _BATCH_BYTES // block_bytes))
+
+
+class BlockMover:
+    """For one thread: headers, and compressed blocks, are made in its own room.
+
+    Args:
+        codec: How objects are made; not shared.
+        room: Memory for one batch: `batch_size` times the codec's `room_bytes`.
+        block_bytes: Of one block, all ranks together.
+    """
+
+    def __init__(self, codec: BlockCodec, room: memoryview, block_bytes: int) -> None:
+        self._codec = codec
+        size = codec.room_bytes(block_bytes)
+        self._rooms = [
+            room[start : start + size] for start in range(0, size * batch_size(block_bytes), size)
+        ]
+
+    def load(
+        self, store: RemoteStore, root: bytes, keys: Sequence[bytes], blocks: Sequence[Parts],
+        deadline: float,
+    ) -> Moved:  # fmt: skip
+        """Fill the blocks, up to the first that cannot be had. A damaged object is removed."""
+        for start, names in self._batches(root, keys):
+            headers = [room[:HEADER_BYTES] for room, _ in zip(self._rooms, names, strict=False)]
+            batch = blocks[start : start + len(names)]
+            parts = [[header, *pieces] for header, pieces in zip(headers, batch, strict=True)]
+            outcomes = store.read_into(names, parts, deadline)
+            for i, outcome in enumerate(outcomes):
+                try:
+                    self._accept(outcome, root, keys[start + i], headers[i], batch[i])
+                except DamagedObjectError as error:
+                    store.discard([names[i]], deadline)
+                    return Moved(start + i, f"{names[i]}: {error}", bad_block=True)
+                except UnreadableObjectError as error:
+                    return Moved(start + i, f"{names[i]}: {error}", bad_block=True)
+                except StoreUnavailableError as error:
+                    return Moved(start + i, f"{names[i]}: {error}")
+        return Moved(len(keys))
+
+    def save(
+        self, store: RemoteStore, root: bytes, keys: Sequence[bytes], blocks: Sequence[Parts],
+        deadline: float,
+    ) -> Moved:  # fmt: skip
+        """Store the blocks, up to the first that cannot be stored."""
+        for start, names in self._batches(root, keys):
+            parts = [
+                self._codec.encode(root, keys[start + i], blocks[start + i], self._rooms[i])
+                for i in range(len(names))
+            ]
+            for i, outcome in enumerate(store.write_from(names, parts, deadline)):
+                if outcome.status is not Status.OK:
+                    return Moved(start + i, f"{names[i]}: {outcome.reason}")
+        return Moved(len(keys))
+
+    def _batches(self, root: bytes, keys: Sequence[bytes]) -> Iterator[tuple[int, list[str]]]:
+        size = len(self._rooms)
+        for start in range(0, len(keys), size):
+            yield start, [object_name(root, key) for key in keys[start : start + size]]
+
+    def _accept(
+        self, outcome: Outcome, root: bytes, key: bytes, header: memoryview, pieces: Parts
+    ) -> None:
+        if outcome.status is Status.FAILED:
+            raise StoreUnavailableError(outcome.reason)
+        if outcome.status is Status.MISSING:
+            raise UnreadableObjectError(outcome.reason)
+        if outcome.status is Status.TOO_LARGE:
+            raise DamagedObjectError(outcome.reason)
+        self._codec.decode(root, key, header, pieces, outcome.num_bytes)

@@ -1,0 +1,321 @@
+"""The remote worker: executes REMOTE2H and H2REMOTE, and answers look-ups, in its own process.
+
+Run as ``python -m flexcache.transfer.workers.remote`` by the server, since a store's native client
+may hang or abort: the server then replaces the process, and nothing else notices. It is up at once,
+whether the store is or not; while it is not, all is answered with an error.
+
+`RemoteWorker` decides whose turn it is, without threads or sockets; `RemoteService` has the threads
+that do it; `main` is the shell around them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.remote import check_remote_url, open_remote_store
+from flexcache.storage.remote.base import (
+    Parts,
+    Presence,
+    Region,
+    RemoteStore,
+    StoreUnavailableError,
+)
+from flexcache.storage.remote.block_mover import BlockMover, Moved, batch_size
+from flexcache.storage.remote.connection import Connection
+from flexcache.storage.remote.object_format import BlockCodec, object_name
+from flexcache.transfer.messages import (
+    BlockNames,
+    Done,
+    Drop,
+    Execute,
+    LookedUp,
+    LookUp,
+    Ready,
+    Stop,
+    unpack_ids,
+)
+from flexcache.transfer.workers.process import set_up_logging, start_worker_process
+
+logger = logging.getLogger(__name__)
+
+_TRANSFER_THREADS = 3  # more of them only take turns at the processors
+_LOOKUP_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOp:
+    """What one thread does in one go: some blocks of one prompt, all in one direction."""
+
+    op_id: int
+    is_load: bool
+    names: BlockNames
+    host_blocks: npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class _Lane:
+    waiting: dict[int, RemoteOp] = field(default_factory=dict)  # in order of arrival
+    num_running: int = 0
+
+
+class RemoteWorker:
+    """Hands ops to threads: loads first, and neither loads nor stores to all of them at once.
+
+    So a load never waits until some store has ended, and stores never starve. Every op that was
+    taken in is answered once. Not thread-safe; O(1) per call.
+
+    Args:
+        num_threads: How many ops may run at once; at least two.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._most_running = num_threads - 1
+        self._loads = _Lane()
+        self._stores = _Lane()
+
+    @property
+    def is_idle(self) -> bool:
+        return all(not (lane.waiting or lane.num_running) for lane in (self._loads, self._stores))
+
+    def execute(self, message: Execute) -> None:
+        assert message.names is not None
+        is_load = message.kind is OpKind.REMOTE2H
+        host_blocks = unpack_ids(message.dst if is_load else message.src)
+        op = RemoteOp(message.op_id, is_load, message.names, host_blocks)
+        self._lane(op).waiting[op.op_id] = op
+
+    def drop(self, op_id: int) -> Done | None:
+        """An op that waits is over at once; one that runs goes on."""
+        for lane in (self._loads, self._stores):
+            if lane.waiting.pop(op_id, None) is not None:
+                return Done(op_id, 0)
+        return None
+
+    def next_op(self) -> RemoteOp | None:
+        """What a free thread is to do. `end` must follow."""
+        for lane in (self._loads, self._stores):
+            if lane.waiting and lane.num_running < self._most_running:
+                lane.num_running += 1
+                return lane.waiting.pop(next(iter(lane.waiting)))
+        return None
+
+    def end(self, op: RemoteOp, moved: Moved) -> Done:
+        self._lane(op).num_running -= 1
+        return Done(op.op_id, moved.num_ok, error=moved.error, bad_block=moved.bad_block)
+
+    def _lane(self, op: RemoteOp) -> _Lane:
+        return self._loads if op.is_load else self._stores
+
+
+class RemoteWorkerConfig(msgspec.Struct, frozen=True):
+    """All that the process is told, on the first line of its standard input.
+
+    ``block_bytes`` are those of a block on one rank that mean something; a segment's stride may be
+    padded. ``concurrency`` is for stores that take one request per object.
+    """
+
+    endpoint: str
+    identity: str
+    segment_fds: list[int]
+    segment_stride: int
+    num_host_blocks: int
+    block_bytes: int
+    url: str
+    compression: str
+    timeout_s: float
+    concurrency: int
+    log_level: str
+
+
+class RemoteService:
+    """Threads that move blocks and look names up; `fileno` is readable when there are answers.
+
+    Args:
+        segments: Mapped; they must outlive the service.
+        open_store: As `open_remote_store`.
+    """
+
+    def __init__(
+        self,
+        config: RemoteWorkerConfig,
+        segments: Sequence[HostSegment],
+        open_store: Callable[..., RemoteStore] = open_remote_store,
+    ) -> None:
+        self._config = config
+        self._segments = segments
+        self._worker = RemoteWorker(_TRANSFER_THREADS)
+        self._changed = threading.Condition()
+        self._lookups: SimpleQueue[tuple[LookUp, float]] = SimpleQueue()
+        self._num_lookups = 0
+        self._answers: deque[Done | LookedUp] = deque()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        codecs = [BlockCodec(config.compression) for _ in range(_TRANSFER_THREADS)]
+        block_bytes = config.block_bytes * len(segments)
+        room_bytes = batch_size(block_bytes) * codecs[0].room_bytes(block_bytes)
+        self._rooms = mmap.mmap(-1, room_bytes * len(codecs))
+        regions = [Region(segment.address, segment.size) for segment in segments]
+        regions.append(Region(_address_of(self._rooms), len(self._rooms)))
+        self._connection = Connection(
+            lambda: open_store(
+                config.url,
+                regions=regions,
+                timeout_s=config.timeout_s,
+                concurrency=config.concurrency,
+            )
+        )
+        for i, codec in enumerate(codecs):
+            room = memoryview(self._rooms)[i * room_bytes : (i + 1) * room_bytes]
+            mover = BlockMover(codec, room, block_bytes)
+            self._start_thread(f"flexcache-remote-{i}", self._transfer, mover)
+        for i in range(_LOOKUP_THREADS):
+            self._start_thread(f"flexcache-remote-lookup-{i}", self._look_up)
+
+    def fileno(self) -> int:
+        return self._event
+
+    @property
+    def is_idle(self) -> bool:
+        with self._changed:
+            return self._worker.is_idle and not (self._num_lookups or self._answers)
+
+    def take(self, message: Execute | Drop | LookUp) -> None:
+        """Begin with what was asked. Never blocks."""
+        with self._changed:
+            if isinstance(message, LookUp):
+                self._num_lookups += 1
+                self._lookups.put((message, time.monotonic() + self._config.timeout_s))
+            elif isinstance(message, Execute):
+                self._worker.execute(message)
+                self._changed.notify()
+            elif (done := self._worker.drop(message.op_id)) is not None:
+                self._answer(done)
+
+    def answers(self) -> list[Done | LookedUp]:
+        """What has ended since the last call. Never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        with self._changed:
+            answers = list(self._answers)
+            self._answers.clear()
+        return answers
+
+    def close(self) -> None:
+        """Let go of the store; its threads must be idle. They end with the process."""
+        self._connection.close()
+
+    def _start_thread(self, name: str, target: Callable[..., None], *args: BlockMover) -> None:
+        # Daemons, since one that hangs in a native call must not keep the process.
+        threading.Thread(target=target, args=args, name=name, daemon=True).start()
+
+    def _transfer(self, mover: BlockMover) -> None:
+        while True:
+            with self._changed:
+                while (op := self._worker.next_op()) is None:
+                    self._changed.wait()
+            try:
+                moved = self._move(op, mover)
+            except StoreUnavailableError as error:
+                moved = Moved(0, str(error))
+            except Exception as error:
+                logger.exception("op %d failed", op.op_id)
+                moved = Moved(0, f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._answer(self._worker.end(op, moved))
+                self._changed.notify()  # its lane has room again
+
+    def _move(self, op: RemoteOp, mover: BlockMover) -> Moved:
+        store = self._connection.store()
+        move = mover.load if op.is_load else mover.save
+        blocks = [self._pieces(int(block)) for block in op.host_blocks]
+        deadline = time.monotonic() + self._config.timeout_s
+        return move(store, op.names.root, op.names.keys, blocks, deadline)
+
+    def _pieces(self, block: int) -> Parts:
+        return [segment.block(block)[: self._config.block_bytes] for segment in self._segments]
+
+    def _look_up(self) -> None:
+        while True:
+            message, deadline = self._lookups.get()
+            names = [object_name(message.root, key) for key in message.keys]
+            try:
+                found = self._connection.store().count_present(names, deadline)
+            except StoreUnavailableError as error:
+                found = Presence(0, str(error))
+            except Exception as error:
+                logger.exception("look-up %d failed", message.lookup_id)
+                found = Presence(0, f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._num_lookups -= 1
+                self._answer(LookedUp(message.lookup_id, found.num_present, found.error))
+
+    def _answer(self, answer: Done | LookedUp) -> None:
+        self._answers.append(answer)
+        os.eventfd_write(self._event, 1)
+
+
+def main() -> None:
+    """Serve until told to stop, or until the parent's end of standard input closes."""
+    config = start_worker_process(RemoteWorkerConfig)
+    set_up_logging(config.log_level)
+    segments = [
+        HostSegment(fd, config.segment_stride, config.num_host_blocks) for fd in config.segment_fds
+    ]
+    for segment in segments:
+        segment.map()
+    service = RemoteService(config, segments)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.identity = config.identity.encode()
+        socket.connect(config.endpoint)
+        socket.send(msgspec.msgpack.encode(Ready(check_remote_url(config.url).name)))
+        _serve(socket, service)
+    if not service.is_idle:
+        os._exit(0)  # a thread is still inside the client, which cannot be taken down under it
+    service.close()
+
+
+def _serve(socket: zmq.Socket[bytes], service: RemoteService) -> None:
+    decoder = msgspec.msgpack.Decoder(Execute | Drop | LookUp | Stop)
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(service.fileno(), zmq.POLLIN)
+    poller.register(sys.stdin.fileno(), zmq.POLLIN)
+    stopping = False
+    while not (stopping and service.is_idle):
+        ready = dict(poller.poll())
+        if sys.stdin.fileno() in ready:
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = decoder.decode(socket.recv(zmq.NOBLOCK))
+                if isinstance(message, Stop):
+                    stopping = True
+                else:
+                    service.take(message)
+        for answer in service.answers():
+            socket.send(msgspec.msgpack.encode(answer))
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+
+if __name__ == "__main__":
+    main()
