@@ -1,0 +1,383 @@
+"""Caches that share a remote store, and what becomes of them when the store fails."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster import Cluster, running_cluster
+from load import LoadEngine, make_kv, make_model
+from stores import StoreServer, missing, mooncake_master, mooncake_segment, s3_server
+from test_faults import flip_byte, until
+
+from flexcache import KVStatus, ModelConfig
+
+NUM_BLOCKS = 24
+TOKENS = np.arange(NUM_BLOCKS * 16)
+BLOCKS = list(range(NUM_BLOCKS))
+SHARED = slice(0, 9)  # of BLOCKS: what stands before the damage
+NO_CALL_TAKES_S = 5.0
+SETTINGS: dict[str, Any] = {
+    "num_cpu_blocks": 192,  # an eighth of it less, a quarter of the rest may wait for the store
+    "remote_lookup_timeout_s": 2.0,  # a busy machine is no slow store
+    "remote_timeout_s": 3.0,
+    "remote_absent_ttl_s": 0.1,
+    "skip_slow_loads": False,
+}
+_numbers = itertools.count()
+
+STORES = [
+    "file",
+    pytest.param("s3", marks=pytest.mark.skipif(bool(missing("obstore", "weed")), reason="s3")),
+    pytest.param(
+        "mooncake",
+        marks=pytest.mark.skipif(
+            bool(missing("mooncake", "mooncake_master")), reason="Mooncake is not installed"
+        ),
+    ),
+]
+SERVERS = STORES[1:]
+
+
+@contextmanager
+def store_server(kind: str) -> Iterator[StoreServer]:
+    """A server whose objects do not go when one of its users does."""
+    if kind == "s3":
+        with s3_server() as server:
+            yield server
+        return
+    with mooncake_master() as server, mooncake_segment(server.url):
+        server.url = f"{server.url.partition('?')[0]}?segment_gb=0"
+        yield server
+
+
+@pytest.fixture(scope="module", params=STORES)
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "file":
+        with tempfile.TemporaryDirectory(prefix="fc-store-") as directory:
+            yield f"file://{directory}"
+    else:
+        with store_server(request.param) as server:
+            yield server.url
+
+
+@pytest.fixture
+def model() -> ModelConfig:
+    """Of a name of its own: what other tests have stored is not found."""
+    return ModelConfig(f"model-{next(_numbers)}", 3, 4, 32, torch.bfloat16)
+
+
+@contextmanager
+def caches(url: str, model: ModelConfig, count: int = 2, **settings: Any) -> Iterator[list[Cluster]]:
+    """Caches that have nothing in common but the store."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                running_cluster(model=model, remote_url=url, **{**SETTINGS, **settings})
+            )
+            for _ in range(count)
+        ]
+
+
+def breaker(cluster: Cluster) -> str:
+    return str(cluster.manager.stats()["remote"]["breaker"]["state"])
+
+
+def remote(cluster: Cluster, counter: str) -> int:
+    return int(cluster.manager.stats()["tiers"]["REMOTE"][counter])
+
+
+def until_it_stores(cluster: Cluster, within: float = 30.0) -> None:
+    """Put new prompts until the store has taken one."""
+
+    def stores() -> bool:
+        before = remote(cluster, "stored_blocks")
+        cluster.put(np.arange(16) + 10_000_000 + 16 * next(_numbers), [63])
+        return remote(cluster, "stored_blocks") > before
+
+    until(stores, within)
+
+
+def put_into_the_store(cluster: Cluster, tokens: np.ndarray = TOKENS) -> list[bytes]:
+    """The blocks' bytes, once all of them are in the store."""
+    until_it_stores(cluster)
+    before = remote(cluster, "stored_blocks")
+    expected = cluster.read(BLOCKS)
+    assert cluster.put(tokens, BLOCKS).mask.all()
+    assert remote(cluster, "stored_blocks") - before == NUM_BLOCKS
+    return expected
+
+
+def first_blocks(content: list[bytes], count: int) -> list[bytes]:
+    """Of what `Cluster.read` gave for all: the first ones, of each layer."""
+    return [block for i in range(3) for block in content[i * NUM_BLOCKS :][:count]]
+
+
+def test_what_one_cache_has_stored_another_gets_byte_for_byte(url: str, model: ModelConfig) -> None:
+    with caches(url, model) as (one, two):
+        expected = put_into_the_store(one)
+        until_it_stores(two)
+        two.wipe(BLOCKS)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == expected
+        assert two.manager.stats()["hit_blocks"] == {"REMOTE": NUM_BLOCKS}
+        two.wipe(BLOCKS)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == expected
+        assert two.manager.stats()["hit_blocks"]["CPU"] == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_compressed_blocks_are_read_by_caches_that_compress_differently(
+    codec: str, tmp_path: Path, model: ModelConfig
+) -> None:
+    url = f"file://{tmp_path}"
+    with (
+        caches(url, model, 1, remote_compression=codec) as (one,),
+        caches(url, model, 1) as (two,),
+    ):
+        one.wipe(BLOCKS[:12])  # these become smaller; random bytes do not
+        expected = put_into_the_store(one)
+        until_it_stores(two)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == expected
+    sizes = {path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
+    assert min(sizes) < 1000 < max(sizes)
+
+
+def test_a_prefetch_brings_blocks_from_the_store_to_dram(url: str, model: ModelConfig) -> None:
+    with caches(url, model) as (one, two):
+        expected = put_into_the_store(one)
+        until_it_stores(two)
+        task = two.manager.prefetch_async(TOKENS)
+        assert two.manager.wait([task], 30)[task].mask.all()
+        two.wipe(BLOCKS)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == expected
+        assert two.manager.stats()["hit_blocks"] == {"CPU": NUM_BLOCKS}
+
+
+def test_dram_ssd_and_store_serve_one_prompt_together(tmp_path: Path, model: ModelConfig) -> None:
+    url = f"file://{tmp_path}/store"
+    settings = {**SETTINGS, "model": model, "remote_url": url}
+    with (
+        caches(url, model, 1) as (one,),
+        running_cluster([tmp_path / "ssd"], **settings) as two,
+    ):
+        expected = put_into_the_store(one)
+        until_it_stores(two)
+        two.get(TOKENS, BLOCKS[:12])
+        two.put(TOKENS, BLOCKS[:12])  # DRAM has them: they are written to SSD
+        until(lambda: two.manager.stats()["tiers"]["SSD"]["indexed"] >= 12)
+        two.manager.clear("CPU")
+        two.get(TOKENS, BLOCKS[:5])
+        two.wipe(BLOCKS)
+        before = two.manager.stats()["hit_blocks"]
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        assert two.read(BLOCKS) == expected
+        after = two.manager.stats()["hit_blocks"]
+        gains = {tier: after[tier] - before.get(tier, 0) for tier in after}
+        assert gains == {"CPU": 5, "SSD": 7, "REMOTE": 12}
+
+
+def object_with(directory: Path, content: bytes) -> Path:
+    """The file of the block of that content."""
+    return next(p for p in directory.rglob("*") if p.is_file() and content in p.read_bytes())
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "swapped", "foreign", "removed"])
+def test_a_damaged_object_costs_the_blocks_behind_it_and_is_not_served_again(
+    damage: str, tmp_path: Path, model: ModelConfig
+) -> None:
+    with caches(f"file://{tmp_path}", model, 3) as (one, two, three):
+        expected = put_into_the_store(one)
+        until_it_stores(two)
+        until_it_stores(three)
+        path = object_with(tmp_path, expected[9])
+        if damage == "flipped":
+            flip_byte(path, 64 + 1000)
+        elif damage == "truncated":
+            os.truncate(path, path.stat().st_size // 2)
+        elif damage == "swapped":
+            path.write_bytes(object_with(tmp_path, expected[10]).read_bytes())
+        elif damage == "foreign":
+            path.write_bytes(b"not one of ours" * 1000)
+        else:
+            # Known to be there, and gone when it is read.
+            two.manager.cancel([two.manager.get_match(TOKENS)[0]])
+            path.unlink()
+        two.wipe(BLOCKS)
+        response = two.get(TOKENS, BLOCKS)
+        assert response.status is KVStatus.SUCCESS
+        assert response.mask.sum() == 9 * 16
+        assert two.read(BLOCKS[SHARED]) == first_blocks(expected, 9)
+        assert two.manager.stats()["dropped_blocks"]["remote_bad_block"] == 1
+        assert breaker(two) == "closed"
+        assert not path.exists()
+        assert two.get(TOKENS, BLOCKS).mask.sum() == 9 * 16
+        assert three.get(TOKENS, BLOCKS).mask.sum() == 9 * 16
+        assert two.num_leased() == three.num_leased() == 0
+
+
+def test_a_cleared_tier_finds_nothing_of_what_is_still_in_the_store(
+    url: str, model: ModelConfig
+) -> None:
+    with caches(url, model) as (one, two):
+        expected = put_into_the_store(one)
+        until_it_stores(two)
+        assert two.get(TOKENS, BLOCKS).mask.all()
+        for drop in (lambda: two.manager.clear("REMOTE"), two.manager.reset):
+            drop()
+            two.manager.clear("CPU")
+            assert not two.get(TOKENS, BLOCKS).mask.any()
+            put_into_the_store(two)  # by another name
+            two.manager.clear("CPU")
+            assert two.get(TOKENS, BLOCKS).mask.all()
+        one.manager.clear("CPU")
+        one.wipe(BLOCKS)
+        assert one.get(TOKENS, BLOCKS).mask.all()
+        assert one.read(BLOCKS) == expected
+
+
+# -- faults of the store --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_store_that_is_down_at_the_start_is_used_once_it_is_up(
+    kind: str, model: ModelConfig
+) -> None:
+    with store_server(kind) as server:
+        server.kill()
+        with caches(server.url, model) as (one, two):
+            expected = one.read(BLOCKS)
+            assert one.put(TOKENS, BLOCKS).mask.all()
+            assert not two.get(TOKENS, BLOCKS).mask.any()
+            one.wipe(BLOCKS)
+            assert one.get(TOKENS, BLOCKS).mask.all()
+            assert one.read(BLOCKS) == expected
+            server.start()
+            until_it_stores(one)
+            until_it_stores(two)
+            assert not one.put(TOKENS, BLOCKS).mask.any()  # in DRAM: only the store lacks it
+            until(lambda: bool(two.get(TOKENS, BLOCKS).mask.all()))
+            assert two.read(BLOCKS) == expected
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_killed_worker_costs_a_miss_and_is_replaced(kind: str, model: ModelConfig) -> None:
+    with store_server(kind) as server, caches(server.url, model) as (one, two):
+        expected = put_into_the_store(one)
+        until_it_stores(two)
+        for _ in range(2):
+            os.kill(two.manager.stats()["workers"]["remote"], signal.SIGKILL)
+            two.manager.clear("CPU")
+            started = time.monotonic()
+            two.get(TOKENS, BLOCKS)
+            assert time.monotonic() - started < NO_CALL_TAKES_S
+            until_it_stores(two)
+            two.manager.clear("CPU")
+            two.wipe(BLOCKS)
+            assert two.get(TOKENS, BLOCKS).mask.all()
+            assert two.read(BLOCKS) == expected
+        assert two.manager.stats()["remote_worker_restarts"] == 2
+        assert two.num_leased() == 0
+
+
+class Loaded:
+    """A cache of 128 blocks under a load of 700, each byte of which is checked."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self.cluster = cluster
+        self.engine = LoadEngine(cluster.manager, cluster.kv[0], seed, cluster.clients[0])
+
+    def work_until(self, condition: str, within: float = 60.0) -> None:
+        until(lambda: (self.engine.step(), breaker(self.cluster))[1] == condition, within)
+
+    def work_until_it_grows(self, *counters: str, within: float = 60.0) -> None:
+        """Work until the store has been of use again."""
+        before = {name: remote(self.cluster, name) for name in counters}
+
+        def has_grown() -> bool:
+            self.engine.step()
+            return all(remote(self.cluster, name) > before[name] for name in counters)
+
+        until(has_grown, within)
+
+
+@contextmanager
+def under_load(url: str) -> Iterator[Loaded]:
+    with running_cluster(
+        model=make_model(dp_size=1), make_kv=lambda model, _: make_kv(model),
+        remote_url=url, transfer_chunk_mb=1, **{**SETTINGS, "num_cpu_blocks": 128},
+    ) as cluster:  # fmt: skip
+        yield Loaded(cluster, seed=7)
+        until(lambda: not any(cluster.manager.stats()["tasks"][s] for s in ("ready", "running")))
+        assert cluster.num_leased() == 0
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_store_that_is_killed_and_restarted_under_load_is_missed_and_used_again(
+    kind: str,
+) -> None:
+    with store_server(kind) as server, under_load(server.url) as load:
+        for _ in range(2):
+            load.work_until_it_grows("stored_blocks", "read_bytes")
+            server.kill()
+            load.work_until("open")
+            for _ in range(100):
+                load.engine.step()
+            server.start()
+            load.work_until("closed")
+        load.work_until_it_grows("stored_blocks", "read_bytes")
+        assert load.engine.seen.wrong == []
+        assert load.engine.seen.longest_call_s < NO_CALL_TAKES_S
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_stopped_store_delays_no_call_for_long_and_is_used_again(kind: str) -> None:
+    with store_server(kind) as server, under_load(server.url) as load:
+        load.work_until_it_grows("stored_blocks", "read_bytes")
+        server.stop()
+        try:
+            load.work_until("open")
+            opened = load.cluster.manager.stats()["remote"]["breaker"]["openings"]
+            load.engine.seen.latencies_s.clear()
+
+            def is_tried_in_vain() -> bool:
+                load.engine.step()
+                return load.cluster.manager.stats()["remote"]["breaker"]["openings"] > opened
+
+            until(is_tried_in_vain)
+            assert max(load.engine.seen.latencies_s) < 1.0  # the breaker spares them
+        finally:
+            server.resume()
+        load.work_until("closed")
+        load.work_until_it_grows("stored_blocks", "read_bytes")
+        assert load.engine.seen.wrong == []
+        assert load.engine.seen.longest_call_s < NO_CALL_TAKES_S
+
+
+def test_a_store_that_takes_connections_and_says_nothing_is_like_a_stopped_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("AWS_ACCESS_KEY_ID", "none")
+            patch.setenv("AWS_SECRET_ACCESS_KEY", "none")
+            with under_load(f"s3://bucket?endpoint={endpoint}&region=none") as load:
+                load.work_until("open")
+                for _ in range(100):
+                    load.engine.step()
+                assert load.engine.seen.longest_call_s < NO_CALL_TAKES_S
+                assert load.engine.seen.wrong == []
+                assert load.engine.seen.hits > 0
