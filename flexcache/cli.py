@@ -92,7 +92,15 @@ def _show_status(report: dict[str, Any]) -> None:
     for table in (tiers, engines):
         if table.row_count:
             _console.print(table)
-    for title in ("dropped_blocks", "counters"):
+    if "remote" in report:
+        breaker, lookups = report["remote"]["breaker"], report["remote"]["lookups"]
+        why = f" ({breaker['last_reason']})" if breaker["state"] != "closed" else ""
+        _console.print(
+            f"remote store: breaker {breaker['state']}{why}, opened {breaker['openings']:,} times; "
+            f"asked {lookups['asked']:,} times, {lookups['late']:,} answers late",
+            soft_wrap=True,
+        )
+    for title in ("dropped_blocks", "skipped_blocks", "counters"):
         counts = report.get(title)
         if counts:
             _console.print(f"{title}: " + ", ".join(f"{k} {v:,}" for k, v in counts.items()))
