@@ -2,16 +2,18 @@
 
     python scripts/bench_remote.py [--rounds 9] [--store mooncake --store s3 --store file]
 
-Every round moves the same blocks from and to the same memory, once through `BlockMover` (headers,
-checksums, per-block answers) and once through what the store itself offers: Mooncake's batch calls,
-obstore's own requests with as many at once. The table has the medians over the rounds, in GB/s,
-and the median of the rounds' ratios, which a busy machine disturbs least.
+Every round moves the same blocks from and to the same memory, once as the remote worker does it
+(ops of one chunk each, headers, checksums, per-block answers) and once through what the store itself
+offers: one batch call of Mooncake's, obstore's requests with as many at once. The table has the
+medians over the rounds, in GB/s, and the median of the rounds' ratios, which a busy machine
+disturbs least.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
 import statistics
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import numpy as np
@@ -31,14 +34,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "system"))
 
 from stores import mooncake_master, mooncake_segment, s3_server
 
+from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import open_remote_store
-from flexcache.storage.remote.base import Region, RemoteStore
-from flexcache.storage.remote.block_mover import BlockMover, batch_size
-from flexcache.storage.remote.object_format import BlockCodec, object_name
+from flexcache.storage.remote.base import RemoteStore
+from flexcache.storage.remote.object_format import object_name
+from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
+from flexcache.transfer.workers.remote import RemoteService, RemoteWorkerConfig
 
 BLOCK_SIZES = (2 << 20, 400 << 10)
 ROUND_BYTES = 128 << 20
+CHUNK_BYTES = 16_000_000  # as `transfer_chunk_mb` has it
 CONCURRENCY = 16
 DEADLINE_S = 60.0
 
@@ -107,42 +113,72 @@ def _each(action: Callable[..., Any], names: list[str], blocks: list[memoryview]
 class Bench:
     """One store, one block size: both ways of writing and reading, round after round."""
 
-    def __init__(self, store: RemoteStore, own: OwnCalls, segment: HostSegment, size: int) -> None:
-        self._store, self._own = store, own
-        count = segment.num_blocks // 2
-        self._source = [segment.block(i)[:size] for i in range(count)]
-        self._target = [segment.block(count + i)[:size] for i in range(count)]
-        codec = BlockCodec()
-        room = memoryview(bytearray(batch_size(size) * codec.room_bytes(size)))
-        self._mover = BlockMover(codec, room, size)
-        self._num_bytes = count * size
+    def __init__(
+        self, url: str, calls: Callable[[RemoteStore], OwnCalls], segment: HostSegment, size: int
+    ) -> None:
+        config = RemoteWorkerConfig(
+            endpoint="",
+            identity="",
+            segment_fds=[],
+            segment_stride=segment.stride,
+            num_host_blocks=segment.num_blocks,
+            block_bytes=size,
+            url=url,
+            compression="none",
+            timeout_s=DEADLINE_S,
+            concurrency=CONCURRENCY,
+            log_level="INFO",
+        )
+        opened: SimpleQueue[RemoteStore] = SimpleQueue()
+
+        def open_store(*arguments: Any, **settings: Any) -> RemoteStore:
+            store = open_remote_store(*arguments, **settings)
+            opened.put(store)
+            return store
+
+        self.service = RemoteService(config, [segment], open_store)
+        self._store = opened.get(timeout=DEADLINE_S)
+        self._own = calls(self._store)
+        self._count = segment.num_blocks // 2
+        self._size = size
+        self._source = [segment.block(i)[:size] for i in range(self._count)]
+        self._target = [segment.block(self._count + i)[:size] for i in range(self._count)]
 
     def round(self, ours_first: bool) -> dict[str, float]:
         root = os.urandom(16)
-        keys = [i.to_bytes(16, "little") for i in range(len(self._source))]
-        names = [f"own/{root.hex()}/{i}" for i in range(len(keys))]
-        deadline = time.monotonic() + DEADLINE_S
-
-        def ours(move: Callable[..., Any], blocks: list[memoryview]) -> None:
-            moved = move(self._store, root, keys, [[block] for block in blocks], deadline)
-            assert moved.num_ok == len(keys), moved
-
-        actions = {
-            "write ours": lambda: ours(self._mover.save, self._source),
+        keys = [i.to_bytes(16, "little") for i in range(self._count)]
+        names = [f"own/{root.hex()}/{i}" for i in range(self._count)]
+        actions: dict[str, Callable[[], None]] = {
+            "write ours": lambda: self._run(OpKind.H2REMOTE, root, keys, 0),
             "write own": lambda: self._own.write(names, self._source),
-            "read ours": lambda: ours(self._mover.load, self._target),
+            "read ours": lambda: self._run(OpKind.REMOTE2H, root, keys, self._count),
             "read own": lambda: self._own.read(names, self._target),
         }
         order = list(actions) if ours_first else [list(actions)[i] for i in (1, 0, 3, 2)]
         speed = {name: self._time(actions[name]) for name in order}
         assert self._source == self._target
+        deadline = time.monotonic() + DEADLINE_S
         self._store.discard([*names, *(object_name(root, key) for key in keys)], deadline)
         return speed
+
+    def _run(self, kind: OpKind, root: bytes, keys: list[bytes], first_block: int) -> None:
+        chunk = max(1, CHUNK_BYTES // self._size)
+        waiting = {}
+        for start in range(0, len(keys), chunk):
+            names = BlockNames(root, start, b"", keys[start : start + chunk])
+            blocks = pack_ids(first_block + start + np.arange(len(names.keys)))
+            waiting[start] = len(names.keys)
+            self.service.take(Execute(start, kind, blocks, blocks, 1, names=names))
+        while waiting:
+            select.select([self.service], [], [])
+            for done in self.service.answers():
+                assert isinstance(done, Done)
+                assert done.num_ok == waiting.pop(done.op_id), done
 
     def _time(self, action: Callable[[], None]) -> float:
         start = time.perf_counter()
         action()
-        return self._num_bytes / (time.perf_counter() - start) / 1e9
+        return self._count * self._size / (time.perf_counter() - start) / 1e9
 
 
 @contextmanager
@@ -191,12 +227,9 @@ def measure(
         random = np.random.default_rng(0)
         for block in range(count):
             segment.block(block)[:size] = random.bytes(size)
-        region = Region(segment.address, segment.size)
-        store = open_remote_store(url, regions=[region], timeout_s=20, concurrency=CONCURRENCY)
-        bench = Bench(store, calls(store), segment, size)
+        bench = Bench(url, calls, segment, size)
         results = [bench.round(ours_first=i % 2 == 0) for i in range(rounds + 1)][1:]
-        store.close()
-        del bench
+        bench.service.close()
     rows = {}
     for direction in ("write", "read"):
         ours = [result[f"{direction} ours"] for result in results]

@@ -1,4 +1,4 @@
-"""Real stores on loopback, to be killed and restarted: Mooncake's master, an S3-compatible server."""
+"""Real stores on loopback, to be killed and restarted: a Mooncake master, an S3 server."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ class StoreServer:
     def stop(self) -> None:
         """SIGSTOP: it answers nothing, and its sockets stay open."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)  # until its last thread has stopped
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -161,6 +162,7 @@ def s3_server() -> Iterator[StoreServer]:
         ]
         command += [f"-{n}={p}" if "." in n else f"-{n}.port={p}" for n, p in ports.items()]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
+        command += ["-master.electionTimeout=1s"]
         endpoint = f"http://127.0.0.1:{ports['s3']}"
         url = f"s3://flexcache/blocks?endpoint={endpoint}&region=us-east-1"
         return url, command, lambda: _takes_an_object(endpoint)

@@ -1,0 +1,570 @@
+"""The remote worker: whose turn it is, what becomes of ops, the format, URLs; one real process."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from flexcache.errors import ConfigError
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.remote import check_remote_url
+from flexcache.storage.remote.base import (
+    Outcome,
+    Parts,
+    Presence,
+    RemoteStore,
+    StoreUnavailableError,
+    failed,
+)
+from flexcache.storage.remote.block_mover import Moved
+from flexcache.storage.remote.memory import MemoryStore
+from flexcache.storage.remote.object_format import (
+    HEADER_BYTES,
+    BlockCodec,
+    DamagedObjectError,
+    object_name,
+)
+from flexcache.transfer.messages import (
+    BlockNames,
+    Done,
+    Drop,
+    Execute,
+    LookedUp,
+    LookUp,
+    Ready,
+    Stop,
+    pack_ids,
+)
+from flexcache.transfer.workers.remote import (
+    RemoteOp,
+    RemoteService,
+    RemoteWorker,
+    RemoteWorkerConfig,
+)
+
+NUM_BLOCKS, BLOCK_BYTES, RANKS = 16, 5000, 2  # not a multiple of a page: the stride is padded
+ROOT = bytes(range(16))
+WAIT_S = 30.0
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(16, "little") for number in numbers]
+
+
+def store_op(op_id: int, blocks: Sequence[int], *numbers: int) -> Execute:
+    names = BlockNames(ROOT, 0, b"", keys(*numbers))
+    packed = pack_ids(np.array(blocks))
+    return Execute(op_id, OpKind.H2REMOTE, packed, bytes(len(packed)), 1, names=names)
+
+
+def load_op(op_id: int, blocks: Sequence[int], *numbers: int) -> Execute:
+    names = BlockNames(ROOT, 0, b"", keys(*numbers))
+    packed = pack_ids(np.array(blocks))
+    return Execute(op_id, OpKind.REMOTE2H, bytes(len(packed)), packed, 1, names=names)
+
+
+# Whose turn it is.
+
+
+class Turns(RuleBasedStateMachine):
+    """Against two plain lists of what waits and one of what runs."""
+
+    num_threads = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker = RemoteWorker(self.num_threads)
+        self.waiting: dict[bool, list[int]] = {True: [], False: []}
+        self.running: list[RemoteOp] = []
+        self.count = 0
+
+    @rule(is_load=st.booleans())
+    def execute(self, is_load: bool) -> None:
+        self.count += 1
+        self.worker.execute((load_op if is_load else store_op)(self.count, [0], 1))
+        self.waiting[is_load].append(self.count)
+
+    @rule(op_id=st.integers(1, 30))
+    def drop(self, op_id: int) -> None:
+        waits = any(op_id in queue for queue in self.waiting.values())
+        assert self.worker.drop(op_id) == (Done(op_id, 0) if waits else None)
+        for queue in self.waiting.values():
+            if op_id in queue:
+                queue.remove(op_id)
+
+    @precondition(lambda self: len(self.running) < self.num_threads)
+    @rule()
+    def a_thread_is_free(self) -> None:
+        may_start = [
+            is_load
+            for is_load in (True, False)
+            if self.waiting[is_load]
+            and sum(op.is_load is is_load for op in self.running) < self.num_threads - 1
+        ]
+        op = self.worker.next_op()
+        if not may_start:
+            assert op is None
+            return
+        assert op is not None
+        assert (op.is_load, op.op_id) == (may_start[0], self.waiting[may_start[0]].pop(0))
+        self.running.append(op)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def an_op_ends(self, data: st.DataObject) -> None:
+        op = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        done = self.worker.end(op, Moved(3, "some error", bad_block=True))
+        assert done == Done(op.op_id, 3, error="some error", bad_block=True)
+
+    @invariant()
+    def it_is_idle_when_nothing_waits_or_runs(self) -> None:
+        assert self.worker.is_idle == (not self.running and not any(self.waiting.values()))
+
+
+Turns.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTurns = Turns.TestCase
+
+
+# What becomes of ops and look-ups, over a store that does as it is told.
+
+
+class ObedientStore(MemoryStore):
+    """A `MemoryStore` with gates, and outcomes that can be made to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write_gate = threading.Event()
+        self.write_gate.set()
+        self.writing = threading.Event()
+        self.broken: set[str] = set()
+        self.raises: Exception | None = None
+
+    def write_from(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        self.writing.set()
+        self.write_gate.wait()
+        outcomes = super().write_from(names, parts, deadline)
+        return [
+            failed("disk on fire") if name in self.broken else outcome
+            for name, outcome in zip(names, outcomes, strict=True)
+        ]
+
+    def read_into(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        if self.raises:
+            raise self.raises
+        return super().read_into(names, parts, deadline)
+
+    def count_present(self, names: Sequence[str], deadline: float) -> Presence:
+        if self.raises:
+            raise self.raises
+        return super().count_present(names, deadline)
+
+
+@pytest.fixture
+def segments() -> Iterator[list[HostSegment]]:
+    made = [HostSegment.create(BLOCK_BYTES, NUM_BLOCKS) for _ in range(RANKS)]
+    for rank, segment in enumerate(made):
+        segment.map()
+        for block in range(NUM_BLOCKS):
+            content = np.random.default_rng((rank, block)).bytes(BLOCK_BYTES)
+            segment.block(block)[:BLOCK_BYTES] = content
+    yield made
+    for segment in made:
+        segment.close()
+
+
+def config(segments: Sequence[HostSegment], url: str = "memory://", **changes: object):  # type: ignore[no-untyped-def]
+    settings: dict[str, object] = {
+        "endpoint": "",
+        "identity": "remote-1",
+        "segment_fds": [segment.fd for segment in segments],
+        "segment_stride": segments[0].stride,
+        "num_host_blocks": NUM_BLOCKS,
+        "block_bytes": BLOCK_BYTES,
+        "url": url,
+        "compression": "none",
+        "timeout_s": 10.0,
+        "concurrency": 4,
+        "log_level": "WARNING",
+    }
+    return msgspec.convert(settings | changes, RemoteWorkerConfig)
+
+
+class Running:
+    """A service, and answers as they come."""
+
+    def __init__(self, segments: list[HostSegment], open_store: Callable[..., RemoteStore]) -> None:
+        self.service = RemoteService(config(segments), segments, open_store)
+        self.answers: dict[int, Done | LookedUp] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self.service.fileno(), zmq.POLLIN)
+
+    def ask(self, message: Execute | LookUp) -> Done | LookedUp:
+        self.service.take(message)
+        return self.answer(message.op_id if isinstance(message, Execute) else message.lookup_id)
+
+    def answer(self, number: int) -> Done | LookedUp:
+        while number not in self.answers:
+            assert self._poller.poll(WAIT_S * 1e3), "no answer"
+            for answer in self.service.answers():
+                key = answer.op_id if isinstance(answer, Done) else answer.lookup_id
+                assert key not in self.answers
+                self.answers[key] = answer
+        return self.answers[number]
+
+    def connect(self) -> None:
+        """Until it has opened the store."""
+        number = 1_000_000
+        while self.ask(LookUp(number, ROOT, keys(1))) != LookedUp(number, 0):
+            number += 1
+
+
+@pytest.fixture
+def store() -> ObedientStore:
+    return ObedientStore()
+
+
+@pytest.fixture
+def running(segments: list[HostSegment], store: ObedientStore) -> Iterator[Running]:
+    made = Running(segments, lambda *_, **__: store)
+    made.connect()
+    yield made
+    made.service.close()
+    assert made.service.is_idle
+
+
+def contents(segments: Sequence[HostSegment], blocks: Sequence[int]) -> list[bytes]:
+    return [bytes(segment.block(block)[:BLOCK_BYTES]) for block in blocks for segment in segments]
+
+
+def test_blocks_of_all_ranks_go_out_and_come_back(
+    running: Running, segments: list[HostSegment], store: ObedientStore
+) -> None:
+    expected = contents(segments, [3, 1, 7])
+    assert running.ask(store_op(1, [3, 1, 7], 10, 11, 12)) == Done(1, 3)
+    assert {len(data) for data in store.objects.values()} == {HEADER_BYTES + RANKS * BLOCK_BYTES}
+    assert running.ask(LookUp(2, ROOT, keys(10, 11, 12, 13))) == LookedUp(2, 3)
+    padding = [bytes(segment.block(13)[BLOCK_BYTES:]) for segment in segments]
+    assert running.ask(load_op(3, [13, 14, 15], 10, 11, 12)) == Done(3, 3)
+    assert contents(segments, [13, 14, 15]) == expected
+    assert padding == [bytes(segment.block(13)[BLOCK_BYTES:]) for segment in segments]
+
+
+def test_a_missing_block_ends_a_load_and_is_to_be_forgotten(running: Running) -> None:
+    running.ask(store_op(1, [0, 1], 20, 22))
+    done = running.ask(load_op(2, [8, 9, 10], 20, 21, 22))
+    assert isinstance(done, Done)
+    assert (done.num_ok, done.bad_block) == (1, True)
+    assert "not in the store" in (done.error or "")
+
+
+def test_a_damaged_object_ends_a_load_and_is_removed(
+    running: Running, store: ObedientStore
+) -> None:
+    running.ask(store_op(1, [0, 1, 2], 20, 21, 22))
+    name = object_name(ROOT, keys(21)[0])
+    store.objects[name] = store.objects[name][:-1] + b"?"
+    done = running.ask(load_op(2, [8, 9, 10], 20, 21, 22))
+    assert isinstance(done, Done)
+    assert (done.num_ok, done.bad_block) == (1, True)
+    assert "checksum mismatch" in (done.error or "")
+    assert running.ask(LookUp(3, ROOT, keys(20, 21, 22))) == LookedUp(3, 1)
+
+
+def test_a_block_that_cannot_be_stored_ends_the_store(
+    running: Running, store: ObedientStore
+) -> None:
+    store.broken.add(object_name(ROOT, keys(31)[0]))
+    done = running.ask(store_op(1, [0, 1, 2], 30, 31, 32))
+    assert isinstance(done, Done)
+    assert (done.num_ok, done.bad_block) == (1, False)
+    assert "disk on fire" in (done.error or "")
+
+
+def test_an_error_of_the_store_is_no_verdict_on_the_block(
+    running: Running, store: ObedientStore
+) -> None:
+    store.raises = StoreUnavailableError("gone fishing")
+    assert running.ask(load_op(1, [0], 30)) == Done(1, 0, error="gone fishing")
+    assert running.ask(LookUp(2, ROOT, keys(30))) == LookedUp(2, 0, "gone fishing")
+    store.raises = ZeroDivisionError("a fault of ours")
+    assert running.ask(load_op(3, [0], 30)) == Done(
+        3, 0, error="ZeroDivisionError: a fault of ours"
+    )
+    assert running.ask(LookUp(4, ROOT, keys(30))) == LookedUp(
+        4, 0, "ZeroDivisionError: a fault of ours"
+    )
+
+
+def test_loads_and_look_ups_pass_stores_that_hang(running: Running, store: ObedientStore) -> None:
+    running.ask(store_op(1, [0], 40))
+    store.write_gate.clear()
+    for op_id in range(10, 20):
+        running.service.take(store_op(op_id, [op_id % 8], op_id))
+    store.writing.wait()
+    assert running.ask(load_op(2, [9], 40)) == Done(2, 1)
+    assert running.ask(LookUp(3, ROOT, keys(40))) == LookedUp(3, 1)
+    running.service.take(Drop(19))
+    assert running.answer(19) == Done(19, 0)  # it had not started
+    store.write_gate.set()
+    assert [running.answer(op_id) for op_id in range(10, 19)] == [
+        Done(op_id, 1) for op_id in range(10, 19)
+    ]
+
+
+def test_a_store_that_is_down_at_first_is_opened_later(segments: list[HostSegment]) -> None:
+    refusals = iter(["no route", "no route"])
+
+    def open_store(*_: object, **__: object) -> RemoteStore:
+        for reason in refusals:
+            raise StoreUnavailableError(reason)
+        return MemoryStore()
+
+    running = Running(segments, open_store)
+    done = running.ask(store_op(1, [0], 1))
+    assert isinstance(done, Done)
+    assert done.error in ("not connected yet", "no route")
+    running.connect()
+    assert running.ask(store_op(2, [0], 1)) == Done(2, 1)
+    running.service.close()
+
+
+# The format.
+
+
+def encoded(key: bytes = b"k" * 16, compression: str = "none") -> tuple[bytearray, list[bytearray]]:
+    pieces = [bytearray(np.random.default_rng(i).bytes(60) + bytes(40)) for i in range(2)]
+    codec = BlockCodec(compression)
+    room = memoryview(bytearray(codec.room_bytes(200)))
+    parts = codec.encode(ROOT, key, [memoryview(piece) for piece in pieces], room)
+    return bytearray(b"".join(parts)), pieces
+
+
+def decoded(data: bytes, key: bytes = b"k" * 16) -> list[bytearray]:
+    header = bytearray(data[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"))
+    pieces = [bytearray(data[start : start + 100].ljust(100, b"\0")) for start in (64, 164)]
+    views = [memoryview(piece) for piece in pieces]
+    BlockCodec().decode(ROOT, key, memoryview(header), views, len(data))
+    return pieces
+
+
+OBJECT_OF_VERSION_1 = (
+    bytes.fromhex(
+        "466c65784b560d0a0100000040000000c800000000000000c800000000000000"
+        "cb330d938f8ce14cc89cef02ac8aef718c461bb13ae1ff0b60a5476afd66f0a5"
+    )
+    + b"kv" * 50
+    + b"KV" * 50
+)
+
+
+def test_objects_of_version_one_are_read_for_ever() -> None:
+    assert decoded(OBJECT_OF_VERSION_1) == [b"kv" * 50, b"KV" * 50]
+    assert object_name(ROOT, b"\xab" * 16) == f"v1/{ROOT.hex()}/ab/{'ab' * 16}"
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd", "lz4"])
+def test_a_block_comes_back_from_its_object(compression: str) -> None:
+    if compression != "none":
+        pytest.importorskip({"zstd": "zstandard", "lz4": "lz4"}[compression])
+    data, pieces = encoded(compression=compression)
+    assert decoded(bytes(data)) == pieces
+    assert (len(data) < HEADER_BYTES + 200) == (compression != "none")
+
+
+@given(
+    st.sampled_from(["none", "zstd", "lz4"]),
+    st.integers(0, 2**31),
+    st.sampled_from(["flip", "cut", "grow"]),
+)
+@settings(max_examples=300, deadline=None)
+def test_no_damage_goes_unnoticed(compression: str, where: int, damage: str) -> None:
+    try:
+        data, pieces = encoded(compression=compression)
+    except ImportError:
+        return
+    if damage == "flip":
+        data[where // 8 % len(data)] ^= 1 << where % 8
+    elif damage == "cut":
+        del data[where % len(data) :]
+    else:
+        data += bytes(1 + where % 5)
+    with contextlib.suppress(DamagedObjectError):
+        # Compressed, a flipped bit may mean nothing: then what comes out is the block all the same.
+        assert decoded(bytes(data)) == pieces
+        assert damage == "flip"
+        assert compression != "none"
+
+
+def test_an_object_of_another_block_is_refused() -> None:
+    data, _ = encoded(b"a" * 16)
+    with pytest.raises(DamagedObjectError, match="another block's"):
+        decoded(bytes(data), b"b" * 16)
+
+
+def test_a_frame_that_promises_more_than_the_block_is_refused() -> None:
+    zstandard = pytest.importorskip("zstandard")
+    pytest.importorskip("lz4")
+    import lz4.frame
+
+    from flexcache.storage.remote.compression import Codec, open_compressor
+
+    bombs = {
+        Codec.ZSTD: zstandard.compress(bytes(10**7)),
+        Codec.LZ4: lz4.frame.compress(bytes(10**7)),
+    }
+    for codec, bomb in bombs.items():
+        with pytest.raises(ValueError):
+            open_compressor(codec).decompress(bomb, [memoryview(bytearray(100))])
+        with pytest.raises(ValueError):
+            open_compressor(codec).decompress(b"nonsense", [memoryview(bytearray(100))])
+
+
+# URLs.
+
+
+@pytest.mark.parametrize(
+    ("url", "location", "options"),
+    [
+        ("mooncake://10.0.0.1:50051", "10.0.0.1:50051", {}),
+        ("mooncake://h:1?segment_gb=2.5&protocol=rdma&device=mlx5_0", "h:1",
+         {"segment_gb": "2.5", "protocol": "rdma", "device": "mlx5_0"}),
+        ("s3://bucket/some/prefix/", "bucket/some/prefix", {}),
+        ("s3://b?endpoint=http://127.0.0.1:8333", "b", {"endpoint": "http://127.0.0.1:8333"}),
+        ("gs://bucket", "bucket", {}),
+        ("az://container/p?account=me", "container/p", {"account": "me"}),
+        ("file:///shared/a%20b", "/shared/a b", {}),
+        ("memory://", "", {}),
+    ],
+)  # fmt: skip
+def test_urls_are_taken_apart(url: str, location: str, options: dict[str, str]) -> None:
+    parsed = check_remote_url(url)
+    assert (parsed.location, dict(parsed.options)) == (location, options)
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("redis://h:1", "must begin with one of mooncake://, s3://"),
+        ("mooncake://host", "must be mooncake://HOST:PORT"),
+        ("mooncake://host:port", "is no URL"),
+        ("mooncake://h:1?segmnet_gb=1", "did you mean segment_gb?"),
+        ("mooncake://h:1?protocol=udp", "protocol = 'udp': must be one of tcp, rdma"),
+        ("mooncake://h:1?segment_gb=-1", "must be a number from 0"),
+        ("s3://", "must be s3://BUCKET/PREFIX"),
+        ("s3://key:secret@bucket", "must not hold credentials"),
+        ("s3://b?endpoint=http://example.com", "plain http is for loopback only"),
+        ("file://host/dir", "must be file:///DIRECTORY"),
+        ("file:relative", "must be file:///DIRECTORY"),
+        ("memory://x", "must be memory://"),
+        ("s3://b#x", "must not have a fragment"),
+    ],
+)
+def test_a_wrong_url_is_refused_by_name(url: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_remote_url(url)
+    assert "remote_url = " in str(caught.value)
+    assert text in str(caught.value)
+
+
+# The process.
+
+
+class Process:
+    """The worker as the server runs it, and the server's side of its socket."""
+
+    def __init__(self, segments: list[HostSegment], url: str, path: Path) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(f"ipc://{path}/s")
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "flexcache.transfer.workers.remote"],
+            stdin=subprocess.PIPE,
+            pass_fds=[segment.fd for segment in segments],
+        )
+        settings = config(segments, url, endpoint=f"ipc://{path}/s")
+        assert self._child.stdin is not None
+        self._child.stdin.write(msgspec.json.encode(settings) + b"\n")
+        self._child.stdin.flush()
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._socket.send_multipart([b"remote-1", msgspec.msgpack.encode(message)])
+
+    def receive(self) -> Ready | Done | LookedUp:
+        assert self._socket.poll(WAIT_S * 1e3), "no answer"
+        _, frame = self._socket.recv_multipart()
+        return msgspec.msgpack.decode(frame, type=Ready | Done | LookedUp)
+
+    def wait(self) -> int:
+        return self._child.wait(WAIT_S)
+
+    def end(self) -> None:
+        self._child.kill()
+        self._child.communicate()
+        self._socket.close()
+        self._context.term()
+
+
+@pytest.fixture
+def process(
+    segments: list[HostSegment], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Process]:
+    made = Process(segments, getattr(request, "param", f"file://{tmp_path}/store"), tmp_path)
+    yield made
+    made.end()
+
+
+def test_the_process_stores_looks_up_loads_and_stops(
+    process: Process, segments: list[HostSegment]
+) -> None:
+    pytest.importorskip("obstore")
+    assert isinstance(process.receive(), Ready)
+    expected = contents(segments, [0, 1])
+    number = 100
+    while True:  # until the store is open
+        number += 1
+        process.send(store_op(number, [0, 1], 1, 2))
+        answer = process.receive()
+        if answer == Done(number, 2):
+            break
+        assert isinstance(answer, Done)
+        assert answer.error == "not connected yet"
+    process.send(LookUp(2, ROOT, keys(1, 2, 3)))
+    assert process.receive() == LookedUp(2, 2)
+    process.send(load_op(3, [8, 9], 1, 2))
+    assert process.receive() == Done(3, 2)
+    assert contents(segments, [8, 9]) == expected
+    process.send(Stop())
+    assert process.wait() == 0
+
+
+@pytest.mark.parametrize("process", ["mooncake://127.0.0.1:9"], indirect=True)
+def test_without_a_store_the_process_is_up_and_answers_with_errors(process: Process) -> None:
+    assert isinstance(process.receive(), Ready)
+    process.send(load_op(1, [0], 1))
+    process.send(LookUp(2, ROOT, keys(1)))
+    answers = [process.receive(), process.receive()]
+    assert all(not isinstance(answer, Ready) and answer.error for answer in answers)
+
+
+def test_the_process_ends_with_its_parents_end_of_the_pipe(process: Process) -> None:
+    assert isinstance(process.receive(), Ready)
+    process._child.stdin.close()  # type: ignore[union-attr]
+    assert process.wait() == 0
