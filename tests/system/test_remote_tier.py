@@ -18,7 +18,7 @@ import pytest
 import torch
 from cluster import Cluster, running_cluster
 from load import LoadEngine, make_kv, make_model
-from stores import StoreServer, missing, mooncake_master, mooncake_segment, s3_server
+from stores import missing, store_server
 from test_faults import flip_byte, until
 
 from flexcache import KVStatus, ModelConfig
@@ -50,18 +50,6 @@ STORES = [
 SERVERS = STORES[1:]
 
 
-@contextmanager
-def store_server(kind: str) -> Iterator[StoreServer]:
-    """A server whose objects do not go when one of its users does."""
-    if kind == "s3":
-        with s3_server() as server:
-            yield server
-        return
-    with mooncake_master() as server, mooncake_segment(server.url):
-        server.url = f"{server.url.partition('?')[0]}?segment_gb=0"
-        yield server
-
-
 @pytest.fixture(scope="module", params=STORES)
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "file":
@@ -79,7 +67,9 @@ def model() -> ModelConfig:
 
 
 @contextmanager
-def caches(url: str, model: ModelConfig, count: int = 2, **settings: Any) -> Iterator[list[Cluster]]:
+def caches(
+    url: str, model: ModelConfig, count: int = 2, **settings: Any
+) -> Iterator[list[Cluster]]:
     """Caches that have nothing in common but the store."""
     with ExitStack() as stack:
         yield [
