@@ -20,7 +20,7 @@ from flexcache.storage.pool_directory import (
     PoolHeader,
     PoolMismatchError,
 )
-from flexcache.storage.slot_index import HEADER_BYTES, Records, SlotIndex
+from flexcache.storage.slot_index import HEADER_BYTES, Records, SlotIds, SlotIndex
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,16 @@ class DiskPool:
         if len(contents.torn):
             logger.warning("%d records of the SSD tier are torn: dropped", len(contents.torn))
         return contents.records
+
+    def erase(self, slots: SlotIds) -> None:
+        """Forget what is recorded of slots, for good.
+
+        Raises:
+            OSError: Some may still be on the device.
+        """
+        SlotIndex(self.index_fds, self.pool_id).erase(slots)
+        for fd in self.index_fds:
+            os.fdatasync(fd)
 
     def close(self) -> None:
         """Release the directories. Idempotent."""

@@ -231,6 +231,13 @@ def test_a_refused_pool_lets_go_of_its_directories(filled: Path) -> None:
         pass
 
 
+def test_slots_that_were_erased_do_not_come_back(filled: Path) -> None:
+    with pool(filled) as opened:
+        opened.erase(np.array([0, 3, 9]))
+    with pool(filled) as again:
+        assert slots(again) == [1, 2, 4, 5, 6, 7, 8]
+
+
 def test_torn_records_are_left_out_and_counted(
     filled: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
