@@ -56,12 +56,15 @@ class DiskPool:
             for directory in directories:
                 self._open(Path(directory))
             self._make_one_pool()
-            for directory_, path in zip(self._directories, directories, strict=True):
-                directory_.fit(self.num_rows, slot_bytes)
-                if direct_io and not directory_.set_direct():
+            for opened in self._directories:
+                opened.fit(self.num_rows, slot_bytes)
+                if direct_io and not opened.set_direct():
                     logger.warning(
-                        "O_DIRECT is refused in %s: I/O goes through the page cache", path
+                        "O_DIRECT is refused in %s: I/O goes through the page cache", opened.path
                     )
+        except OSError as error:
+            self.close()
+            raise _unusable(", ".join(directories), error) from None
         except BaseException:
             self.close()
             raise
@@ -80,8 +83,16 @@ class DiskPool:
         return [directory.index_fd for directory in self._directories]
 
     def load(self) -> Records:
-        """What was recorded for slots that exist, as a `SLOT_RECORD` array. Reads no slot."""
-        contents = SlotIndex(self.index_fds, self.pool_id).load(self.num_slots)
+        """What was recorded for slots that exist, as a `SLOT_RECORD` array. Reads no slot.
+
+        Raises:
+            ConfigError: An index cannot be read.
+        """
+        try:
+            contents = SlotIndex(self.index_fds, self.pool_id).load(self.num_slots)
+        except OSError as error:
+            paths = ", ".join(str(directory.path) for directory in self._directories)
+            raise _unusable(paths, error) from None
         if len(contents.torn):
             logger.warning("%d records of the SSD tier are torn: dropped", len(contents.torn))
         return contents.records
@@ -108,9 +119,7 @@ class DiskPool:
             self._directories.append(directory)
             directory.remove_old_version()
         except OSError as error:
-            raise ConfigError(
-                f"ssd_cache_dirs = {str(path)!r}: {error.strerror or error}"
-            ) from None
+            raise _unusable(str(path), error) from None
 
     def _make_one_pool(self) -> None:
         """Keep what is this pool's already; make what is not there yet."""
@@ -158,6 +167,10 @@ class DiskPool:
         for directory in directories:
             logger.warning("clearing %s, as ssd_on_mismatch says: %s", directory.path, mismatch)
             directory.clear()
+
+
+def _unusable(where: str, error: OSError) -> ConfigError:
+    return ConfigError(f"ssd_cache_dirs = {where!r}: {error.strerror or error}")
 
 
 def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,6 +237,22 @@ def test_slots_that_were_erased_do_not_come_back(filled: Path) -> None:
         opened.erase(np.array([0, 3, 9]))
     with pool(filled) as again:
         assert slots(again) == [1, 2, 4, 5, 6, 7, 8]
+
+
+def test_a_directory_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file/dir': Not a directory"):
+        pool(tmp_path / "file" / "dir").__enter__()
+    mount = tmp_path / "tiny"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(mount)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        with pytest.raises(ConfigError, match=f"{mount}': No space left"):
+            pool(mount).__enter__()
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_torn_records_are_left_out_and_counted(
