@@ -19,7 +19,7 @@ try:
 except ImportError:
     if os.environ.get("REQUIRE_VLLM"):
         raise
-    collect_ignore = ["test_engine.py", "test_processes.py", "test_shared.py"]
+    collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,91 @@
+"""Two real vLLM engines, each with a cache of its own, share what they store in a remote store."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driven_engine import DrivenEngine, driven_engines
+from engines import MODELS, ROOT, make_prompt
+from probe_connector import compare_probes
+
+sys.path.append(str(ROOT / "tests" / "system"))
+
+from stores import missing, store_server
+
+NUM_TOKENS = 700
+NUM_BLOCKS = 21  # whole blocks of 32; the last token is left to compute
+CACHED = NUM_BLOCKS * 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model() -> None:
+    from make_models import make_model
+
+    make_model(MODELS, "tiny")
+
+
+@contextmanager
+def store(kind: str, tmp_path: Path) -> Iterator[str]:
+    if kind == "file":
+        yield f"file://{tmp_path}/store"
+        return
+    absent = missing("obstore", "weed") if kind == "s3" else missing("mooncake", "mooncake_master")
+    if absent:
+        pytest.skip(absent)
+    with store_server(kind) as server:
+        yield server.url
+
+
+def until_it_stores(engine: DrivenEngine, first_seed: int) -> None:
+    """A store is connected to in the background: generate until it has taken something."""
+    for seed in range(first_seed, first_seed + 200):
+        if engine.stats()["tiers"]["REMOTE"]["stored_blocks"]:
+            return
+        engine.generate(make_prompt(70, seed))
+        engine.settle()
+    raise AssertionError(engine.stats()["remote"])
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "s3", "file"])
+def test_what_one_engine_has_stored_the_other_loads(kind: str, tmp_path: Path) -> None:
+    probe_dir = tmp_path / "probe"
+    probe_dir.mkdir()
+
+    def config(name: str, url: str) -> dict[str, Any]:
+        return {
+            "num_cpu_blocks": 192,
+            "num_ssd_blocks": 512,
+            "ssd_cache_dirs": [str(tmp_path / name)],
+            "remote_url": url,
+            "remote_lookup_timeout_s": 2.0,  # a busy machine is no slow store
+            "skip_slow_loads": False,
+        }
+
+    with (
+        store(kind, tmp_path) as url,
+        driven_engines(
+            config("one", url), config("two", url), probe_dir=probe_dir, log=tmp_path / "log"
+        ) as (one, two),
+    ):
+        until_it_stores(one, first_seed=100)
+        until_it_stores(two, first_seed=300)
+        for seed, (giver, taker) in enumerate([(one, two), (two, one)], 1):
+            prompt = make_prompt(NUM_TOKENS, seed)
+            cold, cached = giver.generate(prompt)
+            assert cached == 0
+            giver.settle()
+            assert taker.generate(prompt) == (cold, CACHED)
+            assert taker.stats()["hit_blocks"] == {"REMOTE": NUM_BLOCKS}
+            other = prompt[:300] + make_prompt(200, 90 + seed)
+            cold, _ = giver.generate(other)
+            giver.settle()
+            assert taker.generate(other) == (cold, 480)  # nine blocks were on its GPU
+            assert taker.stats()["hit_blocks"] == {"REMOTE": NUM_BLOCKS + 6}
+    seen = compare_probes(probe_dir)
+    assert seen["different"] == []
+    assert seen["loaded"] == 2 * (NUM_BLOCKS + 6)
