@@ -35,10 +35,14 @@ SIGHTINGS_PER_BLOCK = 4
 what came back only after several times its size."""
 UNBOUNDED_CAPACITY = 1 << 20
 """Blocks that a tier without a bound is taken for, where sightings must end somewhere."""
-HALF_LIFE = 2.0
+HALF_LIFE = 8.0
 """Times the tier's size, in blocks seen, after which a hit counts half in a comparison."""
-WORTHWHILE_LEAD = 0.01
-"""Share of all blocks seen that `Selective` must hit more before write-through is given up."""
+CLEAR_LEAD = 0.025
+"""Share of all blocks seen that selective must hit more before write-through is given up.
+
+More than chance makes it where the two are about equal (a percent, on real traffic): to follow that
+costs more than it brings, for what a tier holds changes slowly.
+"""
 
 
 class Admission(Protocol):
@@ -176,8 +180,9 @@ class Adaptive:
     """Write-through, or selective while that gets more hits.
 
     Two ghosts of the tier see every prompt, each under one of the policies, and their hits are
-    compared, recent ones above all. As long as nothing had to be evicted, write-through misses
-    nothing that selective hits, so a tier that has room is given everything.
+    compared, recent ones above all. It takes a clear lead to give up write-through. As long as
+    nothing had to be evicted, write-through misses nothing that selective hits, so a tier that has
+    room is given everything.
 
     Args:
         capacity: Blocks of the tier.
@@ -188,8 +193,8 @@ class Adaptive:
         self._stride = stride_for(capacity)
         sampled = capacity // self._stride
         self._sightings = Sightings(min_sightings - 1, sampled)
-        self._all_admitted = GhostTier(sampled)
-        self._proven_admitted = GhostTier(sampled)
+        self._write_through = GhostTier(sampled)
+        self._selective = GhostTier(sampled)
         self._half_life = HALF_LIFE * sampled
         self._lead = 0.0  # hits of the selective ghost above the other's, decayed
         self._compared = 0.0  # blocks that both saw, decayed
@@ -216,15 +221,13 @@ class Adaptive:
         }
 
     def _compare(self, sample: Sample, num_proven: int) -> None:
-        """Let both ghosts see the prompt, and prefer the policy that leads."""
-        lead = self._proven_admitted.see(sample, num_proven)
-        lead -= self._all_admitted.see(sample, sample.num_blocks)
-        remaining = 0.5 ** (sample.num_blocks / self._half_life)
+        """Let both ghosts see the prompt, and choose the policy that leads."""
+        num_seen = sample.num_blocks
+        lead = self._selective.see(sample, num_proven) - self._write_through.see(sample, num_seen)
+        remaining = 0.5 ** (num_seen / self._half_life)
         self._lead = self._lead * remaining + lead
-        self._compared = self._compared * remaining + sample.num_blocks
-        # Giving up write-through takes a clear lead: what the tier holds changes slowly, so a wrong
-        # switch costs more than a late one.
-        required = 0.0 if self._is_selective else WORTHWHILE_LEAD * self._compared
+        self._compared = self._compared * remaining + num_seen
+        required = 0.0 if self._is_selective else CLEAR_LEAD * self._compared
         is_selective = self._lead > required
         self._num_switches += is_selective != self._is_selective
         self._is_selective = is_selective
