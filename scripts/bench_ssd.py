@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ BLOCK_BYTES = 2 << 20
 QUEUE_DEPTH, OP_BLOCKS, OPS_AT_ONCE = 32, 8, 8
 RESTART_SIZES = (10_000, 100_000, 1_000_000)
 BLOCKS_PER_PROMPT = 50
+SYNCED_PEER = f"fio, fdatasync every {QUEUE_DEPTH}"
 ROOT = b"root of a model!"
 
 
@@ -132,14 +134,14 @@ def testers(path: Path, size: int, engine: str) -> Iterator[dict[str, Tester]]:
         segment.close()
 
 
-def fio(path: Path, size: int, engine: str) -> Callable[[str], float]:
+def fio(path: Path, size: int, engine: str, *options: str) -> Callable[[str], float]:
     """GB/s of fio, reading or writing a file that is there already."""
 
     def run(direction: str) -> float:
         command = [
             "fio", "--name=peer", f"--filename={path / 'fio'}", f"--rw={direction}", "--bs=2m",
             f"--size={size}", "--direct=1", f"--ioengine={engine}", f"--iodepth={QUEUE_DEPTH}",
-            "--overwrite=1", "--output-format=json",
+            "--overwrite=1", "--output-format=json", *options,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         job = json.loads(done.stdout)["jobs"][0][direction]
@@ -171,16 +173,17 @@ def measure_throughput(
     if shutil.which("fio"):
         with testers(path, size, engine) as made:
             peers = {name: fio(path, size, name) for name in ("libaio", "io_uring")}
-            _take_turns(console, made, peers, num_rounds)
+            synced = fio(path, size, "io_uring", f"--fdatasync={QUEUE_DEPTH}")
+            _take_turns(console, made, peers, synced, num_rounds)
     else:
         console.print("fio is not installed: raw preadv/pwritev from one thread instead")
         with testers(path, size, engine) as made:
-            _take_turns(console, made, {"raw calls": raw_calls(path, size)}, num_rounds)
+            _take_turns(console, made, {"raw calls": raw_calls(path, size)}, None, num_rounds)
 
 
 def _take_turns(
     console: Console, made: dict[str, Tester], peers: dict[str, Callable[[str], float]],
-    num_rounds: int,
+    synced: Callable[[str], float] | None, num_rounds: int,
 ) -> None:  # fmt: skip
     measures: dict[str, Callable[[], float]] = {}
     for sync, tester in made.items():
@@ -188,7 +191,9 @@ def _take_turns(
         measures[f"read, after {sync}"] = tester.read
     for name, run in peers.items():
         for direction in ("write", "read"):
-            measures[f"{direction}, peer {name}"] = lambda r=run, d=direction: r(d)  # type: ignore[misc]
+            measures[f"{direction}, peer {name}"] = partial(run, direction)
+    if synced is not None:
+        measures[f"write, {SYNCED_PEER}"] = partial(synced, "write")
     results: dict[str, list[float]] = {name: [] for name in measures}
     for _ in track(range(num_rounds), "rounds", console=console):
         for name, measure in measures.items():
