@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from types import ModuleType
@@ -60,6 +61,10 @@ class MooncakeStore(RemoteStore):
         self._master = (host.strip("[]"), int(port))
         self._connect_timeout_s = timeout_s / _RPCS_PER_OP
         self._is_suspect = False
+        # A batch keeps the transport busy by itself, and its caller spins until it is over: a
+        # second one beside it only takes processor time from the first.
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
         api = _load_client(timeout_s)
         own_host = self._try_master()
         options = url.options
@@ -120,9 +125,9 @@ class MooncakeStore(RemoteStore):
             else:
                 wanted[name] = _first_bytes(room, sizes[name])
         if wanted:
-            results = self._client.batch_get_into_multi_buffers(
-                list(wanted), *_addresses_and_sizes(wanted.values())
-            )
+            buffers = _addresses_and_sizes(wanted.values())
+            with self._reading:
+                results = self._client.batch_get_into_multi_buffers(list(wanted), *buffers)
             outcomes |= {
                 name: Outcome(Status.OK, result) if result >= 0 else self._failure(result)
                 for name, result in zip(wanted, results, strict=True)
@@ -135,9 +140,11 @@ class MooncakeStore(RemoteStore):
         problem = self._problem(deadline)
         if problem:
             return [failed(problem) for _ in names]
-        results = self._client.batch_put_from_multi_buffers(
-            list(names), *_addresses_and_sizes(parts), self._placement
-        )
+        buffers = _addresses_and_sizes(parts)
+        with self._writing:
+            results = self._client.batch_put_from_multi_buffers(
+                list(names), *buffers, self._placement
+            )
         return [
             Outcome(Status.OK, num_bytes_of(content)) if result == 0 else self._failure(result)
             for content, result in zip(parts, results, strict=True)
