@@ -119,6 +119,10 @@ def test_bad_arguments_change_nothing() -> None:
             lambda: manager.put_async(tokens, np.arange(64) - 16),
             lambda: manager.get_match(tokens, namespace=7),  # type: ignore[arg-type]
             lambda: manager.clear("GPU"),
+            lambda: manager.get_match(tokens, block_keys=[bytes(41)] * 4),
+            lambda: manager.put_match(tokens, ttl_s=-1.0),
+            lambda: manager.put_match(tokens, ttl_s=float("inf")),
+            lambda: manager.report_prefill(0.0),
         ):
             with pytest.raises(ValueError):
                 bad()
@@ -127,6 +131,23 @@ def test_bad_arguments_change_nothing() -> None:
                 unknown([999_999])
         assert manager.stats()["tiers"] == before
         assert cluster.num_leased() == 0
+
+
+def test_a_prompt_with_a_higher_priority_outlives_the_others() -> None:
+    with running_cluster(num_cpu_blocks=8) as cluster:
+        manager = cluster.manager
+        prompts = [np.arange(64) + 1000 * number for number in range(4)]
+        for number, tokens in enumerate(prompts):
+            task_id, _ = manager.put_async(
+                tokens, cluster.slots(range(4)), priority=int(number == 1), ttl_s=5.0
+            )
+            assert manager.wait([task_id], 30)[task_id].status is KVStatus.SUCCESS
+        kept = []
+        for tokens in prompts:
+            task_id, mask = manager.get_match(tokens)
+            manager.cancel([task_id])
+            kept.append(bool(mask.all()))
+        assert kept == [False, True, False, True]
 
 
 def test_launching_twice_and_with_wrong_slots_is_refused() -> None:
