@@ -41,6 +41,13 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool.give_back(ids(*returned))
         self.given_out.difference_update(returned)
 
+    @rule(data=st.data())
+    def take_exactly(self, data: st.DataObject) -> None:
+        free = sorted(set(range(self.pool.capacity)) - self.given_out)
+        wanted = data.draw(st.lists(st.sampled_from(free), unique=True)) if free else []
+        self.pool.take_exactly(ids(*wanted))
+        self.given_out.update(wanted)
+
     @rule(block=st.integers(0, 8))
     def give_back_a_free_one(self, block: int) -> None:
         if block < self.pool.capacity and block not in self.given_out:
@@ -97,6 +104,14 @@ def test_giving_back_a_free_block_names_it_and_changes_nothing() -> None:
     pool.check()
     assert pool.num_free == 2
     assert not pool.is_free(1)
+
+
+@pytest.mark.parametrize("wanted", [[0], [2, 3, 3]])
+def test_taking_exactly_what_is_not_free_is_refused(wanted: list[int]) -> None:
+    pool = BlockPool(5)
+    pool.take(2)
+    with pytest.raises(InternalError, match="not free, or twice"):
+        pool.take_exactly(ids(*wanted))
 
 
 def _put_an_id_on_the_stack_twice(pool: BlockPool) -> None:
