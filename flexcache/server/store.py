@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 
+from flexcache.cache.admission import make_admission
+from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.planner import GlobalCacheEngine
+from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
+from flexcache.cache.write_back import DirtyQueue
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.errors import ConfigError
+from flexcache.errors import ConfigError, StorageError
 from flexcache.ids import TierName
 from flexcache.storage.alignment import align_up
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.task import KVTaskEngine
 from flexcache.transfer.workers.disk import DiskWorkerConfig
+from flexcache.transfer.workers.remote import RemoteWorkerConfig
+
+logger = logging.getLogger(__name__)
 
 
 class CacheStore:
@@ -47,28 +56,55 @@ class CacheStore:
             )
 
     def _make_engine(self) -> KVTaskEngine:
+        config = self.config
         tiers = [Tier(TierName.CPU, self._num_host_blocks)]
+        policies: dict[TierName, str] = {}
         if self._num_slots:
             tiers.append(Tier(TierName.SSD, self._num_slots))
-        config = self.config
+            policies[TierName.SSD] = config.ssd_write_policy
+        if config.remote_url is not None:
+            tiers.append(RemoteTier(config.remote_absent_ttl_s))
+            policies[TierName.REMOTE] = config.remote_write_policy
+        max_dirty = int(config.write_back_max_dirty * self._num_host_blocks)
         chunk_blocks = max(1, int(config.transfer_chunk_mb * 1e6) // self.block_bytes)
         # Blocks that wait to be written below are pinned: an eighth stays for gets to stage in.
         max_store_backlog = max(1, self._num_host_blocks - self._num_host_blocks // 8)
         return KVTaskEngine(
-            GlobalCacheEngine(tiers, chunk_blocks, max_store_backlog),
+            GlobalCacheEngine(
+                tiers,
+                chunk_blocks,
+                max_store_backlog,
+                admissions={
+                    name: make_admission(
+                        policy,
+                        self._num_slots if name is TierName.SSD else None,
+                        config.write_min_sightings,
+                    )
+                    for name, policy in policies.items()
+                    if policy != "write_back"
+                },
+                write_back={
+                    name: DirtyQueue(max_dirty)
+                    for name, policy in policies.items()
+                    if policy == "write_back"
+                },
+                load_cost=LoadCost() if config.skip_slow_loads else None,
+            ),
             block_bytes=self.block_bytes,
             load_ranks=range(self.model.tp_size),
             store_ranks=range(self.model.num_kv_copies),
             op_timeout_s=config.op_timeout_s,
+            remote_timeout_s=config.remote_timeout_s,
+            lookup_timeout_s=config.remote_lookup_timeout_s,
             match_ttl_s=config.match_ttl_s,
             max_open_tasks=config.max_open_tasks,
         )
 
     def open(self) -> None:
-        """Make the host pool and open the SSD files.
+        """Make the host pool, open the SSD files and index what they hold already.
 
         Raises:
-            ConfigError: A directory is another process's, or cannot be used.
+            ConfigError: A directory is another process's, cannot be used, or is refused.
         """
         try:
             self.segments = [
@@ -81,10 +117,43 @@ class CacheStore:
                     sum(segment.stride for segment in self.segments),
                     self._num_slots,
                     self.config.direct_io,
+                    self.config.ssd_on_mismatch,
                 )
+                self._restore(self.disk_pool)
         except BaseException:
             self.close()
             raise
+
+    def _restore(self, pool: DiskPool) -> None:
+        started = time.monotonic()
+        report = self.engine.restore(TierName.SSD, pool.load())
+        if report.num_restored or report.num_dropped:
+            logger.info(
+                "%d blocks of the SSD tier are back after %.1f s; %d were of no use any more",
+                report.num_restored,
+                time.monotonic() - started,
+                report.num_dropped,
+            )
+
+    def clear(self, tier: str | None) -> int:
+        """Drop the blocks of one tier, or of all, that nobody holds; how many.
+
+        When it returns, a restart does not bring back what the SSD tier had of them.
+
+        Raises:
+            ValueError: There is no such tier.
+            StorageError: A restart may bring back what the SSD tier had.
+        """
+        dropped = self.engine.cache.clear(tier)
+        if self.disk_pool is not None and TierName.SSD in dropped:
+            try:
+                self.disk_pool.erase(dropped[TierName.SSD])
+            except OSError as error:
+                raise StorageError(
+                    f"the SSD tier is empty now, but not for good: its index cannot be written "
+                    f"({error.strerror})"
+                ) from None
+        return sum(len(blocks) for blocks in dropped.values())
 
     def segment_of(self, tp_rank: int) -> HostSegment:
         return self.segments[tp_rank if len(self.segments) > 1 else 0]
@@ -92,7 +161,8 @@ class CacheStore:
     @property
     def inherited_fds(self) -> list[int]:
         """Descriptors that the disk worker needs."""
-        files = self.disk_pool.fds if self.disk_pool is not None else []
+        pool = self.disk_pool
+        files = [] if pool is None else pool.data_fds + pool.index_fds
         return [segment.fd for segment in self.segments] + files
 
     def disk_worker_config(self, endpoint: str, identity: str) -> DiskWorkerConfig:
@@ -104,11 +174,31 @@ class CacheStore:
             segment_fds=[segment.fd for segment in self.segments],
             segment_stride=self.segments[0].stride,
             num_host_blocks=self._num_host_blocks,
-            file_fds=pool.fds,
-            file_bytes=-(-self._num_slots // len(pool.fds)) * pool.slot_bytes,
+            data_fds=pool.data_fds,
+            index_fds=pool.index_fds,
+            pool_id=pool.pool_id,
             slot_bytes=pool.slot_bytes,
+            num_slots=pool.num_slots,
             io_engine=config.io_engine,
             queue_depth=config.ssd_queue_depth,
+            log_level=config.log_level,
+            sync=config.ssd_sync,
+        )
+
+    def remote_worker_config(self, endpoint: str, identity: str) -> RemoteWorkerConfig:
+        config = self.config
+        assert config.remote_url is not None
+        return RemoteWorkerConfig(
+            endpoint=endpoint,
+            identity=identity,
+            segment_fds=[segment.fd for segment in self.segments],
+            segment_stride=self.segments[0].stride,
+            num_host_blocks=self._num_host_blocks,
+            block_bytes=self.block_bytes_per_rank,
+            url=config.remote_url,
+            compression=config.remote_compression,
+            timeout_s=config.remote_timeout_s,
+            concurrency=config.remote_concurrency,
             log_level=config.log_level,
         )
 
