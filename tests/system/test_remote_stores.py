@@ -257,7 +257,7 @@ def test_another_client_sees_it_too(
 def test_a_reader_sees_objects_whole_or_not_at_all(store: RemoteStore, memory: Memory) -> None:
     """Two write and discard, two read; an object is of one byte all through."""
     names = fresh(4)
-    size, torn, seen, stop = 200_000, [], set(), threading.Event()
+    size, torn, counts, stop = 200_000, [], [], threading.Event()
 
     def write(thread: int) -> None:
         number = 0
@@ -271,13 +271,15 @@ def test_a_reader_sees_objects_whole_or_not_at_all(store: RemoteStore, memory: M
 
     def read(thread: int) -> None:
         rooms = [memory.cleared(10 * thread + i, 64, size) for i in range(4)]
-        for _ in range(40):
+        num_read, give_up = 0, soon()
+        while num_read < 20 and time.monotonic() < give_up:
             for room, outcome in zip(rooms, store.read_into(names, rooms, soon()), strict=True):
                 if outcome.status is Status.OK:
+                    num_read += 1
                     content = np.frombuffer(joined(room), np.uint8)
-                    seen.add(int(content[0]))
                     if (content != content[0]).any():
                         torn.append(content)
+        counts.append(num_read)
 
     writers = [threading.Thread(target=write, args=(i,)) for i in range(2)]
     readers = [threading.Thread(target=read, args=(i,)) for i in (2, 3)]
@@ -288,7 +290,7 @@ def test_a_reader_sees_objects_whole_or_not_at_all(store: RemoteStore, memory: M
     stop.set()
     for thread in writers:
         thread.join()
-    assert seen
+    assert min(counts) >= 20
     # Mooncake reads in place: what is discarded by force under a reader may be half another's.
     if "mooncake" not in store.name:
         assert not torn

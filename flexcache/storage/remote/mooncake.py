@@ -17,7 +17,6 @@ import socket
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -200,7 +199,7 @@ class MooncakeStore(RemoteStore):
             raise StoreUnavailableError(f"{self.name}: {error.strerror or error}") from None
 
 
-def _load_client(timeout_s: float) -> ModuleType:
+def _load_client(timeout_s: float) -> Any:
     """Import the client, which reads its timeouts from the environment."""
     rpc_timeout_ms = str(math.ceil(timeout_s * 1e3 / _RPCS_PER_OP))
     for name, value in {
