@@ -134,7 +134,7 @@ class Sightings:
         """Count a sighting of the prompt; how many of its blocks had ``count`` of them before."""
         reach = keys.num_blocks
         for ghost in self._ghosts:
-            reach = min(reach, ghost.see(keys, reach))
+            reach = ghost.see(keys, reach)
         return reach
 
 

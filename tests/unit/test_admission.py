@@ -186,6 +186,23 @@ def test_adaptive_writes_everything_where_loops_fit_and_change() -> None:
     assert hits["adaptive"] == hits["write_through"] == 40 * 50
 
 
+def test_adaptive_does_not_give_up_write_through_for_a_small_lead() -> None:
+    names, admission = count(), make_admission("adaptive", CAPACITY)
+    hot = one_off(names, 3)
+    for _ in range(100):  # selective would hit 3 blocks of 153, write-through none
+        for keys in (hot, *(one_off(names, 10) for _ in range(15))):
+            assert admission.admit(keys, keys.num_blocks) == keys.num_blocks
+
+
+def test_adaptive_does_not_waver_when_the_lead_is_about_what_it_takes() -> None:
+    names, admission = count(), make_admission("adaptive", CAPACITY)
+    hot = one_off(names, 4)  # selective hits 4 blocks of 154: above the limit just after them only
+    for _ in range(100):
+        for keys in (hot, *(one_off(names, 10) for _ in range(15))):
+            admission.admit(keys, keys.num_blocks)
+    assert admission.stats()["policy_switches"] == 1
+
+
 @pytest.mark.parametrize(
     "order", [(hot_set_in_a_scan, seen_twice), (seen_twice, hot_set_in_a_scan)]
 )
