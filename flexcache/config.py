@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.remote_url import check_remote_url
 
 ENV_PREFIX = "FLEXCACHE_"
 CONFIG_FILE_ENV = ENV_PREFIX + "CONFIG"
@@ -31,7 +32,6 @@ IO_ENGINES = ("auto", "io_uring", "threads")
 WRITE_POLICIES = ("write_through", "write_back", "selective", "adaptive")
 SYNC_POLICIES = ("group", "none")
 MISMATCH_POLICIES = ("refuse", "clear")
-REMOTE_SCHEMES = ("mooncake", "s3", "gs", "az", "file", "memory")
 COMPRESSIONS = ("none", "zstd", "lz4")
 _IDLE_EXIT_S = 15.0
 
@@ -172,7 +172,9 @@ class CacheConfig:
     remote_compression: str = _setting(
         "none", f"Of the blocks in the store: {', '.join(COMPRESSIONS)}."
     )
-    remote_concurrency: int = _setting(16, "Requests to an object store at once.", "requests")
+    remote_concurrency: int = _setting(
+        16, "Requests of one op to an object store at once.", "requests"
+    )
     remote_timeout_s: float = _setting(
         3.0, "Deadline of one op of the store. What hangs longer is replaced.", "s"
     )
@@ -275,10 +277,7 @@ class CacheConfig:
             if getattr(self, name) not in allowed:
                 raise _reject(name, getattr(self, name), f"must be one of {', '.join(allowed)}")
         if self.remote_url is not None:
-            scheme, found, _ = self.remote_url.partition("://")
-            if not found or scheme not in REMOTE_SCHEMES:
-                schemes = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
-                raise _reject("remote_url", self.remote_url, f"must begin with one of {schemes}")
+            check_remote_url(self.remote_url)
         if self.write_back_max_dirty > 0.75:
             raise _reject("write_back_max_dirty", self.write_back_max_dirty, "must be at most 0.75")
 

@@ -11,6 +11,10 @@ BlockKey = NewType("BlockKey", bytes)
 RootId = NewType("RootId", bytes)
 """Digest of fingerprint, namespace and kind of key: what a key's identity rests on."""
 
+ROOT_BYTES = 16
+MAX_KEY_BYTES = 40
+"""As many as the SSD tier's index has room for; vLLM's keys have 32, our own 16."""
+
 SessionId = NewType("SessionId", int)
 """One registration of an engine's scheduler at one server; the upper half of its task ids."""
 

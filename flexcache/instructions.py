@@ -103,6 +103,4 @@ class ReplaceExecutor:
     reason: str
 
 
-Instruction = (
-    RunOp | DropOp | RunLookUp | LookUpEnded | TaskEnded | TaskAnswered | ReplaceExecutor
-)
+Instruction = RunOp | DropOp | RunLookUp | LookUpEnded | TaskEnded | TaskAnswered | ReplaceExecutor

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from flexcache.backend import Backend, MatchedTask
 from flexcache.cache.block_keys import (
     ENGINE_KEYS,
-    MAX_KEY_BYTES,
     TOKEN_KEYS,
     EngineBlockKeys,
     PromptKeys,
@@ -23,7 +22,7 @@ from flexcache.cache.block_keys import (
     make_root,
 )
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.ids import KVStatus, RootId, TaskKind, TierName
+from flexcache.ids import MAX_KEY_BYTES, KVStatus, RootId, TaskKind, TierName
 from flexcache.instructions import TaskResult
 from flexcache.server.dp_client import KVDPClient
 from flexcache.server.local import LocalCache

@@ -22,9 +22,6 @@ from flexcache.ids import BlockKey, RootId
 
 TOKEN_KEYS = "tokens/xxh3-128"
 ENGINE_KEYS = "engine"
-ROOT_BYTES = 16
-MAX_KEY_BYTES = 40
-"""As many as the SSD tier's index has room for; vLLM's have 32, our own 16."""
 
 
 def make_root(fingerprint: str, namespace: Sequence[str], kind: str) -> RootId:

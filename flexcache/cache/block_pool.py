@@ -57,6 +57,10 @@ class BlockPool:
         self._stack[self._num_free : end] = ids[::-1]
         self._num_free = end
 
+    def free_ids(self) -> BlockIds:
+        """All that are free, in order. O(capacity), vectorised."""
+        return np.flatnonzero(self._is_free).astype(np.int64, copy=False)
+
     def is_free(self, block: int) -> bool:
         return bool(self._is_free[block])
 

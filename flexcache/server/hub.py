@@ -24,11 +24,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from flexcache.cache.block_keys import MAX_KEY_BYTES, ROOT_BYTES, BlockKeys
+from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.packed_keys import unpack_keys
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, FlexCacheError, RegistrationError
-from flexcache.ids import KVStatus, OpId, SessionId, TaskId
+from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, OpId, SessionId, TaskId
 from flexcache.instructions import (
     DISK,
     DropOp,

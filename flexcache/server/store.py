@@ -25,6 +25,9 @@ from flexcache.transfer.workers.remote import RemoteWorkerConfig
 logger = logging.getLogger(__name__)
 
 
+_REPLACE_AFTER_S = 1.0  # a remote worker that has not said by then that its store is late
+
+
 class CacheStore:
     """The tiers of one model, sized by the config. Nothing is allocated before `open`.
 
@@ -94,7 +97,7 @@ class CacheStore:
             load_ranks=range(self.model.tp_size),
             store_ranks=range(self.model.num_kv_copies),
             op_timeout_s=config.op_timeout_s,
-            remote_timeout_s=config.remote_timeout_s,
+            remote_timeout_s=config.remote_timeout_s + _REPLACE_AFTER_S,
             lookup_timeout_s=config.remote_lookup_timeout_s,
             match_ttl_s=config.match_ttl_s,
             max_open_tasks=config.max_open_tasks,
@@ -146,8 +149,10 @@ class CacheStore:
         """
         dropped = self.engine.cache.clear(tier)
         if self.disk_pool is not None and TierName.SSD in dropped:
+            # Of all free slots, since those of evicted blocks may have records too.
+            free = self.engine.cache.by_name[TierName.SSD].pool.free_ids()
             try:
-                self.disk_pool.erase(dropped[TierName.SSD])
+                self.disk_pool.erase(free)
             except OSError as error:
                 raise StorageError(
                     f"the SSD tier is empty now, but not for good: its index cannot be written "

@@ -26,13 +26,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES
 from flexcache.storage.alignment import PAGE_BYTES
 
 HEADER_BYTES = PAGE_BYTES
 """Before the first record of an index file, and before the first slot of a data file."""
-ROOT_BYTES = 16
-MAX_KEY_BYTES = 40
-"""Longer keys cannot be kept in a record."""
 
 _NAMES = [
     ("generation", "<u8"), ("checksum", "<u8"), ("position", "<u4"), ("key_bytes", "<u2"),

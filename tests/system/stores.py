@@ -28,10 +28,15 @@ sys.stdin.read()
 
 
 def missing(module: str, *programs: str) -> str | None:
-    """Why a store cannot be tested here: its optional package is absent."""
+    """Why a store cannot be tested here: its optional package, or what it needs, is absent."""
     for name in (module, *programs):
         if importlib.util.find_spec(name) is None and _program(name) is None:
             return f"{name} is not installed"
+    loading = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], stderr=subprocess.PIPE, text=True
+    )
+    if loading.returncode:
+        return f"{module} cannot be loaded: {loading.stderr.splitlines()[-1]}"
     return None
 
 

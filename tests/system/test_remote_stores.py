@@ -42,11 +42,6 @@ NEEDS = {
 }
 
 
-@pytest.fixture
-def _nothing_is_left() -> None:
-    """Not here: the native clients' own threads come and go while that check reads /proc."""
-
-
 @contextmanager
 def opener(kind: str, directory: str) -> Iterator[Callable[..., RemoteStore]]:
     """Opens a store; all that it opens are of the same place."""

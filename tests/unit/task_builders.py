@@ -464,9 +464,7 @@ class World:
         names = op.names
         assert names is not None
         assert len(names.keys) == len(op)
-        assert [len(key) for key in names.keys] == list(
-            range(op.first + 1, op.first + 1 + len(op))
-        )
+        assert [len(key) for key in names.keys] == list(range(op.first + 1, op.first + 1 + len(op)))
         assert names.first == op.first
         assert names.keys[0][:-1] == names.parent
 

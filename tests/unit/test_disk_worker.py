@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexcache.ids import OpKind
+from flexcache.ids import MAX_KEY_BYTES, OpKind
 from flexcache.storage.block_io import (
     BlockIO,
     Completion,
@@ -24,7 +24,7 @@ from flexcache.storage.block_io import (
 )
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes
-from flexcache.storage.slot_index import MAX_KEY_BYTES, SlotIndex
+from flexcache.storage.slot_index import SlotIndex
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids, unpack_checksums
 from flexcache.transfer.workers.commit import GroupCommit
 from flexcache.transfer.workers.disk import DiskWorker

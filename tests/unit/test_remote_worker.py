@@ -94,7 +94,7 @@ class Turns(RuleBasedStateMachine):
     @rule(is_load=st.booleans())
     def execute(self, is_load: bool) -> None:
         self.count += 1
-        self.worker.execute((load_op if is_load else store_op)(self.count, [0], 1))
+        self.worker.execute((load_op if is_load else store_op)(self.count, [0], 1), 0.0)
         self.waiting[is_load].append(self.count)
 
     @rule(op_id=st.integers(1, 30))

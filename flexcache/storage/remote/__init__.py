@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flexcache.remote_url import RemoteUrl, check_remote_url
 from flexcache.storage.remote.base import Region, RemoteStore
-from flexcache.storage.remote.url import RemoteUrl, check_remote_url
 
 __all__ = ["RemoteStore", "RemoteUrl", "check_remote_url", "open_remote_store"]
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from flexcache.errors import MissingDependencyError
+from flexcache.remote_url import RemoteUrl
 from flexcache.storage.remote.base import (
     MISSING,
     Outcome,
@@ -36,7 +37,6 @@ from flexcache.storage.remote.base import (
     seconds_until,
     too_large,
 )
-from flexcache.storage.remote.url import RemoteUrl
 
 _RPCS_PER_OP = 3  # a put is announced, moved and completed
 _LOCAL_BUFFER_BYTES = 16 << 20

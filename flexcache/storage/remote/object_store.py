@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.remote_url import RemoteUrl
 from flexcache.storage.remote.base import (
     MISSING,
     Outcome,
@@ -32,7 +33,6 @@ from flexcache.storage.remote.base import (
     seconds_until,
     too_large,
 )
-from flexcache.storage.remote.url import RemoteUrl
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client

@@ -67,6 +67,7 @@ class RemoteOp:
     is_load: bool
     names: BlockNames
     host_blocks: npt.NDArray[np.int64]
+    deadline: float
 
 
 @dataclass(slots=True)
@@ -94,11 +95,11 @@ class RemoteWorker:
     def is_idle(self) -> bool:
         return all(not (lane.waiting or lane.num_running) for lane in (self._loads, self._stores))
 
-    def execute(self, message: Execute) -> None:
+    def execute(self, message: Execute, deadline: float) -> None:
         assert message.names is not None
         is_load = message.kind is OpKind.REMOTE2H
         host_blocks = unpack_ids(message.dst if is_load else message.src)
-        op = RemoteOp(message.op_id, is_load, message.names, host_blocks)
+        op = RemoteOp(message.op_id, is_load, message.names, host_blocks, deadline)
         self._lane(op).waiting[op.op_id] = op
 
     def drop(self, op_id: int) -> Done | None:
@@ -197,12 +198,13 @@ class RemoteService:
 
     def take(self, message: Execute | Drop | LookUp) -> None:
         """Begin with what was asked. Never blocks."""
+        deadline = time.monotonic() + self._config.timeout_s  # also for what has to wait its turn
         with self._changed:
             if isinstance(message, LookUp):
                 self._num_lookups += 1
-                self._lookups.put((message, time.monotonic() + self._config.timeout_s))
+                self._lookups.put((message, deadline))
             elif isinstance(message, Execute):
-                self._worker.execute(message)
+                self._worker.execute(message, deadline)
                 self._changed.notify()
             elif (done := self._worker.drop(message.op_id)) is not None:
                 self._answer(done)
@@ -244,8 +246,7 @@ class RemoteService:
         store = self._connection.store()
         move = mover.load if op.is_load else mover.save
         blocks = [self._pieces(int(block)) for block in op.host_blocks]
-        deadline = time.monotonic() + self._config.timeout_s
-        return move(store, op.names.root, op.names.keys, blocks, deadline)
+        return move(store, op.names.root, op.names.keys, blocks, op.deadline)
 
     def _pieces(self, block: int) -> Parts:
         return [segment.block(block)[: self._config.block_bytes] for segment in self._segments]
