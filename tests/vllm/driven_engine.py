@@ -1,7 +1,7 @@
 """A real vLLM engine in a process of its own that does as it is told, and can be killed.
 
-Run as ``python driven_engine.py EXTRA_CONFIG``: scheduler and worker are in the one process, so
-whoever drives it decides when the engine steps. It takes a JSON object a line on standard input,
+Run as ``python driven_engine.py EXTRA_CONFIG MODEL``: scheduler and worker are in the one process,
+so whoever drives it decides when the engine steps. It takes a JSON object a line on standard input,
 answers each with a line on standard output, and shuts down in order when the input ends.
 """
 
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,25 +21,35 @@ from typing import Any
 
 from engines import ENGINE_ENV, ROOT, Engine, engine_arguments
 
+_PROBE_DIR = "KV_PROBE_DIR"
 _MARK = "ANSWER "  # vLLM writes to standard output too
 
 
 class DrivenEngine:
-    """Starts the process; `wait_ready` before the first call."""
+    """Starts the process; `wait_ready` before the first call.
 
-    def __init__(self, extra_config: dict[str, Any], probe_dir: Path, log: Path) -> None:
+    Args:
+        probe_dir: Where digests of the blocks go; None: nothing is digested.
+        log: What the engine says is appended to it.
+        model: As `make_models` has them.
+    """
+
+    def __init__(
+        self, extra_config: dict[str, Any], probe_dir: Path | None, log: Path, model: str = "tiny"
+    ) -> None:
         self._log = log
         self._runtime_dir = tempfile.TemporaryDirectory(prefix="fc-")  # socket paths must be short
         path = [str(Path(__file__).parent), str(ROOT / "scripts"), str(ROOT)]
+        probes = {} if probe_dir is None else {_PROBE_DIR: str(probe_dir)}
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(extra_config)],
+                [sys.executable, __file__, json.dumps(extra_config), model],
                 env={
                     **os.environ,
                     **ENGINE_ENV,
                     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                     "PYTHONPATH": os.pathsep.join(path),
-                    "KV_PROBE_DIR": str(probe_dir),
+                    **probes,
                     "XDG_RUNTIME_DIR": self._runtime_dir.name,
                 },
                 stdin=subprocess.PIPE,
@@ -55,6 +66,10 @@ class DrivenEngine:
         """Eight tokens, and how many of the prompt came out of a cache."""
         seen = self._ask(do="generate", prompt=prompt)
         return seen["tokens"], seen["cached"]
+
+    def serve(self, prompts: list[list[int]]) -> float:
+        """Serve the prompts, as many at once as the engine takes; how many seconds it took."""
+        return float(self._ask(do="serve", prompts=prompts))
 
     def settle(self) -> None:
         """Wait until what was stored is in every tier."""
@@ -96,10 +111,10 @@ class DrivenEngine:
 
 @contextmanager
 def driven_engines(
-    *configs: dict[str, Any], probe_dir: Path, log: Path
+    *configs: dict[str, Any], probe_dir: Path | None, log: Path, model: str = "tiny"
 ) -> Iterator[list[DrivenEngine]]:
     """Engines that are ready inside, and gone after it."""
-    engines = [DrivenEngine(config, probe_dir, log) for config in configs]
+    engines = [DrivenEngine(config, probe_dir, log, model) for config in configs]
     try:
         for engine in engines:
             engine.wait_ready()
@@ -109,11 +124,12 @@ def driven_engines(
             engine.stop()
 
 
-def main(extra_config: dict[str, Any]) -> None:
+def main(extra_config: dict[str, Any], model: str) -> None:
     from vllm import LLM
 
-    llm = LLM(**engine_arguments("tiny", extra_config))
-    engine = Engine(llm, Path(os.environ["KV_PROBE_DIR"]))
+    probe_dir = os.environ.get(_PROBE_DIR)
+    llm = LLM(**engine_arguments(model, extra_config, probing=probe_dir is not None))
+    engine = Engine(llm, Path(probe_dir or os.devnull))
 
     def answer(value: Any) -> None:
         print(_MARK + json.dumps(value), flush=True)
@@ -126,6 +142,10 @@ def main(extra_config: dict[str, Any]) -> None:
                 output = engine.generate(request["prompt"])
                 tokens = list(output.outputs[0].token_ids)
                 answer({"tokens": tokens, "cached": output.num_cached_tokens})
+            case "serve":
+                started = time.monotonic()
+                engine.generate_all(request["prompts"])
+                answer(time.monotonic() - started)
             case "settle":
                 engine.settle()
                 answer("settled")
@@ -135,4 +155,4 @@ def main(extra_config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1]), sys.argv[2])

@@ -19,9 +19,15 @@ ENGINE_ENV = {
 
 
 def engine_arguments(model: str, extra_config: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` with the probing connector."""
+    """Arguments of `vllm.LLM` with the probing connector, or the plain one if not ``probing``."""
     from vllm.config import KVTransferConfig
 
+    connector = {"kv_connector": "ProbeConnector", "kv_connector_module_path": "probe_connector"}
+    if not overrides.pop("probing", True):
+        connector = {
+            "kv_connector": "FlexCacheConnectorV1",
+            "kv_connector_module_path": "flexcache.integration.vllm",
+        }
     policy = overrides.pop("kv_load_failure_policy", "recompute")
     return {
         "model": str(MODELS / model),
@@ -34,8 +40,7 @@ def engine_arguments(model: str, extra_config: dict[str, Any], **overrides: Any)
         "seed": 0,
         "disable_log_stats": False,
         "kv_transfer_config": KVTransferConfig(
-            kv_connector="ProbeConnector",
-            kv_connector_module_path="probe_connector",
+            **connector,
             kv_role="kv_both",
             kv_load_failure_policy=policy,
             kv_connector_extra_config=extra_config,
@@ -69,11 +74,14 @@ class Engine:
         return self.manager._backend.server
 
     def generate(self, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Any:
+        return self.generate_all([prompt], max_tokens, **extra)[0]
+
+    def generate_all(self, prompts: list[list[int]], max_tokens: int = 8, **extra: Any) -> Any:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        request = {"prompt_token_ids": prompt, **extra}
-        return self.llm.generate([request], sampling, use_tqdm=False)[0]
+        requests = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
+        return self.llm.generate(requests, sampling, use_tqdm=False)
 
     def drain(self) -> None:
         """Let puts end: in one process nobody else steps an idle engine."""
