@@ -19,7 +19,7 @@ Not thread-safe: the shell holds a lock around each call.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +54,7 @@ from flexcache.instructions import (
     device,
 )
 from flexcache.lookups import RemoteLookUps
+from flexcache.sessions import RunningOp, Session, Task
 from flexcache.task_ids import TaskIds, id_before, make_session, session_of
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.fair_queue import FairQueue
@@ -80,74 +81,11 @@ NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
 
 
 @dataclass(slots=True, eq=False)
-class _Task:
-    task_id: TaskId
-    owner: _Owner
-    plan: Plan
-    num_tokens: int
-    state: TaskState = TaskState.CREATED
-    launched: bool = False
-    gated: bool = False
-    cancelled: bool = False
-    overdue: bool = False
-    announced: bool = False
-    open_ops: Counter[OpKind] = field(default_factory=Counter)
-    moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)
-    """Per kind of op: position of its first block -> blocks that it moved."""
-    errors: list[str] = field(default_factory=list)
-    running: dict[OpId, _RunningOp] = field(default_factory=dict)
-    waiting: set[OpId] = field(default_factory=set)
-    """Ops that may start and wait for a turn at the disk."""
-
-    def contiguous(self, kinds: Iterable[OpKind], start: int) -> int:
-        """How many blocks from ``start`` on were moved without a gap by ops of these kinds."""
-        results: dict[int, int] = {}
-        for kind in kinds:
-            results.update(self.moved.get(kind, {}))
-        position = start
-        while results.get(position, 0):
-            position += results[position]
-        return position - start
-
-    @property
-    def gpu_ops_open(self) -> int:
-        return self.open_ops[OpKind.H2D] + self.open_ops[OpKind.D2H]
-
-
-@dataclass(slots=True, eq=False)
-class _RunningOp:
-    task: _Task
-    op: TransferOp
-    started_s: float
-    waiting_for: dict[str, None]
-    num_ok: int
-    bad_block: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Owner:
-    """A session of a serving engine: its open tasks, and the results it may still ask for."""
-
-    session: SessionId
-    engine: str
-    num_remembered: int
-    executors: dict[OpKind, tuple[str, ...]]
-    last_id: TaskId
-    tasks: dict[TaskId, _Task] = field(default_factory=dict)
-    results: OrderedDict[TaskId, TaskResult] = field(default_factory=OrderedDict)
-    collected: dict[TaskId, None] = field(default_factory=dict)
-    store_backlog: int = 0
-    prefill_blocks_per_s: float = 0.0
-    is_gone: bool = False
-    totals: Totals = field(default_factory=Totals)
-
-
-@dataclass(slots=True, eq=False)
 class _Lane:
     """A worker below the host tier: the ops that wait for it, and how many it was given."""
 
     timeout_s: float
-    queue: FairQueue[tuple[_Task, TransferOp]] = field(default_factory=FairQueue)
+    queue: FairQueue[tuple[Task, TransferOp]] = field(default_factory=FairQueue)
     num_running: int = 0
 
 
@@ -185,12 +123,12 @@ class KVTaskEngine:
         self._load_ranks = tuple(load_ranks)
         self._store_ranks = tuple(store_ranks)
         self._max_open_tasks = max_open_tasks
-        self._owners: dict[SessionId, _Owner] = {}
+        self._owners: dict[SessionId, Session] = {}
         self._op_timeout_s = op_timeout_s
         self._match_ttl_s = match_ttl_s
         self._up: dict[str, None] = {}
-        self._tasks: dict[TaskId, _Task] = {}
-        self._running: dict[OpId, _RunningOp] = {}
+        self._tasks: dict[TaskId, Task] = {}
+        self._running: dict[OpId, RunningOp] = {}
         self._deadlines: list[tuple[float, OpId]] = []
         self._unlaunched: deque[tuple[float, TaskId]] = deque()
         self._awaited_loads: list[tuple[float, TaskId]] = []
@@ -225,7 +163,7 @@ class KVTaskEngine:
         stores = tuple(device(engine, rank) for rank in self._store_ranks)
         executors: dict[OpKind, tuple[str, ...]] = {k: (n,) for k, n in _EXECUTORS.items()}
         executors |= {OpKind.H2D: loads, OpKind.D2H: stores}
-        self._owners[session] = _Owner(
+        self._owners[session] = Session(
             session, engine, num_remembered, executors, id_before(session)
         )
 
@@ -306,7 +244,7 @@ class KVTaskEngine:
             if kind is TaskKind.GET:
                 totals.hit_blocks.update({tier.value: n for tier, n in plan.sources.items()})
                 totals.missed_blocks += stop - plan.stop
-        task = _Task(task_id, owner, plan, num_tokens)
+        task = Task(task_id, owner, plan, num_tokens)
         if plan.num_blocks == 0:
             self.cache.finish(plan)
             self._remember(task, TaskState.COMPLETED, KVStatus.NOT_FOUND, 0)
@@ -321,7 +259,13 @@ class KVTaskEngine:
         return plan
 
     def _plan(
-        self, owner: _Owner, kind: TaskKind, keys: BlockKeys, start: int, stop: int, retain_s: float
+        self,
+        owner: Session,
+        kind: TaskKind,
+        keys: BlockKeys,
+        start: int,
+        stop: int,
+        retain_s: float,
     ) -> Plan:
         if len(owner.tasks) >= self._max_open_tasks:
             return self.cache.plan_nothing(kind, keys, start, stop, "session_task_limit")
@@ -331,7 +275,7 @@ class KVTaskEngine:
             return self.cache.plan_prefetch(keys, start, stop)
         return self.cache.plan_put(keys, start, stop, self._backlog_share(owner), retain_s)
 
-    def _backlog_share(self, owner: _Owner) -> int:
+    def _backlog_share(self, owner: Session) -> int:
         """How many more blocks of an engine may wait to be written below.
 
         Engines that have something going on share the room.
@@ -348,7 +292,7 @@ class KVTaskEngine:
         owner = self._owners[_OWN_SESSION]
         task_id = self._own_ids.next()
         owner.last_id = task_id
-        self._tasks[task_id] = owner.tasks[task_id] = task = _Task(task_id, owner, plan, 0)
+        self._tasks[task_id] = owner.tasks[task_id] = task = Task(task_id, owner, plan, 0)
         owner.store_backlog += plan.num_backlogged
         return self._submit(task)
 
@@ -371,11 +315,11 @@ class KVTaskEngine:
         """
         if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
             raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
-        to_start: list[tuple[_Task, BlockIds]] = []
+        to_start: list[tuple[Task, BlockIds]] = []
         for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
             task = self._tasks.get(task_id)
             if task is None:
-                result = self._result(task_id)
+                result = self._owner_of(task_id).result(task_id)
                 if result.status in (KVStatus.SUCCESS, KVStatus.FAILED):
                     raise ValueError(f"task {task_id} was launched before")
                 continue
@@ -397,7 +341,7 @@ class KVTaskEngine:
             if not task.plan.graph.ops:  # a prefetch of what the host tier has
                 self._finish(task)
 
-    def _load_patience_s(self, task: _Task) -> float:
+    def _load_patience_s(self, task: Task) -> float:
         """For how long a get waits for the remote store: no longer than to compute it all."""
         longest, rate = self._lanes[REMOTE].timeout_s, task.owner.prefill_blocks_per_s
         if rate <= 0:
@@ -416,7 +360,7 @@ class KVTaskEngine:
             self._end_queued(task)
             self._follow(self._scheduler.cancel(task.task_id), now)
 
-    def _submit(self, task: _Task) -> list[Outcome]:
+    def _submit(self, task: Task) -> list[Outcome]:
         task.launched = True
         task.state = TaskState.READY
         for op in task.plan.graph.ops:
@@ -430,7 +374,7 @@ class KVTaskEngine:
         """
         to_cancel = list(task_ids)
         for task_id in to_cancel:
-            self._require_known(task_id)
+            self._owner_of(task_id).require_known(task_id)
         for task_id in to_cancel:
             task = self._tasks.get(task_id)
             if task is None or task.cancelled:
@@ -461,7 +405,7 @@ class KVTaskEngine:
         """
         task = self._tasks.get(task_id)
         if task is None:
-            return self._result(task_id)
+            return self._owner_of(task_id).result(task_id)
         if task.overdue or (not completely and task.announced):
             return self._judge(task, is_final=False)
         return None
@@ -469,8 +413,7 @@ class KVTaskEngine:
     def collected(self, task_id: TaskId) -> None:
         """The final response was handed over: the task no longer counts, and may be forgotten."""
         owner = self._owner_of(task_id)
-        if task_id in owner.results:
-            owner.collected[task_id] = None
+        owner.collect(task_id)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -640,7 +583,7 @@ class KVTaskEngine:
             lane.num_running += 1
             self._dispatch(task, op, now)
 
-    def _stop(self, task: _Task, now: float) -> None:
+    def _stop(self, task: Task, now: float) -> None:
         """Start nothing more of the task; what moves already ends by itself."""
         for running in task.running.values():
             for executor in running.waiting_for:
@@ -648,7 +591,7 @@ class KVTaskEngine:
         self._end_queued(task)
         self._follow(self._scheduler.cancel(task.task_id), now)
 
-    def _end_queued(self, task: _Task) -> None:
+    def _end_queued(self, task: Task) -> None:
         """The task's ops that have not had their turn at a worker end with nothing moved."""
         for op_id in sorted(task.waiting):
             for lane in self._lanes.values():
@@ -656,11 +599,11 @@ class KVTaskEngine:
             self._outcomes.extend(self._scheduler.op_ended(op_id, 0))
         task.waiting.clear()
 
-    def _dispatch(self, task: _Task, op: TransferOp, now: float) -> None:
+    def _dispatch(self, task: Task, op: TransferOp, now: float) -> None:
         """Hand the op to its executors; its deadline starts."""
         task.state = TaskState.RUNNING
         executors = task.owner.executors[op.kind]
-        running = _RunningOp(task, op, now, dict.fromkeys(executors), len(op))
+        running = RunningOp(task, op, now, dict.fromkeys(executors), len(op))
         self._running[op.op_id] = task.running[op.op_id] = running
         for totals in (self.totals, task.owner.totals):
             totals.ops[op.kind].started(now)
@@ -681,7 +624,7 @@ class KVTaskEngine:
 
     def _one_done(
         self,
-        running: _RunningOp,
+        running: RunningOp,
         executor: str,
         num_ok: int,
         error: str | None,
@@ -710,7 +653,7 @@ class KVTaskEngine:
             self._drop(task, f"{tier.value.lower()}_bad_block", 1)
         self._follow(self._scheduler.op_ended(op.op_id, running.num_ok), now)
 
-    def _count(self, running: _RunningOp, now: float) -> None:
+    def _count(self, running: RunningOp, now: float) -> None:
         op, moved = running.op, running.num_ok * self._block_bytes
         for totals in (self.totals, running.task.owner.totals):
             totals.ops[op.kind].ended(now, len(op), running.num_ok, self._block_bytes)
@@ -730,7 +673,7 @@ class KVTaskEngine:
                 name = f"{_STORE_TIER[op.kind].value.lower()}_write_failed"
                 self._drop(running.task, name, len(op) - running.num_ok)
 
-    def _judge_store(self, running: _RunningOp, error: str | None, now: float) -> None:
+    def _judge_store(self, running: RunningOp, error: str | None, now: float) -> None:
         """Tell the breaker how an op went: a block that is missing or bad is no failure."""
         op = running.op
         if running.num_ok == len(op) or running.bad_block:
@@ -739,7 +682,7 @@ class KVTaskEngine:
             self.breaker.failed(f"{op.kind.value}: {error}", now)
         self._heed_breaker(now)
 
-    def _drop(self, task: _Task, reason: str, num_blocks: int) -> None:
+    def _drop(self, task: Task, reason: str, num_blocks: int) -> None:
         self.totals.dropped_blocks[reason] += num_blocks
         task.owner.totals.dropped_blocks[reason] += num_blocks
 
@@ -757,7 +700,7 @@ class KVTaskEngine:
         if task.open_ops.total() == 0:
             self._finish(task)
 
-    def _publish_what_is_whole(self, task: _Task, kind: OpKind) -> None:
+    def _publish_what_is_whole(self, task: Task, kind: OpKind) -> None:
         plan = task.plan
         if kind in _STORE_TIER:
             if task.open_ops[kind] == 0:
@@ -770,7 +713,7 @@ class KVTaskEngine:
                 begin = plan.start if plan.kind is TaskKind.PUT else plan.load_start
                 self.cache.publish_staging(plan, task.contiguous(kinds, begin))
 
-    def _announce(self, task: _Task) -> None:
+    def _announce(self, task: Task) -> None:
         if not task.announced:
             task.announced = True
             if task.owner.session == _OWN_SESSION:
@@ -782,7 +725,7 @@ class KVTaskEngine:
             if task.open_ops.total():
                 self._instructions.append(TaskAnswered(task.task_id, result))
 
-    def _judge(self, task: _Task, is_final: bool = True) -> TaskResult:
+    def _judge(self, task: Task, is_final: bool = True) -> TaskResult:
         plan, error = task.plan, "; ".join(list(dict.fromkeys(task.errors))[:_MAX_ERRORS]) or None
         if task.cancelled:
             return TaskResult(KVStatus.CANCELLED, plan.start, 0, task.num_tokens, error, is_final)
@@ -796,7 +739,7 @@ class KVTaskEngine:
         status = KVStatus.SUCCESS if num_ok else KVStatus.FAILED
         return TaskResult(status, plan.start, num_ok, task.num_tokens, error, is_final)
 
-    def _finish(self, task: _Task) -> None:
+    def _finish(self, task: Task) -> None:
         """Every op of the task has ended, or none was ever started."""
         task.owner.store_backlog -= task.plan.num_backlogged
         self.cache.finish(task.plan)
@@ -812,7 +755,7 @@ class KVTaskEngine:
         self._forget_if_gone(task.owner)
 
     def _remember(
-        self, task: _Task, state: TaskState, status: KVStatus, num_ok: int, error: str | None = None
+        self, task: Task, state: TaskState, status: KVStatus, num_ok: int, error: str | None = None
     ) -> None:
         task.state = state
         self._num_ended += 1
@@ -820,33 +763,18 @@ class KVTaskEngine:
         for totals in (self.totals, owner.totals):
             totals.ended_tasks[name] += 1
         result = TaskResult(status, task.plan.start, num_ok, task.num_tokens, error)
-        owner.results[task.task_id] = result
+        owner.remember(task.task_id, result)
         if status is not KVStatus.NOT_FOUND and owner.session != _OWN_SESSION:
             self._instructions.append(TaskAnswered(task.task_id, result))
         # An empty match needs no answer, and a gated task's goes to the engine's workers.
         if task.gated or status is KVStatus.NOT_FOUND:
-            owner.collected[task.task_id] = None
-        while len(owner.results) > owner.num_remembered:
-            forgotten, _ = owner.results.popitem(last=False)
-            owner.collected.pop(forgotten, None)
+            owner.collect(task.task_id)
 
-    def _forget_if_gone(self, owner: _Owner) -> None:
+    def _forget_if_gone(self, owner: Session) -> None:
         if owner.is_gone and not owner.tasks:
             self._owners.pop(owner.session, None)
 
-    def _result(self, task_id: TaskId) -> TaskResult:
-        self._require_known(task_id)
-        result = self._owner_of(task_id).results.get(task_id)
-        if result is None:
-            raise KeyError(f"task {task_id} was answered long ago and is forgotten")
-        return result
-
-    def _require_known(self, task_id: TaskId) -> None:
-        owner = self._owner_of(task_id)
-        if not id_before(owner.session) < task_id <= owner.last_id:
-            raise KeyError(f"task {task_id} was never given out")
-
-    def _owner_of(self, task_id: TaskId) -> _Owner:
+    def _owner_of(self, task_id: TaskId) -> Session:
         owner = self._owners.get(session_of(task_id))
         if owner is None:
             raise KeyError(f"task {task_id} was never given out")
@@ -864,9 +792,8 @@ class KVTaskEngine:
             KVStatus.FAILED: TaskState.FAILED,
         }
         for owner in self._owners.values():
-            for task_id, result in owner.results.items():
-                if task_id not in owner.collected:
-                    counts[ended.get(result.status, TaskState.COMPLETED).value] += 1
+            for result in owner.uncollected():
+                counts[ended.get(result.status, TaskState.COMPLETED).value] += 1
         return counts
 
     def remote_stats(self) -> dict[str, Any]:

@@ -186,13 +186,13 @@ def s3_server() -> Iterator[StoreServer]:
 
 
 @contextmanager
-def store_server(kind: str) -> Iterator[StoreServer]:
-    """``s3`` or ``mooncake``; its objects do not go when one of its users does."""
+def store_server(kind: str, segment_gb: float = 0.25) -> Iterator[StoreServer]:
+    """``s3``, or ``mooncake`` of that size; its objects do not go when one of its users does."""
     if kind == "s3":
         with s3_server() as server:
             yield server
     else:
-        with mooncake_master() as server, mooncake_segment(server.url):
+        with mooncake_master(segment_gb) as server, mooncake_segment(server.url):
             server.url = f"{server.url.partition('?')[0]}?segment_gb=0"
             yield server
 

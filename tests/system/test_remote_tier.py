@@ -257,10 +257,12 @@ def test_a_store_that_is_down_at_the_start_is_used_once_it_is_up(
             assert one.get(TOKENS, BLOCKS).mask.all()
             assert one.read(BLOCKS) == expected
             server.start()
-            until_it_stores(one)
-            until_it_stores(two)
-            assert not one.put(TOKENS, BLOCKS).mask.any()  # in DRAM: only the store lacks it
-            until(lambda: bool(two.get(TOKENS, BLOCKS).mask.all()))
+
+            def arrives() -> bool:
+                one.put(TOKENS, BLOCKS)  # DRAM has it: only the store lacks it
+                return bool(two.get(TOKENS, BLOCKS).mask.all())
+
+            until(arrives)
             assert two.read(BLOCKS) == expected
 
 
