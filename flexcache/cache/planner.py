@@ -242,7 +242,7 @@ class GlobalCacheEngine:
         return plan
 
     def plan_write_back(self) -> Plan | None:
-        """Plan to write what a tier with write-back is due, if any is."""
+        """Plan to write what a tier with write-back is due, if any is; possibly without an op."""
         for name, dirty in self._write_back.items():
             tier = self.by_name[name]
             while self._room(tier) > 0 and (prompt := dirty.next()) is not None:
@@ -251,7 +251,7 @@ class GlobalCacheEngine:
                     prompt.root, self.host.index.path_keys(match), match.num_blocks
                 )
                 plan = self.plan_store(keys, match.num_blocks, tiers=[tier])
-                if plan.graph.ops:
+                if plan.graph.ops or plan.dropped:
                     return plan
                 self.finish(plan)
         return None

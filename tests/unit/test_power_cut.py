@@ -28,6 +28,7 @@ from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Lease, Tier
 from flexcache.ids import OpKind, RootId, TierName
 from flexcache.storage.block_io import BlockIO, Completion, Direction, Request
+from flexcache.storage.checksum import checksum
 from flexcache.storage.disk_pool import DiskPool, locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import (
@@ -39,7 +40,7 @@ from flexcache.storage.pool_directory import (
 from flexcache.storage.slot_index import SlotIndex
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
 from flexcache.transfer.workers.commit import GroupCommit
-from flexcache.transfer.workers.disk import DiskWorker, checksum
+from flexcache.transfer.workers.disk import DiskWorker
 
 ROOT = RootId(b"root of a model!")
 NUM_SLOTS, SLOT_BYTES, NUM_HOST_BLOCKS = 24, 4096, 16

@@ -18,11 +18,11 @@ block, is recognised and never taken for the block. docs/remote.md is about vers
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
 
 import xxhash
 
 from flexcache.errors import FlexCacheError, MissingDependencyError
+from flexcache.storage.checksum import checksum
 from flexcache.storage.remote.base import Parts, num_bytes_of
 from flexcache.storage.remote.compression import Codec, Compressor, open_compressor
 
@@ -44,14 +44,6 @@ class DamagedObjectError(FlexCacheError):
 def object_name(root: bytes, key: bytes) -> str:
     """Where the block is kept. The level between root and key keeps directories small."""
     return f"v{FORMAT_VERSION}/{root.hex()}/{key[:1].hex()}/{key.hex()}"
-
-
-def checksum(pieces: Iterable[memoryview]) -> int:
-    """xxh3-64 over the pieces one after the other."""
-    hasher = xxhash.xxh3_64()
-    for piece in pieces:
-        hasher.update(piece)
-    return hasher.intdigest()
 
 
 class BlockCodec:

@@ -25,11 +25,11 @@ from itertools import count
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 import zmq
 
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import BlockIO, Completion, Direction, Request, open_block_io
+from flexcache.storage.checksum import checksum
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
@@ -286,14 +286,6 @@ class DiskWorker:
         ):
             return "checksum mismatch"
         return None
-
-
-def checksum(pieces: Sequence[memoryview]) -> int:
-    """xxh3-64 over the pieces one after the other."""
-    hasher = xxhash.xxh3_64()
-    for piece in pieces:
-        hasher.update(piece)
-    return hasher.intdigest()
 
 
 class DiskWorkerConfig(msgspec.Struct, frozen=True):
