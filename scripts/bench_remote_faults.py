@@ -38,6 +38,7 @@ from engines import MODELS
 from make_models import make_model
 from stores import StoreServer, store_server
 
+BEGIN_AFTER_S = 0.05  # of a batch: loads are under way
 RECOVERY_S = 60.0
 ALLOWED = 0.9
 
@@ -186,9 +187,16 @@ class Bench:
         for engine, seconds in turns[:: 1 if self._num_batches % 2 else -1]:
             seconds.append(engine.serve(prompts))
 
-    def run(self, seconds: float) -> Times:
+    def run(self, fault: Fault) -> Times:
+        """Batches for as long as the fault lasts; it begins in the middle of loads."""
         times = Times()
-        until = time.monotonic() + seconds
+        prompts = self._prompts.batch()
+        times.without.append(self._without.serve(prompts))
+        timer = threading.Timer(BEGIN_AFTER_S, fault.begin)
+        timer.start()
+        times.having.append(self._having.serve(prompts))
+        timer.join()
+        until = time.monotonic() + fault.seconds
         while time.monotonic() < until:
             self.batch(times)
         return times
@@ -213,8 +221,7 @@ class Bench:
 
 def measure(bench: Bench, store: str, fault: Fault, table: Table) -> None:
     openings, traffic = bench.num_openings(), bench.traffic()
-    fault.begin()
-    times = bench.run(fault.seconds)
+    times = bench.run(fault)
     fault.end()
     recovered = bench.run_until_used(times)
     moved = [now - then for now, then in zip(bench.traffic(), traffic, strict=True)]
@@ -281,7 +288,7 @@ def main(
                     "longest batch (without)", "breaker opened", "blocks read / written",
                     "used again after"):  # fmt: skip
         table.add_column(heading, justify="left" if heading in ("store", "fault") else "right")
-    with store_server("mooncake") as mooncake, store_server("s3") as s3:
+    with store_server("mooncake", segment_gb=4.0) as mooncake, store_server("s3") as s3:
         address = urlsplit(s3.url.partition("endpoint=")[2].partition("&")[0])
         assert address.port is not None
         proxy = FaultyProxy(address.port)
