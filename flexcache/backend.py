@@ -52,12 +52,13 @@ class Backend(Protocol):
         stop: int,
         num_tokens: int,
         retain_s: float = 0.0,
+        look_up: bool = True,
         may_wait: bool = True,
     ) -> MatchedTask | None:
         """Make a task for what can be done of blocks ``[start, stop)``.
 
-        None, only where the caller must not be made to wait: the remote store was asked, and has
-        yet to answer.
+        With ``look_up`` the remote store is asked first. None, only where the caller must not be
+        made to wait: it was asked, and has yet to answer.
         """
 
     def report_prefill(self, blocks_per_s: float) -> None:

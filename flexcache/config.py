@@ -278,6 +278,12 @@ class CacheConfig:
                 raise _reject(name, getattr(self, name), f"must be one of {', '.join(allowed)}")
         if self.remote_url is not None:
             check_remote_url(self.remote_url)
+        if self.remote_lookup_timeout_s >= self.server_timeout_s / 2:
+            raise _reject(
+                "remote_lookup_timeout_s",
+                self.remote_lookup_timeout_s,
+                f"must be below half of server_timeout_s, {self.server_timeout_s:g} s",
+            )
         if self.write_back_max_dirty > 0.75:
             raise _reject("write_back_max_dirty", self.write_back_max_dirty, "must be at most 0.75")
 

@@ -33,6 +33,7 @@ class _LookUp:
     root: RootId
     parent: BlockKey | None
     keys: Sequence[BlockKey]
+    root_at_store: bytes
     asked_s: float
 
     @property
@@ -78,9 +79,11 @@ class RemoteLookUps:
             return found
         parent = keys.key(first - 1) if first else None
         wanted = keys.slice(first, min(stop, first + _MAX_KEYS))
-        lookup_id = self._ask(_LookUp(keys.root, parent, wanted, now), now + self._timeout_s)
+        at_store = self._tier.root_at_store(keys.root)
+        question = _LookUp(keys.root, parent, wanted, at_store, now)
+        lookup_id = self._ask(question, now + self._timeout_s)
         self._by_key[keys.root, wanted[0]] = lookup_id
-        instructions.append(RunLookUp(lookup_id, self._tier.root_at_store(keys.root), wanted))
+        instructions.append(RunLookUp(lookup_id, at_store, wanted))
         self.num_asked += 1
         return lookup_id
 
@@ -102,8 +105,8 @@ class RemoteLookUps:
             self._breaker.failed(f"look-up took {now - question.asked_s:.3f} s", now)
         else:
             self._breaker.succeeded(now)
-        if question.is_trial:
-            return
+        if question.is_trial or self._tier.root_at_store(question.root) != question.root_at_store:
+            return  # in the latter case the tier was cleared meanwhile
         num_present = min(num_present, len(question.keys))
         if num_present:
             self._tier.learn(question.root, question.parent, question.keys[:num_present])
@@ -117,11 +120,12 @@ class RemoteLookUps:
             question = self._open.get(lookup_id)
             if question is None:
                 continue
-            self.num_late += 1
+            self.num_late += not question.is_trial
             self._give_up(lookup_id, now, instructions)
             self._breaker.failed(f"no answer within {now - question.asked_s:.3f} s", now)
         if worker_is_up and not self._has_trial and self._breaker.wants_trial(now):
-            lookup_id = self._ask(_LookUp(RootId(b""), None, (), now), now + _TRIAL_TIMEOUT_S)
+            trial = _LookUp(RootId(b""), None, (), _TRIAL_ROOT, now)
+            lookup_id = self._ask(trial, now + _TRIAL_TIMEOUT_S)
             self._has_trial = True
             instructions.append(RunLookUp(lookup_id, _TRIAL_ROOT, [_TRIAL_KEY]))
 
@@ -130,10 +134,11 @@ class RemoteLookUps:
         for lookup_id in list(self._open):
             self._give_up(lookup_id, now, instructions)
 
-    def next_deadline(self) -> float | None:
+    def next_deadline(self, worker_is_up: bool) -> float | None:
+        """When `tick` has something to do at the earliest."""
         times = [moment for moment, _ in self._deadlines[:1]]
         retry = self._breaker.next_deadline()
-        if retry is not None:
+        if retry is not None and worker_is_up and not self._has_trial:
             times.append(retry)
         return min(times) if times else None
 

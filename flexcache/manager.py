@@ -35,6 +35,7 @@ Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
 Namespace = str | Sequence[str] | None
 
 _MAX_ROOTS = 65_536
+MAX_PRIORITY = 1000
 _OTHERS_START_AFTER_S = 5.0
 
 
@@ -169,14 +170,15 @@ class KVManager:
         *,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
+        look_up: bool = True,
     ) -> tuple[int, Mask, dict[TierName, int]] | None:
         """`get_match` that does not wait, and how many of the tokens each tier will supply.
 
-        None if the remote store was asked and has yet to answer: ask again a little later. That
-        comes to an end after ``remote_lookup_timeout_s`` at the latest.
+        None if the remote store was asked and has yet to answer: ask again a little later, and
+        after ``remote_lookup_timeout_s`` without ``look_up``: then what is known is taken.
         """
         prompt = self._prompt(token_ids, token_mask, namespace, block_keys)
-        task = self._backend.match(TaskKind.GET, *prompt, may_wait=False)
+        task = self._backend.match(TaskKind.GET, *prompt, look_up=look_up, may_wait=False)
         if task is None:
             return None
         mask = self._token_mask(prompt.num_tokens, task.start, task.num_blocks)
@@ -318,13 +320,17 @@ class KVManager:
     def clear(self, tier: str) -> int:
         """Drop the blocks of one tier (`CPU`, `SSD`, `REMOTE`) that nobody holds; how many.
 
-        What a remote store holds stays there and is not found any more by those who share this
-        cache; what they store from then on, others do not find.
+        What a remote store holds stays there. Until the server restarts it is not found any more by
+        those who share this cache, and others do not find what they store from then on.
         """
         return self._backend.clear(tier)
 
     def reset(self) -> None:
-        """Drop the blocks of every tier that nobody holds."""
+        """Drop the blocks of every tier that nobody holds.
+
+        What is stored from then on is not recorded on SSD for the next start: the model's weights
+        may have changed under their name.
+        """
         self._backend.clear(None)
 
     def stats(self) -> dict[str, Any]:
@@ -387,6 +393,10 @@ class KVManager:
     def _retain_s(self, priority: int, ttl_s: float) -> float:
         if not math.isfinite(ttl_s) or ttl_s < 0:
             raise ValueError(f"ttl_s = {ttl_s}: must be a number of seconds, at least 0")
+        if abs(priority) > MAX_PRIORITY:
+            raise ValueError(
+                f"priority = {priority}: must be from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+            )
         return priority * self.cache_config.priority_step_s + ttl_s
 
     def _match_and_launch(

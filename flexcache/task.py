@@ -297,8 +297,10 @@ class KVTaskEngine:
         return self._submit(task)
 
     def close_down(self, now: float) -> None:
-        """Cancel what is open, and write what has only DRAM so far."""
-        self.cancel_all(now)
+        """Cancel what is open, but not writes below the GPU, and write what is dirty."""
+        for owner in list(self._owners.values()):
+            if owner.session != _OWN_SESSION:
+                self.cancel([t for t, task in owner.tasks.items() if not task.announced], now)
         self.cache.begin_closing()
         self._follow([], now)
 
@@ -354,9 +356,7 @@ class KVTaskEngine:
             task = self._tasks.get(heapq.heappop(self._awaited_loads)[1])
             if task is None or task.announced or not task.open_ops[OpKind.REMOTE2H]:
                 continue
-            reason = "the remote store takes longer than computing would"
-            task.errors.append(reason)
-            self.breaker.failed(reason, now)
+            task.errors.append("the remote store takes longer than computing would")
             self._end_queued(task)
             self._follow(self._scheduler.cancel(task.task_id), now)
 
@@ -445,8 +445,14 @@ class KVTaskEngine:
             task, op = waiting
             task.waiting.discard(op.op_id)
             task.errors.append(f"{executor}: {reason}")
-            self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
+            self._end_undone(task, op)
         self._follow([], now)
+
+    def _end_undone(self, task: Task, op: TransferOp) -> None:
+        """An op that could start ends without having been given to anybody."""
+        if op.kind in _STORE_TIER:
+            self._drop(task, f"{_STORE_TIER[op.kind].value.lower()}_unavailable", len(op))
+        self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
 
     def _follow_the_store(self) -> None:
         """The remote tier takes part while its worker is there and its breaker closed."""
@@ -534,7 +540,9 @@ class KVTaskEngine:
         """When `tick` has something to do at the earliest."""
         queues = (self._deadlines, self._unlaunched, self._awaited_loads)
         times = [queue[0][0] for queue in queues if queue]
-        asked = self.lookups.next_deadline() if self.lookups is not None else None
+        asked = None
+        if self.lookups is not None:
+            asked = self.lookups.next_deadline(REMOTE in self._up)
         if asked is not None:
             times.append(asked)
         return min(times) if times else None
@@ -562,9 +570,11 @@ class KVTaskEngine:
     def _start(self, outcome: StartOp, now: float) -> None:
         task, op = self._tasks[outcome.task_id], outcome.op
         down = [name for name in task.owner.executors[op.kind] if name not in self._up]
-        if down:
-            task.errors.append(f"{', '.join(down)} not connected")
-            self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
+        tier = _LOAD_TIER.get(op.kind) or _STORE_TIER.get(op.kind)
+        if down or tier in self.cache.unavailable:
+            who = ", ".join(down)
+            task.errors.append(f"{who} not connected" if down else f"{tier} is not available")
+            self._end_undone(task, op)
         elif op.kind.touches_gpu:
             self._dispatch(task, op, now)
         else:
@@ -676,6 +686,8 @@ class KVTaskEngine:
     def _judge_store(self, running: RunningOp, error: str | None, now: float) -> None:
         """Tell the breaker how an op went: a block that is missing or bad is no failure."""
         op = running.op
+        if not self.breaker.is_closed:
+            return  # what was under way when it opened is no trial
         if running.num_ok == len(op) or running.bad_block:
             self.breaker.succeeded(now)
         elif error is not None:

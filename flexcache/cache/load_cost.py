@@ -48,6 +48,9 @@ class LoadCost:
         """It has ended after ``seconds`` with ``num_blocks`` moved."""
         lane = self._lanes[tier]
         lane.running -= 1
+        if now - lane.measured_s > _STALE_AFTER_S:  # begin anew: it may have recovered
+            lane.busy_s = lane.blocks = lane.op_s = 0.0
+            lane.ops = 0
         lane.busy_s = _KEEP * lane.busy_s + (now - lane.busy_since_s)
         lane.busy_since_s = now
         lane.blocks = _KEEP * lane.blocks + num_blocks

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.load_cost import LoadCost
-from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.write_back import DirtyPrompt, DirtyQueue
@@ -59,6 +59,7 @@ class Plan:
     stores: dict[TierName, Lease] = field(default_factory=dict)
     store_starts: dict[TierName, int] = field(default_factory=dict)
     num_reserved: dict[TierName, int] = field(default_factory=dict)
+    remote_root: bytes = b""
     pins: list[tuple[Tier, PrefixMatch]] = field(default_factory=list)
     sources: dict[TierName, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
@@ -119,6 +120,8 @@ class GlobalCacheEngine:
         self.load_cost = load_cost
         self.unavailable: set[TierName] = set()
         """Tiers that are neither read nor written for the time being."""
+        self.is_recording = True
+        """Whether what is written to SSD is to outlive this process."""
         self._admissions = dict(admissions or {})
         self._write_back = dict(write_back or {})
         self._backlog = dict.fromkeys(self.by_name, 0)
@@ -245,8 +248,11 @@ class GlobalCacheEngine:
         """Plan to write what a tier with write-back is due, if any is; possibly without an op."""
         for name, dirty in self._write_back.items():
             tier = self.by_name[name]
-            while self._room(tier) > 0 and (prompt := dirty.next()) is not None:
-                match = self.host.index.locate(prompt.root, prompt.key)
+            while name not in self.unavailable and (prompt := dirty.peek()) is not None:
+                if self._backlog[name] and self._room(tier) < len(prompt.keys):
+                    break  # until what is under way has been written
+                dirty.pop()
+                match = self._still_on_host(prompt)
                 keys = EngineBlockKeys(
                     prompt.root, self.host.index.path_keys(match), match.num_blocks
                 )
@@ -255,6 +261,19 @@ class GlobalCacheEngine:
                     return plan
                 self.finish(plan)
         return None
+
+    def _still_on_host(self, prompt: DirtyPrompt) -> PrefixMatch:
+        """As far as DRAM has not evicted a prompt's last blocks."""
+        if not self.host.index.contains(prompt.root, prompt.keys[0]):
+            return EMPTY_MATCH
+        low, high = 0, len(prompt.keys)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.host.index.contains(prompt.root, prompt.keys[middle]):
+                low = middle
+            else:
+                high = middle
+        return self.host.index.locate(prompt.root, prompt.keys[low])
 
     def begin_closing(self) -> None:
         """Have `plan_write_back` give out all that is still to be written."""
@@ -289,24 +308,41 @@ class GlobalCacheEngine:
             raise ValueError(f"no tier {tier!r} here; there is {', '.join(names)}")
         return {t.name: t.clear() for t in self.tiers if tier in (None, t.name.value)}
 
+    def withhold_free(self, tier: Tier) -> Lease:
+        """Keep a tier's free blocks from everybody until `give_back`."""
+        self._open_plans += 1
+        return tier.reserve_private(RootId(b""), tier.pool.num_free)
+
+    def give_back(self, lease: Lease) -> None:
+        self._open_plans -= 1
+        self.by_name[TierName.SSD].release(lease)
+
     def publish_staging(self, plan: Plan, num_ok: int) -> None:
         """The first ``num_ok`` staged blocks hold their bytes."""
         if plan.staging is None:
             return
         self.host.publish(plan.staging, num_ok)
-        if num_ok and plan.staging.keys:
-            prompt = DirtyPrompt(plan.root, plan.staging.keys[num_ok - 1], num_ok)
-            for dirty in self._write_back.values():
+        if not num_ok or not plan.staging.keys:
+            return
+        prompt = DirtyPrompt(plan.root, plan.staging.keys[:num_ok])
+        for name, dirty in self._write_back.items():
+            if name not in plan.sources:  # else that is where they came from
                 dirty.add(prompt)
 
     def publish_store(self, plan: Plan, name: TierName, num_ok: int) -> None:
         """The first ``num_ok`` blocks of a write-through hold their bytes."""
-        self.by_name[name].publish(plan.stores[name], num_ok)
+        tier = self.by_name[name]
+        if isinstance(tier, RemoteTier) and tier.root_at_store(plan.root) != plan.remote_root:
+            num_ok = 0  # it was cleared meanwhile, and goes by other names now
+        tier.publish(plan.stores[name], num_ok)
 
     def discard_bad_block(self, plan: Plan, name: TierName, position: int) -> None:
         """A read of the task's block ``position`` from a tier failed: drop it there."""
         key = plan.load_keys[position - plan.load_start]
-        self.by_name[name].discard(plan.root, key)
+        tier = self.by_name[name]
+        tier.discard(plan.root, key)
+        if isinstance(tier, RemoteTier):
+            tier.learn_absent(plan.root, key, self._now)
 
     def finish(self, plan: Plan) -> None:
         """End the plan: every op has ended or was never started. Frees all that it held."""
@@ -442,6 +478,8 @@ class GlobalCacheEngine:
             begin += tier.num_in_flight(keys, begin, plan.stop)
             end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop)
             if begin >= end:
+                if tiers is None and begin < plan.start <= cached.num_blocks:
+                    self._mark_dirty(tier, keys, begin, plan.start)
                 continue
             if begin < plan.start and cached.num_blocks < plan.start:
                 continue  # what precedes is still on its way to the host: its own put writes it
@@ -453,6 +491,8 @@ class GlobalCacheEngine:
             plan.stores[tier.name] = lease
             plan.store_starts[tier.name] = begin
             plan.num_reserved[tier.name] = len(lease)
+            if isinstance(tier, RemoteTier):
+                plan.remote_root = tier.root_at_store(plan.root)
             self._backlog[tier.name] += len(lease)
             if begin + len(lease) < end:
                 plan.dropped[f"{tier.name.value.lower()}_tier_full"] = end - begin - len(lease)
@@ -464,6 +504,12 @@ class GlobalCacheEngine:
                     source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
                     target = lease.blocks[low - begin : high - begin]
                     self._add_store(plan, tier, keys, low, source, target, [copy.op])
+
+    def _mark_dirty(self, tier: Tier, keys: BlockKeys, begin: int, end: int) -> None:
+        """A tier with write-back lacks what the host has had for longer: it failed once, say."""
+        dirty = self._write_back.get(tier.name)
+        if dirty is not None:
+            dirty.add(DirtyPrompt(keys.root, keys.slice(begin, end)))
 
     def _admitted(self, tier: Tier, keys: BlockKeys, stop: int) -> int:
         """How many blocks of a prompt, from the first on, the tier's policy writes now."""
@@ -525,7 +571,9 @@ class GlobalCacheEngine:
         target: BlockIds,
         depends_on: Sequence[OpId],
     ) -> None:
-        names = self._names(tier, keys, first, first + len(target))
+        names = None
+        if self.is_recording or isinstance(tier, RemoteTier):
+            names = self._names(tier, keys, first, first + len(target))
         plan.graph.add(self._op_id(), STORE_OP[tier.name], first, source, target, depends_on, names)
 
     @staticmethod

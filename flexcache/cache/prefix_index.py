@@ -19,8 +19,8 @@ counted by length, and all beyond the longest hold is the run's evictable tail. 
 segments, because a prompt that matches part of a run makes only that part recent; it never grows
 along a run, so the tail is always its least recent part.
 
-Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number that
-does not decrease.
+Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number, and
+blocks with the lowest go first.
 """
 
 from __future__ import annotations

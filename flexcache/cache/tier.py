@@ -246,9 +246,9 @@ class Tier:
                 self._settle(lease)
 
     def _wait_for_parent(self, lease: Lease) -> bool:
-        flight = self._flights[lease.root]
+        flight = self._flights.get(lease.root)
         assert lease.parent_key is not None
-        if lease.parent_key not in flight.owners:
+        if flight is None or lease.parent_key not in flight.owners:
             return False  # it was dropped: what builds on it cannot be found
         ahead: Lease | None = flight.owners[lease.parent_key]
         while ahead is not None and ahead is not lease and ahead.waiting and ahead.parent_key:

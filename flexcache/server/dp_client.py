@@ -203,6 +203,7 @@ class KVDPClient:
         stop: int,
         num_tokens: int,
         retain_s: float = 0.0,
+        look_up: bool = True,
         may_wait: bool = True,
     ) -> MatchedTask | None:
         """Have a task made for blocks ``[start, stop)``. A miss if there is no server."""
@@ -219,7 +220,7 @@ class KVDPClient:
             request = Match(
                 self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
                 0 if payload is not None else len(data), retain_s, self._prefill_blocks_per_s,
-                may_wait,
+                look_up, may_wait,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)

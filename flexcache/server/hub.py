@@ -19,6 +19,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -130,6 +131,14 @@ class Scheduler:
     heard_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """``work`` is for another thread; ``end`` is to be called with its error, as an event."""
+
+    work: Callable[[], None]
+    end: Callable[[OSError | None], None]
+
+
 class Hub:
     """All clients of one server.
 
@@ -157,6 +166,8 @@ class Hub:
         """The engine in this process, if it shares the cache with nobody."""
         self.server_pid = 0
         self.outgoing: list[tuple[bytes, ToClient]] = []
+        self.aside: list[Aside] = []
+        """What takes too long to be done while others wait."""
         self.counters: Counter[str] = Counter()
         self.extra_stats: Callable[[], dict[str, Any]] = dict
         self.last_left_orderly = False
@@ -367,22 +378,50 @@ class Hub:
         self, caller: Scheduler, request: Match | Clear | CheckInvariants, data: Buffer, now: float
     ) -> Reply | None:
         """None where the answer has to wait."""
-        try:
+
+        def answer() -> Reply | None:
+            assert self.store is not None
             match request:
                 case Match():
                     return self._match(caller, request, memoryview(data), now)
-                case Clear(request_id, tier):
-                    assert self.store is not None
-                    return Answer(request_id, self.store.clear(tier))
+                case Clear():
+                    return self._clear(caller, request)
                 case CheckInvariants(request_id):
                     self._tasks.check()
                     return Answer(request_id, None)
+
+        return self._guarded(request, answer)
+
+    def _guarded(
+        self, request: Match | Clear | CheckInvariants, answer: Callable[[], Reply | None]
+    ) -> Reply | None:
+        """One client's request must not cost the others their server."""
+        try:
+            return answer()
         except ValueError as error:
             return Failed(request.request_id, "value", str(error))
         except KeyError as error:
             return Failed(request.request_id, "key", str(error.args[0]))
         except FlexCacheError as error:
             return Failed(request.request_id, "internal", str(error))
+        except Exception as error:
+            logger.exception("%s failed", type(request).__name__)
+            self.counters["failed_messages"] += 1
+            return Failed(request.request_id, "internal", repr(error))
+
+    def _clear(self, caller: Scheduler, request: Clear) -> Answer | None:
+        assert self.store is not None
+        clearing = self.store.clear(request.tier)
+        if not clearing.needs_work:
+            return Answer(request.request_id, clearing.end(None))
+
+        def end(error: OSError | None) -> None:
+            reply = self._guarded(request, lambda: Answer(request.request_id, clearing.end(error)))
+            if reply is not None and self._callers.get(caller.calls) is caller:
+                self._send(caller.calls, reply)
+
+        self.aside.append(Aside(clearing.work, end))
+        return None
 
     def _match(
         self, caller: Scheduler, request: Match, data: memoryview, now: float
@@ -401,10 +440,14 @@ class Hub:
         keys = unpack_keys(request.root, data, request.key_bytes, size)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
-        lookup = self._tasks.look_up(request.kind, keys, request.stop, now)
+        lookup = None
+        if request.look_up:
+            lookup = self._tasks.look_up(request.kind, keys, request.stop, now)
         if lookup is not None and not request.may_wait:
             return Matched(request.request_id, request.start, 0, {}, is_pending=True)
         if lookup is not None and self._num_parked < _MAX_PARKED:
+            own = memoryview(bytes(data))  # the client's memory may change while it waits
+            keys = unpack_keys(request.root, own, request.key_bytes, size)
             self._parked.setdefault(lookup, []).append((caller, request, keys))
             self._num_parked += 1
             return None
@@ -416,11 +459,10 @@ class Hub:
             self._num_parked -= 1
             if self._callers.get(caller.calls) is not caller:
                 continue  # it has gone
-            try:
-                reply: Reply = self._make_task(caller, request, keys, now)
-            except (ValueError, KeyError) as error:
-                reply = Failed(request.request_id, "value", str(error))
-            self._send(caller.calls, reply)
+            make_task = partial(self._make_task, caller, request, keys, now)
+            reply = self._guarded(request, make_task)
+            if reply is not None:
+                self._send(caller.calls, reply)
 
     def _make_task(self, caller: Scheduler, request: Match, keys: BlockKeys, now: float) -> Matched:
         if request.prefill_blocks_per_s > 0:

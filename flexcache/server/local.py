@@ -51,10 +51,11 @@ class LocalCache:
         stop: int,
         num_tokens: int,
         retain_s: float = 0.0,
+        look_up: bool = True,
         may_wait: bool = True,
     ) -> MatchedTask | None:
         with self.server.session() as tasks:
-            lookup = tasks.look_up(kind, keys, stop, time.monotonic())
+            lookup = tasks.look_up(kind, keys, stop, time.monotonic()) if look_up else None
             if lookup is not None and not may_wait:
                 return None
         with self.server.session() as tasks:

@@ -157,8 +157,8 @@ class Readiness(msgspec.Struct, tag=True, frozen=True):
 class Match(msgspec.Struct, tag=True, frozen=True):
     """Make a task for blocks ``[start, stop)``. The first ``scratch_bytes`` of the scratch memory,
     or if that is 0 the next frame, are the prompt's block keys, of ``key_bytes`` each, or if that
-    is 0 its token ids (int64). Answered with `Matched`: at once, unless the remote store has to be
-    asked and the client ``may_wait``.
+    is 0 its token ids (int64). Answered with `Matched`: at once, unless the remote store is to be
+    asked (``look_up``) and the client ``may_wait``.
 
     ``retain_s``: what a put stores counts as used so much later. ``prefill_blocks_per_s``: how fast
     the engine computes, if it knows.
@@ -175,6 +175,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     scratch_bytes: int = 0
     retain_s: float = 0.0
     prefill_blocks_per_s: float = 0.0
+    look_up: bool = True
     may_wait: bool = True
 
 

@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -46,11 +46,12 @@ from flexcache.instructions import (
     TaskEnded,
 )
 from flexcache.server.curve import secure_server
-from flexcache.server.hub import Hub, make_execute
+from flexcache.server.hub import Aside, Hub, make_execute
 from flexcache.server.messages import MAX_FRAME_BYTES
 from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint
 from flexcache.server.store import CacheStore
 from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.task import NUM_REMEMBERED, KVTaskEngine
 from flexcache.task_ids import TaskIds, new_epoch
 from flexcache.transfer.messages import (
@@ -121,6 +122,7 @@ class KVServer:
         self._worker_decoder = msgspec.msgpack.Decoder(Ready | Done | LookedUp)
         self._wake = -1
         self._thread: threading.Thread | None = None
+        self._asides: list[threading.Thread] = []
         self._seen_ended = 0
         self._spin_s = 0.0
         self._spin_until_s = 0.0
@@ -190,7 +192,7 @@ class KVServer:
         )
         try:
             store.open()
-        except ConfigError as error:  # another process's directory, say
+        except DirectoryInUseError as error:  # it may be free soon
             raise RegistrationError(str(error)) from None
         self._adopt(store)
         return store
@@ -294,7 +296,10 @@ class KVServer:
         """Drop the blocks of one tier, or of all, that nobody holds; how many."""
         with self.session():
             assert self._store is not None
-            return self._store.clear(tier)
+            clearing = self._store.clear(tier)
+        error = _error_of(clearing.work)
+        with self.session():
+            return clearing.end(error)
 
     def stats(self, session: SessionId) -> dict[str, Any]:
         with self.session():
@@ -446,9 +451,28 @@ class KVServer:
                 case _:
                     self.hub.deliver(instruction)
         self.hub.end_sessions()
+        self._begin_asides()
         outgoing, self.hub.outgoing = self.hub.outgoing, []
         for identity, message in outgoing:
             self._send(identity, message)
+
+    def _begin_asides(self) -> None:
+        """Have done on a thread what would hold up everybody."""
+        asides, self.hub.aside = self.hub.aside, []
+        self._asides = [thread for thread in self._asides if thread.is_alive()]
+        for aside in asides:
+            thread = threading.Thread(
+                target=self._do_aside, args=(aside,), name="flexcache-aside", daemon=True
+            )
+            self._asides.append(thread)
+            thread.start()
+
+    def _do_aside(self, aside: Aside) -> None:
+        error = _error_of(aside.work)
+        with self._changed:
+            aside.end(error)
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def _send(self, identity: bytes, message: object) -> None:
         assert self._front is not None
@@ -560,6 +584,8 @@ class KVServer:
             self._workers[name].stop(_DRAIN_TIMEOUT_S)
 
     def _release(self) -> None:
+        for thread in self._asides:
+            thread.join()
         self.hub.close()
         for worker in self._workers.values():
             worker.stop(0)
@@ -577,3 +603,11 @@ class KVServer:
             self._store.close()
         if self._lock_file is not None:
             self._lock_file.release()
+
+
+def _error_of(work: Callable[[], None]) -> OSError | None:
+    try:
+        work()
+    except OSError as error:
+        return error
+    return None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import dataclass
 
 from flexcache.cache.admission import make_admission
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.remote_tier import RemoteTier
-from flexcache.cache.tier import Tier
+from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, StorageError
@@ -18,6 +19,7 @@ from flexcache.ids import TierName
 from flexcache.storage.alignment import align_up
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.remote import check_packages
 from flexcache.task import KVTaskEngine
 from flexcache.transfer.workers.disk import DiskWorkerConfig
 from flexcache.transfer.workers.remote import RemoteWorkerConfig
@@ -28,11 +30,54 @@ logger = logging.getLogger(__name__)
 _REPLACE_AFTER_S = 1.0  # a remote worker that has not said by then that its store is late
 
 
+@dataclass(slots=True)
+class Clearing:
+    """A tier that was cleared, and what of it is still recorded on SSD.
+
+    Its free slots, of which those of evicted blocks may have records too, are given to nobody
+    until the records are gone.
+    """
+
+    num_dropped: int
+    _cache: GlobalCacheEngine | None = None
+    _withheld: Lease | None = None
+    _pool: DiskPool | None = None
+
+    @property
+    def needs_work(self) -> bool:
+        return self._pool is not None
+
+    def work(self) -> None:
+        """Erase the records for good: may take seconds, and needs no lock.
+
+        Raises:
+            OSError: A restart may bring back what was cleared.
+        """
+        if self._pool is not None and self._withheld is not None:
+            self._pool.erase(self._withheld.blocks)
+
+    def end(self, error: OSError | None) -> int:
+        """How many blocks were dropped. To be called once.
+
+        Raises:
+            StorageError: ``work`` failed.
+        """
+        if self._cache is not None and self._withheld is not None:
+            self._cache.give_back(self._withheld)
+        if error is not None:
+            raise StorageError(
+                "the SSD tier is empty now, but not for good: "
+                f"its index cannot be written ({error})"
+            )
+        return self.num_dropped
+
+
 class CacheStore:
     """The tiers of one model, sized by the config. Nothing is allocated before `open`.
 
     Raises:
         ConfigError: A size does not fit the model or the machine.
+        MissingDependencyError: The remote store needs a package that is not installed.
     """
 
     def __init__(self, model: ModelConfig, config: CacheConfig) -> None:
@@ -44,6 +89,8 @@ class CacheStore:
         stored_bytes = align_up(self.block_bytes_per_rank) * model.num_kv_copies
         self._num_host_blocks = config.cpu_blocks_for(stored_bytes)
         self._num_slots = config.ssd_blocks_for(stored_bytes)
+        if config.remote_url is not None:
+            check_packages(config.remote_url, config.remote_compression)
         self._check_memory(stored_bytes * self._num_host_blocks)
         self.engine = self._make_engine()
         self.segments: list[HostSegment] = []
@@ -87,7 +134,7 @@ class CacheStore:
                     if policy != "write_back"
                 },
                 write_back={
-                    name: DirtyQueue(max_dirty)
+                    name: DirtyQueue(max_dirty, limit=self._num_host_blocks)
                     for name, policy in policies.items()
                     if policy == "write_back"
                 },
@@ -138,27 +185,23 @@ class CacheStore:
                 report.num_dropped,
             )
 
-    def clear(self, tier: str | None) -> int:
-        """Drop the blocks of one tier, or of all, that nobody holds; how many.
+    def clear(self, tier: str | None) -> Clearing:
+        """Drop the blocks of one tier, or of all, that nobody holds.
 
-        When it returns, a restart does not bring back what the SSD tier had of them.
+        After all were cleared, what is stored is not recorded any more: the model's weights may
+        have changed under their name, and a restart may change them back.
 
         Raises:
             ValueError: There is no such tier.
-            StorageError: A restart may bring back what the SSD tier had.
         """
-        dropped = self.engine.cache.clear(tier)
-        if self.disk_pool is not None and TierName.SSD in dropped:
-            # Of all free slots, since those of evicted blocks may have records too.
-            free = self.engine.cache.by_name[TierName.SSD].pool.free_ids()
-            try:
-                self.disk_pool.erase(free)
-            except OSError as error:
-                raise StorageError(
-                    f"the SSD tier is empty now, but not for good: its index cannot be written "
-                    f"({error.strerror})"
-                ) from None
-        return sum(len(blocks) for blocks in dropped.values())
+        cache = self.engine.cache
+        num_dropped = sum(len(blocks) for blocks in cache.clear(tier).values())
+        if tier is None:
+            cache.is_recording = False
+        ssd = cache.by_name.get(TierName.SSD)
+        if self.disk_pool is None or ssd is None or tier not in (None, ssd.name.value):
+            return Clearing(num_dropped)
+        return Clearing(num_dropped, cache, cache.withhold_free(ssd), self.disk_pool)
 
     def segment_of(self, tp_rank: int) -> HostSegment:
         return self.segments[tp_rank if len(self.segments) > 1 else 0]

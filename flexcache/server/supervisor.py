@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from typing import IO
 
 import msgspec
 
@@ -60,6 +62,9 @@ class WorkerSupervisor:
                 self._process.kill()
                 self._process.wait()
                 self._process = None
+            if self.pidfd >= 0:
+                os.close(self.pidfd)
+                self.pidfd = -1
             self._plan_restart(now)
             return False
         return True
@@ -87,7 +92,7 @@ class WorkerSupervisor:
         """Take in the death of the worker and plan the next start. Returns how it ended."""
         assert self._process is not None and self._process.stdin is not None
         code = self._process.wait()
-        self._process.stdin.close()
+        _close(self._process.stdin)
         os.close(self.pidfd)
         self._process, self.pidfd, self.identity = None, -1, ""
         if now - self._started_s > _STABLE_AFTER_S:
@@ -109,13 +114,18 @@ class WorkerSupervisor:
         self.restart_at = None
         if self._process is None:
             return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             logger.warning("the %s worker did not stop within %g s: killed", self.name, timeout)
             self._process.kill()
             self._process.wait()
+        assert self._process.stdin is not None
+        _close(self._process.stdin)
         os.close(self.pidfd)
         self._process, self.pidfd = None, -1
+
+
+def _close(pipe: IO[bytes]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # it had not read all of it when it died
+        pipe.close()

@@ -117,7 +117,7 @@ class World:
             chunk,
             backlog,
             admissions={} if is_late else {n: make_admission(policy, 10) for n in below},
-            write_back={n: DirtyQueue(2) for n in below} if is_late else {},
+            write_back={n: DirtyQueue(2, limit=cpu) for n in below} if is_late else {},
         )
         self.engine = KVTaskEngine(
             self.cache,
@@ -338,6 +338,15 @@ class World:
         )  # fmt: skip
         self._carry_out()
 
+    def finish_bad(self, run: RunOp) -> None:
+        """Its first block cannot be read."""
+        del self.at_work[run.executor, run.op.op_id]
+        self._move(run, 0)
+        self.engine.op_done(
+            run.executor, run.op.op_id, 0, self.now, error="a newer version", bad_block=True
+        )
+        self._carry_out()
+
     def finish_all(self) -> None:
         """Let every executor get its work done, and what follows from it, in turn."""
         while self.at_work:
@@ -436,7 +445,7 @@ class World:
         assert op.src is not None
         assert op.dst is not None
         assert len(op.src) == len(op.dst) > 0
-        if op.kind in NAMED:
+        if op.kind in NAMED and (op.kind is not OpKind.H2DISK or self.cache.is_recording):
             self._check_names(op)
         if info is None:  # the cache's own
             assert op.kind in (OpKind.H2DISK, OpKind.H2REMOTE)

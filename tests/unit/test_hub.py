@@ -108,6 +108,10 @@ class World:
                     case _:
                         self.hub.deliver(instruction)
             self.hub.end_sessions()
+        asides, self.hub.aside = self.hub.aside, []
+        for aside in asides:
+            aside.work()
+            aside.end(None)
         for peer, message in self.hub.outgoing:
             self.inbox.setdefault(peer, []).append(message)
         self.hub.outgoing = []

@@ -70,3 +70,13 @@ def test_a_tier_that_recovered_is_found_out_about() -> None:
 def test_a_tier_from_which_nothing_arrives_is_not_judged_by_its_speed() -> None:
     cost, now = measured(REMOTE, blocks=0, seconds=1.0)
     assert cost.seconds(REMOTE, 1, now) is None
+
+
+def test_what_was_measured_long_ago_does_not_weigh_on_what_is_measured_now() -> None:
+    cost, now = measured(REMOTE, blocks=1, seconds=10.0)
+    now += 1000.0
+    for _ in range(5):
+        cost.started(REMOTE, now)
+        now += 0.01
+        cost.ended(REMOTE, now, 10, 0.01)
+    assert cost.seconds(REMOTE, 10, now) == pytest.approx(0.01)

@@ -6,7 +6,7 @@ import pytest
 from task_builders import ABSENT_TTL_S, ENGINE, ROOT, World
 
 from flexcache.cache.load_cost import LoadCost
-from flexcache.ids import KVStatus, OpKind, TaskId, TierName
+from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 from flexcache.instructions import REMOTE
 from flexcache.transfer.breaker import BreakerState
 
@@ -435,12 +435,181 @@ def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
     assert world.final(task_id).num_ok == 6
 
 
-def test_loads_that_are_given_up_open_the_breaker() -> None:
+def test_a_load_that_is_given_up_is_no_verdict_on_the_store() -> None:
     world = with_store(cpu=40)
     world.engine.report_prefill(world.ids.session, 1e6)
     for text in ("abc", "bcd", "cde", "def", "efg"):
         reading_from_store(world, text)
         world.tick(0.3)
-        if not world.engine.breaker.is_closed:
-            break
-    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.engine.breaker.is_closed, "it may be only slower than the engine"
+
+
+# -- what a review found ---------------------------------------------------------------------------
+
+
+def test_an_answer_about_blocks_that_are_being_written_meanwhile() -> None:
+    world = with_store(cpu=12)
+    writing = world.put("ab")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    world.stored_by_another("abc")
+    lookup = world.look_up("abc")
+    assert lookup is not None
+    behind = world.put("abc")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    world.answer(lookup)
+    for run in world.ops(OpKind.H2REMOTE, behind):
+        world.finish(run, 0, error="HTTP 500")
+    for run in world.ops(OpKind.H2REMOTE, writing):
+        world.finish(run, 0, error="HTTP 500")
+    world.finish_all()
+    world.check_nothing_is_held()
+
+
+def test_nothing_but_trials_goes_to_a_store_whose_breaker_is_open() -> None:
+    world = with_store(ssd=0)
+    world.stored_by_another("xyz")
+    lookup = world.look_up("xyz")
+    assert lookup is not None
+    world.answer(lookup)
+    get = world.match(TaskKind.GET, "xyz")
+    put = world.put("abc")
+    world.engine.breaker.trip("down", world.now)
+    world.tick()
+    world.launch(get)
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    assert world.ops() == []
+    assert world.final(get).status is KVStatus.FAILED
+    assert world.final(put).num_ok == 3
+    assert world.engine.totals.dropped_blocks["remote_unavailable"] == 3
+
+
+def test_an_open_breaker_wakes_nobody_while_the_worker_is_away() -> None:
+    world = with_store()
+    world.down(REMOTE)
+    world.tick(100.0)
+    deadline = world.engine.next_deadline()
+    assert deadline is None or deadline > world.now
+
+
+def test_blocks_that_had_to_wait_for_a_worker_that_died_are_counted() -> None:
+    world = with_store(cpu=40, ssd=0, chunk=1)
+    world.put("abcdefghijklmnop")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    world.down(REMOTE)
+    dropped = world.engine.totals.dropped_blocks
+    assert dropped["remote_unavailable"] + dropped["remote_write_failed"] == 16
+
+
+def test_a_block_that_cannot_be_read_is_not_asked_for_at_once_again() -> None:
+    world = with_store()
+    world.stored_by_another("abc")
+    lookup = world.look_up("abc")
+    assert lookup is not None
+    world.answer(lookup)
+    task_id = world.get("abc")
+    world.finish_bad(world.ops(OpKind.REMOTE2H)[0])
+    world.finish_all()
+    assert world.final(task_id).status is KVStatus.FAILED
+    assert world.look_up("abc") is None
+    world.tick(ABSENT_TTL_S + 0.1)
+    assert world.look_up("abc") is not None
+
+
+def test_an_answer_from_before_a_clear_is_not_believed() -> None:
+    world = with_store()
+    world.stored_by_another("abc")
+    lookup = world.look_up("abc")
+    assert lookup is not None
+    world.clear(TierName.REMOTE)
+    world.answer(lookup)
+    assert world.cached(TierName.REMOTE, "abc") == 0
+
+
+def test_a_write_from_before_a_clear_is_not_found_afterwards() -> None:
+    world = with_store(ssd=0)
+    world.put("abc")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    world.clear(TierName.REMOTE)
+    world.finish_all()
+    assert world.cached(TierName.REMOTE, "abc") == 0
+
+
+def test_an_orderly_stop_writes_what_a_put_has_been_answered_for() -> None:
+    world = World(chunk=1, cpu=40, ssd=40)
+    task_id = world.put("abcdefghijklmnop")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    world.engine.close_down(world.now)
+    world.tick()
+    world.finish_all()
+    assert world.cached(SSD, "abcdefghijklmnop") == 16
+    assert world.final(task_id).status is KVStatus.SUCCESS
+
+
+def test_write_back_waits_for_a_store_that_is_away() -> None:
+    world = with_store(policy="write_back", cpu=12, ssd=0)
+    world.engine.breaker.trip("down", world.now)
+    world.tick()
+    for text in ("ab", "xyz", "pqr"):
+        world.put(text)
+        world.finish_all()
+    assert world.store == {}
+    assert world.cache.num_dirty(TierName.REMOTE) == 8
+    for _ in range(20):
+        world.tick(0.2)
+        for trial in list(world.asked):
+            world.answer(trial)
+    assert world.engine.breaker.is_closed
+    world.put("uv")
+    world.finish_all()
+    assert (ROOT, b"ab") in world.store
+
+
+def test_write_back_writes_what_dram_still_has_of_a_prompt() -> None:
+    world = World(policy="write_back", cpu=6)
+    world.put("ab")
+    world.finish_all()
+    world.cache.host.pool.give_back(world.cache.host.index.evict(1))
+    assert world.cached(CPU, "ab") == 1
+    world.engine.close_down(world.now)
+    world.tick()
+    world.finish_all()
+    assert world.cached(SSD, "ab") == 1
+
+
+def test_with_write_back_what_could_not_be_written_is_tried_again_when_it_is_put_again() -> None:
+    world = World(policy="write_back", cpu=12)
+    world.put("abcd")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    for run in world.ops(OpKind.H2DISK):
+        world.finish(run, 0, error="EIO")
+    assert world.cached(SSD, "abcd") == 0
+    world.put("abcd")
+    world.finish_all()
+    assert world.cached(SSD, "abcd") == 4
+
+
+def test_with_write_back_what_came_from_the_ssd_is_not_dirty() -> None:
+    world = World(policy="write_back", cpu=12)
+    world.put("abcd")
+    world.finish_all()
+    assert world.cached(SSD, "abcd") == 4
+    world.clear(CPU)
+    world.get("abcd")
+    world.finish_all()
+    assert world.cache.num_dirty(SSD) == 0
+
+
+def test_after_everything_was_cleared_nothing_is_recorded_any_more() -> None:
+    world = World()
+    world.cache.is_recording = False
+    world.put("abc")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    assert [run.op.names for run in world.ops(OpKind.H2DISK)] == [None, None]

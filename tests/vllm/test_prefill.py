@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from flexcache.integration.vllm.prefill import PrefillMeter
 
 
-def test_the_quickest_of_the_last_large_steps_counts() -> None:
+def told(steps: Iterable[tuple[int, float]]) -> list[float]:
     meter = PrefillMeter()
-    assert meter.step(1000, 10.0) is None, "it has only begun"
-    assert meter.step(1000, 12.0) == pytest.approx(500.0)
-    assert meter.step(1000, 13.0) == pytest.approx(1000.0)
-    assert meter.step(1000, 100.0) is None, "the engine was idle: that is no news"
+    rates = [meter.step(tokens, now) for tokens, now in steps]
+    return [rate for rate in rates if rate is not None]
+
+
+def test_a_stretch_of_large_steps_tells_the_rate_once() -> None:
+    assert told((1000, 2.0 * step) for step in range(30)) == [pytest.approx(500.0)]
+
+
+def test_a_few_steps_tell_nothing() -> None:
+    assert told((1000, float(step)) for step in range(8)) == []
 
 
 def test_steps_that_mostly_decode_say_nothing() -> None:
-    meter = PrefillMeter()
-    for step in range(10):
-        assert meter.step(8, float(step)) is None
-    assert meter.step(1000, 10.0) is None
-    assert meter.step(8, 11.0) == pytest.approx(1000.0)
+    assert told((8, 0.01 * step) for step in range(100)) == []
+    assert told((1000 if step % 4 else 8, float(step)) for step in range(100)) == []
+
+
+def test_an_engine_that_schedules_ahead_does_not_seem_faster_than_it_is() -> None:
+    # The first two steps begin at once, and then one whenever one has been computed (0.1 s).
+    steps = [(1000, 0.1 * max(0, step - 1)) for step in range(40)]
+    assert max(told(steps)) <= 1.2 * 10_000
+
+
+def test_a_pause_does_not_make_an_engine_slow() -> None:
+    times = [float(step) + (100.0 if step > 12 else 0.0) for step in range(40)]
+    assert told((1000, now) for now in times) == [pytest.approx(1000.0)]
 
 
 def test_an_engine_that_has_become_slow_is_believed_after_a_while() -> None:
-    meter = PrefillMeter()
-    now, rate = 0.0, None
-    for seconds in [1.0] * 5 + [4.0] * 40:
-        rate = meter.step(1000, now) or rate
-        now += seconds
-    assert rate == pytest.approx(250.0)
+    times = [0.0]
+    for seconds in [1.0] * 10 + [4.0] * 60:
+        times.append(times[-1] + seconds)
+    assert told((1000, now) for now in times)[-1] == pytest.approx(250.0)

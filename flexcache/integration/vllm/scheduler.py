@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _READY_TIMEOUT_S = 60.0
 _ANSWER_PATIENCE_S = 0.1
 _STATS_INTERVAL_S = 1.0  # where they cost a round trip
+_HIGHEST_PRIORITY = 100  # that a request may ask for
+_LONGEST_TTL_S = 7 * 86400.0
 
 
 @dataclass(slots=True)
@@ -90,7 +92,9 @@ class FlexCacheScheduler:
         self._gets: dict[str, _Get] = {}
         self._puts: dict[str, int] = {}
         self._failed: set[str] = set()  # lost a load: to offer another could go on for ever
-        self._undecided: set[str] = set()
+        self._undecided: dict[str, float] = {}
+        """Requests for which the remote store was asked, and when first."""
+        self._lookup_timeout_s = config.remote_lookup_timeout_s
         self._prefill = PrefillMeter()
         self._step = _Step()
         self._reported: dict[str, float] = {}
@@ -149,7 +153,7 @@ class FlexCacheScheduler:
         """The request ends. Whether vLLM must keep its blocks until a put of them is done."""
         request_id = request.request_id
         self._failed.discard(request_id)
-        self._undecided.discard(request_id)
+        self._undecided.pop(request_id, None)
         get = self._gets.get(request_id)
         self._cancel_get(request_id)
         if get is not None and get.launched:  # aborted while loading; the workers report its end
@@ -218,7 +222,8 @@ class FlexCacheScheduler:
 
     def _match(self, request: Any, num_computed: int, num_tokens: int) -> _Get | None:
         """Open a get; None if that cannot be, now or (`_undecided`) yet."""
-        self._undecided.discard(request.request_id)
+        now = time.monotonic()
+        asked_s = self._undecided.pop(request.request_id, now)
         mask = np.zeros(request.num_tokens, dtype=np.bool_)
         mask[num_computed:num_tokens] = True
         try:
@@ -227,12 +232,13 @@ class FlexCacheScheduler:
                 mask,
                 namespace=self._namespace,
                 block_keys=request.block_hashes,
+                look_up=now - asked_s <= self._lookup_timeout_s,  # steps may take longer
             )
-        except FlexCacheError as error:
+        except (FlexCacheError, ValueError) as error:
             logger.warning("FlexCache cannot be asked: %s", error)
             return None
         if matched is None:  # the remote store has yet to answer
-            self._undecided.add(request.request_id)
+            self._undecided[request.request_id] = asked_s
             return None
         task_id, found, sources = matched
         self._has_news = True
@@ -315,10 +321,17 @@ class FlexCacheScheduler:
 
 def _retention(request: Any) -> dict[str, Any]:
     """The hints that a request carries in ``kv_transfer_params``, as `KVManager.put_match` has
-    them."""
+    them. They come from whoever sent the request: what makes no sense is left out."""
     params = getattr(request, "kv_transfer_params", None) or {}
     hints: dict[str, Any] = {}
-    for name, kind in (("priority", int), ("ttl_s", float)):
-        if f"flexcache_{name}" in params:
-            hints[name] = kind(params[f"flexcache_{name}"])
+    for name, kind, lowest, highest in (
+        ("priority", int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY),
+        ("ttl_s", float, 0.0, _LONGEST_TTL_S),
+    ):
+        hint = params.get(f"flexcache_{name}")
+        try:
+            if hint is not None and lowest <= (value := kind(hint)) <= highest:
+                hints[name] = value
+        except (TypeError, ValueError, OverflowError):
+            logger.warning("flexcache_%s of request %s is no number", name, request.request_id)
     return hints

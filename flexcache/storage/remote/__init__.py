@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
+from flexcache.errors import MissingDependencyError
 from flexcache.remote_url import RemoteUrl, check_remote_url
 from flexcache.storage.remote.base import Region, RemoteStore
 
-__all__ = ["RemoteStore", "RemoteUrl", "check_remote_url", "open_remote_store"]
+__all__ = [
+    "RemoteStore", "RemoteUrl", "check_packages", "check_remote_url", "open_remote_store",
+]  # fmt: skip
+_PACKAGES = {
+    "mooncake": ("mooncake", "mooncake"),
+    "zstd": ("zstandard", "compression"),
+    "lz4": ("lz4", "compression"),
+} | dict.fromkeys(("s3", "gs", "az", "file"), ("obstore", "object-store"))
+"""What a kind of store or a compression needs, and the extra that brings it."""
+
+
+def check_packages(url: str, compression: str) -> None:
+    """
+    Raises:
+        MissingDependencyError: A package that the store or the compression needs is not installed.
+    """
+    for need in (check_remote_url(url).scheme, compression):
+        package, extra = _PACKAGES.get(need, (None, None))
+        if package is not None and find_spec(package) is None:
+            raise MissingDependencyError(
+                f"{need} needs the package {package}: pip install 'flexcache[{extra}]'"
+            )
 
 
 def open_remote_store(
