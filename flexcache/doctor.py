@@ -22,13 +22,16 @@ from flexcache.cache.restore import link, reaches_start
 from flexcache.storage.block_io import io_uring_problem
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.pool_directory import (
+    DATA_FILE,
     FORMAT_VERSION,
+    INDEX_FILE,
     OLD_DATA_FILE,
     DirectoryInUseError,
     PoolDirectory,
     PoolHeader,
     PoolMismatchError,
-    holds_a_pool,
+    files_in,
+    missing_data_file,
     supports_direct_io,
 )
 from flexcache.storage.slot_index import (
@@ -89,17 +92,27 @@ class PoolDoctor:
     def examine(self, paths: Sequence[Path]) -> list[Finding]:
         with contextlib.ExitStack() as opened:
             pools: dict[bytes, list[tuple[PoolHeader, PoolDirectory]]] = {}
-            for path in paths:
+            for path in {path.resolve(): path for path in paths}.values():
                 directory = self._open(path)
                 if directory is None:
                     continue
                 opened.callback(directory.close)
-                header = self._read_header(directory)
-                if header is not None:
-                    pools.setdefault(header.pool_id, []).append((header, directory))
+                with self._errors_told(str(path)):
+                    header = self._read_header(directory)
+                    if header is not None:
+                        pools.setdefault(header.pool_id, []).append((header, directory))
             for parts in pools.values():
-                self._examine_pool(parts)
+                name = ", ".join(str(directory.path) for _, directory in parts)
+                with self._errors_told(name):
+                    self._examine_pool(name, parts)
         return self.findings
+
+    @contextlib.contextmanager
+    def _errors_told(self, where: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._say(Level.ERROR, f"{where}: {error.strerror or error}")
 
     def _say(self, level: Level, text: str) -> None:
         self.findings.append(Finding(level, text))
@@ -116,8 +129,12 @@ class PoolDoctor:
             self._say(Level.WARNING, f"{path}: no O_DIRECT, I/O goes through the page cache")
         if (path / OLD_DATA_FILE).exists():
             self._say(Level.OK, f"{path}: the next start removes {OLD_DATA_FILE}, of FlexCache 0.1")
-        if not holds_a_pool(path):
+        files = files_in(path)
+        if INDEX_FILE not in files and not (files and self.clear):
             self._say(Level.OK, f"{path}: no cache in it")
+            return None
+        if DATA_FILE not in files and not self.clear:
+            self._say(Level.ERROR, str(missing_data_file(path)))
             return None
         try:
             return PoolDirectory(path)
@@ -148,7 +165,7 @@ class PoolDoctor:
             self._say(Level.OK, f"{directory.path}: no cache in it yet")
         return header
 
-    def _examine_pool(self, parts: Sequence[tuple[PoolHeader, PoolDirectory]]) -> None:
+    def _examine_pool(self, name: str, parts: Sequence[tuple[PoolHeader, PoolDirectory]]) -> None:
         header = parts[0][0]
         at_hand = {part.position: directory for part, directory in parts}
         index_fds = [
@@ -157,7 +174,6 @@ class PoolDoctor:
         num_slots = header.num_directories * max(_num_rows(d.index_fd) for _, d in parts)
         index = SlotIndex(index_fds, header.pool_id)
         contents = index.load(num_slots)
-        name = ", ".join(str(directory.path) for _, directory in parts)
         self._say(
             Level.OK,
             f"{name}: format {FORMAT_VERSION}, {len(parts)} of {header.num_directories} "
@@ -165,26 +181,28 @@ class PoolDoctor:
             f"{len(contents.records):,} recorded",
         )
         self._look_at_chains(name, header, parts, contents.records)
-        bad = contents.torn
-        if len(bad):
-            self._say_bad(f"{name}: {len(bad):,} records are torn")
+        bad = {"records are torn": contents.torn}
         if self.verify:
             wrong = self._verify(header, at_hand, contents)
-            if len(wrong):
-                self._say_bad(f"{name}: {len(wrong):,} slots do not hold what is recorded")
-            else:
+            bad["slots do not hold what is recorded"] = wrong
+            if not len(wrong):
                 self._say(Level.OK, f"{name}: every recorded slot has its checksum")
-            bad = np.concatenate([bad, wrong])
-        if self.repair and len(bad):
-            index.erase(bad)
-            for directory in at_hand.values():
-                os.fsync(directory.index_fd)
+        for what, slots in bad.items():
+            if len(slots):
+                self._erase_or_tell(f"{name}: {len(slots):,} {what}", index, index_fds, slots)
 
-    def _say_bad(self, text: str) -> None:
-        if self.repair:
-            self._say(Level.OK, f"{text}: erased")
-        else:
+    def _erase_or_tell(
+        self, text: str, index: SlotIndex, index_fds: Sequence[int], slots: SlotIds
+    ) -> None:
+        if not self.repair:
             self._say(Level.ERROR, f"{text}; --repair erases their records")
+            return
+        with self._errors_told(f"{text} and could not be erased"):
+            index.erase(slots)
+            for fd in index_fds:
+                if fd >= 0:
+                    os.fsync(fd)
+            self._say(Level.OK, f"{text}: erased")
 
     def _look_at_chains(
         self, name: str, header: PoolHeader, parts: Sequence[object], records: Records

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -10,6 +12,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from flexcache.errors import ConfigError
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_NO_CREDENTIALS = "must not hold credentials: they come from the environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +37,17 @@ def check_remote_url(url: str) -> RemoteUrl:
     """
 
     def reject(allowed: str) -> ConfigError:
-        return ConfigError(f"remote_url = {url!r}: {allowed}")
+        return ConfigError(f"remote_url = {_presentable(url)!r}: {allowed}")
 
     try:
         split = urlsplit(url)
         port = split.port
-    except ValueError as error:
-        raise reject(f"is no URL: {error}") from None
+    except ValueError:  # whose text may quote a password
+        raise reject("is no URL, or its port is not a number up to 65535") from None
     if split.scheme not in _OPTIONS:
         raise reject(f"must begin with one of {', '.join(f'{name}://' for name in _OPTIONS)}")
     if split.username is not None:
-        raise reject("must not hold credentials: they come from the environment")
+        raise reject(_NO_CREDENTIALS)
     if split.fragment:
         raise reject("must not have a fragment (#)")
     if split.scheme == "mooncake" and not (split.hostname and port and split.path in ("", "/")):
@@ -64,9 +67,14 @@ def check_remote_url(url: str) -> RemoteUrl:
             raise reject(f"option {name!r} is not known to {split.scheme}://; {hint}")
         problem = allowed[name](value)
         if problem:
-            raise reject(f"{name} = {value!r}: {problem}")
+            raise reject(f"{name} = {_presentable(value)!r}: {problem}")
     location = split.netloc + (split.path.rstrip("/") if split.netloc else unquote(split.path))
     return RemoteUrl(split.scheme, location, options)
+
+
+def _presentable(url: str) -> str:
+    """The URL without what may be a secret: user info, query and fragment."""
+    return re.split("[?#]", re.sub("//.*@", "//***@", url))[0]
 
 
 def _text(value: str) -> str | None:
@@ -89,11 +97,14 @@ def _number(lowest: float, highest: float) -> Callable[[str], str | None]:
 
 
 def _endpoint(value: str) -> str | None:
-    split = urlsplit(value)
-    if split.scheme == "https" and split.hostname:
-        return None
-    if split.scheme == "http" and split.hostname in _LOOPBACK:
-        return None
+    with contextlib.suppress(ValueError):
+        split = urlsplit(value)
+        if split.username is not None:
+            return _NO_CREDENTIALS
+        if split.scheme == "https" and split.hostname:
+            return None
+        if split.scheme == "http" and split.hostname in _LOOPBACK:
+            return None
     return "must be https://HOST[:PORT]; plain http is for loopback only"
 
 

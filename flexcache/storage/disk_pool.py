@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from flexcache.errors import ConfigError
 from flexcache.storage.pool_directory import (
@@ -103,7 +105,8 @@ class DiskPool:
         Raises:
             OSError: Some may still be on the device.
         """
-        SlotIndex(self.index_fds, self.pool_id).erase(slots)
+        index = SlotIndex(self.index_fds, self.pool_id)
+        index.erase(np.intersect1d(index.in_use(self.num_slots), slots, assume_unique=True))
         for fd in self.index_fds:
             os.fdatasync(fd)
 
@@ -115,37 +118,46 @@ class DiskPool:
 
     def _open(self, path: Path) -> None:
         try:
-            directory = PoolDirectory(path)
-            self._directories.append(directory)
-            directory.remove_old_version()
+            self._directories.append(PoolDirectory(path))
         except OSError as error:
             raise _unusable(str(path), error) from None
 
     def _make_one_pool(self) -> None:
-        """Keep what is this pool's already; make what is not there yet."""
-        headers = [self._recognise(position) for position in range(len(self._directories))]
+        """Keep what is this pool's already; make what is not there yet.
+
+        All that may be refused is looked at before anything is changed.
+        """
+        headers: list[PoolHeader | None] = []
+        mismatches: dict[PoolDirectory, PoolMismatchError] = {}
+        for position, directory in enumerate(self._directories):
+            try:
+                headers.append(self._recognise(position))
+            except PoolMismatchError as mismatch:
+                headers.append(None)
+                mismatches[directory] = mismatch
         found = dict.fromkeys(header.pool_id for header in headers if header is not None)
         if len(found) > 1:
-            mismatch = PoolMismatchError(
+            strangers = PoolMismatchError(
                 self._directories[0].path, "it and the other directories are of different pools"
             )
-            self._clear_or_refuse(self._directories, mismatch)
+            mismatches = {each: mismatches.get(each, strangers) for each in self._directories}
             headers, found = [None] * len(headers), {}
+        self._clear_or_refuse(mismatches)
         self.pool_id = next(iter(found), None) or os.urandom(16)
         for position, header in enumerate(headers):
             if header is None:
                 self._directories[position].create(self._header(self.pool_id, position))
 
     def _recognise(self, position: int) -> PoolHeader | None:
-        """The directory's header if it fits; None where the directory holds nothing (any more)."""
+        """The directory's header; None where the directory holds nothing.
+
+        Raises:
+            PoolMismatchError: It does not fit.
+        """
         directory = self._directories[position]
-        try:
-            header = directory.header()
-            if header is not None and header != self._header(header.pool_id, position):
-                raise PoolMismatchError(directory.path, self._difference(header, position))
-        except PoolMismatchError as mismatch:
-            self._clear_or_refuse([directory], mismatch)
-            return None
+        header = directory.header()
+        if header is not None and header != self._header(header.pool_id, position):
+            raise PoolMismatchError(directory.path, self._difference(header, position))
         return header
 
     def _header(self, pool_id: bytes, position: int) -> PoolHeader:
@@ -159,12 +171,13 @@ class DiskPool:
             f"{position + 1} of {len(self._directories)}"
         )
 
-    def _clear_or_refuse(
-        self, directories: Sequence[PoolDirectory], mismatch: PoolMismatchError
-    ) -> None:
-        if not self._clears or not mismatch.is_ours:
-            raise mismatch
-        for directory in directories:
+    def _clear_or_refuse(self, mismatches: Mapping[PoolDirectory, PoolMismatchError]) -> None:
+        for mismatch in mismatches.values():
+            if not self._clears or not mismatch.is_ours:
+                raise mismatch
+        for directory in self._directories:
+            directory.remove_old_version()
+        for directory, mismatch in mismatches.items():
             logger.warning("clearing %s, as ssd_on_mismatch says: %s", directory.path, mismatch)
             directory.clear()
 

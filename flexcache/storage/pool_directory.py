@@ -26,6 +26,7 @@ from pathlib import Path
 import xxhash
 
 from flexcache.errors import ConfigError
+from flexcache.storage.alignment import PAGE_BYTES, align_up
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,10 @@ class PoolMismatchError(ConfigError):
         super().__init__(f"ssd_cache_dirs = {str(directory)!r}: {what}; {remedy}")
 
 
+def missing_data_file(directory: Path) -> PoolMismatchError:
+    return PoolMismatchError(directory, f"{INDEX_FILE} is there without its {DATA_FILE}")
+
+
 class DirectoryInUseError(ConfigError):
     """Another process owns the directory."""
 
@@ -114,7 +119,7 @@ class PoolDirectory:
                 logger.warning("%s has no index: what its slots hold is not known", self.path)
             return None
         if data is None:
-            raise PoolMismatchError(self.path, f"{INDEX_FILE} is there without its {DATA_FILE}")
+            raise missing_data_file(self.path)
         if data != index:
             raise PoolMismatchError(self.path, f"{INDEX_FILE} is not the index of {DATA_FILE}")
         return index
@@ -203,9 +208,9 @@ def data_file_bytes(num_rows: int, slot_bytes: int) -> int:
     return HEADER_BYTES + num_rows * slot_bytes
 
 
-def holds_a_pool(path: Path) -> bool:
-    """Whether files of our names are there."""
-    return (path / DATA_FILE).exists() or (path / INDEX_FILE).exists()
+def files_in(path: Path) -> list[str]:
+    """Which of a pool's two files are there."""
+    return [name for name in (DATA_FILE, INDEX_FILE) if (path / name).exists()]
 
 
 def reserve_space(fd: int, size: int) -> str | None:
@@ -216,9 +221,7 @@ def reserve_space(fd: int, size: int) -> str | None:
     try:
         _reserve(fd, size)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise
-        return error.strerror
+        return error.strerror or str(error)
     return None
 
 
@@ -226,7 +229,7 @@ def _reserve(fd: int, size: int) -> None:
     try:
         _fallocate(fd, size)
     except OSError as error:
-        if error.errno != errno.EOPNOTSUPP:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise
         logger.info("no fallocate here: writing zeros to reserve the space")
         _fill_with_zeros(fd, size)
@@ -242,10 +245,21 @@ def _fallocate(fd: int, size: int) -> None:
 
 
 def _fill_with_zeros(fd: int, size: int) -> None:
-    with mmap.mmap(-1, _FILL_BYTES) as zeros, memoryview(zeros) as view:  # aligned for O_DIRECT
-        end = os.fstat(fd).st_size
-        while end < size:
-            end += os.pwrite(fd, view[: min(_FILL_BYTES, size - end)], end)
+    # Memory and offsets are aligned, since the file may be open for direct I/O.
+    end = os.fstat(fd).st_size
+    if end % PAGE_BYTES and end < size:
+        end = min(size, align_up(end))
+        os.ftruncate(fd, end)
+    zeros = memoryview(mmap.mmap(-1, _FILL_BYTES))
+    while end < size:
+        wanted = min(_FILL_BYTES, size - end)
+        written = os.pwrite(fd, zeros[:wanted], end)
+        if written < wanted:  # the next one says why
+            written -= written % PAGE_BYTES
+            os.ftruncate(fd, end + written)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        end += written
 
 
 def _open(path: Path) -> int:
@@ -254,12 +268,15 @@ def _open(path: Path) -> int:
 
 def _open_locked(path: Path) -> int:
     fd = _open(path)
-    if not _lock_soon(fd):
+    try:
+        if not _lock_soon(fd):
+            raise DirectoryInUseError(
+                f"ssd_cache_dirs = {str(path.parent)!r}: in use by another FlexCache process; "
+                "give each its own directory"
+            )
+    except BaseException:
         os.close(fd)
-        raise DirectoryInUseError(
-            f"ssd_cache_dirs = {str(path.parent)!r}: in use by another FlexCache process; "
-            "give each its own directory"
-        )
+        raise
     return fd
 
 

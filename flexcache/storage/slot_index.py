@@ -52,7 +52,9 @@ _HALF = np.uint64(32)
 
 
 class FileCalls(Protocol):
-    """What writing the index needs of `os`; the module itself is one."""
+    """What the index needs of `os`; the module itself is one."""
+
+    def pread(self, fd: int, length: int, offset: int, /) -> bytes: ...
 
     def pwrite(self, fd: int, data: Any, offset: int, /) -> int: ...
 
@@ -107,7 +109,10 @@ def _checks(records: Records, slots: SlotIds, pool_id: bytes) -> npt.NDArray[np.
 
 @dataclass(frozen=True, slots=True)
 class IndexContents:
-    """What an index holds: sound records (`SLOT_RECORD`), and the slots of those that are not."""
+    """What an index holds: sound records (`SLOT_RECORD`), and the slots of those that are not.
+
+    A record that cannot be read is one of the latter.
+    """
 
     records: Records
     torn: SlotIds
@@ -138,6 +143,14 @@ class SlotIndex:
         records = records.copy()
         records["check"] = _checks(records, slots, self._pool_id)
         self._put(slots, records)
+
+    def in_use(self, num_slots: int) -> SlotIds:
+        """The slots that have a record, sound or not. Vectorised."""
+        used = [np.empty(0, np.int64)]
+        for directory, fd in enumerate(self._fds):
+            for slots, records in self._rows(directory, fd, num_slots):
+                used.append(slots[_words(records).any(axis=1)])
+        return np.concatenate(used)
 
     def erase(self, slots: SlotIds) -> None:
         """Make slots free.
@@ -176,15 +189,44 @@ class SlotIndex:
 
     def _chunks(self, num_slots: int) -> Iterator[IndexContents]:
         for directory, fd in enumerate(self._fds):
-            if fd < 0:
-                continue
-            num_rows = len(range(directory, num_slots, len(self._fds)))
-            for first in range(0, num_rows, _CHUNK_ROWS):
-                size = min(_CHUNK_ROWS, num_rows - first) * RECORD_BYTES
-                data = os.pread(fd, size, HEADER_BYTES + first * RECORD_BYTES)
-                records = np.frombuffer(data, RECORD, len(data) // RECORD_BYTES)
-                rows = np.arange(first, first + len(records))
-                yield self._sift(records, rows * len(self._fds) + directory)
+            for slots, records in self._rows(directory, fd, num_slots):
+                yield self._sift(records, slots)
+
+    def _rows(self, directory: int, fd: int, num_slots: int) -> Iterator[tuple[SlotIds, Records]]:
+        """The records of a directory as they are, and their slots, some at a time."""
+        if fd < 0:
+            return
+        num_rows = len(range(directory, num_slots, len(self._fds)))
+        for first in range(0, num_rows, _CHUNK_ROWS):
+            size = min(_CHUNK_ROWS, num_rows - first) * RECORD_BYTES
+            data = self._read(fd, size, HEADER_BYTES + first * RECORD_BYTES)
+            records = np.frombuffer(data, RECORD, len(data) // RECORD_BYTES)
+            rows = np.arange(first, first + len(records))
+            yield rows * len(self._fds) + directory, records
+
+    def _read(self, fd: int, size: int, offset: int) -> bytearray:
+        """Part of a file, or what there is of it before its end.
+
+        Pages that the device cannot read come as all ones, which no record is: in use, and torn.
+        """
+        data, by_page = bytearray(), False
+        while len(data) < size:
+            here, length = offset + len(data), size - len(data)
+            if by_page:
+                length = min(length, PAGE_BYTES - here % PAGE_BYTES)
+            try:
+                part = self._files.pread(fd, length, here)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                if not by_page:
+                    by_page = True
+                    continue
+                part = b"\xff" * length
+            if not part:
+                break
+            data += part
+        return data
 
     def _sift(self, records: Records, slots: SlotIds) -> IndexContents:
         key_bytes, parent_bytes = records["key_bytes"], records["parent_bytes"]

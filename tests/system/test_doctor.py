@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -156,3 +158,61 @@ def test_what_the_first_version_left_is_mentioned(tmp_path: Path) -> None:
     assert code == 0
     assert "removes flexcache-ssd.data" in said
     assert (tmp_path / "flexcache-ssd.data").exists()
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "text"),
+    [
+        (INDEX_FILE, 0, "no cache in it"),
+        (DATA_FILE, 1, f"{INDEX_FILE} is there without its {DATA_FILE}"),
+    ],
+)
+def test_looking_makes_no_file(filled: Path, missing: str, code: int, text: str) -> None:
+    (filled / missing).unlink()
+    (there,) = filled.iterdir()
+    content = there.read_bytes()
+    for options in ([], ["--verify"], ["--repair"]):
+        found, said = doctor(filled, *options)
+        assert (found, text in said) == (code, True)
+    assert list(filled.iterdir()) == [there]
+    assert there.read_bytes() == content
+    assert doctor(filled, "--clear")[0] == 0
+    assert there.stat().st_size == 0
+
+
+def test_a_directory_that_is_named_twice_is_examined_once(filled: Path) -> None:
+    (filled / "again").symlink_to(filled)
+    code, said = doctor(filled, filled, filled / "again", "--verify")
+    assert code == 0
+    assert said.count("10 recorded") == 1
+    assert "in use" not in said
+
+
+def failing(code: int) -> Callable[..., int]:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_repair_that_fails_is_not_told_as_done(
+    filled: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(filled / INDEX_FILE, HEADER_BYTES + 7 * RECORD_BYTES + 30)
+    monkeypatch.setattr(os, call, failing(errno.EIO))
+    code, said = doctor(filled, "--repair")
+    assert code == 1
+    assert "1 records are torn and could not be erased: Input/output error" in said
+    assert "torn: erased" not in said
+
+
+@pytest.mark.parametrize("call", ["preadv", "ftruncate", "fsync"])
+def test_a_directory_that_cannot_be_read_or_cleared_is_a_finding(
+    filled: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, call, failing(errno.EIO))
+    code, said = doctor(filled, "--clear")
+    assert code == 1
+    assert f"{filled}: Input/output error" in said
+    assert "emptied" not in said

@@ -225,6 +225,35 @@ def test_a_foreign_file_is_never_touched(
     assert (filled / other).read_bytes() == before
 
 
+def test_a_refused_pool_is_not_cleared_in_part(tmp_path: Path) -> None:
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    with pool(one, two, three) as made:
+        fill(made)
+    (one / "flexcache-ssd.data").write_bytes(b"slots")
+    content = (three / DATA_FILE).read_bytes()
+    (three / DATA_FILE).write_bytes(b"my thesis")
+    with pytest.raises(ConfigError, match="was not written by FlexCache"):
+        pool(one, two, three, size=4096, on_mismatch="clear").__enter__()
+    assert (one / "flexcache-ssd.data").exists()
+    (three / DATA_FILE).write_bytes(content)
+    with pool(one, two, three) as again:
+        assert slots(again) == list(range(10))
+
+
+def test_a_lock_that_cannot_be_asked_for_is_refused_and_lets_go(
+    filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", no_locks)
+        with pytest.raises(ConfigError, match="No locks available"):
+            pool(filled).__enter__()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_a_refused_pool_lets_go_of_its_directories(filled: Path) -> None:
     with pytest.raises(ConfigError):
         pool(filled, size=4096).__enter__()
@@ -278,12 +307,13 @@ def test_space_is_reserved_without_touching_what_is_there(fd: int) -> None:
     assert os.pread(fd, 8, 0) == b"content\0"
 
 
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
 @pytest.mark.parametrize("size", [100, 9 << 20])
 def test_where_nothing_can_be_reserved_zeros_are_written_behind_the_end(
-    size: int, fd: int, monkeypatch: pytest.MonkeyPatch
+    size: int, code: int, fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(fd: int, size: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "not here")
+        raise OSError(code, "not here")
 
     monkeypatch.setattr(pool_directory, "_fallocate", unsupported)
     os.pwrite(fd, b"content", 0)
@@ -295,10 +325,35 @@ def test_where_nothing_can_be_reserved_zeros_are_written_behind_the_end(
     assert os.fstat(fd).st_size == size
 
 
-def test_a_full_disk_is_told_and_other_errors_are_raised(fd: int) -> None:
+def test_whatever_keeps_the_space_from_being_reserved_is_told(fd: int) -> None:
     assert reserve_space(fd, 1 << 60) in (os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG))
-    with pytest.raises(OSError, match="Bad file"):
-        reserve_space(-1, 4096)
+    assert reserve_space(-1, 4096) == os.strerror(errno.EBADF)
+
+
+def test_a_disk_that_fills_up_under_the_zeros_leaves_whole_pages(
+    fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last write gets some of its bytes in; with direct I/O none could follow that end."""
+    room, pwrite = 5 << 20, os.pwrite
+
+    def unsupported(fd: int, size: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    def nearly_full(fd: int, data: memoryview, offset: int) -> int:
+        assert offset % 4096 == 0
+        if offset >= room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data[: room + 1000 - offset], offset)
+
+    monkeypatch.setattr(pool_directory, "_fallocate", unsupported)
+    os.pwrite(fd, b"content", 0)
+    monkeypatch.setattr(os, "pwrite", nearly_full)
+    assert reserve_space(fd, 9 << 20) == os.strerror(errno.ENOSPC)
+    assert os.fstat(fd).st_size == room
+    monkeypatch.undo()
+    monkeypatch.setattr(pool_directory, "_fallocate", unsupported)
+    assert reserve_space(fd, 9 << 20) is None
+    assert os.pread(fd, 8, 0) == b"content\0"
 
 
 def test_the_header_is_in_one_sector() -> None:

@@ -178,6 +178,9 @@ class ScriptedFiles:
     calls: list[tuple[str, int]] = field(default_factory=list)
     failing: dict[tuple[str, int], OSError] = field(default_factory=dict)
 
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        return bytes(self.content[offset : offset + length])
+
     def pwrite(self, fd: int, data: bytes, offset: int) -> int:
         if any(data):  # what is erased is of no interest here
             self._called("write", fd)
@@ -329,7 +332,14 @@ def test_nothing_is_done_before_it_is_durable_and_reads_do_not_wait(bench: Bench
     assert bench.files.calls.count(("sync", DATA)) == 2
 
 
-@pytest.mark.parametrize("call", [("sync", DATA), ("write", INDEX), ("sync", INDEX)])
+STEPS = {
+    ("sync", DATA): "sync of the data file",
+    ("write", INDEX): "write of the records",
+    ("sync", INDEX): "sync of the index file",
+}
+
+
+@pytest.mark.parametrize("call", STEPS)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_failed_commit_fails_its_group_and_not_the_next(
     bench: Bench, call: tuple[str, int], code: int
@@ -339,10 +349,52 @@ def test_a_failed_commit_fails_its_group_and_not_the_next(
     failed = bench.finish()[1]
     assert (failed.num_ok, failed.bad_block) == (0, False)
     assert os.strerror(code) in (failed.error or "")
+    assert STEPS[call] in (failed.error or "")
     if call == ("sync", DATA):
         assert ("write", INDEX) not in bench.files.calls
     bench.worker.execute(store(2, [0, 1], [0, 1]))
     assert bench.finish()[2].num_ok == 2
+
+
+def test_a_failed_sync_fails_all_that_was_written_before_it_was_known(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Linux tells of a failed sync once: the next one would succeed without their bytes."""
+    entered, proceed = threading.Event(), threading.Event()
+    sync = bench.files.fdatasync
+
+    def gated_sync(fd: int) -> None:
+        entered.set()
+        assert proceed.wait(30)
+        sync(fd)
+
+    bench.files.fdatasync = gated_sync  # type: ignore[method-assign]
+    bench.files.failing["sync", DATA] = OSError(errno.EIO, os.strerror(errno.EIO))
+    worker, io = bench.worker, bench.io
+    worker.execute(store(1, [0], [0]))
+    worker.advance()
+    io.complete(0)
+    worker.advance()
+    assert entered.wait(30)
+    worker.execute(store(2, [1], [1]))  # will have been written
+    worker.execute(store(3, [2, 3, 4, 5], [2, 3, 4, 5]))  # is being written
+    worker.execute(order(4, OpKind.DISK2H, [6], [6], bytes(8)))
+    worker.execute(store(5, [7], [7]))  # has not been begun
+    worker.advance()
+    io.complete_all()
+    worker.advance()
+    assert len(io.submitted) == 1 + 1 + 1 + 4
+    proceed.set()
+    done: dict[int, Done] = {}
+    while 1 not in done:
+        select.select([bench.commit.fileno()], [], [], 30)
+        done.update({answer.op_id: answer for answer in worker.advance()})
+    assert (done[1].num_ok, done[2].num_ok) == (0, 0)
+    assert "sync of the data file" in (done[2].error or "")
+    done |= bench.finish()
+    assert {op_id: done[op_id].num_ok for op_id in (1, 2, 3, 5)} == {1: 0, 2: 0, 3: 0, 5: 1}
+    assert "sync of the data file" in (done[3].error or "")
+    assert sorted(recorded(bench, tmp_path)) == [7]
 
 
 def test_only_what_was_written_without_a_gap_is_recorded(bench: Bench, tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def content(key: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Event:
-    """``what``: "write" and then "written" or "failed", "sync" and "synced", which ``number``
-    pairs; or "promised"."""
+    """``what``: "write" and then "written" or "failed", "sync" and "synced" or "lost", which
+    ``number`` pairs; or "promised"."""
 
     what: str
     number: int = 0
@@ -97,6 +97,7 @@ class Device:
         self.log.append(Event("sync", number, fd))
         self.meanwhile()
         if self.may_fail():
+            self.log.append(Event("lost", number, fd))
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self.log.append(Event("synced", number, fd))
 
@@ -111,6 +112,7 @@ class Device:
             syncs = [i for i, e in enumerate(log) if e.what == "sync" and e.fd == fd]
             completed = [i for i in syncs if log[i].number in ended]
             last_sync = max(completed, key=lambda i: ended[log[i].number], default=-1)
+            failed |= self._lost(log, fd, completed, ended)
             durable, pending = bytearray(image), []
             for event in log:
                 if event.what == "write" and event.fd == fd:
@@ -124,6 +126,17 @@ class Device:
                 _put_some_sectors(durable, event, rng)
             images[fd] = bytes(durable)
         return images
+
+    def _lost(self, log: list[Event], fd: int, syncs: list[int], ended: dict[int, int]) -> set[int]:
+        """Writes that a failed sync was to make durable. It is told once, and they are forgotten:
+        no later sync brings them back."""
+        lost = set()
+        for at, event in enumerate(log):
+            if event.what == "lost" and event.fd == fd:
+                last_sync = max((i for i in syncs if ended[log[i].number] < at), default=-1)
+                writes = (e.number for e in log[:at] if e.what == "write" and e.fd == fd)
+                lost |= {number for number in writes if ended.get(number, at) >= last_sync}
+        return lost
 
 
 def _put(image: bytearray, offset: int, data: bytes) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import subprocess
 import sys
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,12 +24,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.remote import check_remote_url
+from flexcache.storage.remote import check_remote_url, open_remote_store
 from flexcache.storage.remote.base import (
     Outcome,
     Parts,
     Presence,
     RemoteStore,
+    Status,
     StoreUnavailableError,
     failed,
 )
@@ -474,6 +479,8 @@ def test_urls_are_taken_apart(url: str, location: str, options: dict[str, str]) 
         ("file:relative", "must be file:///DIRECTORY"),
         ("memory://x", "must be memory://"),
         ("s3://b#x", "must not have a fragment"),
+        ("mooncake://h:1?metadata=", "must not be empty"),
+        ("s3://b?endpoint=http://[", "plain http is for loopback only"),
     ],
 )
 def test_a_wrong_url_is_refused_by_name(url: str, text: str) -> None:
@@ -481,6 +488,105 @@ def test_a_wrong_url_is_refused_by_name(url: str, text: str) -> None:
         check_remote_url(url)
     assert "remote_url = " in str(caught.value)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:SECRET@bucket/prefix",
+        "s3://key:SEC/SECRET@bucket",
+        "s3://key:SECRET?SECRET#SECRET@bucket",
+        "mooncake://user:SECRET@h:port",
+        "redis://user:SECRET@h:1",
+        "s3://bucket?aws_secret_access_key=SECRET",
+        "s3://bucket?endpoint=https://key:SECRET@h",
+        "s3://bucket?endpoint=http://key:SECRET@example.com",
+        "s3://bucket?region=r#SECRET",
+    ],
+)
+def test_what_may_be_a_secret_is_refused_without_being_told(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_remote_url(url)
+    assert f"remote_url = '{url.partition('//')[0]}//" in str(caught.value)
+    assert "SEC" not in str(caught.value)
+
+
+# Opening stores.
+
+
+def test_a_directory_that_cannot_be_made_may_be_there_later(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    (tmp_path / "mount").write_bytes(b"")
+    url = f"file://{tmp_path}/mount/store"
+    with pytest.raises(StoreUnavailableError, match="mount/store"):
+        open_remote_store(url)
+    (tmp_path / "mount").unlink()
+    store = open_remote_store(url)
+    assert store.count_present(["name"], time.monotonic() + WAIT_S) == Presence(0)
+
+
+class MooncakeClient:
+    """A client whose transfers wait for a gate."""
+
+    def __init__(self) -> None:
+        self.num_puts = 0
+        self.putting, self.gate = threading.Event(), threading.Event()
+
+    def setup(self, settings: object) -> int:
+        return 0
+
+    def batch_put_from_multi_buffers(self, names: list[str], *_: object) -> list[int]:
+        self.num_puts += 1
+        self.putting.set()
+        assert self.gate.wait(WAIT_S)
+        return [0] * len(names)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteStore, MooncakeClient]]:
+    """A store of a client that does as it is told, with 3 s for a request."""
+    client = MooncakeClient()
+    module = types.ModuleType("mooncake.store")
+    module.MooncakeDistributedStore = lambda: client  # type: ignore[attr-defined]
+    module.ReplicateConfig = types.SimpleNamespace  # type: ignore[attr-defined]
+    package = types.ModuleType("mooncake")
+    package.store = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mooncake", package)
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
+    monkeypatch.setattr(os, "environ", variables)
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        store = open_remote_store(f"mooncake://127.0.0.1:{master.getsockname()[1]}", timeout_s=3.0)
+        yield store, client
+        store.close()
+
+
+def test_a_mooncake_call_is_not_begun_when_its_turn_comes_too_late(
+    mooncake: tuple[RemoteStore, MooncakeClient],
+) -> None:
+    store, client = mooncake
+    content = [memoryview(bytearray(10))]
+    first = threading.Thread(
+        target=store.write_from, args=(["a"], [content], time.monotonic() + WAIT_S)
+    )
+    first.start()
+    assert client.putting.wait(WAIT_S)
+    (late,) = store.write_from(["b"], [content], time.monotonic() + 0.05)
+    assert late == failed("the deadline has passed")
+    client.gate.set()
+    first.join()
+    assert store.write_from(["c"], [content], time.monotonic() + WAIT_S) == [Outcome(Status.OK, 10)]
+    assert client.num_puts == 2
+
+
+def test_a_mooncake_transfer_has_a_third_of_the_time_for_each_of_its_waits(
+    mooncake: tuple[RemoteStore, MooncakeClient],
+) -> None:
+    assert os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "1"
+    assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == "1"
 
 
 # The process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,8 +185,65 @@ def test_names_that_do_not_fit_are_refused(
         make_records(root, first, parent, keys, np.zeros(len(keys), np.uint64))
 
 
+class WornDevice:
+    """Reads as the kernel does: what is before a bad page comes back, and then an error.
+
+    At most ``most`` bytes come at a time. A strict one returns nothing of a read with a bad page.
+    """
+
+    def __init__(self, bad_pages: set[int], most: int, is_strict: bool) -> None:
+        self.bad_pages, self.most, self.is_strict = bad_pages, most, is_strict
+
+    def pread(self, fd: int, length: int, offset: int) -> bytes:
+        end = offset + min(length, self.most)
+        pages = range(offset // 4096, -(-end // 4096))
+        bad = [page for page in pages if page in self.bad_pages]
+        if bad and (self.is_strict or bad[0] == pages[0]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.pread(fd, (bad[0] * 4096 if bad else end) - offset, offset)
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        return os.pwrite(fd, data, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+
+@given(
+    bad_pages=st.sets(st.integers(1, 8)),
+    most=st.sampled_from([100, 4096, 5000, 1 << 30]),
+    is_strict=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_pages_that_cannot_be_read_are_torn_and_the_others_come_back(
+    bad_pages: set[int], most: int, is_strict: bool
+) -> None:
+    num_slots, rows_of_a_page = 250, 4096 // RECORD_BYTES
+    fd = os.memfd_create("index")
+    try:
+        os.ftruncate(fd, HEADER_BYTES + num_slots * RECORD_BYTES)
+        index = SlotIndex([fd], POOL_ID, WornDevice(bad_pages, most, is_strict))
+        index.write(np.arange(200), some_records(200))
+        lost = {slot for slot in range(num_slots) if 1 + slot // rows_of_a_page in bad_pages}
+        contents = index.load(num_slots)
+        assert set(contents.torn.tolist()) == lost
+        assert set(contents.records["slot"].tolist()) == set(range(200)) - lost
+        assert set(index.in_use(num_slots).tolist()) == set(range(200)) | lost
+        assert index.last_generation(num_slots) == max({0, *range(1, 201)} - {s + 1 for s in lost})
+    finally:
+        os.close(fd)
+
+
+def test_an_index_that_cannot_be_read_at_all_is_an_error() -> None:
+    with pytest.raises(OSError, match="Bad file"):
+        SlotIndex([1 << 20], POOL_ID).load(NUM_SLOTS)
+
+
 def test_a_write_in_part_is_an_error() -> None:
     class HalfADisk:
+        def pread(self, fd: int, length: int, offset: int) -> bytes:
+            raise NotImplementedError
+
         def pwrite(self, fd: int, data: bytes, offset: int) -> int:
             return len(data) // 2
 

@@ -46,9 +46,10 @@ def open_remote_store(
         concurrency: Requests at once of one batch, for stores that have no batches of their own.
 
     Raises:
-        ConfigError: The URL or one of its options is wrong, or a directory cannot be used.
+        ConfigError: The URL or one of its options is wrong.
         MissingDependencyError: The store's client is not installed.
-        StoreUnavailableError: The store does not answer now; it may later.
+        StoreUnavailableError: The store does not answer now, or the directory cannot be used; it
+            may later.
     """
     parsed = check_remote_url(url)
     if parsed.scheme == "memory":

@@ -11,11 +11,12 @@ fresh one; should it outlive that all the same, the object's checksum tells.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -44,6 +45,7 @@ _PRESENT = 1
 _NO_SPACE = -200
 _NOT_FOUND = -704
 _UNREACHABLE = (-900, -901)
+_TOO_LATE = failed("the deadline has passed")
 
 
 class MooncakeStore(RemoteStore):
@@ -125,7 +127,9 @@ class MooncakeStore(RemoteStore):
                 wanted[name] = _first_bytes(room, sizes[name])
         if wanted:
             buffers = _addresses_and_sizes(wanted.values())
-            with self._reading:
+            with _turn(self._reading, deadline) as is_in_time:
+                if not is_in_time:
+                    return [outcomes.get(name, _TOO_LATE) for name in names]
                 results = self._client.batch_get_into_multi_buffers(list(wanted), *buffers)
             outcomes |= {
                 name: Outcome(Status.OK, result) if result >= 0 else self._failure(result)
@@ -140,7 +144,9 @@ class MooncakeStore(RemoteStore):
         if problem:
             return [failed(problem) for _ in names]
         buffers = _addresses_and_sizes(parts)
-        with self._writing:
+        with _turn(self._writing, deadline) as is_in_time:
+            if not is_in_time:
+                return [_TOO_LATE for _ in names]
             results = self._client.batch_put_from_multi_buffers(
                 list(names), *buffers, self._placement
             )
@@ -181,7 +187,7 @@ class MooncakeStore(RemoteStore):
     def _problem(self, deadline: float) -> str | None:
         """Why nothing should be asked of the client now."""
         if seconds_until(deadline) <= 0:
-            return "the deadline has passed"
+            return _TOO_LATE.reason
         if self._is_suspect:
             try:
                 self._try_master()
@@ -205,8 +211,9 @@ def _load_client(timeout_s: float) -> Any:
     for name, value in {
         "MC_RPC_TIMEOUT_MS": rpc_timeout_ms,
         "MC_RPC_CONNECT_TIMEOUT_MS": rpc_timeout_ms,
-        "MC_TCP_STATUS_TIMEOUT_SEC": str(math.ceil(timeout_s)),
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(timeout_s)),
+        # For a few of a call's objects at a time, so a stopped peer costs several times that long.
+        "MC_TCP_STATUS_TIMEOUT_SEC": str(math.ceil(timeout_s / _RPCS_PER_OP)),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(timeout_s / _RPCS_PER_OP)),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # trying again is our caller's business
         "MC_LOG_LEVEL": "ERROR",
     }.items():
@@ -219,6 +226,17 @@ def _load_client(timeout_s: float) -> Any:
             "pip install 'flexcache[mooncake]', and needs the system's libibverbs"
         ) from error
     return mooncake.store
+
+
+@contextlib.contextmanager
+def _turn(lock: threading.Lock, deadline: float) -> Iterator[bool]:
+    """Wait for one's turn; whether there is time left then."""
+    is_mine = lock.acquire(timeout=seconds_until(deadline))
+    try:
+        yield is_mine and seconds_until(deadline) > 0
+    finally:
+        if is_mine:
+            lock.release()
 
 
 def _first_bytes(parts: Parts, num_bytes: int) -> list[memoryview]:

@@ -27,6 +27,7 @@ from flexcache.storage.remote.base import (
     Presence,
     RemoteStore,
     Status,
+    StoreUnavailableError,
     failed,
     num_bytes_of,
     scatter,
@@ -46,8 +47,9 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
     """Credentials and what else a cloud needs come from its usual environment variables.
 
     Raises:
-        ConfigError: The directory cannot be used, or obstore refuses the settings.
+        ConfigError: obstore refuses the settings.
         MissingDependencyError: obstore is not installed.
+        StoreUnavailableError: The directory cannot be used now.
     """
     try:
         from obstore.exceptions import BaseError
@@ -60,8 +62,8 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
     if url.scheme == "file":
         try:
             client: Client = LocalStore(Path(url.location), mkdir=True)
-        except (OSError, BaseError) as error:
-            raise ConfigError(f"remote_url = {url.name!r}: {_first_line(error)}") from None
+        except (OSError, BaseError) as error:  # a share that is not mounted may be later
+            raise StoreUnavailableError(f"{url.name}: {_first_line(error)}") from None
         return ObjectStore(client, url.name, concurrency)
     limit = timedelta(seconds=timeout_s)
     settings: dict[str, Any] = dict(url.options)

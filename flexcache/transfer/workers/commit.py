@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from flexcache.storage.slot_index import FileCalls, Records, SlotIds, SlotIndex
 
-SYNC_POLICIES = ("group", "none")
-
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """How a group's commit ended: with all of it durable, or with an error and nothing promised."""
+    """How a group's commit ended: with all of it durable, or with an error and nothing promised.
+
+    After a failed sync nothing is known either of what else was written before it: the system tells
+    of an error once, and the next sync succeeds without what was lost.
+    """
 
     error: str | None
 
@@ -35,7 +37,7 @@ class GroupCommit:
     Args:
         data_fds: Of the pool's directories; slot `s` is in directory `s % n`.
         index_fds: Likewise.
-        sync: One of `SYNC_POLICIES`.
+        sync: One of `flexcache.config.SYNC_POLICIES`.
         executor: What the directories' commits run on, instead of a thread each.
     """
 
@@ -71,10 +73,13 @@ class GroupCommit:
 
     def _commit(self, data_fd: int, index_fd: int, slots: SlotIds, records: Records) -> None:
         if self._syncs:
-            self._files.fdatasync(data_fd)
-        self._index.write(slots, records)
+            with _naming("sync of the data file"):
+                self._files.fdatasync(data_fd)
+        with _naming("write of the records"):
+            self._index.write(slots, records)
         if self._syncs:
-            self._files.fdatasync(index_fd)
+            with _naming("sync of the index file"):
+                self._files.fdatasync(index_fd)
 
     def reap(self) -> CommitResult | None:
         """How the group ended, once; None while it goes on or where there is none."""
@@ -100,3 +105,12 @@ class GroupCommit:
             self._executor.shutdown(wait=True)
             os.close(self._event)
             self._event = -1
+
+
+@contextlib.contextmanager
+def _naming(step: str) -> Iterator[None]:
+    """Say in the error which step it was."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{step}: {error.strerror or error}") from error

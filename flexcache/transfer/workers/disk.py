@@ -66,6 +66,7 @@ class _DiskOp:
     next_block: int = 0
     in_flight: int = 0
     dropped: bool = False
+    is_void: bool = False
     bad_block: int | None = None
     error: str | None = None
 
@@ -76,6 +77,8 @@ class _DiskOp:
     @property
     def num_ok(self) -> int:
         """Blocks that were moved, contiguously from the first on."""
+        if self.is_void:
+            return 0
         return len(self.ok) if self.ok.all() else int(self.ok.argmin())
 
     @property
@@ -83,10 +86,9 @@ class _DiskOp:
         return self.direction is Direction.WRITE and self.names is not None and self.num_ok > 0
 
     def fail(self, error: str) -> None:
-        """None of the blocks counts as moved."""
-        self.ok[:] = False
+        """None of the blocks counts as moved, whatever becomes of those under way."""
+        self.is_void = self.dropped = True
         self.error = error
-        self.bad_block = None
 
     def records(self) -> Records:
         names, count = self.names, self.num_ok
@@ -189,8 +191,8 @@ class DiskWorker:
         """Take in completions and start further I/O; returns the ops that are over."""
         for completion in self._io.reap():
             self._complete(completion)
-        self._fill()
         over = self._take_committed()
+        self._fill()
         for op in [op for op in self._moving.values() if op.is_over]:
             del self._moving[op.op_id]
             (self._written if op.is_to_be_recorded else over).append(op)
@@ -226,10 +228,17 @@ class DiskWorker:
         if result is None:
             return []
         group, self._group = self._group, []
-        if result.error is not None:
-            for op in group:
-                op.fail(f"commit of the SSD index: {result.error}")
-        return group
+        if result.error is None:
+            return group
+        # What was written meanwhile may be lost as well, and no later sync would tell.
+        written, self._written = self._written, []
+        for op in [*group, *written, *self._writes_under_way()]:
+            op.fail(f"commit to SSD: {result.error}")
+        return group + written
+
+    def _writes_under_way(self) -> list[_DiskOp]:
+        writes = (op for op in self._moving.values() if op.direction is Direction.WRITE)
+        return [op for op in writes if op.next_block > 0]
 
     def _forget(self, slots: npt.NDArray[np.int64]) -> None:
         """Erase the records of slots whose bytes are to change or are bad.
