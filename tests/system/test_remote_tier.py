@@ -30,8 +30,7 @@ SHARED = slice(0, 9)  # of BLOCKS: what stands before the damage
 NO_CALL_TAKES_S = 5.0
 SETTINGS: dict[str, Any] = {
     "num_cpu_blocks": 192,  # an eighth of it less, a quarter of the rest may wait for the store
-    "remote_lookup_timeout_s": 2.0,  # a busy machine is no slow store
-    "remote_timeout_s": 3.0,
+    "remote_lookup_timeout_s": 1.0,  # a busy machine is no slow store
     "remote_absent_ttl_s": 0.1,
     "skip_slow_loads": False,
 }

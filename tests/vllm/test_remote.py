@@ -62,7 +62,7 @@ def test_what_one_engine_has_stored_the_other_loads(kind: str, tmp_path: Path) -
             "num_ssd_blocks": 512,
             "ssd_cache_dirs": [str(tmp_path / name)],
             "remote_url": url,
-            "remote_lookup_timeout_s": 2.0,  # a busy machine is no slow store
+            "remote_lookup_timeout_s": 1.0,  # a busy machine is no slow store
             "skip_slow_loads": False,
         }
 
