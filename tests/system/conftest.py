@@ -48,8 +48,11 @@ def _nothing_is_left() -> Iterator[None]:
                 found.update((task / "children").read_text().split())
         return found
 
+    def threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "flexcache" in thread.name]
+
     before = (descriptors(), children(), sorted(runtime_dir().iterdir()))
+    threads_before = threads()
     yield
-    threads = [thread.name for thread in threading.enumerate() if "flexcache" in thread.name]
-    assert threads == []
+    assert threads() == threads_before
     assert (descriptors(), children(), sorted(runtime_dir().iterdir())) == before
