@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
 _ANSWER_PATIENCE_S = 0.1
+_IDLE_WAIT_S = 0.001
 _STATS_INTERVAL_S = 1.0  # where they cost a round trip
 _HIGHEST_PRIORITY = 100  # that a request may ask for
 _LONGEST_TTL_S = 7 * 86400.0
@@ -178,8 +179,11 @@ class FlexCacheScheduler:
         rate = self._prefill.step(num_scheduled_tokens, time.monotonic())
         if rate is not None:
             self._safely(self.manager.report_prefill, rate)
+        idle = num_scheduled_tokens == 0
+        if idle and self._undecided:  # spinning would keep the store's answer from being taken in
+            time.sleep(_IDLE_WAIT_S)
         step, self._step = self._step, _Step()
-        return FlexCacheMetadata(step.loads, step.stores, idle=num_scheduled_tokens == 0)
+        return FlexCacheMetadata(step.loads, step.stores, idle)
 
     def transfers_ended(self, sent: Iterable[str], received: Iterable[str]) -> None:
         """All ranks have reported these requests' puts and gets as over."""
