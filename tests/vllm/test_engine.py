@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from engines import Engine, make_prompt
 from probe_connector import compare_probes
 from vllm import SamplingParams
 
+from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pool_directory import DATA_FILE
 
 BLOCK = 32
 _seeds = itertools.count(1)
@@ -194,9 +197,10 @@ def test_a_byte_flipped_on_ssd_is_noticed_and_the_rest_recomputed(engine: Engine
     server = engine.server
     with server.session() as tasks:
         slot = int(next(iter(tasks.cache.lower[0].index._runs.values())).blocks[7])
-    path = server.hub.store.disk_pool.paths[0]
-    with path.open("r+b") as file:
-        file.seek(slot * server.hub.store.disk_pool.slot_bytes + 77)
+    pool, directory = server.hub.store.disk_pool, server.config.ssd_cache_dirs[0]
+    _, offset = locate_slot(slot, pool.data_fds, pool.slot_bytes)
+    with (Path(directory) / DATA_FILE).open("r+b") as file:
+        file.seek(offset + 77)
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
