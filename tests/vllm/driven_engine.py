@@ -85,8 +85,7 @@ class DrivenEngine:
         self._process.wait()
 
     def stop(self) -> None:
-        """In order; kills what has not ended then. Idempotent."""
-        assert self._process.stdin is not None
+        """In order; one that does not end is killed. A killed one may be stopped too."""
         try:
             self._process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
