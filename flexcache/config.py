@@ -179,7 +179,7 @@ class CacheConfig:
         3.0, "Deadline of one op of the store. What hangs longer is replaced.", "s"
     )
     remote_lookup_timeout_s: float = _setting(
-        0.05, "For how long a match waits to hear what the store has.", "s"
+        0.25, "For how long a match waits to hear what the store has; vLLM's steps do not.", "s"
     )
     remote_absent_ttl_s: float = _setting(
         5.0, "A block that the store did not have is not asked for again for so long.", "s"

@@ -113,7 +113,7 @@ class KVTaskEngine:
         store_ranks: Sequence[int] = (0,),
         op_timeout_s: float = 30.0,
         remote_timeout_s: float = 3.0,
-        lookup_timeout_s: float = 0.05,
+        lookup_timeout_s: float = 0.25,
         match_ttl_s: float = 120.0,
         max_open_tasks: int = 4096,
     ) -> None:
@@ -813,7 +813,11 @@ class KVTaskEngine:
         report: dict[str, Any] = {}
         if self.lookups is not None:
             asked = {"asked": self.lookups.num_asked, "late": self.lookups.num_late}
-            report["remote"] = {"breaker": self.breaker.report(), "lookups": asked}
+            report["remote"] = {
+                "available": TierName.REMOTE not in self.cache.unavailable,
+                "breaker": self.breaker.report(),
+                "lookups": asked,
+            }
         if self.cache.load_cost is not None:
             report["load_cost"] = self.cache.load_cost.report()
         return report

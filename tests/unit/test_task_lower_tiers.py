@@ -149,7 +149,7 @@ def test_a_question_has_a_deadline_and_then_the_match_goes_on() -> None:
 def late_answers(world: World, count: int) -> None:
     for number in range(count):
         if world.look_up("abcdefghij"[number:]) is not None:
-            world.tick(0.06)
+            world.tick(0.26)
 
 
 def test_a_store_that_answers_too_late_is_left_alone_and_tried_again() -> None:
