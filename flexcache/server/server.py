@@ -72,6 +72,7 @@ _MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood 
 _RECEIVE_QUEUE = 64  # messages of one client that wait here; it waits with the others
 _SEND_QUEUE = 10_000
 _SPIN_S = 0.0002
+_LONGEST_SLEEP_S = 1.0
 _POLL_INTERVAL_S = 0.002  # how late a death or a worker is seen while clients keep us busy
 
 
@@ -401,6 +402,8 @@ class KVServer:
         times.extend(worker.restart_at for worker in self._workers.values())
         if self._idle_exit_s is not None and not self.hub.peers:
             times.append(now + 0.1)
+        if self._spin_s:  # a process of our own: a signal may come to another thread than this
+            times.append(now + _LONGEST_SLEEP_S)
         due = [moment for moment in times if moment is not None]
         return max(0, int((min(due) - now) * 1000) + 1) if due else None
 
