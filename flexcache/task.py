@@ -176,8 +176,12 @@ class KVTaskEngine:
         if owner is None:
             return
         owner.is_gone = True
-        self.cancel([task_id for task_id, t in owner.tasks.items() if not t.announced], now)
+        self._cancel_unanswered(owner, now)
         self._forget_if_gone(owner)
+
+    def _cancel_unanswered(self, owner: Session, now: float) -> None:
+        """But not what only goes on below the GPU."""
+        self.cancel([task_id for task_id, t in owner.tasks.items() if not t.announced], now)
 
     def uses_gpu_of(self, engine: str) -> bool:
         """Whether tasks can still be copying from or to the slots of an engine of this name."""
@@ -300,7 +304,7 @@ class KVTaskEngine:
         """Cancel what is open, but not writes below the GPU, and write what is dirty."""
         for owner in list(self._owners.values()):
             if owner.session != _OWN_SESSION:
-                self.cancel([t for t, task in owner.tasks.items() if not task.announced], now)
+                self._cancel_unanswered(owner, now)
         self.cache.begin_closing()
         self._follow([], now)
 
@@ -385,10 +389,6 @@ class KVTaskEngine:
             else:
                 self._finish(task)
 
-    def cancel_all(self, now: float) -> None:
-        """But for what the cache does on its own account."""
-        self.cancel([t for t in self._tasks if session_of(t) != _OWN_SESSION], now)
-
     @property
     def num_ended_tasks(self) -> int:
         """Tasks that have come to their final state since the start."""
@@ -417,10 +417,10 @@ class KVTaskEngine:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def restore(self, tier: TierName, records: Records) -> RestoreReport:
-        """Index what a tier was found to hold at the start (`DiskPool.load`)."""
+    def restore(self, records: Records) -> RestoreReport:
+        """Index what the SSD tier was found to hold at the start (`DiskPool.load`)."""
         self._checksums[records["slot"]] = records["checksum"]
-        return restore_tier(self.cache.by_name[tier], records)
+        return restore_tier(self.cache.by_name[TierName.SSD], records)
 
     def executor_up(self, executor: str) -> None:
         self._up[executor] = None

@@ -176,7 +176,7 @@ class CacheStore:
 
     def _restore(self, pool: DiskPool) -> None:
         started = time.monotonic()
-        report = self.engine.restore(TierName.SSD, pool.load())
+        report = self.engine.restore(pool.load())
         if report.num_restored or report.num_dropped:
             logger.info(
                 "%d blocks of the SSD tier are back after %.1f s; %d were of no use any more",

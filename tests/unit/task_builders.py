@@ -250,7 +250,9 @@ class World:
         self._carry_out()
 
     def cancel_all(self) -> None:
-        self.engine.cancel_all(self.now)
+        self.engine.cancel(
+            [t for t in self.tasks if self.result(t, completely=True) is None], self.now
+        )
         self._carry_out()
 
     def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:

@@ -16,16 +16,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-import zmq
 
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import BlockIO, Completion, Direction, Request, open_block_io
@@ -39,14 +36,17 @@ from flexcache.transfer.messages import (
     Done,
     Drop,
     Execute,
-    Ready,
-    Stop,
     pack_checksums,
     unpack_checksums,
     unpack_ids,
 )
 from flexcache.transfer.workers.commit import GroupCommit
-from flexcache.transfer.workers.process import set_up_logging, start_worker_process
+from flexcache.transfer.workers.process import (
+    WorkerConfig,
+    map_segments,
+    serve,
+    start_worker_process,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +164,13 @@ class DiskWorker:
     @property
     def is_idle(self) -> bool:
         return not (self._moving or self._written or self._group)
+
+    def take(self, message: Execute | Drop) -> None:
+        """Begin with an op, or let one go."""
+        if isinstance(message, Execute):
+            self.execute(message)
+        else:
+            self.drop(message.op_id)
 
     def execute(self, message: Execute) -> None:
         is_read = message.kind is OpKind.DISK2H
@@ -297,14 +304,9 @@ class DiskWorker:
         return None
 
 
-class DiskWorkerConfig(msgspec.Struct, frozen=True):
+class DiskWorkerConfig(WorkerConfig, frozen=True):
     """All that the process is told, on the first line of its standard input."""
 
-    endpoint: str
-    identity: str
-    segment_fds: list[int]
-    segment_stride: int
-    num_host_blocks: int
     data_fds: list[int]
     index_fds: list[int]
     pool_id: bytes
@@ -312,21 +314,15 @@ class DiskWorkerConfig(msgspec.Struct, frozen=True):
     num_slots: int
     io_engine: str
     queue_depth: int
-    log_level: str
     sync: str = "group"
 
 
 def main() -> None:
     """Serve until told to stop, or until the parent's end of standard input closes."""
     config = start_worker_process(DiskWorkerConfig)
-    set_up_logging(config.log_level)
     _reserve_files(config)
     io = open_block_io(config.io_engine, config.queue_depth)
-    segments = [
-        HostSegment(fd, config.segment_stride, config.num_host_blocks) for fd in config.segment_fds
-    ]
-    for segment in segments:
-        segment.map()
+    segments = map_segments(config)
     index = SlotIndex(config.index_fds, config.pool_id)
     commit = GroupCommit(config.data_fds, config.index_fds, index, config.sync)
 
@@ -335,12 +331,15 @@ def main() -> None:
 
     generation = index.last_generation(config.num_slots)
     worker = DiskWorker(io, segments, locate, index, commit, generation)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.identity = config.identity.encode()
-        socket.connect(config.endpoint)
-        socket.send(msgspec.msgpack.encode(Ready(f"{io.name}, depth {io.depth}")))
-        _serve(socket, worker, io, commit)
+    serve(
+        config,
+        f"{io.name}, depth {io.depth}",
+        Execute | Drop,
+        worker.take,
+        worker.advance,
+        lambda: worker.is_idle,
+        [io.fileno(), commit.fileno()],
+    )
     io.close()
     commit.close()
 
@@ -352,31 +351,6 @@ def _reserve_files(config: DiskWorkerConfig) -> None:
     problems = [reserve_space(fd, size) for fd, size in wanted]
     for problem in dict.fromkeys(filter(None, problems)):
         logger.warning("SSD space could not be reserved (%s): writes may fail later", problem)
-
-
-def _serve(socket: zmq.Socket[bytes], worker: DiskWorker, io: BlockIO, commit: GroupCommit) -> None:
-    decoder = msgspec.msgpack.Decoder(Execute | Drop | Stop)
-    poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
-    poller.register(io.fileno(), zmq.POLLIN)
-    poller.register(commit.fileno(), zmq.POLLIN)
-    poller.register(sys.stdin.fileno(), zmq.POLLIN)
-    stopping = False
-    while not (stopping and worker.is_idle):
-        ready = dict(poller.poll())
-        if sys.stdin.fileno() in ready:
-            return
-        with contextlib.suppress(zmq.Again):
-            while True:
-                message = decoder.decode(socket.recv(zmq.NOBLOCK))
-                if isinstance(message, Execute):
-                    worker.execute(message)
-                elif isinstance(message, Drop):
-                    worker.drop(message.op_id)
-                else:
-                    stopping = True
-        for done in worker.advance():
-            socket.send(msgspec.msgpack.encode(done))
 
 
 if __name__ == "__main__":

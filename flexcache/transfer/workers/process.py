@@ -1,24 +1,93 @@
-"""What every worker process does first."""
+"""What worker processes have in common: how they begin, and how they talk to the server."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import signal
 import sys
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
+import zmq
 
-Config = TypeVar("Config", bound=msgspec.Struct)
+from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.messages import Ready, Stop
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """What every worker is told: the server, its own name there, the host pool's segments."""
+
+    endpoint: str
+    identity: str
+    segment_fds: list[int]
+    segment_stride: int
+    num_host_blocks: int
+    log_level: str
+
+
+Config = TypeVar("Config", bound=WorkerConfig)
 
 
 def start_worker_process(config_type: type[Config]) -> Config:
     """Tie this process to its parent and read its config, one line of standard input."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the parent's business
-    return msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
+    logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
+    return config
 
 
-def set_up_logging(level: str) -> None:
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+def map_segments(config: WorkerConfig) -> list[HostSegment]:
+    """The host pool, mapped."""
+    segments = [
+        HostSegment(fd, config.segment_stride, config.num_host_blocks) for fd in config.segment_fds
+    ]
+    for segment in segments:
+        segment.map()
+    return segments
+
+
+def serve(
+    config: WorkerConfig,
+    detail: str,
+    messages: Any,
+    take: Callable[[Any], None],
+    answers: Callable[[], Iterable[msgspec.Struct]],
+    is_idle: Callable[[], bool],
+    fds: Sequence[int],
+) -> None:
+    """Serve until told to stop, or until the parent's end of standard input closes.
+
+    Args:
+        detail: How the worker works, for the server's log.
+        messages: The union of what it takes, besides `Stop`.
+        take: Begins with a message. Must not block.
+        answers: What is to be sent by now. Called after every wake-up.
+        is_idle: Whether it may end once it was told to stop.
+        fds: Readable when there may be answers.
+    """
+    decoder = msgspec.msgpack.Decoder(messages | Stop)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.identity = config.identity.encode()
+        socket.connect(config.endpoint)
+        socket.send(msgspec.msgpack.encode(Ready(detail)))
+        poller = zmq.Poller()
+        for source in (socket, sys.stdin.fileno(), *fds):
+            poller.register(source, zmq.POLLIN)
+        stopping = False
+        while not (stopping and is_idle()):
+            if sys.stdin.fileno() in dict(poller.poll()):
+                return
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    message = decoder.decode(socket.recv(zmq.NOBLOCK))
+                    if isinstance(message, Stop):
+                        stopping = True
+                    else:
+                        take(message)
+            for answer in answers():
+                socket.send(msgspec.msgpack.encode(answer))

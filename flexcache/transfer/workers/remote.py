@@ -14,7 +14,6 @@ import contextlib
 import logging
 import mmap
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -22,10 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-import zmq
 
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
@@ -47,11 +44,14 @@ from flexcache.transfer.messages import (
     Execute,
     LookedUp,
     LookUp,
-    Ready,
-    Stop,
     unpack_ids,
 )
-from flexcache.transfer.workers.process import set_up_logging, start_worker_process
+from flexcache.transfer.workers.process import (
+    WorkerConfig,
+    map_segments,
+    serve,
+    start_worker_process,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -125,24 +125,18 @@ class RemoteWorker:
         return self._loads if op.is_load else self._stores
 
 
-class RemoteWorkerConfig(msgspec.Struct, frozen=True):
+class RemoteWorkerConfig(WorkerConfig, frozen=True):
     """All that the process is told, on the first line of its standard input.
 
     ``block_bytes`` are those of a block on one rank that mean something; a segment's stride may be
     padded. ``concurrency`` is for stores that take one request per object.
     """
 
-    endpoint: str
-    identity: str
-    segment_fds: list[int]
-    segment_stride: int
-    num_host_blocks: int
     block_bytes: int
     url: str
     compression: str
     timeout_s: float
     concurrency: int
-    log_level: str
 
 
 class RemoteService:
@@ -274,44 +268,19 @@ class RemoteService:
 def main() -> None:
     """Serve until told to stop, or until the parent's end of standard input closes."""
     config = start_worker_process(RemoteWorkerConfig)
-    set_up_logging(config.log_level)
-    segments = [
-        HostSegment(fd, config.segment_stride, config.num_host_blocks) for fd in config.segment_fds
-    ]
-    for segment in segments:
-        segment.map()
-    service = RemoteService(config, segments)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.identity = config.identity.encode()
-        socket.connect(config.endpoint)
-        socket.send(msgspec.msgpack.encode(Ready(check_remote_url(config.url).name)))
-        _serve(socket, service)
+    service = RemoteService(config, map_segments(config))
+    serve(
+        config,
+        check_remote_url(config.url).name,
+        Execute | Drop | LookUp,
+        service.take,
+        service.answers,
+        lambda: service.is_idle,
+        [service.fileno()],
+    )
     if not service.is_idle:
         os._exit(0)  # a thread is still inside the client, which cannot be taken down under it
     service.close()
-
-
-def _serve(socket: zmq.Socket[bytes], service: RemoteService) -> None:
-    decoder = msgspec.msgpack.Decoder(Execute | Drop | LookUp | Stop)
-    poller = zmq.Poller()
-    poller.register(socket, zmq.POLLIN)
-    poller.register(service.fileno(), zmq.POLLIN)
-    poller.register(sys.stdin.fileno(), zmq.POLLIN)
-    stopping = False
-    while not (stopping and service.is_idle):
-        ready = dict(poller.poll())
-        if sys.stdin.fileno() in ready:
-            return
-        with contextlib.suppress(zmq.Again):
-            while True:
-                message = decoder.decode(socket.recv(zmq.NOBLOCK))
-                if isinstance(message, Stop):
-                    stopping = True
-                else:
-                    service.take(message)
-        for answer in service.answers():
-            socket.send(msgspec.msgpack.encode(answer))
 
 
 def _address_of(memory: mmap.mmap) -> int:
