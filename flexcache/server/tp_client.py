@@ -45,7 +45,8 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index, describe_kv_caches
 from flexcache.task_ids import epoch_of, session_of
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
-from flexcache.transfer.workers.device import DeviceWorker, open_copier
+from flexcache.transfer.workers.copier import open_copier
+from flexcache.transfer.workers.device import DeviceWorker
 
 logger = logging.getLogger(__name__)
 

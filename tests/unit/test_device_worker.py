@@ -14,7 +14,9 @@ from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
 from flexcache.transfer.messages import Done, Execute, pack_ids
-from flexcache.transfer.workers.device import CpuCopier, DeviceWorker, open_copier
+from flexcache.transfer.workers.copier import open_copier
+from flexcache.transfer.workers.copy_cpu import CpuCopier
+from flexcache.transfer.workers.device import DeviceWorker
 
 Tensors = dict[str, torch.Tensor]
 

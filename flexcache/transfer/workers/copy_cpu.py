@@ -16,10 +16,35 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+
 logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.int64]
 CopyRuns = Callable[[Addresses, Addresses, Addresses], None]
+
+
+class CpuCopier:
+    """KV tensors in host memory: the copy is done when `start` returns."""
+
+    def __init__(self) -> None:
+        self._copy = load_copy_runs()
+
+    def attach(self, segment: HostSegment) -> None:
+        pass
+
+    def fence(self) -> None:
+        pass
+
+    def start(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
+        after: object,
+    ) -> None:  # fmt: skip
+        self._copy(destinations, sources, sizes)
+
+    def close(self) -> None:
+        pass
 
 
 @cache

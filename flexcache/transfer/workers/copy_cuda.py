@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 
 from flexcache.errors import MissingDependencyError
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
 
 Addresses = npt.NDArray[np.int64]
 
@@ -39,7 +41,7 @@ class _MemcpyAttributes(ctypes.Structure):
     ]
 
 
-class CudaBatchCopier:
+class CudaCopier:
     """Batched asynchronous copies on two streams of its own, one per direction."""
 
     def __init__(self, device: torch.device) -> None:
@@ -59,8 +61,9 @@ class CudaBatchCopier:
         self._attributes = _MemcpyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         self._pinned: list[int] = []
 
-    def pin(self, address: int, size: int) -> None:
-        """Page-lock host memory for the device, in steps."""
+    def attach(self, segment: HostSegment) -> None:
+        """Page-lock the segment for the device, in steps."""
+        address, size = segment.address, segment.size
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self.device):
             for start in range(0, size, _PIN_STEP):
@@ -81,11 +84,11 @@ class CudaBatchCopier:
         destinations: Addresses,
         sources: Addresses,
         sizes: Addresses,
-        to_device: bool,
-        after: torch.cuda.Event | None,
+        kind: OpKind,
+        after: object,
     ) -> torch.cuda.Event:
         """Queue the copies behind ``after``; the event returned fires when they have landed."""
-        stream = self._to_device if to_device else self._to_host
+        stream = self._to_device if kind is OpKind.H2D else self._to_host
         if after is not None:
             stream.wait_event(after)
         count = len(sizes)

@@ -15,108 +15,15 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from flexcache.errors import UnsupportedLayoutError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
 from flexcache.transfer.messages import Done, Execute, unpack_ids
-from flexcache.transfer.workers.copy_cpu import load_copy_runs
-from flexcache.transfer.workers.copy_cuda import CudaBatchCopier
-
-Addresses = npt.NDArray[np.int64]
-
-
-class Fence(Protocol):
-    """A point in the device's work. Satisfied by `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether everything before the point is done."""
-
-
-class Copier(Protocol):
-    """Moves bytes between address lists on one kind of device."""
-
-    def attach(self, segment: HostSegment) -> None:
-        """Get the host pool ready for copies."""
-
-    def fence(self) -> Fence | None:
-        """The point that the engine's compute has reached. Called on the engine's thread."""
-
-    def start(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: Fence | None,
-    ) -> Fence | None:  # fmt: skip
-        """Start the copies; None if they are done already."""
-
-    def close(self) -> None:
-        """Wait for copies under way and let go of the host pool."""
-
-
-class CpuCopier:
-    """KV tensors in host memory: the copy is done when `start` returns."""
-
-    def __init__(self) -> None:
-        self._copy = load_copy_runs()
-
-    def attach(self, segment: HostSegment) -> None:
-        pass
-
-    def fence(self) -> Fence | None:
-        return None
-
-    def start(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: Fence | None,
-    ) -> Fence | None:  # fmt: skip
-        self._copy(destinations, sources, sizes)
-        return None
-
-    def close(self) -> None:
-        pass
-
-
-class CudaCopier:
-    """KV tensors on a CUDA device: batched copies on streams of our own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._batch = CudaBatchCopier(device)
-
-    def attach(self, segment: HostSegment) -> None:
-        self._batch.pin(segment.address, segment.size)
-
-    def fence(self) -> Fence | None:
-        event: Fence = self._batch.fence()
-        return event
-
-    def start(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: Fence | None,
-    ) -> Fence | None:  # fmt: skip
-        assert after is None or isinstance(after, torch.cuda.Event)
-        landed: Fence = self._batch.start(destinations, sources, sizes, kind is OpKind.H2D, after)
-        return landed
-
-    def close(self) -> None:
-        self._batch.close()
-
-
-def open_copier(device: torch.device) -> Copier:
-    """The copier for a device's memory.
-
-    Raises:
-        UnsupportedLayoutError: There is none; names the device.
-    """
-    if device.type == "cuda":
-        return CudaCopier(device)
-    if device.type == "cpu":
-        return CpuCopier()
-    raise UnsupportedLayoutError(f"KV tensors on {device} cannot be moved, only on cpu or cuda")
+from flexcache.transfer.workers.copier import Copier, Fence
 
 
 @dataclass(frozen=True, slots=True)

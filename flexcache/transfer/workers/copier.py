@@ -1,0 +1,62 @@
+"""What moves bytes between KV tensors and the host pool, on one kind of device.
+
+The implementations do not import this module; each satisfies `Copier` by its shape.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexcache.errors import UnsupportedLayoutError
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+
+Addresses = npt.NDArray[np.int64]
+
+
+class Fence(Protocol):
+    """A point in the device's work. Satisfied by `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether everything before the point is done."""
+
+
+class Copier(Protocol):
+    """Moves bytes between address lists on one kind of device."""
+
+    def attach(self, segment: HostSegment) -> None:
+        """Get the host pool ready for copies."""
+
+    def fence(self) -> Fence | None:
+        """The point that the engine's compute has reached. Called on the engine's thread."""
+
+    def start(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
+        after: Fence | None,
+    ) -> Fence | None:  # fmt: skip
+        """Start the copies; None if they are done already."""
+
+    def close(self) -> None:
+        """Wait for copies under way and let go of the host pool."""
+
+
+def open_copier(device: torch.device) -> Copier:
+    """The copier for a device's memory.
+
+    Raises:
+        UnsupportedLayoutError: There is none; names the device.
+    """
+    # Imported here: a process needs one of them, and each brings a compiler.
+    if device.type == "cuda":
+        from flexcache.transfer.workers.copy_cuda import CudaCopier
+
+        return CudaCopier(device)
+    if device.type == "cpu":
+        from flexcache.transfer.workers.copy_cpu import CpuCopier
+
+        return CpuCopier()
+    raise UnsupportedLayoutError(f"KV tensors on {device} cannot be moved, only on cpu or cuda")
