@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ class Result:
             much of a time.
         limit: An absolute number to stay within (or above), in the unit.
         note: Whatever a reader must know, such as what was left out and why.
+        parameter: What was varied, in words ("tokens"); results of the same name that differ in
+            ``at`` show how the figure grows with it.
+        at: The parameter's value.
     """
 
     name: str
@@ -37,10 +41,24 @@ class Result:
     reach: float | None = None
     limit: float | None = None
     note: str = ""
+    parameter: str = ""
+    at: float | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, and at which value of the parameter."""
+        return self.name if self.at is None else f"{self.name}, {self.at:,.10g} {self.parameter}"
 
     def percentile(self, percent: float) -> float:
         """The sample that ``percent`` of them do not exceed."""
         ordered = sorted(self.samples)
+        return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+    def tail(self, percent: float) -> float:
+        """The sample that ``percent`` of them are no worse than."""
+        if self.less_is_better:
+            return self.percentile(percent)
+        ordered = sorted(self.samples, reverse=True)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
     @property
@@ -88,10 +106,27 @@ def sample(
     warm_up: int = 5, scale: float = 1e6,
 ) -> list[float]:  # fmt: skip
     """Seconds times ``scale`` that each ``call`` took; ``undo`` gets what it made, untimed."""
-    times = []
+    return [_timed(call, undo) * scale for _ in range(warm_up + rounds)][warm_up:]
+
+
+def sample_beside(
+    call: Callable[[], T], bound: Callable[[], object], undo: Callable[[T], object] = lambda _: None,
+    rounds: int = 100, warm_up: int = 5, scale: float = 1e6,
+) -> tuple[list[float], float]:  # fmt: skip
+    """`sample` of a call, and the median of its bound.
+
+    The two take turns, so that whatever else the machine does meanwhile hits both alike.
+    """
+    times, bounds = [], []
     for _ in range(warm_up + rounds):
-        started = time.perf_counter()
-        made = call()
-        times.append((time.perf_counter() - started) * scale)
-        undo(made)
-    return times[warm_up:]
+        times.append(_timed(call, undo) * scale)
+        bounds.append(_timed(bound, lambda _: None) * scale)
+    return times[warm_up:], statistics.median(bounds[warm_up:])
+
+
+def _timed(call: Callable[[], T], undo: Callable[[T], object]) -> float:
+    started = time.perf_counter()
+    made = call()
+    took = time.perf_counter() - started
+    undo(made)
+    return took
