@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,7 @@ from flexcache.ids import TaskKind, TierName
 from flexcache.instructions import TaskResult
 
 
-@dataclass(frozen=True, slots=True)
-class MatchedTask:
+class MatchedTask(NamedTuple):
     """A task for blocks ``start`` to ``start + num_blocks`` of a prompt, and who supplies them."""
 
     task_id: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,7 @@ def device(engine: str, rank: int) -> str:
     return f"device:{engine}:{rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class TaskResult:
+class TaskResult(NamedTuple):
     """How a task ended: ``num_ok`` blocks from block ``start`` of the prompt on.
 
     Not ``is_final`` while something below the GPU still goes on (a write-through, say).

@@ -442,9 +442,9 @@ class KVManager:
         )
 
     def _root(self, namespace: Namespace, kind: str) -> RootId:
-        if not isinstance(namespace, (str, Sequence, type(None))):
-            raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
         if namespace is not None and not isinstance(namespace, str):
+            if not isinstance(namespace, Sequence):
+                raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
             namespace = tuple(namespace)
         root = self._roots.get((namespace, kind))
         if root is None:
@@ -476,8 +476,12 @@ class KVManager:
         return start, max(start, last // size)
 
     def _token_mask(self, num_tokens: int, start: int, num_blocks: int) -> Mask:
-        mask = np.zeros(num_tokens, dtype=np.bool_)
-        mask[start * self._tokens_per_block : (start + num_blocks) * self._tokens_per_block] = True
+        first = start * self._tokens_per_block
+        last = first + num_blocks * self._tokens_per_block
+        mask = np.empty(num_tokens, dtype=np.bool_)  # each byte is written once
+        mask[:first] = False
+        mask[first:last] = True
+        mask[last:] = False
         return mask
 
     def _gpu_blocks(self, slot_mapping: Slots) -> npt.NDArray[np.int64]:

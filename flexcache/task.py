@@ -80,6 +80,18 @@ _MAX_ERRORS = 8  # that a response names
 NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
 
 
+def _count_plan(totals: Totals, plan: Plan, stop: int) -> None:
+    """What a match up to block ``stop`` came to."""
+    if plan.dropped:
+        totals.dropped_blocks.update(plan.dropped)
+    if plan.skipped:
+        totals.skipped_blocks.update(plan.skipped)
+    if plan.kind is TaskKind.GET:
+        for tier, count in plan.sources.items():
+            totals.hit_blocks[tier.value] += count
+        totals.missed_blocks += stop - plan.stop
+
+
 @dataclass(slots=True, eq=False)
 class _Lane:
     """A worker below the host tier: the ops that wait for it, and how many it was given."""
@@ -242,12 +254,8 @@ class KVTaskEngine:
         owner.last_id = task_id
         self.cache.advance(now)
         plan = self._plan(owner, kind, keys, start, stop, retain_s)
-        for totals in (self.totals, owner.totals):
-            totals.dropped_blocks.update(plan.dropped)
-            totals.skipped_blocks.update(plan.skipped)
-            if kind is TaskKind.GET:
-                totals.hit_blocks.update({tier.value: n for tier, n in plan.sources.items()})
-                totals.missed_blocks += stop - plan.stop
+        _count_plan(self.totals, plan, stop)
+        _count_plan(owner.totals, plan, stop)
         task = Task(task_id, owner, plan, num_tokens)
         if plan.num_blocks == 0:
             self.cache.finish(plan)

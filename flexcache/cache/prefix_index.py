@@ -27,11 +27,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from sortedcontainers import SortedDict
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.errors import InternalError
@@ -54,8 +53,8 @@ class Run:
     """Consecutive blocks of one sequence. Internal to the index."""
 
     __slots__ = (
-        "blocks", "children", "depth", "holds", "keys", "parent", "parent_length", "queued",
-        "recency", "root", "run_id",
+        "blocks", "children", "depth", "holds", "keys", "longest_holds", "parent", "parent_length",
+        "queued", "recency", "root", "run_id",
     )  # fmt: skip
 
     def __init__(self, run_id: int, root: RootId, parent: Run | None, parent_length: int) -> None:
@@ -66,7 +65,8 @@ class Run:
         self.depth: int = 0 if parent is None else parent.depth + parent_length
         self.keys: list[BlockKey] = []
         self.blocks: BlockIds = NO_BLOCKS
-        self.holds: SortedDict[int, int] | None = None  # length held -> how often
+        self.holds: dict[int, int] | None = None  # length -> how often; below the longest also 0
+        self.longest_holds: list[int] | None = None  # heap of the negated lengths
         self.children: dict[int, Run] | None = None
         self.recency: list[tuple[int, float]] = []  # (end, time): ends rise, times do not
         self.queued = False
@@ -77,21 +77,26 @@ class Run:
 
     @property
     def held_length(self) -> int:
-        return self.holds.peekitem(-1)[0] if self.holds else 0
+        return -self.longest_holds[0] if self.longest_holds else 0
 
     def hold(self, length: int) -> None:
-        if self.holds is None:
-            self.holds = SortedDict()
-        self.holds[length] = self.holds.get(length, 0) + 1
+        if self.holds is None or self.longest_holds is None:
+            self.holds, self.longest_holds = {length: 1}, [-length]
+            return
+        count = self.holds.get(length)
+        self.holds[length] = 1 if count is None else count + 1
+        if count is None:
+            heapq.heappush(self.longest_holds, -length)
 
     def release(self, length: int) -> None:
-        assert self.holds is not None
-        if self.holds[length] == 1:
-            del self.holds[length]
-            if not self.holds:
-                self.holds = None
-        else:
-            self.holds[length] -= 1
+        """Amortised O(log lengths held). A length that nobody holds goes when it is the longest."""
+        holds, longest = self.holds, self.longest_holds
+        assert holds is not None and longest is not None
+        holds[length] -= 1
+        while longest and not holds[-longest[0]]:
+            del holds[-heapq.heappop(longest)]
+        if not holds:
+            self.holds = self.longest_holds = None
 
     def touch(self, length: int, now: float) -> None:
         """Make the first ``length`` blocks as recent as ``now``. Amortised O(1).
@@ -121,8 +126,7 @@ class Run:
             recency[-1] = (length, recency[-1][1])
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(NamedTuple):
     """The longest cached prefix of a prompt: ``length`` blocks of ``run`` and all that precede.
 
     Valid until the index changes; `PrefixIndex.pin` makes it last.

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -140,7 +140,7 @@ class ClientTasks:
                     self._end(task, KVStatus.FAILED, error)
                 elif not task.is_over:
                     gpu_side = task.result
-                    task.result = replace(gpu_side, is_final=True, error=gpu_side.error or error)
+                    task.result = gpu_side._replace(is_final=True, error=gpu_side.error or error)
             self._changed.notify_all()
 
     def _known(self, task_id: int) -> ClientTask:

@@ -54,21 +54,30 @@ class LocalCache:
         look_up: bool = True,
         may_wait: bool = True,
     ) -> MatchedTask | None:
+        assert self._ids is not None
+        if look_up and not self._look_up(kind, keys, stop, may_wait):
+            return None
         with self.server.session() as tasks:
-            lookup = tasks.look_up(kind, keys, stop, time.monotonic()) if look_up else None
-            if lookup is not None and not may_wait:
-                return None
-        with self.server.session() as tasks:
-            while lookup is not None and tasks.is_looking_up(lookup):
-                self.server.wait_for_change(None)  # it has a deadline
-                if self.server.stopping:
-                    raise ClosedError("the cache was shut down")
-            assert self._ids is not None
             task_id = self._ids.next()
             plan = tasks.match(
                 task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s
             )
         return MatchedTask(task_id, plan.start, plan.num_blocks, plan.sources)
+
+    def _look_up(self, kind: TaskKind, keys: BlockKeys, stop: int, may_wait: bool) -> bool:
+        """Have the remote store asked, if there is one; whether the match can be made now."""
+        if self.server.config.remote_url is None:
+            return True
+        with self.server.session() as tasks:
+            lookup = tasks.look_up(kind, keys, stop, time.monotonic())
+        if lookup is None or not may_wait:
+            return lookup is None
+        with self.server.session() as tasks:
+            while tasks.is_looking_up(lookup):
+                self.server.wait_for_change(None)  # it has a deadline
+                if self.server.stopping:
+                    raise ClosedError("the cache was shut down")
+        return True
 
     def report_prefill(self, blocks_per_s: float) -> None:
         with self.server.session() as tasks:

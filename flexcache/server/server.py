@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -249,16 +249,24 @@ class KVServer:
         socket.sndhwm = _SEND_QUEUE
         return socket
 
-    @contextlib.contextmanager
-    def session(self) -> Iterator[KVTaskEngine]:
+    def session(self) -> contextlib.AbstractContextManager[KVTaskEngine]:
         """Exclusive use of the task engine; what it decides is carried out afterwards."""
-        with self._changed:
-            if self._stopping:
-                raise ClosedError("the cache was shut down")
-            assert self._store is not None
-            yield self._store.engine
+        return _EngineUse(self)
+
+    def _begin_use(self) -> KVTaskEngine:
+        self._changed.acquire()
+        if self._stopping:
+            self._changed.release()
+            raise ClosedError("the cache was shut down")
+        assert self._store is not None
+        return self._store.engine
+
+    def _end_use(self) -> None:
+        try:
             if self._route():
                 os.eventfd_write(self._wake, 1)
+        finally:
+            self._changed.release()
 
     def wait_for_change(self, timeout: float | None) -> None:
         """Inside `session`: let go of the lock until some task ended, or for ``timeout`` s."""
@@ -420,17 +428,28 @@ class KVServer:
         return now - self._idle_since >= patience
 
     def _route(self) -> bool:
-        """Queue the engine's instructions for the pump; whether there are any."""
+        """Queue for the pump what the engine wants done; whether there is any of it."""
         assert self._store is not None
         engine = self._store.engine
         instructions = engine.take_instructions()
-        self._outbox.extend(instructions)
-        ended = engine.num_ended_tasks
-        has_news = any(isinstance(i, (TaskEnded, LookUpEnded)) for i in instructions)
-        if ended != self._seen_ended or has_news:
-            self._seen_ended = ended
+        num_waiting = len(self._outbox)
+        has_news = engine.num_ended_tasks != self._seen_ended
+        for instruction in instructions:
+            if isinstance(instruction, (TaskEnded, LookUpEnded)):
+                has_news = True
+            if self._concerns_somebody(instruction):
+                self._outbox.append(instruction)
+        if has_news:
+            self._seen_ended = engine.num_ended_tasks
             self._changed.notify_all()
-        return bool(instructions)
+        return len(self._outbox) > num_waiting
+
+    def _concerns_somebody(self, instruction: Instruction) -> bool:
+        """The engine in this process asks by `session` how its tasks went: to wake the pump for
+        each would cost more than a match."""
+        if isinstance(instruction, TaskEnded):
+            return instruction.gated
+        return self._engine_name is None or not isinstance(instruction, TaskAnswered)
 
     def _send_outbox(self) -> None:
         while self._outbox:
@@ -449,8 +468,6 @@ class KVServer:
                     with self._changed:
                         self.hub.look_up_ended(lookup_id, time.monotonic())
                         self._route()
-                case TaskAnswered() if self._engine_name is not None:
-                    pass  # the engine in this process asks by `session`
                 case _:
                     self.hub.deliver(instruction)
         self.hub.end_sessions()
@@ -606,6 +623,21 @@ class KVServer:
             self._store.close()
         if self._lock_file is not None:
             self._lock_file.release()
+
+
+class _EngineUse:
+    """What `KVServer.session` gives out. A class, since a generator takes three times as long."""
+
+    __slots__ = ("_server",)
+
+    def __init__(self, server: KVServer) -> None:
+        self._server = server
+
+    def __enter__(self) -> KVTaskEngine:
+        return self._server._begin_use()
+
+    def __exit__(self, *error: object) -> None:
+        self._server._end_use()
 
 
 def _error_of(work: Callable[[], None]) -> OSError | None:
