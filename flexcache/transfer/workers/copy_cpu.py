@@ -51,10 +51,11 @@ class CpuCopier:
 def load_copy_runs() -> CopyRuns:
     """The fastest available ``copy(destinations, sources, sizes)`` over flat address arrays."""
     try:
-        return _compile_with_numba()
+        from flexcache.transfer.workers.copy_streams import copy_runs
     except ImportError:
         logger.info("numba is not installed: copies on the CPU hold the interpreter lock")
         return _copy_with_ctypes
+    return copy_runs
 
 
 def _copy_with_ctypes(destinations: Addresses, sources: Addresses, sizes: Addresses) -> None:
@@ -67,35 +68,3 @@ def _copy_with_ctypes(destinations: Addresses, sources: Addresses, sizes: Addres
 _memmove = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 )(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)  # fmt: skip
-
-
-def _compile_with_numba() -> CopyRuns:
-    import llvmlite.ir
-    from numba import njit, types
-    from numba.core import cgutils
-    from numba.extending import intrinsic
-
-    @intrinsic
-    def memcpy(typing_context, destination, source, size):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            pointer = llvmlite.ir.IntType(8).as_pointer()
-            cgutils.raw_memcpy(
-                builder,
-                builder.inttoptr(args[0], pointer),
-                builder.inttoptr(args[1], pointer),
-                args[2],
-                1,
-            )
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), generate
-
-    array = types.Array(types.int64, 1, "C", readonly=True)
-
-    @njit(types.void(array, array, array), nogil=True)
-    def copy_runs(destinations, sources, sizes):  # type: ignore[no-untyped-def]
-        for i in range(destinations.size):
-            memcpy(destinations[i], sources[i], sizes[i])
-
-    compiled: CopyRuns = copy_runs
-    return compiled
