@@ -19,7 +19,7 @@ Not thread-safe: the shell holds a lock around each call.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,7 +142,8 @@ class KVTaskEngine:
         self._tasks: dict[TaskId, Task] = {}
         self._running: dict[OpId, RunningOp] = {}
         self._deadlines: list[tuple[float, OpId]] = []
-        self._unlaunched: deque[tuple[float, TaskId]] = deque()
+        self._unlaunched: OrderedDict[TaskId, float] = OrderedDict()
+        """Matches that nobody has acted upon, oldest first, and until when they are kept."""
         self._awaited_loads: list[tuple[float, TaskId]] = []
         """Gets from the remote store, and when it is better to compute what has not come."""
         self._lanes = {DISK: _Lane(op_timeout_s), REMOTE: _Lane(remote_timeout_s)}
@@ -267,7 +268,7 @@ class KVTaskEngine:
             return plan
         self._tasks[task_id] = owner.tasks[task_id] = task
         owner.store_backlog += plan.num_backlogged
-        self._unlaunched.append((now + self._match_ttl_s, task_id))
+        self._unlaunched[task_id] = now + self._match_ttl_s
         return plan
 
     def _plan(
@@ -374,6 +375,7 @@ class KVTaskEngine:
 
     def _submit(self, task: Task) -> list[Outcome]:
         task.launched = True
+        self._unlaunched.pop(task.task_id, None)
         task.state = TaskState.READY
         for op in task.plan.graph.ops:
             task.open_ops[op.kind] += 1
@@ -522,11 +524,10 @@ class KVTaskEngine:
         if self.lookups is not None:
             self.lookups.tick(now, REMOTE in self._up, self._instructions)
             self._heed_breaker(now)
-        while self._unlaunched and self._unlaunched[0][0] <= now:
-            task = self._tasks.get(self._unlaunched.popleft()[1])
-            if task is not None and not task.launched:
-                task.errors.append(f"not launched within {self._match_ttl_s:g} s")
-                self.cancel([task.task_id], now)
+        while self._unlaunched and next(iter(self._unlaunched.values())) <= now:
+            task = self._tasks[self._unlaunched.popitem(last=False)[0]]
+            task.errors.append(f"not launched within {self._match_ttl_s:g} s")
+            self.cancel([task.task_id], now)
         while self._deadlines and self._deadlines[0][0] <= now:
             running = self._running.get(heapq.heappop(self._deadlines)[1])
             if running is None:
@@ -546,8 +547,9 @@ class KVTaskEngine:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
-        queues = (self._deadlines, self._unlaunched, self._awaited_loads)
-        times = [queue[0][0] for queue in queues if queue]
+        times = [queue[0][0] for queue in (self._deadlines, self._awaited_loads) if queue]
+        if self._unlaunched:
+            times.append(next(iter(self._unlaunched.values())))
         asked = None
         if self.lookups is not None:
             asked = self.lookups.next_deadline(REMOTE in self._up)
@@ -771,6 +773,7 @@ class KVTaskEngine:
             KVStatus.FAILED: TaskState.FAILED,
         }[result.status]
         del self._tasks[task.task_id], task.owner.tasks[task.task_id]
+        self._unlaunched.pop(task.task_id, None)
         self._remember(task, state, result.status, result.num_ok, result.error)
         self._forget_if_gone(task.owner)
 
@@ -858,3 +861,6 @@ class KVTaskEngine:
                 raise InternalError(f"task {task_id} has ended and is still kept open")
             if not task.launched and task.open_ops.total():
                 raise InternalError(f"task {task_id} has open ops without a launch")
+        unlaunched = [task_id for task_id, task in self._tasks.items() if not task.launched]
+        if unlaunched != list(self._unlaunched):
+            raise InternalError("tasks that wait for their launch and those watched disagree")
