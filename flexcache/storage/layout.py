@@ -20,6 +20,7 @@ import torch
 from flexcache.errors import UnsupportedLayoutError
 
 Addresses = npt.NDArray[np.int64]
+_Identity = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +35,7 @@ class BlockLayout:
         num_blocks: Blocks that the engine has.
         block_bytes: Bytes of one block on this rank, the sum of ``sizes``.
         signature: What must agree for two ranks' stored bytes to be interchangeable.
+        layer_ends: Layer name to how many of the first segments hold it and all before it.
     """
 
     bases: Addresses
@@ -43,6 +45,7 @@ class BlockLayout:
     num_blocks: int
     block_bytes: int
     signature: str
+    layer_ends: Mapping[str, int]
 
     def gpu_addresses(self, blocks: npt.NDArray[np.int64]) -> Addresses:
         """Addresses of all segments of the blocks; shape ``(blocks, segments)``."""
@@ -93,21 +96,28 @@ def describe_kv_caches(
         )
     segments: list[_Segment] = []
     signature: list[str] = []
+    bytes_until: dict[_Identity, int] = {}
     for name, tensor in layers.items():
         stride, inner, form = _inner_segments(name, tensor, block_dim, ratio)
         segments.extend(_Segment(tensor.data_ptr() + at, stride, size) for at, size in inner)
         signature.append(form)
+        bytes_until[_identity(tensor)] = sum(segment.size for segment in segments)
     merged = _merge(segments)
     sizes = np.array([segment.size for segment in merged], dtype=np.int64)
+    offsets = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
     runs = [f"{len(list(group))}x{form}" for form, group in itertools.groupby(signature)]
     return BlockLayout(
         bases=np.array([segment.base for segment in merged], dtype=np.int64),
         strides=np.array([segment.stride for segment in merged], dtype=np.int64),
         sizes=sizes,
-        offsets=np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64),
+        offsets=offsets,
         num_blocks=next(iter(num_blocks)) // ratio,
         block_bytes=block_bytes,
         signature=",".join(runs),
+        layer_ends={
+            name: int(np.searchsorted(offsets, bytes_until[_identity(tensor)]))
+            for name, tensor in kv_caches.items()
+        },
     )
 
 
@@ -127,7 +137,7 @@ def _without_aliases(
     """Layers that share another's KV are registered as the same tensor: it is moved once."""
     if not kv_caches:
         raise UnsupportedLayoutError("no KV tensors were given")
-    seen: dict[tuple[object, ...], str] = {}
+    seen: set[_Identity] = set()
     layers: dict[str, torch.Tensor] = {}
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
@@ -136,9 +146,8 @@ def _without_aliases(
             raise UnsupportedLayoutError(
                 f"{name}: shape {tuple(tensor.shape)} has no dimension {block_dim} to count blocks"
             )
-        identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if identity not in seen:
-            seen[identity] = name
+        if _identity(tensor) not in seen:
+            seen.add(_identity(tensor))
             layers[name] = tensor
     devices = {tensor.device for tensor in layers.values()}
     if len(devices) != 1:
@@ -146,6 +155,10 @@ def _without_aliases(
             f"KV tensors lie on several devices: {sorted(map(str, devices))}"
         )
     return layers
+
+
+def _identity(tensor: torch.Tensor) -> _Identity:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _inner_segments(

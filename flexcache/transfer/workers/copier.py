@@ -24,6 +24,9 @@ class Fence(Protocol):
     def query(self) -> bool:
         """Whether everything before the point is done."""
 
+    def wait(self) -> None:
+        """Have what the calling thread queues from now on run behind the point."""
+
 
 class Copier(Protocol):
     """Moves bytes between address lists on one kind of device."""

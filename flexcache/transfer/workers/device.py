@@ -5,7 +5,10 @@ taken in turn, loads before stores. An op that is gated waits until the engine's
 the gate of its task; on CUDA it is then ordered after the compute stream as it was at that moment,
 so that a copy never overtakes work that was queued on the same slots.
 
-`DeviceWorker` is driven by one thread (`server.tp_client`); only `open_gates` may be called from
+A load that the engine waits for layer by layer (`load_by_layer`) is copied in parts of one or more
+layers, before anything else; several at once take turns, so that all have their first layers first.
+
+`DeviceWorker` is driven by one thread (`server.tp_client`); only what says so may be called from
 another. It has no sockets.
 """
 
@@ -24,6 +27,11 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
 from flexcache.transfer.messages import Done, Execute, unpack_ids
 from flexcache.transfer.workers.copier import Copier, Fence
+from flexcache.transfer.workers.layer_load import LayerLoad
+
+Addresses = npt.NDArray[np.int64]
+
+_MIN_PART_BYTES = 4 << 20  # of a load by layer: below that, starting a copy costs what it gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,21 @@ class _Moving:
     op_id: int
     num_blocks: int
     landed: Fence
+
+
+@dataclass(slots=True)
+class _Copies:
+    """An op's addresses: a row for each block, a column for each segment."""
+
+    message: Execute
+    destinations: Addresses
+    sources: Addresses
+    num_started: int = 0
+    """Columns of which copies were started."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.sources)
 
 
 class DeviceWorker:
@@ -46,20 +69,27 @@ class DeviceWorker:
         self._loads: deque[Execute] = deque()
         self._stores: deque[Execute] = deque()
         self._parked: dict[int, list[Execute]] = {}  # task id -> ops behind its gate
+        self._in_parts: list[_Copies] = []
         self._moving: list[_Moving] = []
         self._dropped: dict[int, None] = {}
         self._gates: dict[int, Fence | None] = {}
+        self._layer_loads: dict[int, LayerLoad] = {}
+        self._is_closed = False
         self._gate_lock = threading.Lock()
 
     @property
     def has_work(self) -> bool:
         """Whether `advance` has something to do or to wait for right now."""
-        return bool(self._loads or self._stores or self._moving or self._dropped)
+        return self._has_to_start or bool(self._moving)
 
     @property
     def only_waits(self) -> bool:
         """Whether nothing is left to do but to see copies land."""
-        return bool(self._moving) and not (self._loads or self._stores or self._dropped)
+        return bool(self._moving) and not self._has_to_start
+
+    @property
+    def _has_to_start(self) -> bool:
+        return bool(self._in_parts or self._loads or self._stores or self._dropped)
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let ops of these tasks go, behind what the engine has queued up to now. Thread-safe."""
@@ -68,11 +98,43 @@ class DeviceWorker:
             for task_id in task_ids:
                 self._gates[task_id] = fence
 
+    def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
+        """Let a load go whose layers the caller is going to wait for. Thread-safe.
+
+        The task must have one op, over all of the ``num_blocks``.
+        """
+        fence = self._copier.fence()
+        load = LayerLoad(self._layout.layer_ends, num_blocks)
+        with self._gate_lock:
+            if not self._is_closed:
+                self._gates[task_id] = fence
+                self._layer_loads[task_id] = load
+                return load
+        load.end()
+        return load
+
     def close_gates(self, task_ids: Iterable[int]) -> None:
         """Forget gates of tasks that have ended. Thread-safe."""
         with self._gate_lock:
             for task_id in task_ids:
                 self._gates.pop(task_id, None)
+
+    def end_layer_load(self, task_id: int) -> bool:
+        """The task is over: what of it has not come is lost. Whether it was a load by layer."""
+        with self._gate_lock:
+            load = self._layer_loads.pop(task_id, None)
+            if load is not None:
+                self._gates.pop(task_id, None)
+        if load is None:
+            return False
+        load.end()
+        return True
+
+    @property
+    def layer_loads(self) -> list[int]:
+        """Tasks of loads by layer that have not been ended."""
+        with self._gate_lock:
+            return list(self._layer_loads)
 
     def execute(self, message: Execute) -> None:
         with self._gate_lock:
@@ -90,9 +152,11 @@ class DeviceWorker:
         """Start what may start and return what has ended. Blocks only for a copy on the CPU."""
         self._release_parked()
         done = self._end_dropped()
-        # On the CPU a start is the whole copy: one op a turn, so that messages get through.
-        queue = self._loads or self._stores
-        if queue:
+        # On the CPU a start is the whole copy: one a turn, so that messages get through.
+        if self._in_parts:
+            copies = min(self._in_parts, key=lambda copies: copies.num_started)
+            done.extend(self._start_part(copies, self._layer_load(copies.message)))
+        elif queue := self._loads or self._stores:
             done.extend(self._start(queue.popleft()))
         still_moving = []
         for moving in self._moving:
@@ -119,7 +183,7 @@ class DeviceWorker:
         for queue in (self._loads, self._stores, *self._parked.values()):
             for message in [m for m in queue if m.op_id in self._dropped]:
                 queue.remove(message)
-                ended.append(Done(message.op_id, 0, error="dropped before it started"))
+                ended.append(self._failed(message, "dropped before it started"))
         self._parked = {task: ops for task, ops in self._parked.items() if ops}
         self._dropped = {}
         return ended
@@ -128,34 +192,92 @@ class DeviceWorker:
         is_load = message.kind is OpKind.H2D
         src, dst = unpack_ids(message.src), unpack_ids(message.dst)
         gpu, host = (dst, src) if is_load else (src, dst)
+        layout, segment = self._layout, self._segment
+        by_layer = self._layer_load(message)
         problem = (
             _unpaired(gpu, host)
-            or _out_of_range("GPU", gpu, self._layout.num_blocks)
-            or _out_of_range("host", host, self._segment.num_blocks)
+            or _out_of_range("GPU", gpu, layout.num_blocks)
+            or _out_of_range("host", host, segment.num_blocks)
+            or (_not_whole(len(gpu), by_layer.num_blocks) if by_layer is not None else None)
         )
         if problem:
-            return [Done(message.op_id, 0, error=problem)]
-        layout, segment = self._layout, self._segment
-        on_gpu = layout.gpu_addresses(gpu).ravel()
-        on_host = layout.host_addresses(segment.address, segment.stride, host).ravel()
-        sizes = np.tile(layout.sizes, len(gpu))
+            return [self._failed(message, problem)]
+        on_gpu = layout.gpu_addresses(gpu)
+        on_host = layout.host_addresses(segment.address, segment.stride, host)
+        copies = _Copies(message, *((on_gpu, on_host) if is_load else (on_host, on_gpu)))
+        if by_layer is not None:
+            self._in_parts.append(copies)
+            return self._start_part(copies, by_layer)
+        try:
+            landed = self._start_columns(copies, len(layout.sizes))
+        except RuntimeError as error:
+            return [self._failed(message, str(error))]
+        return self._started(copies, landed)
+
+    def _start_part(self, copies: _Copies, load: LayerLoad | None) -> list[Done]:
+        """Start the next layers of a load by layer."""
+        message, stop = copies.message, self._part_end(copies)
+        if load is None or not load.begin_part():
+            self._in_parts.remove(copies)
+            return [self._failed(message, "the engine does not wait for it any more")]
+        try:
+            landed = self._start_columns(copies, stop)
+        except RuntimeError as error:
+            self._in_parts.remove(copies)
+            return [self._failed(message, str(error))]
+        load.part_started(stop, landed)
+        if stop < len(self._layout.sizes):
+            return []
+        self._in_parts.remove(copies)
+        return self._started(copies, landed)
+
+    def _part_end(self, copies: _Copies) -> int:
+        """The first end of a layer that makes the next part large enough, or the last."""
+        offsets, ends = self._layout.offsets, sorted(set(self._layout.layer_ends.values()))
+        enough = offsets[copies.num_started] + _MIN_PART_BYTES / max(1, copies.num_blocks)
+        inner = (end for end in ends[:-1] if end > copies.num_started and offsets[end] >= enough)
+        return next(inner, ends[-1])
+
+    def _start_columns(self, copies: _Copies, stop: int) -> Fence | None:
+        """Start copies of the next segments of all blocks, up to ``stop``."""
+        message, columns = copies.message, slice(copies.num_started, stop)
+        copies.num_started = stop
         with self._gate_lock:
             after = self._gates.get(message.task_id)
         if after is None:  # not gated: behind the default stream as it is now
             after = self._copier.fence()
-        try:
-            landed = self._copier.start(
-                on_gpu if is_load else on_host, on_host if is_load else on_gpu, sizes,
-                message.kind, after,
-            )  # fmt: skip
-        except RuntimeError as error:
-            return [Done(message.op_id, 0, error=str(error))]
+        return self._copier.start(
+            copies.destinations[:, columns].ravel(),
+            copies.sources[:, columns].ravel(),
+            np.tile(self._layout.sizes[columns], copies.num_blocks),
+            message.kind,
+            after,
+        )
+
+    def _started(self, copies: _Copies, landed: Fence | None) -> list[Done]:
+        """All copies of an op were started; the last of them land with ``landed``."""
         if landed is None:
-            return [Done(message.op_id, len(gpu))]
-        self._moving.append(_Moving(message.op_id, len(gpu), landed))
+            return [Done(copies.message.op_id, copies.num_blocks)]
+        self._moving.append(_Moving(copies.message.op_id, copies.num_blocks, landed))
         return []
 
+    def _failed(self, message: Execute, reason: str) -> Done:
+        load = self._layer_load(message)
+        if load is not None:
+            load.end()
+        return Done(message.op_id, 0, error=reason)
+
+    def _layer_load(self, message: Execute) -> LayerLoad | None:
+        if message.kind is not OpKind.H2D:
+            return None
+        with self._gate_lock:
+            return self._layer_loads.get(message.task_id)
+
     def close(self) -> None:
+        with self._gate_lock:
+            self._is_closed = True
+        for task_id in self.layer_loads:
+            self.end_layer_load(task_id)
         self._copier.close()
 
 
@@ -168,4 +290,10 @@ def _unpaired(gpu: npt.NDArray[np.int64], host: npt.NDArray[np.int64]) -> str | 
 def _out_of_range(place: str, blocks: npt.NDArray[np.int64], count: int) -> str | None:
     if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= count):
         return f"a {place} block lies outside of [0, {count})"
+    return None
+
+
+def _not_whole(num_blocks: int, wanted: int) -> str | None:
+    if num_blocks != wanted:
+        return f"{num_blocks} of {wanted} blocks cannot be loaded layer by layer"
     return None

@@ -1,0 +1,94 @@
+"""LayerLoad: a load that the engine computes with while it is still coming in.
+
+The thread that copies brings the layers in their order; the engine's thread waits for each before
+it computes with it. On CUDA "come" means queued: the compute stream then waits for the copy, and
+the engine's thread does not.
+
+    AWAITED --end--> LOST, or COMPLETE if all has come        (what is lost stays lost)
+       +------give_up--> LOST: no copy runs, and none starts
+
+A load is complete or worth nothing: the engine has computed with all of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from flexcache.transfer.workers.copier import Fence
+
+
+class LayerLoad:
+    """Shared by the two threads.
+
+    Args:
+        layer_ends: As `BlockLayout.layer_ends`.
+        num_blocks: Of the load.
+    """
+
+    def __init__(self, layer_ends: Mapping[str, int], num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._layer_ends = layer_ends
+        self._num_segments = max(layer_ends.values(), default=0)
+        self._landings: list[tuple[int, Fence | None]] = []
+        """How many segments have come with each part, and the point at which they are there."""
+        self._is_copying = False
+        self._is_lost = False
+        self._changed = threading.Condition()
+
+    # -- the thread that copies ------------------------------------------------------------------
+
+    def begin_part(self) -> bool:
+        """A copy is about to start. False: it must not, nobody wants it any more."""
+        with self._changed:
+            self._is_copying = not self._is_lost
+            return self._is_copying
+
+    def part_started(self, num_segments: int, landed: Fence | None) -> None:
+        """The first ``num_segments`` of all blocks have come; None: they are there already."""
+        with self._changed:
+            self._is_copying = False
+            self._landings.append((num_segments, landed))
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No more copies start. What has not come is lost. Idempotent."""
+        with self._changed:
+            self._is_copying = False
+            self._is_lost |= not self._has_come(self._num_segments)
+            self._changed.notify_all()
+
+    # -- the engine's thread ---------------------------------------------------------------------
+
+    def wait_layer(self, name: str, timeout: float) -> bool:
+        """Wait for a layer, or for all where it has no name here; whether it has come."""
+        return self._wait(self._layer_ends.get(name, self._num_segments), timeout)
+
+    def wait_all(self, timeout: float) -> bool:
+        """Wait for all layers; whether they have come."""
+        return self._wait(self._num_segments, timeout)
+
+    def give_up(self) -> None:
+        """No copy starts any more, and none is running when this returns.
+
+        On CUDA one may still be queued; the compute stream goes on behind it.
+        """
+        with self._changed:
+            self._is_lost = True
+            self._changed.wait_for(lambda: not self._is_copying)
+            last = self._landings[-1][1] if self._landings else None
+        if last is not None:
+            last.wait()
+
+    def _wait(self, num_segments: int, timeout: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_lost or self._has_come(num_segments), timeout)
+            if self._is_lost or not self._has_come(num_segments):
+                return False
+            landed = next(fence for end, fence in self._landings if end >= num_segments)
+        if landed is not None:
+            landed.wait()
+        return True
+
+    def _has_come(self, num_segments: int) -> bool:
+        return bool(self._landings) and self._landings[-1][0] >= num_segments
