@@ -3,9 +3,11 @@
 A memcpy of many megabytes writes past the caches. One of 64 KiB does not, so it first reads what it
 is about to overwrite: 6.8 instead of 11.3 GB/s on the machine where this was measured. Here every
 long run goes past the caches, as four streams, a quarter of the run each, which keeps more requests
-to the memory under way: one stream reached 8.9 GB/s, two 10.6, four 11.8. Whoever reads a copied
-block next finds it in memory rather than in a cache; what that costs is less than what the copy
-gains for ops of 64 KiB and more, save for some around 256 KiB.
+to the memory under way: one stream reached 8.9 GB/s, two 10.6, four 11.8. The beginning of the next
+run is asked for while one is copied: 11.5 instead of 9.6 GB/s with scattered runs of 16 KiB.
+
+Whoever reads a copied block next finds it in memory rather than in a cache. What that costs is less
+than what the copy gains, for ops of 64 KiB to 64 MiB (at 256 KiB it is the same).
 
 Importing this module needs numba, and compiles.
 """
@@ -64,11 +66,7 @@ def _stream(typing: Any, destination: Any, source: Any, size: Any) -> Any:
         step = _INT(_LINES_PER_STEP * _LINE)
         past_caches = builder.module.add_metadata([ir.IntType(32)(1)])
         with cgutils.for_range_slice(builder, _INT(0), quarter, step, intp=_INT) as (at, _):
-            offsets = [
-                builder.add(at, builder.add(builder.mul(quarter, _INT(s)), _INT(line * _LINE)))
-                for s in range(_NUM_STREAMS)
-                for line in range(_LINES_PER_STEP)
-            ]
+            offsets = _offsets(builder, at, quarter)
             loaded = [
                 builder.load(_vector_at(builder, source, offset), align=1) for offset in offsets
             ]
@@ -82,6 +80,33 @@ def _stream(typing: Any, destination: Any, source: Any, size: Any) -> Any:
 
 def _vector_at(builder: Any, base: Any, offset: Any) -> Any:
     return builder.inttoptr(builder.add(base, offset), _VECTOR.as_pointer())
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _begin_to_load(typing: Any, source: Any, size: Any) -> Any:
+    """Have the first lines of each stream of a run fetched, and its pages looked up."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, size = arguments
+        quarter = builder.udiv(size, _INT(_NUM_STREAMS))
+        flag = ir.IntType(32)
+        form = ir.FunctionType(ir.VoidType(), [_BYTES, flag, flag, flag])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], form)
+        for offset in _offsets(builder, _INT(0), quarter):
+            address = builder.inttoptr(builder.add(source, offset), _BYTES)
+            builder.call(prefetch, [address, flag(0), flag(3), flag(1)])  # to read, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+def _offsets(builder: Any, at: Any, quarter: Any) -> list[Any]:
+    """Of the lines that one step copies, ``at`` bytes into each quarter."""
+    return [
+        builder.add(at, builder.add(builder.mul(quarter, _INT(s)), _INT(line * _LINE)))
+        for s in range(_NUM_STREAMS)
+        for line in range(_LINES_PER_STEP)
+    ]
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -100,6 +125,8 @@ _ADDRESSES = types.Array(types.int64, 1, "C", readonly=True)
 
 def _copy_runs(destinations: Addresses, sources: Addresses, sizes: Addresses) -> None:
     for i in range(destinations.size):
+        if i + 1 < destinations.size:
+            _begin_to_load(sources[i + 1], sizes[i + 1])
         destination, source, size = destinations[i], sources[i], sizes[i]
         if size >= _SHORTEST:
             head = -destination % _LINE
