@@ -14,7 +14,7 @@ from rich.progress import track
 from rich.table import Table
 
 from flexcache.config import CacheConfig, ServerConfig, describe_settings
-from flexcache.errors import ConfigError, ServerLostError
+from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 _console = Console()
@@ -149,6 +149,69 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    sections: Annotated[
+        list[str] | None, typer.Argument(help="Which parts; all by default.", show_default=False)
+    ] = None,
+    only: Annotated[str, typer.Option(help="Just the cases with this in their title.")] = "",
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Larger, longer: many minutes instead of two.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="End with 1 also if a target is missed.")
+    ] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="For files of the SSD tier and of stores.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Keep every sample in this file.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the ratios (.png, .svg, .pdf).")
+    ] = None,
+    remote_url: Annotated[
+        str | None, typer.Option(help="A remote store to be measured as well.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
+) -> None:
+    """Measure what this machine can do, and how close FlexCache comes.
+
+    Sections: control, plan, index, server, dram, overlap, ssd, remote, gpu. Each figure stands
+    beside a bound measured in the same run. Ends with 1 if a case failed.
+    """
+    from flexcache.bench.plot import check_plot_file, draw
+    from flexcache.bench.progress import CaseProgress
+    from flexcache.bench.report import show_report, write_json
+    from flexcache.bench.suite import SECTIONS, Settings, run_suite
+
+    with _errors_named():
+        settings = Settings(
+            tuple(sections or SECTIONS), only, thorough, directory, seed, remote_url
+        )
+        for path in filter(None, (json_file, plot_file)):  # before minutes are spent
+            if not path.parent.is_dir():
+                raise ConfigError(f"{path}: there is no directory {path.parent}")
+        if plot_file is not None:
+            check_plot_file(plot_file)
+        with CaseProgress(Console(stderr=True)) as progress:
+            report = run_suite(settings, progress.announce)
+        show_report(report, _wide(_console))
+        if json_file is not None:
+            write_json(report, json_file)
+        if plot_file is not None:
+            draw(report, plot_file)
+    if report.was_interrupted:
+        raise typer.Exit(130)
+    if report.has_failed or (strict and report.misses_targets):
+        raise typer.Exit(1)
+
+
+def _wide(console: Console) -> Console:
+    """Tables that go to a file or a pipe need not fit a terminal."""
+    return console if console.is_terminal else Console(width=180)
+
+
 def _default_endpoint() -> str:
     from flexcache.server.runtime import private_endpoint
 
@@ -160,7 +223,7 @@ def _errors_named() -> Iterator[None]:
     """What the user can mend is said without a traceback."""
     try:
         yield
-    except (ConfigError, ServerLostError) as error:
+    except (ConfigError, MissingDependencyError, ServerLostError) as error:
         _console.print(f"[red]error[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from None
 

@@ -110,7 +110,8 @@ def sample(
 
 
 def sample_beside(
-    call: Callable[[], T], bound: Callable[[], object], undo: Callable[[T], object] = lambda _: None,
+    call: Callable[[], T], bound: Callable[[], object],
+    undo: Callable[[T], object] = lambda _: None,
     rounds: int = 100, warm_up: int = 5, scale: float = 1e6,
 ) -> tuple[list[float], float]:  # fmt: skip
     """`sample` of a call, and the median of its bound.

@@ -1,0 +1,113 @@
+"""A picture of how close each figure comes to its bound."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from flexcache.bench.results import Result
+from flexcache.bench.suite import Report
+from flexcache.errors import ConfigError, MissingDependencyError
+
+_COLOURS = {True: "#2a9d5c", False: "#d1495b", None: "#7d8ca3"}
+_FORMATS = (".png", ".svg", ".pdf")
+_NARROWEST = 0.25  # of the axis: less room says nothing
+
+
+class Bar(NamedTuple):
+    """A figure as a speed, whatever its unit: 1 is the bound's, and more is better."""
+
+    label: str
+    speed: float
+    target: float | None
+    is_reached: bool | None
+
+
+def bars_of(report: Report) -> list[tuple[str, list[Bar]]]:
+    """By section. Figures that have neither bound nor limit are left out."""
+    found: dict[str, list[Bar]] = {}
+    for case in report.cases:
+        for result in case.results:
+            bar = _bar(result)
+            if bar is not None:
+                found.setdefault(case.section, []).append(bar)
+    return list(found.items())
+
+
+def _bar(result: Result) -> Bar | None:
+    bound, name = result.bound, result.bound_name
+    if not bound:
+        bound, name = result.limit, "the target"
+    if not bound or not result.median:
+        return None
+    goals = [goal * bound for goal in (result.reach,) if goal is not None]
+    goals += [result.limit] if result.limit is not None else []
+    strictest = (min if result.less_is_better else max)(goals, default=None)
+
+    def speed(value: float) -> float:
+        return bound / value if result.less_is_better else value / bound
+
+    return Bar(
+        f"{result.title}  |  {name}",
+        speed(result.median),
+        None if strictest is None else speed(strictest),
+        result.is_reached,
+    )
+
+
+def check_plot_file(path: Path) -> None:
+    """
+    Raises:
+        ConfigError: The name does not end in a format that can be drawn.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    if path.suffix not in _FORMATS:
+        raise ConfigError(f"{path}: a plot's name must end in {', '.join(_FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError("a plot needs matplotlib: pip install 'flexcache[bench]'")
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write the picture; the name's end says in which format. See `check_plot_file`."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    sections = bars_of(report)
+    rows = [len(bars) for _, bars in sections] or [1]
+    height = 0.24 * sum(rows) + 0.75 * len(rows) + 1.2
+    picture = Figure(figsize=(13, height), layout="constrained")
+    all_axes = picture.subplots(len(rows), squeeze=False, sharex=True, height_ratios=rows)[:, 0]
+    speeds = [v for _, bars in sections for bar in bars for v in (bar.speed, bar.target) if v]
+    low, high = min([*speeds, _NARROWEST]) / 1.3, max([*speeds, 1 / _NARROWEST]) * 1.6
+    for axes, (section, bars) in zip(all_axes, sections):  # noqa: B905 - one empty where no bar is
+        places = range(len(bars))
+        axes.barh(
+            places, [bar.speed - low for bar in bars], left=low, height=0.72,
+            color=[_COLOURS[bar.is_reached] for bar in bars],
+        )  # fmt: skip
+        for place, bar in zip(places, bars, strict=True):
+            axes.text(bar.speed * 1.04, place, f"{bar.speed:.2g}", va="center", fontsize=7)
+            if bar.target is not None:
+                axes.plot([bar.target] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
+        axes.axvline(1, color="black", lw=0.8, ls=":")
+        axes.set_yticks(places, [bar.label for bar in bars], fontsize=8)
+        axes.set_ylim(len(bars) - 0.4, -0.6)
+        axes.set_title(section, loc="left", fontsize=10, fontweight="bold")
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
+        axes.grid(axis="x", which="major", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].set_xlabel("speed, as a multiple of the bound's (1 = the bound; more is better)")
+    picture.legend(
+        handles=[
+            Patch(color=_COLOURS[True], label="target reached"),
+            Patch(color=_COLOURS[False], label="target missed"),
+            Patch(color=_COLOURS[None], label="no target"),
+            Line2D([], [], color="black", lw=2, label="target"),
+            Line2D([], [], color="black", lw=0.8, ls=":", label="bound"),
+        ],
+        loc="outside upper center", ncols=5, fontsize=8, frameon=False,
+    )  # fmt: skip
+    picture.savefig(path, dpi=130)

@@ -1,0 +1,183 @@
+"""Runs the cases of all sections in turn; one that fails does not stop the others."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from enum import Enum
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flexcache.bench.machine import describe_machine
+from flexcache.bench.results import Case, NotHere, Result
+from flexcache.errors import ConfigError, MissingDependencyError
+
+logger = logging.getLogger(__name__)
+
+SECTIONS = ("control", "plan", "index", "server", "dram", "overlap", "ssd", "remote", "gpu")
+"""Each is the module ``flexcache.bench.<section>``."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run was asked for.
+
+    Attributes:
+        sections: Which, in the order of `SECTIONS`; all by default.
+        only: Just the cases whose title contains this.
+        thorough: Larger parameters and more rounds; takes many minutes instead of two.
+        directory: Where the files of the SSD tier and the like go for the time of the run; None
+            for the system's place for temporary files.
+        seed: For what is drawn at random.
+        remote_url: A store to be measured besides those that are always there.
+
+    Raises:
+        ConfigError: There is no such section or directory.
+    """
+
+    sections: Sequence[str] = SECTIONS
+    only: str = ""
+    thorough: bool = False
+    directory: Path | None = None
+    seed: int = 0
+    remote_url: str | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.sections if name not in SECTIONS]
+        if unknown:
+            raise ConfigError(f"section {unknown[0]!r}: must be one of {', '.join(SECTIONS)}")
+        if self.directory is not None and not self.directory.is_dir():
+            raise ConfigError(f"directory {self.directory}: must exist")
+
+
+class Outcome(Enum):
+    DONE = "done"
+    NOT_HERE = "not here"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class CaseReport:
+    """How a case ended; ``reason`` says why it could not run here, or what went wrong."""
+
+    section: str
+    title: str
+    outcome: Outcome
+    results: Sequence[Result] = ()
+    reason: str = ""
+    took_s: float = 0.0
+
+
+@dataclass
+class Report:
+    """A run, as far as it came."""
+
+    settings: Settings
+    machine: dict[str, Any]
+    started_at: str
+    took_s: float = 0.0
+    was_interrupted: bool = False
+    cases: list[CaseReport] = field(default_factory=list)
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for case in self.cases for result in case.results]
+
+    @property
+    def has_failed(self) -> bool:
+        return any(case.outcome is Outcome.FAILED for case in self.cases)
+
+    @property
+    def misses_targets(self) -> bool:
+        return any(result.is_reached is False for result in self.results)
+
+
+Announce = Callable[[int, int, str], None]
+"""Told how many cases are over, of how many, and the title of the one that begins."""
+
+
+def run_suite(settings: Settings, announce: Announce = lambda *_: None) -> Report:
+    """Run what the settings ask for. Whatever ends the run, its files are removed.
+
+    `KeyboardInterrupt` ends it early: the report then has what was measured until then.
+
+    Raises:
+        ConfigError: No case has a title that is asked for.
+    """
+    started = time.monotonic()
+    report = Report(
+        settings,
+        describe_machine(settings.directory or Path(tempfile.gettempdir())),
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="flexcache-bench-", dir=settings.directory, ignore_cleanup_errors=True
+        ) as scratch:
+            _run_all(settings, Path(scratch), report, announce)
+    except KeyboardInterrupt:
+        report.was_interrupted = True
+    report.took_s = time.monotonic() - started
+    return report
+
+
+def _run_all(settings: Settings, scratch: Path, report: Report, announce: Announce) -> None:
+    announce(0, 0, "preparing")
+    chosen = [
+        (section, case)
+        for section in settings.sections
+        for case in load_section(section, settings, scratch)
+    ]
+    if not chosen:
+        raise ConfigError(f"no case of {', '.join(settings.sections)} has {settings.only!r} in it")
+    for number, (section, case) in enumerate(chosen):
+        announce(number, len(chosen), f"{section}: {case.title}")
+        gc.collect()  # what the last case left is not this one's to pay for
+        report.cases.append(run_case(section, case))
+    announce(len(chosen), len(chosen), "done")
+
+
+def load_section(section: str, settings: Settings, scratch: Path) -> list[Case]:
+    """The cases of a section that are asked for; if it cannot be loaded, one that says so."""
+    directory = scratch / section
+    directory.mkdir()
+    offered = {
+        "thorough": settings.thorough,
+        "directory": directory,
+        "seed": settings.seed,
+        "remote_url": settings.remote_url,
+    }
+    try:
+        make_cases = import_module(f"flexcache.bench.{section}").cases
+        wanted = inspect.signature(make_cases).parameters
+        cases: list[Case] = make_cases(**{name: offered[name] for name in wanted})
+    except Exception as error:
+        return [Case("all of it", partial(_give_reason, error))]
+    return [case for case in cases if settings.only in case.title]
+
+
+def _give_reason(error: Exception) -> NoReturn:
+    raise error
+
+
+def run_case(section: str, case: Case) -> CaseReport:
+    """Run a case to its end, however it ends."""
+    started = time.monotonic()
+    outcome, results, reason = Outcome.DONE, list[Result](), ""
+    try:
+        results.extend(case.run())
+    except (NotHere, MissingDependencyError) as error:
+        outcome, reason = Outcome.NOT_HERE, str(error)
+    except Exception as error:
+        logger.debug("%s, %s", section, case.title, exc_info=True)
+        outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"
+    took_s = time.monotonic() - started
+    return CaseReport(section, case.title, outcome, results, reason, took_s)
