@@ -27,6 +27,7 @@ from flexcache.transfer.workers.remote import RemoteWorkerConfig
 logger = logging.getLogger(__name__)
 
 
+_UNFED_CHUNKS = 4  # that one op copies
 _REPLACE_AFTER_S = 1.0  # a remote worker that has not said by then that its store is late
 
 
@@ -116,7 +117,9 @@ class CacheStore:
             tiers.append(RemoteTier(config.remote_absent_ttl_s))
             policies[TierName.REMOTE] = config.remote_write_policy
         max_dirty = int(config.write_back_max_dirty * self._num_host_blocks)
-        chunk_blocks = max(1, int(config.transfer_chunk_mb * 1e6) // self.block_bytes)
+        # With nothing to feed, an op is only so long that a load never waits long behind a store.
+        chunk_bytes = config.transfer_chunk_mb * 1e6 * (1 if len(tiers) > 1 else _UNFED_CHUNKS)
+        chunk_blocks = max(1, int(chunk_bytes) // self.block_bytes)
         # Blocks that wait to be written below are pinned: an eighth stays for gets to stage in.
         max_store_backlog = max(1, self._num_host_blocks - self._num_host_blocks // 8)
         return KVTaskEngine(
