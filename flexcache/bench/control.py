@@ -184,25 +184,27 @@ def conversation(seed: int, rounds: int) -> Iterator[Result]:
             for turn in range(1, LONGEST_TURN + 1):
                 prompt, num_cached = whole.first(turn * TURN), (turn - 1) * TURN
                 if turn in (1, 10, 100, LONGEST_TURN):
-                    for name, times, bound, what in both_matches(
-                        caller, prompt, num_cached, rounds
-                    ):
-                        yield Result(
-                            f"{name}, the next turn", "us", times, bound, what,
-                            parameter="turns", at=turn,
-                        )  # fmt: skip
+                    yield from both_matches(
+                        caller, prompt, num_cached, rounds, "the next turn", "turns", turn
+                    )
                 caller.store(prompt)
 
 
 def both_matches(
-    caller: Caller, prompt: Prompt, num_cached: int, rounds: int
-) -> Iterator[tuple[str, list[float], float, str]]:
-    """A get and a put of the prompt: the name, the samples, the least work and what that is."""
+    caller: Caller, prompt: Prompt, num_cached: int, rounds: int, what: str, parameter: str,
+    at: float,
+) -> Iterator[Result]:  # fmt: skip
+    """A get and a put of the same prompt."""
     num_new = len(prompt.tokens) - num_cached
-    times, bound = caller.get_match(prompt, num_cached, rounds)
-    yield f"get_match {prompt.kind}", times, bound, prompt.least_work_name(0)
-    times, bound = caller.put_match(prompt, num_cached, rounds)
-    yield f"put_match {prompt.kind}", times, bound, prompt.least_work_name(num_new)
+    for name, match, num_filed in (
+        ("get_match", caller.get_match, 0),
+        ("put_match", caller.put_match, num_new),
+    ):
+        times, bound = match(prompt, num_cached, rounds)
+        yield Result(
+            f"{name} {prompt.kind}, {what}", "us", times, bound,
+            prompt.least_work_name(num_filed), parameter=parameter, at=at,
+        )  # fmt: skip
 
 
 def many_blocks(populations: Sequence[int], seed: int, rounds: int) -> Iterator[Result]:
@@ -220,8 +222,7 @@ def many_blocks(populations: Sequence[int], seed: int, rounds: int) -> Iterator[
                 caller.store(Prompt(step.tokens, keys))
             num_stored = population
             for prompt in prompts:
-                for name, *measured in both_matches(caller, prompt, num_cached, rounds):
-                    yield Result(
-                        f"{name}, three quarters cached", "us", *measured,
-                        parameter="cached blocks", at=population,
-                    )  # fmt: skip
+                yield from both_matches(
+                    caller, prompt, num_cached, rounds, "three quarters cached",
+                    "cached blocks", population,
+                )  # fmt: skip

@@ -1,6 +1,7 @@
 """The least that a server can do: answers whatever it is sent with 64 bytes.
 
-Run as ``python -m flexcache.bench.echo ENDPOINT``, until its standard input ends.
+`main` is run in a process of its own, with the endpoint as its argument, until its standard input
+ends.
 """
 
 from __future__ import annotations
@@ -48,7 +49,3 @@ def main() -> None:
                 identity, _ = socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 socket.send_multipart([identity, ANSWER])
                 spin_until = time.monotonic() + _SPIN_S
-
-
-if __name__ == "__main__":
-    main()

@@ -19,11 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -217,9 +216,10 @@ class ClientProcesses:
 
 @contextmanager
 def _process(module: str, *arguments: str, told: bytes = b"") -> Iterator[None]:
-    """A Python program that runs meanwhile; what it is ``told`` is its standard input."""
+    """A module's ``main`` in a process, meanwhile; what it is ``told`` is its standard input."""
+    program = f"from {module} import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin is not None
     try:
@@ -273,10 +273,8 @@ def measure_server(
 def _check_server(endpoint: str) -> None:
     config = CacheConfig(endpoint=endpoint, server_timeout_s=TIMEOUT_S)
     with KVManager(MODEL, config, engine_id="watcher") as watcher:
-        try:
-            watcher.wait_ready(2.0)
-        except TimeoutError:  # it has no rank
-            pass
+        with suppress(TimeoutError):  # it has no rank
+            watcher.wait_ready(1.0)
         watcher.check()
         leased = watcher.stats()["tiers"]["CPU"]["leased"]
     if leased:
