@@ -11,7 +11,7 @@ what the hash starts from; the engine's own keys are used as they are, in a dire
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -73,7 +73,7 @@ class EngineBlockKeys:
     def packed(self, stop: int) -> tuple[int, bytes]:
         """Raises `ValueError` where keys differ in size."""
         size = len(self._keys[0]) if stop else 1
-        data = b"".join(self._keys[:stop])
+        data = b"".join(self._keys if stop == len(self._keys) else self._keys[:stop])
         if len(data) != size * stop or any(len(key) != size for key in self._keys[:stop:97]):
             raise ValueError("block_keys must all be of one size to be sent to a server")
         return size, data
@@ -118,10 +118,11 @@ class TokenBlockKeys:
     def slice(self, start: int, stop: int) -> list[BlockKey]:
         if start >= stop:
             return []
-        keys = [self.key(start)]
+        keys: list[Any] = [self.key(start)]  # plain bytes are keys: to say so costs a call each
         hasher = next(h for done, h in self._checkpoints if done == start + 1).copy()
         update, digest, data, step = hasher.update, hasher.digest, self._data, self._bytes_per_block
+        append = keys.append
         for offset in range((start + 1) * step, stop * step, step):
             update(data[offset : offset + step])
-            keys.append(BlockKey(digest()))
+            append(digest())
         return keys

@@ -239,10 +239,6 @@ class Hub:
             self.counters["expired_clients"] += 1
             self._lose(peer, f"silent for {self._client_timeout_s:g} s", now)
 
-    def next_deadline(self) -> float | None:
-        heard = [peer.heard_s for peer in self._peers.values()]
-        return min(heard) + self._client_timeout_s if heard else None
-
     def readiness_changed(self) -> None:
         """Tell the schedulers for whom they still wait."""
         for scheduler in self._sessions.values():

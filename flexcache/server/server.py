@@ -73,6 +73,9 @@ _RECEIVE_QUEUE = 64  # messages of one client that wait here; it waits with the 
 _SEND_QUEUE = 10_000
 _SPIN_S = 0.0002
 _LONGEST_SLEEP_S = 1.0
+_CENSUSES_A_TIMEOUT = 8  # how often all clients are looked through for the silent ones
+_READABLE = int(zmq.POLLIN)  # plain numbers: an operation on zmq's enums costs more than a look
+_NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLL_INTERVAL_S = 0.002  # how late a death or a worker is seen while clients keep us busy
 
 
@@ -128,6 +131,7 @@ class KVServer:
         self._spin_s = 0.0
         self._spin_until_s = 0.0
         self._poll_due_s = 0.0
+        self._census_due_s = 0.0
         self._started_s = 0.0
         self._stopping = False
         self._stopped = False
@@ -379,7 +383,7 @@ class KVServer:
         longer than most requests. Only in a process of our own."""
         assert self._front is not None
         while time.monotonic() < self._spin_until_s:
-            if int(self._front.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if int(self._front.getsockopt(zmq.EVENTS)) & _READABLE:
                 return True
         return False
 
@@ -389,10 +393,13 @@ class KVServer:
                 os.eventfd_read(self._wake)
         now = time.monotonic()
         with self._changed:
-            self._take_deaths(ready, now)
+            if ready:
+                self._take_deaths(ready, now)
             self._take_worker_messages(now)
             took_any = self._take_messages(now)
-            self.hub.tick(now)
+            if now >= self._census_due_s:
+                self._census_due_s = now + self.config.client_timeout_s / _CENSUSES_A_TIMEOUT
+                self.hub.tick(now)
             if self._store is not None:
                 self._store.engine.tick(now)
                 self._route()
@@ -403,8 +410,10 @@ class KVServer:
             self._spin_until_s = time.monotonic() + self._spin_s
 
     def _patience_ms(self, now: float) -> int | None:
+        times: list[float | None] = []
         with self._changed:
-            times = [self.hub.next_deadline()]
+            if self.hub.peers:
+                times.append(self._census_due_s)
             if self._store is not None:
                 times.append(self._store.engine.next_deadline())
         times.extend(worker.restart_at for worker in self._workers.values())
@@ -478,6 +487,8 @@ class KVServer:
 
     def _begin_asides(self) -> None:
         """Have done on a thread what would hold up everybody."""
+        if not self.hub.aside:
+            return
         asides, self.hub.aside = self.hub.aside, []
         self._asides = [thread for thread in self._asides if thread.is_alive()]
         for aside in asides:
@@ -497,7 +508,8 @@ class KVServer:
     def _send(self, identity: bytes, message: object) -> None:
         assert self._front is not None
         try:
-            self._front.send_multipart([identity, msgspec.msgpack.encode(message)], zmq.NOBLOCK)
+            self._front.send(identity, _NOW_AND_MORE)
+            self._front.send(msgspec.msgpack.encode(message), _NOW)
         except zmq.Again:
             with self._changed:
                 self.hub.does_not_read(identity, time.monotonic())
@@ -519,8 +531,8 @@ class KVServer:
         took_any = False
         with contextlib.suppress(zmq.Again):
             for _ in range(_MAX_MESSAGES_A_TURN):
-                frames = self._front.recv_multipart(zmq.NOBLOCK, copy=False)
-                self.hub.take(frames[0].bytes, [frame.buffer for frame in frames[1:]], now)
+                identity, *frames = self._front.recv_multipart(_NOW)
+                self.hub.take(identity, frames, now)
                 took_any = True
                 if self._store is not None:
                     self._route()
