@@ -29,6 +29,7 @@ LAYOUT_VERSION = 1
 
 EVICTION_POLICIES = ("lru",)
 IO_ENGINES = ("auto", "io_uring", "threads")
+LAYERWISE_LOADS = ("auto", "on", "off")
 WRITE_POLICIES = ("write_through", "write_back", "selective", "adaptive")
 SYNC_POLICIES = ("group", "none")
 MISMATCH_POLICIES = ("refuse", "clear")
@@ -229,6 +230,11 @@ class CacheConfig:
     op_timeout_s: float = _setting(
         30.0, "Deadline of one op. A late disk worker is replaced, a late rank fails.", "s"
     )
+    layerwise_load: str = _setting(
+        "auto",
+        "vLLM computes while a load out of DRAM is coming in, layer by layer: on (its step waits "
+        "for the layers), off (requests wait between steps), auto (on while nothing else runs).",
+    )
     match_ttl_s: float = _setting(
         120.0, "A match that nobody launches is cancelled after this long.", "s"
     )
@@ -272,6 +278,7 @@ class CacheConfig:
             ("ssd_write_policy", WRITE_POLICIES),
             ("remote_write_policy", WRITE_POLICIES),
             ("remote_compression", COMPRESSIONS),
+            ("layerwise_load", LAYERWISE_LOADS),
             ("log_level", ("DEBUG", "INFO", "WARNING", "ERROR")),
         ):
             if getattr(self, name) not in allowed:

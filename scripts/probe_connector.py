@@ -31,6 +31,7 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
         self._block_size = vllm_config.cache_config.block_size
         self._stored: list[Pairs] = []
         self._loading: dict[str, Pairs] = {}
+        self._by_layer: list[str] = []
         self._layers: dict[str, torch.Tensor] = {}
 
     # -- scheduler
@@ -71,11 +72,13 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
         for pairs in stored:
             self._write("stored", pairs)
         self._loading.update(loading)
+        self._by_layer = [load.request_id for load in connector_metadata.loads if load.by_layer]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         sent, received = super().get_finished(finished_req_ids)
         bad = self._worker._bad_blocks
-        for request_id in received or ():
+        by_layer, self._by_layer = self._by_layer, []
+        for request_id in (*(received or ()), *by_layer):
             pairs = self._loading.pop(request_id, [])
             self._write("loaded", [pair for pair in pairs if pair[1] not in bad])
         return sent, received

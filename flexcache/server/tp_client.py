@@ -1,7 +1,8 @@
 """KVTPClient: one tensor-parallel rank's end, inside the engine's worker process.
 
 It lends the engine's own KV tensors to FlexCache: maps the rank's share of the host pool and
-executes device ops on a thread of its own. The engine's thread never waits for it.
+executes device ops on a thread of its own. The engine's thread never waits for it, but for the
+layers of a load that it asked for by layer, and then not for long.
 
     HELLO --WelcomeRank--> REGISTERING --Registered--> SERVING --+
       ^                                                          | Stop, or the server is lost
@@ -47,6 +48,7 @@ from flexcache.task_ids import epoch_of, session_of
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.layer_load import LayerLoad
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +176,25 @@ class KVTPClient:
             worker.open_gates(wanted)
             self._link.wake()
 
+    def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
+        """Open the gate of a load whose layers the caller then waits for, as they come.
+
+        Its end is told by the `LayerLoad` alone, not by `take_ended`. The task must be of one op,
+        so of blocks that are all in DRAM. Whatever happens to the server, the load ends.
+        """
+        with self._changed:
+            worker = self._worker
+            if worker is not None and not self._is_over_for_us(task_id):
+                load = worker.load_by_layer(task_id, num_blocks)
+                self._link.wake()
+                return load
+            if worker is None:
+                _remember(self._shut_gates, task_id, None)
+            self._ended.pop(task_id, None)
+        load = LayerLoad({}, num_blocks)
+        load.end()
+        return load
+
     def wait_ended(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for the end of any gated task; whether there is one."""
         with self._changed:
@@ -186,12 +207,11 @@ class KVTPClient:
         """
         with self._changed:
             wanted = list(task_ids)
-            ended = {t: self._ended.pop(t) for t in wanted if t in self._ended}
-            has_server = self._state in (ClientState.REGISTERING, ClientState.SERVING)
-            for task_id in wanted:
-                is_over = session_of(task_id) in self._sessions_over or task_id in self._shut_gates
-                if not has_server or is_over or epoch_of(task_id) != self._epoch:
-                    ended.setdefault(task_id, 0)
+            ended = {
+                task_id: self._ended.pop(task_id, 0)
+                for task_id in wanted
+                if self._is_over_for_us(task_id)
+            }
         worker = self._worker
         if ended and worker is not None:
             worker.close_gates(ended)
@@ -208,6 +228,16 @@ class KVTPClient:
         self._set_state(ClientState.CLOSED)
         self._link.close()
         self._kv_caches = {}
+
+    def _is_over_for_us(self, task_id: int) -> bool:
+        """Whether no copy of the task is running or will. The lock is held."""
+        return (
+            task_id in self._ended
+            or task_id in self._shut_gates
+            or session_of(task_id) in self._sessions_over
+            or epoch_of(task_id) != self._epoch
+            or self._state not in (ClientState.REGISTERING, ClientState.SERVING)
+        )
 
     def _set_state(self, state: ClientState, error: str | None = None) -> None:
         with self._changed:
@@ -271,12 +301,14 @@ class KVTPClient:
                 self._worker.drop(op_id)
             case Ended(task_id, num_ok):
                 with self._changed:
-                    _remember(self._ended, task_id, num_ok)
-                    self._changed.notify_all()
+                    if self._worker is None or not self._worker.end_layer_load(task_id):
+                        _remember(self._ended, task_id, num_ok)
+                        self._changed.notify_all()
             case SessionOver(session):
                 with self._changed:
                     _remember(self._sessions_over, session, None)
                     self._changed.notify_all()
+                    self._end_layer_loads(session)
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
             case Registered():
@@ -292,6 +324,13 @@ class KVTPClient:
             case Stop():
                 return False
         return True
+
+    def _end_layer_loads(self, session: int) -> None:
+        if self._worker is None:
+            return
+        for task_id in self._worker.layer_loads:
+            if session_of(task_id) == session:
+                self._worker.end_layer_load(task_id)
 
     def _register(self, welcome: WelcomeRank) -> None:
         self._link.attend(welcome.server_pid)

@@ -14,6 +14,7 @@ from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
 from flexcache.transfer.messages import Done, Execute, pack_ids
+from flexcache.transfer.workers import device
 from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.copy_cpu import CpuCopier
 from flexcache.transfer.workers.device import DeviceWorker
@@ -319,9 +320,13 @@ class FakeFence:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_past = False
+        self.num_waits = 0
 
     def query(self) -> bool:
         return self.is_past
+
+    def wait(self) -> None:
+        self.num_waits += 1
 
 
 class LateCopier:
@@ -436,3 +441,155 @@ def test_closing_the_worker_closes_its_copier(segment: HostSegment) -> None:
     worker, copier = late_worker(segment)
     worker.close()
     assert copier.closed
+
+
+# -- loads by layer ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def part_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_MIN_PART_BYTES", 0)
+
+
+def fill(segment: HostSegment) -> None:
+    for i in range(segment.num_blocks):
+        segment.block(i)[:] = bytes([i + 1]) * len(segment.block(i))
+
+
+def has_come(tensor: torch.Tensor, gpu: int, host: int) -> bool:
+    return tensor[gpu].numpy().tobytes() == bytes([host + 1]) * tensor[gpu].nbytes
+
+
+@pytest.mark.usefixtures("part_per_layer")
+def test_a_load_by_layer_brings_a_layer_of_all_blocks_a_turn(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    fill(segment)
+    worker = cpu_worker(tensors, segment)
+    watched = worker.load_by_layer(1, 2)
+    assert not watched.wait_layer("layer 0", 0)
+    worker.execute(load(7, [3, 1], [0, 5], gated=True))
+    assert worker.advance() == []
+    assert worker.has_work
+    assert watched.wait_layer("layer 0", 0)
+    assert not watched.wait_layer("layer 1", 0)
+    assert has_come(tensors["layer 0"], 0, 3)
+    assert has_come(tensors["layer 0"], 5, 1)
+    assert not has_come(tensors["layer 1"], 0, 3)
+    assert worker.advance() == [Done(7, 2)]
+    assert watched.wait_layer("layer 1", 0)
+    assert watched.wait_all(0)
+    assert watched.wait_layer("a layer that is unknown", 0)
+    assert has_come(tensors["layer 1"], 5, 1)
+    assert not worker.has_work
+
+
+def test_small_layers_come_together(tensors: Tensors, segment: HostSegment) -> None:
+    worker = cpu_worker(tensors, segment)
+    watched = worker.load_by_layer(1, 1)
+    worker.execute(load(7, [0], [0], gated=True))
+    assert worker.advance() == [Done(7, 1)]
+    assert watched.wait_all(0)
+
+
+@pytest.mark.usefixtures("part_per_layer")
+def test_loads_by_layer_take_turns_and_go_before_all_else(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    first, second = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
+    worker.execute(order(1, OpKind.H2D, [0], [0], gated=True, task_id=1))
+    worker.execute(order(2, OpKind.H2D, [1], [1], gated=True, task_id=2))
+    worker.execute(order(3, OpKind.D2H, [2], [2], task_id=3))
+    assert worker.advance() == []
+    worker.execute(order(4, OpKind.H2D, [3], [3], task_id=4))
+    assert worker.advance() == [Done(1, 1)]  # begun before the second was at hand
+    assert first.wait_all(0)
+    assert worker.advance() == []
+    assert second.wait_layer("layer 0", 0)
+    assert not second.wait_all(0)
+    assert [done.op_id for done in run_dry(worker)] == [2, 4, 3]
+    assert second.wait_all(0)
+
+
+def test_a_load_by_layer_that_was_dropped_or_cannot_be_copied_is_lost(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    worker = cpu_worker(tensors, segment)
+    dropped, out_of_range, too_short = (worker.load_by_layer(task, 1) for task in (1, 2, 3))
+    worker.execute(load(1, [0], [0], gated=True))
+    worker.drop(1)
+    worker.execute(order(2, OpKind.H2D, [NUM_HOST_BLOCKS], [0], gated=True, task_id=2))
+    worker.execute(order(3, OpKind.H2D, [0, 1], [0, 1], gated=True, task_id=3))
+    done = run_dry(worker)
+    assert [(d.op_id, d.num_ok) for d in done] == [(1, 0), (2, 0), (3, 0)]
+    assert done[2].error == "2 of 1 blocks cannot be loaded layer by layer"
+    for lost in (dropped, out_of_range, too_short):
+        assert not lost.wait_all(60)
+
+
+@pytest.mark.usefixtures("part_per_layer")
+def test_nothing_of_a_load_is_copied_once_it_was_given_up(
+    tensors: Tensors, segment: HostSegment
+) -> None:
+    fill(segment)
+    worker = cpu_worker(tensors, segment)
+    early, late = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
+    early.give_up()
+    worker.execute(order(1, OpKind.H2D, [0], [0], gated=True, task_id=1))
+    worker.execute(order(2, OpKind.H2D, [1], [1], gated=True, task_id=2))
+    assert [(d.op_id, d.num_ok) for d in worker.advance()] == [(1, 0)]
+    assert worker.advance() == []
+    late.give_up()
+    assert [(d.op_id, d.num_ok) for d in worker.advance()] == [(2, 0)]
+    assert not worker.has_work
+    assert not has_come(tensors["layer 0"], 0, 0)
+    assert has_come(tensors["layer 0"], 1, 1)
+    assert not has_come(tensors["layer 1"], 1, 1)
+
+
+def test_a_load_by_layer_ends_with_its_task_and_with_the_worker(segment: HostSegment) -> None:
+    worker, _ = late_worker(segment)
+    ended, closed = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
+    assert worker.end_layer_load(1)
+    assert not worker.end_layer_load(1)
+    assert not worker.end_layer_load(99)
+    assert worker.layer_loads == [2]
+    assert not ended.wait_all(60)
+    worker.close()
+    assert not closed.wait_all(60)
+    assert not worker.load_by_layer(3, 1).wait_all(60)
+
+
+@pytest.mark.usefixtures("part_per_layer")
+def test_whoever_waits_for_a_layer_queues_behind_its_copy_only(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    watched = worker.load_by_layer(1, 1)
+    worker.execute(load(1, [0], [0], gated=True))
+    assert worker.advance() == []
+    assert worker.advance() == []
+    first, second = (landing for _, _, landing in copier.started)
+    assert watched.wait_layer("layer 0", 0)
+    assert (first.num_waits, second.num_waits) == (1, 0)
+    assert watched.wait_layer("layer 1", 0)
+    assert (first.num_waits, second.num_waits) == (1, 1)
+    first.is_past = True
+    assert worker.advance() == []
+    second.is_past = True
+    assert worker.advance() == [Done(1, 1)]
+
+
+@pytest.mark.usefixtures("part_per_layer")
+def test_a_part_that_cannot_start_loses_the_load_and_giving_up_queues_behind_the_rest(
+    segment: HostSegment,
+) -> None:
+    worker, copier = late_worker(segment)
+    watched = worker.load_by_layer(1, 1)
+    worker.execute(load(1, [0], [0], gated=True))
+    worker.advance()
+    copier.refusal = "CUDA error: invalid argument"
+    assert worker.advance() == [Done(1, 0, error="CUDA error: invalid argument")]
+    assert not watched.wait_layer("layer 0", 60)
+    watched.give_up()
+    assert copier.started[0][2].num_waits == 1
+    assert not worker.has_work

@@ -294,6 +294,33 @@ def test_layers_that_share_their_tensor_are_moved_once() -> None:
     assert layout.signature == describe(tensors, block_dim).signature
 
 
+# -- layers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_segments_up_to_a_layers_end_hold_it_and_all_before_it(engine: Engine) -> None:
+    tensors, block_dim = engine(NUM_BLOCKS, 16, torch.bfloat16)
+    layout = describe(tensors, block_dim)
+    assert list(layout.layer_ends) == list(tensors)
+    stored = gather(layout, 1)
+    names = list(tensors)
+    for i, name in enumerate(names):
+        until = {n: tensors[n] for n in names[: i + 1]}
+        expected = reference(until, block_dim, 1)
+        end = layout.layer_ends[name]
+        assert stored[: int(layout.sizes[:end].sum())].startswith(expected)
+        assert int(layout.sizes[: end - 1].sum()) < len(expected)  # and no segment too many
+    assert layout.layer_ends[names[-1]] == len(layout.sizes)
+
+
+def test_a_layer_that_shares_anothers_tensor_is_there_with_it() -> None:
+    tensors, block_dim = joined(NUM_BLOCKS, 16, torch.bfloat16)
+    names = list(tensors)
+    shared = {**tensors, "shares": tensors[names[1]]}
+    ends = describe_kv_caches(shared, bytes_per_index(tensors), block_dim).layer_ends
+    assert ends["shares"] == ends[names[1]] < ends[names[2]]
+
+
 # -- what ranks compare --------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """FlexCacheConnectorV1: vLLM's KV connector interface, translated and nothing more.
 
-For vLLM 0.28 to 0.33. Loads are asynchronous; a put at a request's end covers prompt and generated
-tokens while vLLM keeps the blocks. Set ``kv_load_failure_policy="recompute"``.
+For vLLM 0.28 to 0.33. Loads run between steps, or layer by layer within one; a put at a request's
+end covers prompt and generated tokens while vLLM keeps the blocks. Set
+``kv_load_failure_policy="recompute"``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from flexcache.ids import TierName
+from flexcache.integration.vllm.engine import read_layerwise_setting
 from flexcache.integration.vllm.metadata import FlexCacheMetadata
 from flexcache.integration.vllm.scheduler import FlexCacheScheduler
 from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStats
@@ -43,6 +45,11 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """A cache is best effort: a request never has to wait for its KV to be stored."""
         return False
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A whole model in one graph does not wait for its layers."""
+        return read_layerwise_setting(extra_config) == "on"
+
     # -- worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -54,10 +61,10 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to do: loads run between steps."""
+        self._worker.before_step()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to do: a request is scheduled only after its load."""
+        self._worker.before_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -76,11 +83,14 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     # -- scheduler -------------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.forget_blocks = kv_cache_manager.evict_blocks
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        num_tokens = self._scheduler.num_matched_tokens(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens)
+        return self._scheduler.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
@@ -88,11 +98,13 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._scheduler.take_step(scheduler_output.total_num_scheduled_tokens)
+        return self._scheduler.take_step(scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.transfers_ended(
-            connector_output.finished_sending or (), connector_output.finished_recving or ()
+            connector_output.finished_sending or (),
+            connector_output.finished_recving or (),
+            connector_output.invalid_block_ids,
         )
 
     def request_finished(

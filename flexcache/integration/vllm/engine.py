@@ -47,6 +47,12 @@ class Place:
         return self.endpoint or local_endpoint(self.engine_id)
 
 
+def read_layerwise_setting(extra_config: dict[str, Any]) -> str:
+    """`layerwise_load`, where nothing else of the config is known yet."""
+    name = "layerwise_load"
+    return str(extra_config.get(name, os.environ.get("FLEXCACHE_LAYERWISE_LOAD", "auto")))
+
+
 def read_place(vllm_config: Any, cache_config: CacheConfig) -> Place:
     """The same for scheduler and workers of an engine.
 

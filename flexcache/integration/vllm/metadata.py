@@ -9,11 +9,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(frozen=True)
 class Load:
-    """A request's blocks that a task fills. ``task_id`` None: it could not be started."""
+    """A request's blocks that a task fills. ``task_id`` None: it could not be started.
+
+    ``by_layer``: within the step that this is told with; else between steps.
+    """
 
     request_id: str
     task_id: int | None
     block_ids: list[int]
+    by_layer: bool = False
 
 
 @dataclass(frozen=True)

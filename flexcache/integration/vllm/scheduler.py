@@ -7,13 +7,17 @@ For each request at most one get is open, however often vLLM asks; its life here
        +--(other prefix, no blocks wanted, request ends)--> cancelled, gone
 
 and at its end at most one put, during which vLLM keeps the request's blocks.
+
+A get that runs within the step (`layerwise`) is gone when its step begins. vLLM counts its blocks
+as computed, and shares them, from the moment that they are allocated: so nobody who shares them is
+let into the same step, and if the load is lost vLLM is made to forget them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +33,7 @@ from flexcache.integration.vllm.engine import (
     read_model_config,
     read_place,
 )
+from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.prefill import PrefillMeter
 from flexcache.integration.vllm.stats import FlexCacheStats, read_counters
@@ -54,12 +59,24 @@ class _Get:
     sources: dict[TierName, int]
     matched_s: float
     launched: bool = False
+    by_layer: bool = False
+    """What vLLM was told last: that the load runs within the request's first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InStep:
+    """A load within a step: its first block's place and key, and all blocks from there on."""
+
+    first: int
+    key: bytes
+    block_ids: list[int]
 
 
 @dataclass(slots=True)
 class _Step:
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    by_layer: dict[str, _InStep] = field(default_factory=dict)
 
 
 class FlexCacheScheduler:
@@ -71,6 +88,7 @@ class FlexCacheScheduler:
         config = read_cache_config(vllm_config, self._block_size)
         self._namespace = read_key_namespace(vllm_config)
         self._match_ttl_s = config.match_ttl_s
+        obstacle = find_obstacle(vllm_config)
         place = read_place(vllm_config, config)
         self.manager = KVManager(
             model, config, endpoint=place.endpoint, dp_rank=place.dp_rank, engine_id=place.engine_id
@@ -98,32 +116,61 @@ class FlexCacheScheduler:
         self._lookup_timeout_s = config.remote_lookup_timeout_s
         self._prefill = PrefillMeter()
         self._step = _Step()
+        self._in_step: dict[str, _InStep] = {}
+        self._layerwise = LayerwiseRule(config.layerwise_load, obstacle)
+        self.forget_blocks: Callable[[set[int]], None] | None = None
+        """vLLM's way to drop blocks from its prefix cache, once it has said so."""
         self._reported: dict[str, float] = {}
         self._has_news = False
         self._stats_interval_s = 0.0 if place.endpoint is None else _STATS_INTERVAL_S
         self._stats_due_s = 0.0
 
-    def num_matched_tokens(self, request: Any, num_computed: int) -> int | None:
-        """How many tokens after the first ``num_computed`` can be loaded; None: not known yet.
+    def num_matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """How many tokens after the first ``num_computed`` can be loaded; None: not known yet. And
+        whether the request waits for them (between steps).
 
         Asked again and again for a waiting request: the answer is kept until it is acted upon, the
         engine's own prefix changes, or the match has grown old.
         """
+        if self._shares_a_load(request, num_computed):
+            return None, False
+        get = self._open_get(request, num_computed)
+        if get is None:
+            return (None if request.request_id in self._undecided else 0), False
+        if get.launched or get.num_tokens == 0:
+            return 0, False
+        get.by_layer = (
+            self.forget_blocks is not None
+            and get.sources.keys() == {TierName.CPU}
+            and num_computed + get.num_tokens < request.num_tokens  # there is something to compute
+            and self._layerwise.allows(request.request_id)
+        )
+        return get.num_tokens, not get.by_layer
+
+    def _open_get(self, request: Any, num_computed: int) -> _Get | None:
+        """The request's get for what follows ``num_computed`` tokens; None if there is none."""
         get = self._gets.get(request.request_id)
         if get is not None:
             is_fresh = time.monotonic() - get.matched_s < self._match_ttl_s / 2
             if get.launched or (get.num_computed == num_computed and is_fresh):
-                return 0 if get.launched else get.num_tokens
+                return get
             self._cancel_get(request.request_id)
         if request.request_id in self._failed or getattr(
             request, "skip_reading_prefix_cache", False
         ):
-            return 0
+            return None
         get = self._match(request, num_computed, request.num_tokens)
-        if get is None:
-            return None if request.request_id in self._undecided else 0
-        self._gets[request.request_id] = get
-        return get.num_tokens
+        if get is not None:
+            self._gets[request.request_id] = get
+        return get
+
+    def _shares_a_load(self, request: Any, num_computed: int) -> bool:
+        """Whether the engine's own prefix of the request is yet to be loaded, by this very step."""
+        return any(
+            num_computed > load.first * self._block_size
+            and request.block_hashes[load.first] == load.key
+            for load in self._step.by_layer.values()
+        )
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
         """vLLM has blocks for the request and wants ``num_external`` tokens loaded into them."""
@@ -135,6 +182,7 @@ class FlexCacheScheduler:
             if get is not None:
                 self._cancel_get(request_id)
             return
+        by_layer = get is not None and get.by_layer
         if get is None or get.num_tokens != num_external:
             num_computed = get.num_computed if get is not None else 0
             self._cancel_get(request_id)
@@ -148,13 +196,18 @@ class FlexCacheScheduler:
         else:
             get.launched = True
             self._gets[request_id] = get
-        self._step.loads.append(Load(request_id, task_id, wanted))
+        self._step.loads.append(Load(request_id, task_id, wanted, by_layer))
+        if by_layer:
+            key = request.block_hashes[first]
+            self._step.by_layer[request_id] = _InStep(first, key, list(block_ids[first:]))
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
         """The request ends. Whether vLLM must keep its blocks until a put of them is done."""
         request_id = request.request_id
         self._failed.discard(request_id)
         self._undecided.pop(request_id, None)
+        self._in_step.pop(request_id, None)
+        self._layerwise.finished(request_id)
         get = self._gets.get(request_id)
         self._cancel_get(request_id)
         if get is not None and get.launched:  # aborted while loading; the workers report its end
@@ -174,27 +227,46 @@ class FlexCacheScheduler:
         self._step.stores.append(Store(request_id, task_id))
         return True
 
-    def take_step(self, num_scheduled_tokens: int) -> FlexCacheMetadata:
-        """What the workers need to know for this step."""
-        rate = self._prefill.step(num_scheduled_tokens, time.monotonic())
+    def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> FlexCacheMetadata:
+        """What the workers need to know for this step, which computes so many tokens of each."""
+        self._layerwise.step(num_scheduled_tokens)
+        num_tokens = sum(num_scheduled_tokens.values())
+        rate = self._prefill.step(num_tokens, time.monotonic())
         if rate is not None:
             self._safely(self.manager.report_prefill, rate)
-        idle = num_scheduled_tokens == 0
+        idle = num_tokens == 0
         if idle and self._undecided:  # spinning would keep the store's answer from being taken in
             time.sleep(_IDLE_WAIT_S)
         step, self._step = self._step, _Step()
+        self._in_step = step.by_layer
+        for request_id in step.by_layer:
+            self._gets.pop(request_id, None)
         return FlexCacheMetadata(step.loads, step.stores, idle)
 
-    def transfers_ended(self, sent: Iterable[str], received: Iterable[str]) -> None:
-        """All ranks have reported these requests' puts and gets as over."""
+    def transfers_ended(
+        self, sent: Iterable[str], received: Iterable[str], bad_blocks: Collection[int]
+    ) -> None:
+        """A step is over. Puts and gets between steps have ended on all ranks for these requests;
+        these blocks were not loaded."""
         sent, received = list(sent), list(received)
-        self._has_news |= bool(sent or received)
+        self._has_news |= bool(sent or received or self._in_step)
+        self._forget_lost_loads(bad_blocks)
         for request_id in sent:
             self._puts.pop(request_id, None)
         for request_id in received:
             get = self._gets.pop(request_id, None)
             if get is not None and not self._arrived(get):
                 self._failed.add(request_id)
+
+    def _forget_lost_loads(self, bad_blocks: Collection[int]) -> None:
+        """vLLM has the requests compute the blocks anew, but until then would share them."""
+        in_step, self._in_step = self._in_step, {}
+        for request_id, load in in_step.items():
+            if self.forget_blocks is None or not set(load.block_ids).intersection(bad_blocks):
+                continue
+            logger.warning("FlexCache lost a load of %s, vLLM recomputes it", request_id)
+            self._failed.add(request_id)
+            self.forget_blocks(set(load.block_ids))
 
     def hit_sources(self, request_id: str) -> dict[TierName, int]:
         """Tokens that each tier supplies to the request's load."""

@@ -1,6 +1,7 @@
 """The workers' side of the connector: lends the KV tensors and reports what has ended.
 
-Nothing is copied on vLLM's thread. A task may touch the GPU only after the step that carries its
+Nothing is copied on vLLM's thread. It waits for nothing but the layers of loads that belong to its
+step (`step_loads`). A task may touch the GPU only after the step that carries its
 metadata has begun (its gate), so never while an earlier owner of its blocks is still computing; and
 it is reported only when it is over on every rank, so its blocks are never reused too early.
 """
@@ -14,6 +15,7 @@ import torch
 
 from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_place
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
+from flexcache.integration.vllm.step_loads import StepLoads
 from flexcache.server.tp_client import KVTPClient
 
 _IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins: better to wait for the copy
@@ -30,6 +32,7 @@ class FlexCacheWorker:
         self._stores: dict[int, Store] = {}
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._in_step = StepLoads((), self._config.server_timeout_s)
         self._idle = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -44,24 +47,40 @@ class FlexCacheWorker:
             server_timeout_s=self._config.server_timeout_s,
         )
         self.client.register_kv_caches(kv_caches)
+        self._in_step = StepLoads(kv_caches, self._config.server_timeout_s)
 
     def begin_step(self, metadata: FlexCacheMetadata) -> None:
         """Take on the step's new tasks and let them touch the GPU."""
         self._idle = metadata.idle
+        new: list[int] = []
         for load in metadata.loads:
-            if load.task_id is None:  # it never started: all of it is missing
-                self._received.add(load.request_id)
+            if load.task_id is None or self.client is None:  # all of it is missing
                 self._bad_blocks.update(load.block_ids)
+                if not load.by_layer:
+                    self._received.add(load.request_id)
+            elif load.by_layer:
+                layers = self.client.load_by_layer(load.task_id, len(load.block_ids))
+                self._in_step.add(layers, load.block_ids)
             else:
                 self._loads[load.task_id] = load
+                new.append(load.task_id)
         self._stores.update({store.task_id: store for store in metadata.stores})
-        new = [load.task_id for load in metadata.loads if load.task_id is not None]
         new += [store.task_id for store in metadata.stores]
         if new and self.client is not None:
             self.client.open_gates(new)
 
+    def before_step(self) -> None:
+        """The model is about to run."""
+        self._in_step.before_step()
+
+    def before_layer(self, name: str) -> None:
+        """The model is about to run this layer."""
+        self._in_step.before_layer(name)
+
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose put, and whose get, is over on every rank since the last call."""
+        """Requests whose put, and whose get between steps, is over on every rank since the last
+        call. At the end of each step."""
+        self._bad_blocks |= self._in_step.finish()
         sent: set[str] = set()
         received, self._received = self._received, set()
         if self.client is None or not (self._loads or self._stores):

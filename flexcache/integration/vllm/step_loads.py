@@ -1,0 +1,69 @@
+"""The workers' side of loads that run within the engine step that computes with them.
+
+vLLM announces each layer before it computes it, and waits here until that layer has come. What is
+not whole at the end of the step is reported: vLLM then throws the request's output away. A layer
+that vLLM did not announce (a graph replays it, a draft model or an indexer has it) may have been
+computed too early; that counts as lost as well, and from then on steps wait before they begin.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from flexcache.transfer.workers.layer_load import LayerLoad
+
+
+class StepLoads:
+    """The loads of the step under way. On the engine's thread only.
+
+    Args:
+        layers: Names of all layers that are loaded.
+        timeout_s: Of all waiting in one step.
+    """
+
+    def __init__(self, layers: Collection[str], timeout_s: float) -> None:
+        self._layers = frozenset(layers)
+        self._timeout_s = timeout_s
+        self._deadline_s = 0.0
+        self._loads: list[tuple[LayerLoad, list[int]]] = []
+        self._announced: set[str] = set()
+        self._all_are_announced = True
+
+    def add(self, load: LayerLoad, block_ids: list[int]) -> None:
+        """A load into these blocks has begun, as has the step."""
+        if not self._loads:
+            self._deadline_s = time.monotonic() + self._timeout_s
+            self._announced = set()
+        self._loads.append((load, block_ids))
+
+    def before_step(self) -> None:
+        """Called before the first layer."""
+        if self._loads and not self._all_are_announced:
+            for load, _ in self._loads:
+                load.wait_all(self._left_s())
+
+    def before_layer(self, name: str) -> None:
+        if self._loads:
+            self._announced.add(name)
+            for load, _ in self._loads:
+                load.wait_layer(name, self._left_s())
+
+    def finish(self) -> set[int]:
+        """The step is over: blocks that it must not have relied on. Nothing is copied any more."""
+        loads, self._loads = self._loads, []
+        if not loads:
+            return set()
+        was_early = self._all_are_announced and self._announced != self._layers
+        self._all_are_announced &= not was_early
+        bad: set[int] = set()
+        for load, block_ids in loads:
+            if not load.wait_all(self._left_s()):
+                load.give_up()
+            elif not was_early:
+                continue
+            bad.update(block_ids)
+        return bad
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline_s - time.monotonic())
