@@ -7,169 +7,46 @@
 VENV is made by ``python -m venv VENV`` and
 ``VENV/bin/pip install --no-deps -r scripts/peers/requirements-lmcache.txt``.
 
-Each client is a process: an engine with a sequence of 131,072 tokens of its own in the server's
-DRAM tier, in 16-token blocks. A cycle is what an engine does for a request that needs no copy:
-match (which pins what was found) and release. Correctness is checked along the way: every match
-must find exactly what was stored, and at the end nothing may be leased.
+FlexCache's side is that of `flexcache bench server`: `flexcache.bench.server` says what a client
+and a cycle are. The clients of LMCache have the same prompts, and each is a process.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import queue
 import subprocess
-import tempfile
-import time
-from collections.abc import Callable
-from multiprocessing.synchronize import Barrier
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
+from flexcache.bench.server import BYTES_SENT, CYCLES_PER_S, MAIN, measure_server
 
-TOKENS, BLOCK = 131_072, 16
-BLOCKS = TOKENS // BLOCK
-MODEL = ModelConfig("bench", 1, 1, 8, torch.uint8)
 SECONDS = 3.0
 PEER = Path(__file__).parent / "peers" / "lmcache_server.py"
-TARGETS_US = {"match, block_keys, all cached": 250, "match, tokens, all cached": 500}
-CASES = [
-    "match, 64 tokens, none cached",
-    "match, block_keys, all cached",
-    "match, block_keys, none cached",
-    "match, tokens, all cached",
-    "match, tokens, first 100,000 cached",
-    "match, tokens, none cached",
-]
-CYCLES_TARGET = 1000.0
-READY_S = 120
+TARGETS_US = {"match with block_keys, all cached": 250, "match from tokens, all cached": 500}
 
 Row = dict[str, Any]
 
 
-def sequence(number: int, length: int = TOKENS) -> np.ndarray:
-    return np.random.default_rng(number).integers(0, 100_000, length)
+def names_for(count: int) -> Sequence[str]:
+    """All kinds of requests with few clients, the main ones with many."""
+    return list(BYTES_SENT) if count <= 4 else MAIN
 
 
-def keys_of(number: int) -> list[bytes]:
-    return [(number * BLOCKS + i).to_bytes(32, "big") for i in range(BLOCKS)]
-
-
-class Client:
-    """One engine at the server, with its sequence stored by tokens and by keys."""
-
-    def __init__(self, endpoint: str, number: int) -> None:
-        name = f"bench-{number}"
-        config = CacheConfig(endpoint=endpoint, server_timeout_s=30.0)
-        self.manager = KVManager(MODEL, config, engine_id=name)
-        self.client = KVTPClient(endpoint, engine_id=name, server_timeout_s=30.0)
-        kv = torch.zeros((BLOCKS, 2, BLOCK, 1, 8), dtype=torch.uint8)
-        self.client.register_kv_caches({"layer.0": kv})
-        self.manager.start()
-        self.manager.wait_ready(READY_S)
-        self.tokens, self.keys = sequence(number), keys_of(number)
-        self.partly = self.tokens.copy()
-        self.partly[100_000:] += 1
-        self.unknown = self.tokens + 1
-        for keys in (None, self.keys):
-            task_id, mask = self.manager.put_async(self.tokens, np.arange(TOKENS), block_keys=keys)
-            assert mask.all()
-            assert self.manager.wait([task_id], 60)[task_id].mask.all()
-
-    def cases(self) -> dict[str, tuple[Callable[[], tuple[int, np.ndarray]], int]]:
-        """What is asked, and how many tokens must be found."""
-        match = self.manager.get_match
-        other = [b"x" + key[1:] for key in self.keys]
-        partly = 100_000 // BLOCK * BLOCK
-        return {
-            "match, 64 tokens, none cached": (lambda: match(self.unknown[:64]), 0),
-            "match, block_keys, all cached": (
-                lambda: match(self.tokens, block_keys=self.keys), TOKENS),
-            "match, block_keys, none cached": (lambda: match(self.tokens, block_keys=other), 0),
-            "match, tokens, all cached": (lambda: match(self.tokens), TOKENS),
-            "match, tokens, first 100,000 cached": (lambda: match(self.partly), partly),
-            "match, tokens, none cached": (lambda: match(self.unknown), 0),
-        }  # fmt: skip
-
-    def measure(self, name: str) -> tuple[list[float], float]:
-        """Latencies of the match, and full cycles per second."""
-        call, expected = self.cases()[name]
-        latencies, started = [], time.perf_counter()
-        while time.perf_counter() - started < SECONDS:
-            begun = time.perf_counter()
-            task_id, mask = call()
-            latencies.append(time.perf_counter() - begun)
-            self.manager.cancel([task_id])
-            if np.count_nonzero(mask) != expected:
-                raise AssertionError(f"{name}: {np.count_nonzero(mask)} of {expected} tokens found")
-        return latencies, len(latencies) / (time.perf_counter() - started)
-
-    def close(self) -> None:
-        self.client.close()
-        self.manager.shutdown()
-
-
-def run_client(
-    endpoint: str, number: int, names: list[str], together: Barrier, results: Any
-) -> None:
-    """A client process: measures each case at the same time as the others do."""
-    client = Client(endpoint, number)
-    for name in names:
-        together.wait(READY_S)
-        results.put((name, number, *client.measure(name)))
-    together.wait(READY_S)
-    client.close()
-
-
-def measure_ours(num_clients: int, names: list[str]) -> list[Row]:
-    processes = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="fc-") as directory:
-        endpoint = f"ipc://{directory}/s.sock"
-        config = CacheConfig(
-            endpoint=endpoint, num_cpu_blocks=2 * BLOCKS * num_clients + 64, server_timeout_s=30.0
-        )
-        watcher = KVManager(MODEL, config, engine_id="watcher")
-        watcher.start()
-        together, results = processes.Barrier(num_clients), processes.Queue()
-        clients = [
-            processes.Process(
-                target=run_client, args=(endpoint, n, names, together, results), daemon=True
-            )
-            for n in range(num_clients)
-        ]
-        for client in clients:
-            client.start()
-        seen: list[Any] = []
-        while len(seen) < num_clients * len(names):
-            try:
-                seen.append(results.get(timeout=1))
-            except queue.Empty:
-                if any(client.exitcode for client in clients):
-                    raise RuntimeError("a client failed; its error is above") from None
-        for client in clients:
-            client.join(60)
-        stats = watcher.stats()
-        watcher.check()
-        assert stats["tiers"]["CPU"]["leased"] == 0
-        watcher.shutdown()
-    rows = []
-    for name in names:
-        mine = [(latencies, rate) for case, _, latencies, rate in seen if case == name]
-        times = np.sort(np.concatenate([latencies for latencies, _ in mine])) * 1e6
-        rows.append({
-            "system": "FlexCache", "what": name, "clients": num_clients,
+def measure_ours(counts: list[int]) -> Iterator[Row]:
+    for found in measure_server(counts, names_for, SECONDS):
+        times = np.sort(found.latencies_s) * 1e6
+        yield {
+            "system": "FlexCache", "what": found.name, "clients": found.num_clients,
             "median_us": float(np.median(times)), "p99_us": float(np.quantile(times, 0.99)),
-            "per_s": sum(rate for _, rate in mine),
-        })  # fmt: skip
-    return rows
+            "per_s": found.cycles_per_s,
+        }  # fmt: skip
 
 
 def measure_lmcache(python: Path) -> tuple[list[Row], str]:
@@ -194,13 +71,13 @@ def show(rows: list[Row], console: Console) -> None:
 def compare(rows: list[Row], console: Console) -> None:
     """Cycles per second of one against the other, with as many clients."""
     for clients in sorted({row["clients"] for row in rows}):
-        ours = _cycles(rows, "FlexCache", "match, tokens, all cached", clients)
+        ours = _cycles(rows, "FlexCache", "match from tokens, all cached", clients)
         theirs = _cycles(rows, "lmcache", "request", clients)
         if ours is not None:
             against = "" if theirs is None else f", {ours / theirs:.0f}x of LMCache's {theirs:.1f}"
             console.print(
                 f"{clients} clients: {ours:,.0f} cycles/s from raw tokens, "
-                f"{ours / CYCLES_TARGET:.2f}x of the target{against}"
+                f"{ours / CYCLES_PER_S:.2f}x of the target{against}"
             )
 
 
@@ -215,7 +92,7 @@ def _cycles(rows: list[Row], system: str, what: str, clients: int) -> float | No
 
 
 def main(
-    clients: Annotated[list[int] | None, typer.Option(help="Client processes.")] = None,
+    clients: Annotated[list[int] | None, typer.Option(help="Clients at once.")] = None,
     lmcache: Annotated[Path | None, typer.Option(help="Python of a venv with LMCache.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep the rows here.")] = None,
 ) -> None:
@@ -223,10 +100,10 @@ def main(
     console, rows = Console(width=140), list[Row]()
     counts = clients or [1, 2, 4]
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=len(counts) + (lmcache is not None))
-        for count in counts:
-            names = list(TARGETS_US) if count > 4 else CASES
-            rows += measure_ours(count, names)
+        total = sum(len(names_for(count)) for count in counts) + (lmcache is not None)
+        task = progress.add_task("measuring", total=total)
+        for row in measure_ours(counts):
+            rows.append(row)
             progress.advance(task)
         notes = "LMCache was not measured: name a venv's Python by --lmcache"
         if lmcache is not None:

@@ -251,7 +251,7 @@ def measure_server(
         directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="fc-"))  # short
         endpoint, echo_endpoint = f"ipc://{directory}/s", f"ipc://{directory}/e"
         num_blocks = 2 * BLOCKS * min(most, MOST_PROMPTS) + 64
-        cache = CacheConfig(num_cpu_blocks=num_blocks, endpoint=endpoint)
+        cache = CacheConfig(num_cpu_blocks=num_blocks, endpoint=endpoint, log_level="WARNING")
         told = msgspec.json.encode(ServerConfig(cache).to_dict())
         opened.enter_context(_process("flexcache.server.process", told=told))
         opened.enter_context(_process("flexcache.bench.echo", echo_endpoint))

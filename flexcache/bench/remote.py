@@ -1,0 +1,260 @@
+"""Remote stores: reads and writes as the remote worker does them, beside the store's own calls.
+
+Every round moves the same blocks from and to the same memory: once by ops of one chunk each, with
+headers, checksums and answers for each block; and once through what the store itself offers.
+Ratios are of each round's two, which a busy machine disturbs least.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from flexcache.bench.results import Case, Result
+from flexcache.ids import OpKind
+from flexcache.remote_url import check_remote_url
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.remote import check_packages, open_remote_store
+from flexcache.storage.remote.base import RemoteStore, Status
+from flexcache.storage.remote.object_format import HEADER_BYTES, object_name
+from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
+from flexcache.transfer.workers.remote import RemoteService, RemoteWorkerConfig
+
+ROUND_BYTES = 128 << 20
+CHUNK_BYTES = 16_000_000  # as `transfer_chunk_mb` has it
+CONCURRENCY = 16
+DEADLINE_S = 60.0
+REACH = 0.9
+DIRECTIONS = ("write", "read")
+
+
+class OwnCalls(ABC):
+    """What a user of the store would write without FlexCache."""
+
+    name: str
+
+    @abstractmethod
+    def write(self, names: list[str], blocks: list[memoryview]) -> None: ...
+
+    @abstractmethod
+    def read(self, names: list[str], blocks: list[memoryview]) -> None: ...
+
+
+class MemoryCalls(OwnCalls):
+    """The store in this process copies, and does nothing else."""
+
+    name = "a copy of the bytes"
+
+    def __init__(self, store: RemoteStore) -> None:
+        self._store = store
+
+    def write(self, names: list[str], blocks: list[memoryview]) -> None:
+        self._check(self._store.write_from(names, [[b] for b in blocks], _deadline()))
+
+    def read(self, names: list[str], blocks: list[memoryview]) -> None:
+        self._check(self._store.read_into(names, [[b] for b in blocks], _deadline()))
+
+    def _check(self, outcomes: list[Any]) -> None:
+        assert all(outcome.status is Status.OK for outcome in outcomes)
+
+
+class MooncakeCalls(OwnCalls):
+    """One call for all blocks; each object is of two buffers, as FlexCache's are."""
+
+    name = "Mooncake's batch call"
+
+    def __init__(self, store: Any) -> None:
+        self._client = store._client
+        self._headers = np.zeros(0, np.uint8)
+
+    def write(self, names: list[str], blocks: list[memoryview]) -> None:
+        results = self._client.batch_put_from_multi_buffers(names, *self._buffers(blocks))
+        assert set(results) == {0}, results
+
+    def read(self, names: list[str], blocks: list[memoryview]) -> None:
+        results = self._client.batch_get_into_multi_buffers(names, *self._buffers(blocks))
+        assert min(results) > 0, results
+
+    def _buffers(self, blocks: list[memoryview]) -> tuple[list[list[int]], list[list[int]]]:
+        if len(self._headers) < HEADER_BYTES * len(blocks):
+            self._headers = np.zeros(HEADER_BYTES * len(blocks), np.uint8)
+        header = self._headers.ctypes.data
+        addresses = [np.frombuffer(block, np.uint8).ctypes.data for block in blocks]
+        return (
+            [[header + i * HEADER_BYTES, address] for i, address in enumerate(addresses)],
+            [[HEADER_BYTES, len(block)] for block in blocks],
+        )
+
+
+class ObstoreCalls(OwnCalls):
+    """A request for each block, as many at once as FlexCache has."""
+
+    name = "obstore's requests"
+
+    def __init__(self, store: Any) -> None:
+        import obstore
+
+        self._api, self._client = obstore, store._client
+
+    def write(self, names: list[str], blocks: list[memoryview]) -> None:
+        async def one(name: str, block: memoryview) -> None:
+            await self._api.put_async(self._client, name, block, use_multipart=False)
+
+        _each(one, names, blocks)
+
+    def read(self, names: list[str], blocks: list[memoryview]) -> None:
+        async def one(name: str, block: memoryview) -> None:
+            block[:] = memoryview(
+                await (await self._api.get_async(self._client, name)).bytes_async()
+            )
+
+        _each(one, names, blocks)
+
+
+def _each(action: Callable[..., Any], names: list[str], blocks: list[memoryview]) -> None:
+    async def all_of_them() -> None:
+        free = asyncio.Semaphore(CONCURRENCY)
+
+        async def limited(*arguments: Any) -> None:
+            async with free:
+                await action(*arguments)
+
+        await asyncio.gather(*map(limited, names, blocks))
+
+    asyncio.run(all_of_them())
+
+
+def own_calls(url: str) -> Callable[[Any], OwnCalls]:
+    """How to speak to the store at a URL without FlexCache."""
+    return {"memory": MemoryCalls, "mooncake": MooncakeCalls}.get(
+        check_remote_url(url).scheme, ObstoreCalls
+    )
+
+
+class StoreBench:
+    """One store, one block size: both ways of writing and reading, round after round."""
+
+    def __init__(self, url: str, segment: HostSegment, block_bytes: int) -> None:
+        config = RemoteWorkerConfig(
+            endpoint="",
+            identity="",
+            segment_fds=[],
+            segment_stride=segment.stride,
+            num_host_blocks=segment.num_blocks,
+            block_bytes=block_bytes,
+            url=url,
+            compression="none",
+            timeout_s=DEADLINE_S,
+            concurrency=CONCURRENCY,
+            log_level="INFO",
+        )
+        opened: SimpleQueue[RemoteStore] = SimpleQueue()
+
+        def open_store(*arguments: Any, **settings: Any) -> RemoteStore:
+            store = open_remote_store(*arguments, **settings)
+            opened.put(store)
+            return store
+
+        self.service = RemoteService(config, [segment], open_store)
+        self._store = opened.get(timeout=DEADLINE_S)
+        self.own = own_calls(url)(self._store)
+        self._count = segment.num_blocks // 2
+        self._size = block_bytes
+        self._source = [segment.block(i)[:block_bytes] for i in range(self._count)]
+        self._target = [segment.block(self._count + i)[:block_bytes] for i in range(self._count)]
+
+    def round(self, ours_first: bool) -> dict[str, float]:
+        """GB/s of "write ours", "write own", "read ours" and "read own"; all bytes compared."""
+        root = os.urandom(16)
+        keys = [i.to_bytes(16, "little") for i in range(self._count)]
+        names = [f"own/{root.hex()}/{i}" for i in range(self._count)]
+        actions: dict[str, Callable[[], None]] = {
+            "write ours": lambda: self._run(OpKind.H2REMOTE, root, keys, 0),
+            "write own": lambda: self.own.write(names, self._source),
+            "read ours": lambda: self._run(OpKind.REMOTE2H, root, keys, self._count),
+            "read own": lambda: self.own.read(names, self._target),
+        }
+        speed = {}
+        for index in (0, 1, 2, 3) if ours_first else (1, 0, 3, 2):
+            name = list(actions)[index]
+            if name.startswith("read"):
+                for block in self._target:
+                    block[:8] = bytes(8)
+            started = time.perf_counter()
+            actions[name]()
+            took_s = time.perf_counter() - started
+            speed[name] = self._count * self._size / took_s / 1e9
+            if name.startswith("read") and self._source != self._target:
+                raise AssertionError("what was read is not what was written")
+        self._store.discard([*names, *(object_name(root, key) for key in keys)], _deadline())
+        return speed
+
+    def _run(self, kind: OpKind, root: bytes, keys: list[bytes], first_block: int) -> None:
+        chunk = max(1, CHUNK_BYTES // self._size)
+        waiting = {}
+        for start in range(0, len(keys), chunk):
+            names = BlockNames(root, start, b"", keys[start : start + chunk])
+            blocks = pack_ids(first_block + start + np.arange(len(names.keys)))
+            waiting[start] = len(names.keys)
+            self.service.take(Execute(start, kind, blocks, blocks, 1, names=names))
+        while waiting:
+            select.select([self.service], [], [])
+            for done in self.service.answers():
+                assert isinstance(done, Done)
+                if done.num_ok != waiting.pop(done.op_id):
+                    raise AssertionError(f"not all blocks were moved: {done.error}")
+
+
+def _deadline() -> float:
+    return time.monotonic() + DEADLINE_S
+
+
+def measure_store(url: str, block_bytes: int, rounds: int, seed: int = 0) -> Iterator[Result]:
+    """Writes and reads of blocks of one size, after one round to warm up."""
+    check_packages(url, "none")
+    count = ROUND_BYTES // block_bytes
+    with HostSegment.create(block_bytes, 2 * count) as segment:
+        segment.map()
+        random = np.random.default_rng(seed)
+        for block in range(count):
+            segment.block(block)[:block_bytes] = random.bytes(block_bytes)
+        bench = StoreBench(url, segment, block_bytes)
+        found = [bench.round(ours_first=i % 2 == 0) for i in range(rounds + 1)][1:]
+        bench.service.close()
+    for direction in DIRECTIONS:
+        ours = [speed[f"{direction} ours"] for speed in found]
+        own = [speed[f"{direction} own"] for speed in found]
+        ratio = statistics.median(a / b for a, b in zip(ours, own, strict=True))
+        is_store = not isinstance(bench.own, MemoryCalls)
+        yield Result(
+            f"{direction}, {url.partition(':')[0]}, blocks of {block_bytes >> 10:,} KiB", "GB/s",
+            ours, statistics.median(ours) / ratio, bench.own.name,
+            reach=REACH if is_store else None,
+            note="" if is_store else "no store is as quick as this: the checksums, the threads and "
+            "the messages are seen here",
+        )  # fmt: skip
+
+
+def cases(
+    thorough: bool, directory: Path, seed: int = 0, remote_url: str | None = None
+) -> list[Case]:
+    stores = {"memory": "memory://", "a shared directory": f"file://{directory}"}
+    if remote_url is not None:
+        stores[check_remote_url(remote_url).name] = remote_url
+    sizes, rounds = ([2 << 20, 400 << 10], 15) if thorough else ([2 << 20], 5)
+    return [
+        Case(f"{name}, {size >> 10:,} KiB", partial(measure_store, url, size, rounds, seed))
+        for name, url in stores.items()
+        for size in sizes
+    ]
