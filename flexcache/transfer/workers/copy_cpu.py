@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.workers.copy_runs import merge_runs
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class CpuCopier:
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: object,
     ) -> None:  # fmt: skip
-        self._copy(destinations, sources, sizes)
+        self._copy(*merge_runs(destinations, sources, sizes))
 
     def close(self) -> None:
         pass

@@ -1,77 +1,78 @@
-"""Scattered copies between pinned host memory and a CUDA device, one driver call per op.
+"""Scattered copies between the host pool and KV tensors on a CUDA device.
 
-`cuMemcpyBatchAsync` (driver 12.8 and later) takes the whole op as three arrays of addresses and
-sizes, which numpy computed; nothing is done in Python per layer or per block. The copies run on
-the copy engines and take no SM from the model.
+An op is three arrays of addresses and sizes, made by numpy and handed over in one call: to the copy
+engines (`copy_driver`), which take no multiprocessor from the model, or to a kernel (`copy_kernel`)
+where many small copies make that clearly quicker (`copy_choice`). Loads and stores have a stream
+each, so that both directions of the link are used at once; each op is ordered behind an event of
+the compute stream, and another event says when it has landed. The engine's thread never waits.
 
-Not measured yet: see ``docs/benchmarks.md``.
+Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+import logging
+from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.errors import MissingDependencyError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.workers.copy_choice import PROBE_BYTES, CopyChoice, CopyCost, measure_cost
+from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
+from flexcache.transfer.workers.copy_pin import PinnedSegment
+from flexcache.transfer.workers.copy_runs import merge_runs
+
+logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.int64]
+CopyRuns = Callable[[Addresses, Addresses, Addresses, OpKind], None]
 
-_SRC_ACCESS_ORDER_STREAM = 1
-_PIN_STEP = 16 << 30  # registering more at once stalls other CUDA calls for long
-
-
-class _MemLocation(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
-
-
-class _MemcpyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes of the CUDA driver API."""
-
-    _fields_ = [
-        ("src_access_order", ctypes.c_int),
-        ("src_location", _MemLocation),
-        ("dst_location", _MemLocation),
-        ("flags", ctypes.c_uint),
-    ]
+# What a load reads was complete before it was ordered; what a store reads the model may still be
+# writing, up to the event it is ordered behind.
+_SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 
 
 class CudaCopier:
-    """Batched asynchronous copies on two streams of its own, one per direction."""
+    """A `Copier` for one device. All but `fence` belongs to one thread, which it sets up for CUDA.
+
+    Raises:
+        MissingDependencyError: There is no driver by NVIDIA.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        driver = ctypes.CDLL("libcuda.so.1")
-        # The second version dropped the index of the failed copy from the arguments.
-        self._batch: Any = getattr(driver, "cuMemcpyBatchAsync_v2", None)
-        self._has_fail_index = self._batch is None
-        if self._batch is None:
-            self._batch = getattr(driver, "cuMemcpyBatchAsync", None)
-        if self._batch is None:
-            raise MissingDependencyError(
-                "the CUDA driver lacks cuMemcpyBatchAsync: version 12.8 or later is needed"
-            )
-        self._to_device = torch.cuda.Stream(device)
-        self._to_host = torch.cuda.Stream(device)
-        self._attributes = _MemcpyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
-        self._pinned: list[int] = []
+        self._driver = CudaDriver.load()
+        self._streams = {kind: torch.cuda.Stream(device) for kind in _SOURCE_ORDER}
+        self._context = self._driver.context_of(self._streams[OpKind.H2D].cuda_stream)
+        self._pinned: PinnedSegment | None = None
+        self._kernel: ModuleType | None = None
+        self._choices: dict[OpKind, CopyChoice] = {}
+        if not self._driver.has_batch_copy:
+            logger.info("the CUDA driver is older than 12.8: copies are handed to it one by one")
 
     def attach(self, segment: HostSegment) -> None:
-        """Page-lock the segment for the device, in steps."""
-        address, size = segment.address, segment.size
-        runtime = torch.cuda.cudart()
-        with torch.cuda.device(self.device):
-            for start in range(0, size, _PIN_STEP):
-                step = min(_PIN_STEP, size - start)
-                code = int(runtime.cudaHostRegister(address + start, step, 0))
-                if code:
-                    raise RuntimeError(f"cudaHostRegister of {step} bytes failed with {code}")
-                self._pinned.append(address + start)
+        """Pin the segment and find out when the kernel is quicker than the copy engine.
+
+        Takes a second per some GB. What is missing is logged and done without.
+        """
+        self._driver.bind(self._context)
+        self._pinned = PinnedSegment(self._driver, segment)
+        if not self._pinned.is_reachable:
+            return
+        try:
+            from flexcache.transfer.workers import copy_kernel
+
+            self._kernel = copy_kernel
+            self._choices = {kind: self._measure(kind) for kind in _SOURCE_ORDER}
+        except Exception as error:  # a compiler's: of Triton, of C, of the driver
+            logger.info("copies without the kernel: %s: %s", type(error).__name__, error)
+            self._kernel = None
+        for kind, choice in self._choices.items():
+            logger.info("%s: %s", kind.name, choice)
 
     def fence(self) -> torch.cuda.Event:
         """What the calling thread's current stream has been given up to now."""
@@ -80,42 +81,80 @@ class CudaCopier:
         return event
 
     def start(
-        self,
-        destinations: Addresses,
-        sources: Addresses,
-        sizes: Addresses,
-        kind: OpKind,
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: object,
-    ) -> torch.cuda.Event:
-        """Queue the copies behind ``after``; the event returned fires when they have landed."""
-        stream = self._to_device if kind is OpKind.H2D else self._to_host
+    ) -> torch.cuda.Event:  # fmt: skip
+        """Queue the copies behind ``after``; the event returned fires when they have landed.
+
+        Raises:
+            RuntimeError: The driver refused them. None is under way any more.
+        """
+        self._driver.bind(self._context)
+        assert self._pinned is not None
+        runs = merge_runs(destinations, sources, sizes, self._pinned.starts)
+        stream = self._streams[kind]
         if after is not None:
             stream.wait_event(after)
-        count = len(sizes)
-        arrays = [np.ascontiguousarray(a, dtype=np.uint64) for a in (destinations, sources, sizes)]
-        first = ctypes.c_size_t(0)
-        fail_index = ctypes.c_size_t(0)
-        arguments: list[Any] = [
-            *(array.ctypes.data_as(ctypes.c_void_p) for array in arrays),
-            ctypes.c_size_t(count),
-            ctypes.byref(self._attributes),
-            ctypes.byref(first),
-            ctypes.c_size_t(1),
-        ]
-        if self._has_fail_index:
-            arguments.append(ctypes.byref(fail_index))
-        with torch.cuda.device(self.device):
-            code = self._batch(*arguments, ctypes.c_void_p(stream.cuda_stream))
-            if code:
-                raise RuntimeError(f"cuMemcpyBatchAsync of {count} copies failed with {code}")
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
+        copy = self.copy_by_kernel if self._prefers_kernel(kind, *runs) else self.copy_by_engine
+        try:
+            copy(*runs, kind)
+            landed = torch.cuda.Event()
+            landed.record(stream)
+        except RuntimeError:
+            stream.synchronize()  # slots of an op that failed are used again at once
+            raise
+        return landed
+
+    def copy_by_engine(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind
+    ) -> None:
+        """Queue the copies for a copy engine."""
+        stream = self._streams[kind].cuda_stream
+        self._driver.copy_runs(destinations, sources, sizes, _SOURCE_ORDER[kind], stream)
+
+    def copy_by_kernel(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind
+    ) -> None:
+        """Queue the copies for the kernel. There must be one."""
+        assert self._kernel is not None
+        with torch.cuda.stream(self._streams[kind]):
+            self._kernel.copy_runs(destinations, sources, sizes, self.device)
 
     def close(self) -> None:
-        self._to_device.synchronize()
-        self._to_host.synchronize()
-        runtime = torch.cuda.cudart()
-        for address in self._pinned:
-            runtime.cudaHostUnregister(address)
-        self._pinned = []
+        """Wait for what is under way, and unpin. Idempotent."""
+        if self._pinned is None:
+            return
+        self._driver.bind(self._context)
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._pinned.close()
+        self._pinned = None
+
+    def _prefers_kernel(
+        self, kind: OpKind, destinations: Addresses, sources: Addresses, sizes: Addresses
+    ) -> bool:
+        if self._kernel is None or len(sizes) < self._kernel.MIN_RUNS:
+            return False
+        choice = self._choices[kind]
+        return choice.prefers_kernel(len(sizes), int(sizes.sum())) and bool(
+            self._kernel.takes(destinations, sources, sizes)
+        )
+
+    def _measure(self, kind: OpKind) -> CopyChoice:
+        """Time both on memory of our own: the pool may hold blocks of another engine's life."""
+        on_host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+        on_device = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.device)
+        target, source = (on_device, on_host) if kind is OpKind.H2D else (on_host, on_device)
+        stream = self._streams[kind]
+        stream.wait_event(self.fence())  # behind what the device memory served before
+
+        def cost(copy_runs: CopyRuns) -> CopyCost:
+            def copy(count: int, size: int) -> None:
+                offsets = np.arange(count, dtype=np.int64) * size
+                sizes = np.full(count, size, np.int64)
+                copy_runs(target.data_ptr() + offsets, source.data_ptr() + offsets, sizes, kind)
+                stream.synchronize()
+
+            return measure_cost(copy)
+
+        return CopyChoice(cost(self.copy_by_engine), cost(self.copy_by_kernel))

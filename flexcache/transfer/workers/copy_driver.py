@@ -1,0 +1,202 @@
+"""What the copies need of the CUDA driver, called through ctypes on numpy's own arrays.
+
+Not through NVIDIA's Python bindings: their `cuMemcpyBatchAsync` takes lists, so each of an op's
+thousands of addresses would become a Python object first. Not through the runtime library either:
+which signature its batched copy has depends on which library torch brought, and its errors stay
+behind for whoever asks it next. A failed driver call leaves nothing behind.
+
+Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.errors import MissingDependencyError
+
+Addresses = npt.NDArray[np.int64]
+
+# By this version the batched copy has the signature below, whatever the driver's own version.
+_BATCH_COPY_VERSION = 12_080
+_CAPTURE_MODE_RELAXED = 2
+_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
+_REGISTER_PORTABLE_AND_MAPPED = 1 | 2
+_NO_INDEX = ctypes.c_size_t(-1).value
+
+
+class SourceOrder(IntEnum):
+    """When a copy may read its source (CUmemcpySrcAccessOrder). It always writes in stream order.
+
+    ``ANY`` may read before the stream's earlier work has ended: right only for bytes that nobody
+    is still writing.
+    """
+
+    STREAM = 1
+    ANY = 3
+
+
+class _MemLocation(ctypes.Structure):
+    """CUmemLocation; a hint that only managed and pageable memory heed."""
+
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _MemcpyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = [
+        ("src_access_order", ctypes.c_int),
+        ("src_location", _MemLocation),
+        ("dst_location", _MemLocation),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+class CudaDriver:
+    """The driver's functions, with errors raised. Thread-safe; what is bound is a thread's own.
+
+    Args:
+        library: The loaded driver library: has its functions as attributes.
+    """
+
+    def __init__(self, library: Any) -> None:
+        pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        self._library = library
+        self._error_name = self._function("cuGetErrorName", ctypes.c_int, pointer)
+        self._stream_context = self._function("cuStreamGetCtx", pointer, pointer)
+        self._set_context = self._function("cuCtxSetCurrent", pointer)
+        self._set_capture_mode = self._function("cuThreadExchangeStreamCaptureMode", pointer)
+        self._register = self._function("cuMemHostRegister_v2", pointer, size, integer)
+        self._unregister = self._function("cuMemHostUnregister", pointer)
+        self._device_pointer = self._function(
+            "cuMemHostGetDevicePointer_v2", pointer, pointer, integer
+        )
+        self._copy = self._function("cuMemcpyAsync", pointer, pointer, size, pointer)
+        self._batch_copy = self._find_batch_copy()
+
+    @classmethod
+    def load(cls) -> CudaDriver:
+        """The driver of this machine.
+
+        Raises:
+            MissingDependencyError: It has none.
+        """
+        try:
+            return cls(ctypes.CDLL("libcuda.so.1"))
+        except OSError as error:
+            raise MissingDependencyError(
+                f"KV tensors on cuda need NVIDIA's driver: {error}"
+            ) from None
+
+    @property
+    def has_batch_copy(self) -> bool:
+        """Whether all copies of an op are one call (driver 12.8 or later)."""
+        return self._batch_copy is not None
+
+    def context_of(self, stream: int) -> int:
+        """The context that a stream belongs to."""
+        context = ctypes.c_void_p()
+        self._check(
+            "cuStreamGetCtx", self._stream_context(ctypes.c_void_p(stream), ctypes.byref(context))
+        )
+        return context.value or 0
+
+    def bind(self, context: int) -> None:
+        """Make the calling thread work in the context, also while another captures a graph.
+
+        A thread that never called the CUDA runtime has no context, and the functions below would
+        fail. While the engine captures a graph other threads are not to allocate, register or
+        query, unless they say that they have nothing to do with it: else the capture is void.
+        """
+        self._check("cuCtxSetCurrent", self._set_context(context))
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        self._check("cuThreadExchangeStreamCaptureMode", self._set_capture_mode(ctypes.byref(mode)))
+
+    def register(self, address: int, size: int) -> None:
+        """Page-lock host memory and let devices reach it."""
+        self._check(
+            "cuMemHostRegister", self._register(address, size, _REGISTER_PORTABLE_AND_MAPPED)
+        )
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; copies that use the memory must have ended."""
+        self._check("cuMemHostUnregister", self._unregister(address))
+
+    def device_address(self, address: int) -> int:
+        """Where the device sees registered host memory."""
+        seen = ctypes.c_void_p()
+        self._check(
+            "cuMemHostGetDevicePointer", self._device_pointer(ctypes.byref(seen), address, 0)
+        )
+        return seen.value or 0
+
+    def copy_runs(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Queue copies between host and device on a stream, in no order among themselves.
+
+        Raises:
+            RuntimeError: A copy was refused. Those before it may be under way.
+        """
+        if self._batch_copy is None:
+            runs = zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+            for destination, source, size in runs:
+                self._check("cuMemcpyAsync", self._copy(destination, source, size, stream))
+            return
+        if not len(sizes):
+            return  # it refuses an empty batch
+        arrays = [np.ascontiguousarray(array, np.int64) for array in (destinations, sources, sizes)]
+        attributes = _MemcpyAttributes(order, flags=_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+        first_with_them = ctypes.c_size_t(0)
+        failed = ctypes.c_size_t(_NO_INDEX)
+        code = self._batch_copy(
+            *(array.ctypes.data for array in arrays),
+            len(sizes),
+            ctypes.byref(attributes),
+            ctypes.byref(first_with_them),
+            1,
+            ctypes.byref(failed),
+            stream,
+        )
+        which = "" if failed.value == _NO_INDEX else f", number {failed.value}"
+        self._check(f"cuMemcpyBatchAsync of {len(sizes)} copies{which}", code)
+
+    def _function(self, name: str, *arguments: Any) -> Any:
+        address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
+        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address or 0)
+
+    def _find_batch_copy(self) -> Any:
+        """`cuMemcpyBatchAsync` as of 12.8, which 13 still has; later ones lost ``failIdx``."""
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        find = self._function(
+            "cuGetProcAddress_v2",
+            ctypes.c_char_p, pointer, ctypes.c_int, ctypes.c_uint64, pointer,
+        )  # fmt: skip
+        found, status = ctypes.c_void_p(), ctypes.c_int()
+        code = find(
+            b"cuMemcpyBatchAsync",
+            ctypes.byref(found),
+            _BATCH_COPY_VERSION,
+            0,
+            ctypes.byref(status),
+        )
+        if code or not found.value:
+            return None
+        prototype = ctypes.CFUNCTYPE(
+            ctypes.c_int,
+            pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer,
+        )  # fmt: skip
+        return prototype(found.value)
+
+    def _check(self, call: str, code: int) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            self._error_name(code, ctypes.byref(name))
+            known = (name.value or b"an unknown error").decode()
+            raise RuntimeError(f"{call} failed: {known} ({code})")

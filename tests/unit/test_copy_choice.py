@@ -1,0 +1,67 @@
+"""Costs fitted to times that a device of known speed would show."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexcache.transfer.workers.copy_choice import PROBES, CopyChoice, CopyCost, measure_cost
+
+ENGINE = CopyCost(start_s=8e-6, run_s=0.6e-6, byte_s=1 / 55e9)
+KERNEL = CopyCost(start_s=40e-6, run_s=0.01e-6, byte_s=1 / 50e9)
+
+
+class Device:
+    """Takes exactly what it is said to cost, and longer the first time."""
+
+    def __init__(self, cost: CopyCost) -> None:
+        self.cost = cost
+        self.now = 100.0
+        self.seen: set[tuple[int, int]] = set()
+
+    def copy(self, count: int, size: int) -> None:
+        if (count, size) not in self.seen:
+            self.now += 3.0
+        self.seen.add((count, size))
+        self.now += self.cost.estimate(count, count * size)
+
+
+@pytest.mark.parametrize("cost", [ENGINE, KERNEL])
+def test_what_a_device_costs_is_found_out_and_its_first_time_left_out(cost: CopyCost) -> None:
+    device = Device(cost)
+    found = measure_cost(device.copy, lambda: device.now)
+    for part in ("start_s", "run_s", "byte_s"):
+        assert getattr(found, part) == pytest.approx(getattr(cost, part), rel=1e-3)
+
+
+def test_a_cost_is_never_negative_whatever_noise_the_times_have() -> None:
+    cost = CopyCost.fit((90e-6, 10e-6, 5e-6))
+    assert min(cost.start_s, cost.run_s, cost.byte_s) >= 0
+    assert len(PROBES) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "size", "by_kernel"),
+    [
+        (1, 4096, False),  # starting a kernel takes longer
+        (64, 4096, False),
+        (512, 4096, True),  # handing over so many takes longer
+        (4096, 16 << 10, True),
+        (4096, 256 << 10, False),  # the link is what takes the time
+        (32, 4 << 20, False),
+    ],
+)
+def test_the_kernel_gets_many_small_copies_and_the_engine_the_rest(
+    num_runs: int, size: int, by_kernel: bool
+) -> None:
+    assert CopyChoice(ENGINE, KERNEL).prefers_kernel(num_runs, num_runs * size) is by_kernel
+
+
+def test_a_kernel_that_is_hardly_quicker_is_not_worth_its_multiprocessors() -> None:
+    quicker = CopyCost(ENGINE.start_s * 0.9, ENGINE.run_s * 0.9, ENGINE.byte_s * 0.9)
+    assert not CopyChoice(ENGINE, quicker).prefers_kernel(4096, 4096 * 4096)
+
+
+def test_a_driver_that_takes_copies_one_by_one_leaves_more_to_the_kernel() -> None:
+    one_by_one = CopyCost(8e-6, 6e-6, 1 / 55e9)
+    assert not CopyChoice(ENGINE, KERNEL).prefers_kernel(1000, 1000 * 128 << 10)
+    assert CopyChoice(one_by_one, KERNEL).prefers_kernel(1000, 1000 * 128 << 10)
