@@ -1,188 +1,124 @@
 """TTFT of the 136 M model: cold, from DRAM, from SSD; FlexCache beside vLLM's own offloading.
 
-    python scripts/bench_ttft.py [--tokens 1000 4000] [--rounds 3]
+    python scripts/bench_ttft.py [--tokens 1000 --tokens 4000] [--rounds 5] [--json FILE]
 
-Each system runs in a process of its own on the same machine, one after the other. Every prompt is
-new; after its cold run the GPU cache is dropped, and the same prompt is asked again. A hit whose
-tokens differ from the cold run's ends the benchmark.
+The engines stand side by side, each in a process of its own, and take turns: in each round all of
+them get the same new prompt, first cold, then with GPU memory dropped, then with DRAM dropped too.
+A hit whose tokens differ from the cold run's ends the benchmark, and so does one that was none.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shutil
-import subprocess
-import sys
+import random
+import statistics
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Annotated
 
-ROOT = Path(__file__).resolve().parents[1]
-SYSTEMS = {"FlexCache": "flexcache", "vLLM's own offloading": "vllm"}
+import typer
+from engine_process import DidNotRun, EngineProcess, Settings, running
+from reporting import Say, run_and_show
 
+from flexcache.bench.results import Case, Result
 
-def has_fast_bf16() -> bool:
-    return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+OURS, PEER = "FlexCache", "vLLM's own offloading"
+SYSTEMS = {OURS: "FlexCache", PEER: "offloading"}
+RUNS = ("cold", "DRAM", "SSD")
+BLOCK = 32
+LENGTHS = (1000, 4000)
+ROUNDS = 5
 
-
-def connector(system: str, work_dir: str) -> Any:
-    from vllm.config import KVTransferConfig
-
-    if system == "flexcache":
-        return KVTransferConfig(
-            kv_connector="FlexCacheConnectorV1",
-            kv_connector_module_path="flexcache.integration.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={
-                "cpu_cache_gb": 2,
-                "ssd_cache_gb": 4,
-                "ssd_cache_dirs": [work_dir],
-            },
-        )
-    return KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={
-            "spec_name": "HostTieringSpec",
-            "spec_module_path": "vllm_offload_cpu",
-            "cpu_bytes_to_use": 2_000_000_000,
-            "secondary_tiers": [{"type": "fs", "root_dir": work_dir}],
-        },
-    )
+Times = dict[str, dict[str, list[float]]]
+"""By system and run: milliseconds."""
 
 
-def run_engine(
-    system: str, lengths: list[int], rounds: int, work_dir: str, reload: bool
-) -> dict[str, Any]:
-    """One engine's measurements: {"<tokens> <what>": [seconds, ...]}.
-
-    With ``reload`` the engine is a second one over the files that a first one left.
-    """
-    from demo import prompt
-    from make_models import make_model
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=str(make_model(ROOT / ".models", "mid")),
-        dtype="bfloat16" if has_fast_bf16() else "float32",
-        enforce_eager=True,
-        max_model_len=8192,
-        max_num_seqs=4,
-        block_size=32,
-        kv_cache_memory_bytes=1 << 30,
-        disable_log_stats=False,
-        kv_transfer_config=connector(system, work_dir),
-    )
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-
-    def ask(tokens: list[int]) -> tuple[float, list[int], int]:
-        request = [{"prompt_token_ids": tokens}]
-        output = llm.generate(request, sampling, use_tqdm=False)[0]
-        seconds = output.metrics.first_token_latency
-        for _ in range(2000):  # lets stores end; in one process nobody else steps the engine
-            if not scheduler.has_requests():
-                break
-            llm.llm_engine.step()
-        return seconds, list(output.outputs[0].token_ids), output.num_cached_tokens
-
-    results: dict[str, list[float]] = {}
-    ask(prompt(64, seed=99))
-    for length in lengths:
-        for turn in range(rounds):
-            tokens = prompt(length, seed=length + turn)
-            if reload:
-                seconds, _, cached = ask(tokens)
-                if cached < length - 64:
-                    raise SystemExit(f"{system}: only {cached} tokens came from the files")
-                results.setdefault(f"{length} SSD", []).append(seconds)
-                continue
-            cold, expected, _ = ask(tokens)
-            results.setdefault(f"{length} cold", []).append(cold)
-            for what in ("DRAM", "SSD"):
-                if what == "SSD":
-                    if system != "flexcache":
-                        continue  # its DRAM cannot be dropped alone: see reload
-                    manager = scheduler.connector._scheduler.manager
-                    while manager.stats()["tiers"]["SSD"]["leased"]:
-                        pass
-                    manager.clear("CPU")
-                ask(prompt(40, seed=7))
-                assert llm.reset_prefix_cache()
-                seconds, got, cached = ask(tokens)
-                if got != expected or cached < length - 64:
-                    raise SystemExit(f"{system} {what}: {cached} tokens cached, {got} {expected}")
-                results.setdefault(f"{length} {what}", []).append(seconds)
-    llm.llm_engine.engine_core.shutdown()
-    return results
+def measure_prompt(engine: EngineProcess, tokens: Sequence[int]) -> dict[str, float]:
+    """Milliseconds to the first token: cold, from DRAM, from SSD."""
+    took, expected = {}, list[int]()
+    for run in RUNS:
+        if run != "cold":
+            engine.ask(tokens[-BLOCK // 2 :])  # a step that leaves nothing behind
+            engine.forget("DRAM" if run == "SSD" else "GPU")
+        answer = engine.ask(tokens)
+        took[run] = answer["ttft_s"] * 1e3
+        expected = expected or answer["tokens"]
+        known = 0 if run == "cold" else len(tokens) // BLOCK * BLOCK
+        if answer["tokens"] != expected or answer["cached"] < known - BLOCK:
+            raise AssertionError(
+                f"{engine.settings.system}, {run}: {answer['cached']} of {len(tokens)} tokens came "
+                f"from a cache, and the answer was {answer['tokens']}, cold {expected}"
+            )
+        if run == "cold" and answer["cached"]:
+            raise AssertionError(f"{engine.settings.system}: a new prompt was known")
+    engine.forget("DRAM")
+    return took
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 4000])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--engine", choices=SYSTEMS.values(), help=argparse.SUPPRESS)
-    parser.add_argument("--dir", help=argparse.SUPPRESS)
-    parser.add_argument("--reload", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.engine:
-        results = run_engine(args.engine, args.tokens, args.rounds, args.dir, args.reload)
-        print("RESULT " + json.dumps(results))
-        return
-    results = {}
-    for name, system in SYSTEMS.items():
-        print(f"measuring {name} ...", flush=True)
-        work_dir = tempfile.mkdtemp(prefix="flexcache-bench-", dir=ROOT)
-        try:
-            results[name] = spawn(system, args.tokens, args.rounds, work_dir)
-            if system == "vllm":  # a second engine reads what the first left on disk
-                again = spawn(system, args.tokens, args.rounds, work_dir, "--reload")
-                results[name].update(again)
-        finally:
-            shutil.rmtree(work_dir, ignore_errors=True)
-    print("| tokens | run | " + " | ".join(f"{n} | of its cold" for n in results) + " |")
-    print("| --- | --- |" + " ---: | ---: |" * len(results))
-    for length in args.tokens:
-        for what in ("cold", "DRAM", "SSD"):
-            cells = []
-            for measured in results.values():
-                if not measured or f"{length} {what}" not in measured:
-                    cells.append("did not run | ")
-                    continue
-                seconds = median(measured[f"{length} {what}"])
-                ratio = seconds / median(measured[f"{length} cold"])
-                cells.append(f"{seconds:.3f} s | {ratio:.2%}")
-            print(f"| {length} | {what} | " + " | ".join(cells) + " |")
+def measure(engines: dict[str, EngineProcess], length: int, rounds: int, say: Say) -> Times:
+    """All systems in turn, in an order that alternates; the first round warms everything up."""
+    source = random.Random(length)
+    seen: Times = {name: {run: [] for run in RUNS} for name in engines}
+    for number in range(rounds + 1):
+        tokens = [source.randrange(3, 500) for _ in range(length if number else length // 4)]
+        for name in list(engines)[:: 1 if number % 2 else -1]:
+            say(f"{length} tokens, round {number} of {rounds}: {name}")
+            for run, took in measure_prompt(engines[name], tokens).items():
+                if number:
+                    seen[name][run].append(took)
+    return seen
 
 
-def spawn(
-    system: str, lengths: list[int], rounds: int, work_dir: str, *options: str
-) -> dict[str, Any]:
-    path = [str(ROOT / "scripts"), str(ROOT / "scripts" / "peers")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        "TORCH_COMPILE_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONHASHSEED": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    command = [sys.executable, __file__, "--engine", system, "--dir", work_dir]
-    command += [*options, "--rounds", str(rounds), "--tokens", *map(str, lengths)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return dict(json.loads(line.removeprefix("RESULT ")))
-    print(f"{system} did not run:\n{(done.stdout + done.stderr)[-2000:]}", file=sys.stderr)
-    return {}
+def figures(seen: Times, length: int, absent: str) -> Iterator[Result]:
+    """Each run of each system; ours beside the peer's, or why there is none."""
+    for run in RUNS:
+        for name, runs in seen.items():
+            share = statistics.median(runs[run]) / statistics.median(runs["cold"])
+            peer = seen.get(PEER) if name == OURS else None
+            yield Result(
+                f"{run}, {name}, {length} tokens", "ms", runs[run],
+                bound=statistics.median(peer[run]) if peer else None,
+                bound_name=PEER if peer else "",
+                note=absent if run == "cold" else f"{share:.2%} of its cold run",
+            )  # fmt: skip
+
+
+def run(lengths: Sequence[int], rounds: int, directory: Path, say: Say) -> Iterator[Result]:
+    """The figures of all lengths, on one set of engines."""
+    with tempfile.TemporaryDirectory(dir=directory) as work_dir, ExitStack() as stack:
+        engines, log, absent = {}, Path(work_dir, "engine.log"), ""
+        for name, system in SYSTEMS.items():
+            say(f"starting {name}")
+            settings = Settings(system, "mid", str(Path(work_dir, system)))
+            try:
+                engines[name] = stack.enter_context(running(EngineProcess(settings, log)))
+            except DidNotRun as error:
+                if name == OURS:
+                    raise
+                absent = f"{name} did not run: {error}"
+        for length in lengths:
+            yield from figures(measure(engines, length, rounds, say), length, absent)
+
+
+def cases(
+    directory: Path, say: Say, rounds: int = ROUNDS, lengths: Sequence[int] = LENGTHS
+) -> list[Case]:
+    return [Case("136 M model", partial(run, lengths, rounds, directory, say))]
+
+
+def main(
+    tokens: Annotated[list[int], typer.Option(help="Lengths of prompts.")] = list(LENGTHS),  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="After one to warm up.")] = ROUNDS,
+    directory: Annotated[Path, typer.Option("--dir", help="For the SSD tiers.")] = Path("."),
+    json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
+) -> None:
+    def sections(say: Say) -> dict[str, list[Case]]:
+        return {"TTFT": cases(directory, say, rounds, tokens)}
+
+    raise typer.Exit(run_and_show(sections, directory, json_file))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

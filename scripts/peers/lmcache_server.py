@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -198,12 +198,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_server(log: IO[bytes]) -> Iterator[str]:
+def running_server(
+    log: IO[bytes], dram_gb: float = 0.05, options: Sequence[str] = (), python: str = sys.executable
+) -> Iterator[str]:
     """LMCache's server in a process of its own; gives its address. Stopped in all cases."""
     port, pool = free_port(), f"lmcache_l1_pool_bench_{os.getpid()}"
-    command = [sys.executable, "-m", "lmcache.v1.multiprocess.server"]
+    command = [python, "-m", "lmcache.v1.multiprocess.server", *options]
     command += ["--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK)]
-    command += ["--l1-size-gb", "0.05", "--eviction-policy", "LRU", "--shm-name", pool]
+    command += ["--l1-size-gb", str(dram_gb), "--eviction-policy", "LRU", "--shm-name", pool]
     command += ["--supported-transfer-mode", "engine_driven"]
     command += ["--disable-observability", "--disable-metrics", "--disable-logging"]
     server = subprocess.Popen(
