@@ -36,22 +36,27 @@ class Bench:
     """An engine whose ``layerwise_load`` can be changed between requests."""
 
     def __init__(self) -> None:
-        from bench_ttft import connector, has_fast_bf16
         from make_models import make_model
         from vllm import LLM
+        from vllm.config import KVTransferConfig
 
-        transfer = connector("flexcache", "")
-        transfer.kv_connector_extra_config = {"cpu_cache_gb": 2}
+        has_fast_bf16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
         self._llm = LLM(
             model=str(make_model(ROOT / ".models", "mid")),
-            dtype="bfloat16" if has_fast_bf16() else "float32",
+            dtype="bfloat16" if has_fast_bf16 else "float32",
             enforce_eager=True,
             max_model_len=8192,
             max_num_seqs=NUM_REQUESTS,
             block_size=BLOCK,
             kv_cache_memory_bytes=1 << 30,
             disable_log_stats=False,
-            kv_transfer_config=transfer,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="FlexCacheConnectorV1",
+                kv_connector_module_path="flexcache.integration.vllm",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"cpu_cache_gb": 2},
+            ),
         )
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
@@ -168,10 +173,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 4000, 8000])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--part-mb", type=float, help="size of the parts that a load comes in")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
+                        help="that compute; fewer than cores leave one to the copies")  # fmt: skip
     args = parser.parse_args()
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))),
+        OMP_NUM_THREADS=str(args.threads),
         TORCH_COMPILE_DISABLE="1",
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",

@@ -28,6 +28,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
 
     extra = {"num_cpu_blocks": options.get("cpu_blocks", 64), "ssd_cache_dirs": [ssd_dir]}
     extra["num_ssd_blocks"] = options.get("ssd_blocks", 1024)
+    extra.update(options.get("extra", {}))
     overrides = dict(options.get("engine", {}))
     llm = LLM(**engine_arguments(options["model"], extra, **overrides))
     sampling = SamplingParams(

@@ -1,0 +1,437 @@
+"""Loads within the step that computes with them, in a real vLLM engine in this process."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import Engine, make_prompt
+from probe_connector import compare_probes
+from test_processes import assert_exact, run
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from flexcache.errors import ConfigError
+from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
+from flexcache.transfer.workers import device
+
+BLOCK = 32
+_seeds = itertools.count(5001)
+
+
+class Watch:
+    """What the workers were told to load, and whether by layer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.loads: list[Any] = []
+        side = engine.scheduler.connector._scheduler
+        self._take_step = side.take_step
+
+    def take_step(self, scheduled: Any) -> Any:
+        metadata = self._take_step(scheduled)
+        self.loads.extend(metadata.loads)
+        return metadata
+
+    @property
+    def by_layer(self) -> list[bool]:
+        return [load.by_layer for load in self.loads]
+
+
+@pytest.fixture
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """An engine that loads by layer wherever it can, a layer at a time, and starts out empty."""
+    side = engine.scheduler.connector._scheduler
+    monkeypatch.setattr(side, "_layerwise", LayerwiseRule("on", None))
+    monkeypatch.setattr(device, "_MIN_PART_BYTES", 0)
+    engine.forget_all()
+    for path in engine.probe_dir.glob("*.jsonl"):
+        path.unlink()
+    watch = Watch(engine)
+    monkeypatch.setattr(side, "take_step", watch.take_step)
+    yield watch
+    engine.drain()
+    engine.manager.check()
+
+
+@pytest.fixture
+def on_the_gpu() -> dict[str, torch.Tensor]:
+    return get_kv_transfer_group()._layers
+
+
+def scrub(layers: dict[str, torch.Tensor]) -> None:
+    """Whatever is computed from blocks that were not loaded shows."""
+    for tensor in layers.values():
+        tensor.normal_(0, 3)
+
+
+def serve_again(
+    engine: Engine, prompt: list[int], layers: dict[str, torch.Tensor]
+) -> tuple[list[int], int]:
+    """The tokens, and how many of the prompt's came from a cache, when the GPU has none of it."""
+    engine.forget_gpu()
+    scrub(layers)
+    output = engine.generate(prompt)
+    return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+
+def tokens_of(engine: Engine, prompt: list[int]) -> list[int]:
+    return list(engine.generate(prompt).outputs[0].token_ids)
+
+
+def client_worker() -> Any:
+    return get_kv_transfer_group()._worker.client._worker
+
+
+# -- loads that arrive ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [33, 65, 500, 1500])
+def test_a_prompt_comes_back_within_a_step_with_equal_tokens_and_bytes(
+    engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor], num_tokens: int
+) -> None:
+    prompt = make_prompt(num_tokens, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    assert serve_again(engine, prompt, on_the_gpu) == (cold, num_tokens // BLOCK * BLOCK)
+    assert watch.by_layer == [True]
+    seen = compare_probes(engine.probe_dir)
+    assert (seen["loaded"], seen["different"]) == (num_tokens // BLOCK, [])
+
+
+def test_negative_control_what_is_not_loaded_shows(
+    engine: Engine,
+    watch: Watch,
+    on_the_gpu: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = make_prompt(500, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    worker = get_kv_transfer_group()._worker
+    with monkeypatch.context() as patch:
+        patch.setattr(type(worker.client), "load_by_layer", lose)
+        patch.setattr(worker, "take_bad_blocks", lambda: set())
+        tokens, _ = serve_again(engine, prompt, on_the_gpu)
+    worker.take_bad_blocks()
+    engine.forget_all()
+    assert tokens != cold
+
+
+def lose(client: Any, task_id: int, num_blocks: int) -> Any:
+    """In place of `KVTPClient.load_by_layer`: nothing is copied."""
+    load = client._worker.load_by_layer(task_id, num_blocks)
+    load.give_up()
+    client._link.wake()
+    return load
+
+
+def test_a_prompt_of_which_nothing_is_left_to_compute_waits_between_steps(
+    engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
+) -> None:
+    prompt = make_prompt(4 * BLOCK, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    assert serve_again(engine, prompt, on_the_gpu) == (cold, 4 * BLOCK)
+    assert watch.by_layer == [False]
+
+
+def test_what_lies_on_ssd_waits_between_steps(
+    engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
+) -> None:
+    prompt = make_prompt(300, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    engine.settle()
+    engine.forget_gpu()
+    engine.manager.clear("CPU")
+    assert serve_again(engine, prompt, on_the_gpu) == (cold, 288)
+    assert watch.by_layer == [False]
+
+
+def test_the_local_prefix_is_kept_and_the_rest_loaded(
+    engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
+) -> None:
+    prompt = make_prompt(400, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    engine.forget_gpu()
+    scrub(on_the_gpu)
+    engine.generate(prompt[:200])
+    assert tokens_of(engine, prompt) == cold
+    assert watch.by_layer == [True, True]
+    seen = compare_probes(engine.probe_dir)
+    assert (seen["loaded"], seen["different"]) == (12, [])
+
+
+def test_a_rest_longer_than_a_scheduling_chunk_is_computed_in_steps(
+    engine: Engine,
+    watch: Watch,
+    on_the_gpu: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 96)
+    shared = make_prompt(500, next(_seeds))
+    prompt = shared + make_prompt(400, next(_seeds))
+    engine.generate(shared)
+    tokens, cached = serve_again(engine, prompt, on_the_gpu)
+    assert cached == 480
+    assert watch.by_layer == [True]
+    engine.forget_all()
+    assert tokens_of(engine, prompt) == tokens
+
+
+def test_requests_that_share_a_load_do_not_share_its_step(
+    engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
+) -> None:
+    shared = make_prompt(256, next(_seeds))
+    prompts = [shared + make_prompt(100, next(_seeds)) for _ in range(5)]
+    cold = [o.outputs[0].token_ids for o in engine.generate_all(prompts)]
+    engine.forget_gpu()
+    scrub(on_the_gpu)
+    steps: list[list[str]] = []
+    take_step = watch._take_step
+
+    def note(scheduled: Any) -> Any:
+        metadata = take_step(scheduled)
+        steps.append([load.request_id for load in metadata.loads])
+        return metadata
+
+    watch._take_step = note
+    warm = engine.generate_all(prompts)
+    assert [o.outputs[0].token_ids for o in warm] == cold
+    assert all(o.num_cached_tokens == 352 for o in warm)
+    assert next(len(loads) for loads in steps if loads) == 1
+    seen = compare_probes(engine.probe_dir)
+    assert seen["different"] == []
+    assert seen["loaded"] == 8 + 5 * 3  # what is shared only once
+
+
+def test_several_loads_in_one_step(
+    engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
+) -> None:
+    prompts = [make_prompt(150 + 40 * i, next(_seeds)) for i in range(4)]
+    cold = [o.outputs[0].token_ids for o in engine.generate_all(prompts)]
+    engine.forget_gpu()
+    scrub(on_the_gpu)
+    assert [o.outputs[0].token_ids for o in engine.generate_all(prompts)] == cold
+    assert watch.by_layer == [True] * 4
+    assert compare_probes(engine.probe_dir)["different"] == []
+
+
+def test_a_request_that_ends_with_its_first_token_leaves_nothing_behind(
+    engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
+) -> None:
+    prompt = make_prompt(300, next(_seeds))
+    engine.generate(prompt)
+    for _ in range(3):
+        engine.forget_gpu()
+        assert engine.generate(prompt, max_tokens=1).num_cached_tokens == 288
+    engine.settle()
+    side = engine.scheduler.connector._scheduler
+    assert not (side._gets or side._in_step or side._failed)
+    worker = get_kv_transfer_group()._worker
+    assert not (worker._loads or worker.client._ended or client_worker().layer_loads)
+    assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
+
+
+# -- loads that do not ---------------------------------------------------------------------------
+
+
+def refuse_launch(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise ValueError("not today")
+
+    patch.setattr(engine.manager, "launch", refuse)
+
+
+def fail_in_the_third_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    copier = client_worker()._copier
+    start, count = copier.start, itertools.count()
+
+    def fail(*arguments: Any) -> None:
+        if next(count) == 2:
+            raise RuntimeError("CUDA error: an illegal address")
+        start(*arguments)
+
+    patch.setattr(copier, "start", fail)
+
+
+def announce_no_third_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    worker = get_kv_transfer_group()._worker
+    announce = worker.before_layer
+    patch.setattr(worker, "before_layer", lambda name: None if ".2." in name else announce(name))
+
+
+def begin_too_late(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """The rank's thread is stopped between messages until the engine no longer waits."""
+    worker, may_go = client_worker(), threading.Event()
+    step_loads = get_kv_transfer_group()._worker._in_step
+    advance, finish = worker.advance, step_loads.finish
+
+    def late() -> Any:
+        may_go.wait()
+        return advance()
+
+    def finish_and_release() -> Any:
+        bad = finish()
+        may_go.set()
+        return bad
+
+    patch.setattr(step_loads, "_timeout_s", 0.05)
+    patch.setattr(worker, "advance", late)
+    patch.setattr(step_loads, "finish", finish_and_release)
+
+
+def lose_the_task(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(get_kv_transfer_group()._worker.client), "load_by_layer", lose)
+
+
+FAULTS: list[Callable[[Engine, pytest.MonkeyPatch], None]] = [
+    refuse_launch,
+    fail_in_the_third_layer,
+    announce_no_third_layer,
+    begin_too_late,
+    lose_the_task,
+]
+
+
+@pytest.fixture
+def _trusts_announcements_again() -> Iterator[None]:
+    yield
+    get_kv_transfer_group()._worker._in_step._all_are_announced = True
+
+
+@pytest.mark.usefixtures("_trusts_announcements_again")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_load_that_is_lost_within_its_step_is_recomputed(
+    engine: Engine,
+    watch: Watch,
+    on_the_gpu: dict[str, torch.Tensor],
+    fault: Callable[[Engine, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = make_prompt(600, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    engine.settle()
+    engine.forget_gpu()
+    scrub(on_the_gpu)
+    with monkeypatch.context() as patch:
+        fault(engine, patch)
+        assert tokens_of(engine, prompt) == cold
+        engine.settle()
+    assert watch.by_layer == [True]
+    assert compare_probes(engine.probe_dir)["different"] == []
+    assert tokens_of(engine, prompt) == cold  # and vLLM keeps no block of the step thrown away
+    assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    engine.drain()
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
+    assert serve_again(engine, prompt, on_the_gpu) == (cold, 576)
+
+
+def test_others_in_the_step_of_a_lost_load_are_not_harmed(
+    engine: Engine,
+    watch: Watch,
+    on_the_gpu: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = make_prompt(256, next(_seeds))
+    prompts = [shared + make_prompt(100, next(_seeds)) for _ in range(3)]
+    prompts.append(make_prompt(333, next(_seeds)))
+    cold = [o.outputs[0].token_ids for o in engine.generate_all(prompts)]
+    engine.settle()
+    engine.forget_gpu()
+    scrub(on_the_gpu)
+    monkeypatch.setattr(engine.scheduler, "max_num_scheduled_tokens", 100)
+    with monkeypatch.context() as patch:
+        lose_the_task(engine, patch)
+        assert [o.outputs[0].token_ids for o in engine.generate_all(prompts)] == cold
+        engine.settle()
+    assert any(watch.by_layer)
+    assert [o.outputs[0].token_ids for o in engine.generate_all(prompts)] == cold
+
+
+def test_blocks_of_a_lost_load_are_not_shared_when_their_request_is_aborted(
+    engine: Engine,
+    watch: Watch,
+    on_the_gpu: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = make_prompt(600, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    engine.settle()
+    engine.forget_gpu()
+    scrub(on_the_gpu)
+    with monkeypatch.context() as patch:
+        lose_the_task(engine, patch)
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        llm_engine = engine.llm.llm_engine
+        llm_engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
+        llm_engine.step()
+        llm_engine.abort_request(["aborted"])
+        engine.settle()
+    assert watch.by_layer == [True]
+    scrub(on_the_gpu)
+    assert tokens_of(engine, prompt) == cold
+    assert len(watch.by_layer) == 2  # all of it was loaded: vLLM had none
+
+
+# -- what decides --------------------------------------------------------------------------------
+
+
+def test_on_is_refused_for_an_engine_that_schedules_ahead() -> None:
+    ahead = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+    obstacle = find_obstacle(ahead)
+    with pytest.raises(ConfigError, match=r"layerwise_load = 'on': .*async_scheduling=False"):
+        LayerwiseRule("on", obstacle)
+    assert not LayerwiseRule("auto", obstacle).allows("any")
+
+
+def test_auto_loads_by_layer_while_nothing_else_runs() -> None:
+    rule = LayerwiseRule("auto", None)
+    assert rule.allows("a")
+    rule.step({"a": 5, "b": 1})
+    assert not rule.allows("c")
+    rule.finished("a")
+    rule.finished("b")
+    assert rule.allows("c")
+    assert not LayerwiseRule("off", None).allows("a")
+
+
+# -- other engines -------------------------------------------------------------------------------
+
+ON = {"layerwise_load": "on"}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_workers_in_processes_of_their_own(tp_size: int) -> None:
+    options = {
+        "model": "tiny",
+        "prompts": [700, 900, 65, 64, 63],
+        "cpu_blocks": 512,
+        "extra": ON,
+        "engine": {"tensor_parallel_size": tp_size},
+    }
+    assert_exact(run(options), tp_size, [672, 896, 64, 64, 32])
+
+
+def test_preemption_under_a_small_pool_changes_nothing() -> None:
+    options = {
+        "model": "tiny",
+        "prompts": [210] * 6,
+        "max_tokens": 200,
+        "together": True,
+        "cpu_blocks": 512,
+        "extra": ON,
+        "engine": {"num_gpu_blocks_override": 40, "max_model_len": 1024},
+    }
+    seen = run(options, in_process=True)
+    assert seen["preemptions"] > 0
+    assert all(seen["tokens_equal"])
+    assert seen["probes"]["different"] == []
+    assert seen["probes"]["loaded"] > 0
+
+
+def test_a_hybrid_model() -> None:
+    options = {"model": "hybrid", "prompts": [700, 33], "cpu_blocks": 512, "extra": ON}
+    assert_exact(run(options, in_process=True), 1, [672, 32])
