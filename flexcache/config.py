@@ -33,6 +33,7 @@ LAYERWISE_LOADS = ("auto", "on", "off")
 WRITE_POLICIES = ("write_through", "write_back", "selective", "adaptive")
 SYNC_POLICIES = ("group", "none")
 MISMATCH_POLICIES = ("refuse", "clear")
+HUGEPAGES = ("transparent", "reserved")
 COMPRESSIONS = ("none", "zstd", "lz4")
 _IDLE_EXIT_S = 15.0
 
@@ -137,6 +138,11 @@ class CacheConfig:
     )
     cpu_cache_gb: float | None = _setting(
         None, "Size of the DRAM tier in GB, over all ranks.", "1e9 bytes"
+    )
+    hugepages: str = _setting(
+        "transparent",
+        "Pages of the DRAM tier. transparent: huge ones if the system gives them to shared memory "
+        "by advice. reserved: of the system's reserved ones (vm.nr_hugepages), or refuse to start.",
     )
     num_ssd_blocks: int | None = _setting(
         None, "Size of the SSD tier in blocks. Unset, as ssd_cache_gb: no SSD tier.", "blocks"
@@ -272,6 +278,7 @@ class CacheConfig:
             _check_writable("ssd_cache_dirs", directory)
         for name, allowed in (
             ("eviction_policy", EVICTION_POLICIES),
+            ("hugepages", HUGEPAGES),
             ("io_engine", IO_ENGINES),
             ("ssd_sync", SYNC_POLICIES),
             ("ssd_on_mismatch", MISMATCH_POLICIES),

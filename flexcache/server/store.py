@@ -161,7 +161,9 @@ class CacheStore:
         """
         try:
             self.segments = [
-                HostSegment.create(self.block_bytes_per_rank, self._num_host_blocks)
+                HostSegment.create(
+                    self.block_bytes_per_rank, self._num_host_blocks, self.config.hugepages
+                )
                 for _ in range(self.model.num_kv_copies)
             ]
             if self._num_slots:

@@ -8,6 +8,10 @@ Other processes map it through the maker's /proc entry, children through the inh
 
 A block is one contiguous run per rank, so that it is one I/O for the disk and, where the engine's
 layout allows, one copy for the GPU.
+
+Huge pages save address look-ups, and make one piece of what a disk would get as many. A segment is
+of the system's reserved ones, or of ordinary pages that the kernel is asked to join where
+/sys/kernel/mm/transparent_hugepage/shmem_enabled lets it; most systems do not.
 """
 
 from __future__ import annotations
@@ -22,12 +26,14 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
-from flexcache.errors import RegistrationError
+from flexcache.errors import ConfigError, RegistrationError
 from flexcache.storage.alignment import align_up
 
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _POPULATE_STEP = 256 << 20
 _LIBC = ctypes.CDLL(None)
+_NAME = "flexcache-host-pool"
 
 
 class SegmentRef(msgspec.Struct, frozen=True):
@@ -52,9 +58,21 @@ class HostSegment:
         self.address = 0
 
     @classmethod
-    def create(cls, block_bytes: int, num_blocks: int) -> HostSegment:
+    def create(
+        cls, block_bytes: int, num_blocks: int, hugepages: str = "transparent"
+    ) -> HostSegment:
+        """Make a segment.
+
+        Args:
+            hugepages: One of `flexcache.config.HUGEPAGES`.
+
+        Raises:
+            ConfigError: Too few huge pages are reserved; says how many it takes.
+        """
         stride = align_up(block_bytes)
-        fd = os.memfd_create("flexcache-host-pool", os.MFD_CLOEXEC)
+        if hugepages == "reserved":
+            return cls(_reserved_memory(stride * num_blocks), stride, num_blocks)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(fd, stride * num_blocks)
         return cls(fd, stride, num_blocks)
 
@@ -83,16 +101,18 @@ class HostSegment:
 
         This takes a second per GB or so, without the interpreter lock.
         """
-        self._map = mmap.mmap(self.fd, self.size)
+        size = os.fstat(self.fd).st_size  # of whole pages, which may be huge
+        self._map = mmap.mmap(self.fd, size)
         self._view = memoryview(self._map)
         self.address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
-        for start in range(0, self.size, _POPULATE_STEP):
+        self._advise(0, size, _MADV_HUGEPAGE)
+        for start in range(0, size, _POPULATE_STEP):
             # A kernel before 5.14 does not know the advice: pages then come at first use.
-            length = min(_POPULATE_STEP, self.size - start)
-            _LIBC.madvise(
-                ctypes.c_void_p(self.address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
-            )
+            self._advise(start, min(_POPULATE_STEP, size - start), _MADV_POPULATE_WRITE)
             after_each_step()
+
+    def _advise(self, start: int, length: int, advice: int) -> None:
+        _LIBC.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(length), advice)
 
     def block(self, index: int) -> memoryview:
         """The block's run of bytes, padding included. The segment must be mapped."""
@@ -123,3 +143,23 @@ class HostSegment:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         self.close()
+
+
+def _reserved_memory(size: int) -> int:
+    """A file of reserved huge pages of the system's default size, which nobody else can take."""
+    try:
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_HUGETLB)
+    except OSError as error:
+        raise ConfigError(f"hugepages = 'reserved': {error.strerror}") from None
+    page_bytes = os.fstat(fd).st_blksize
+    size = align_up(size, page_bytes)
+    try:
+        os.ftruncate(fd, size)
+        mmap.mmap(fd, size).close()  # the file keeps what its first mapping sets apart
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"hugepages = 'reserved': {error.strerror}; a segment takes {size // page_bytes} pages "
+            f"of {page_bytes >> 10} KiB: raise vm.nr_hugepages, or set 'transparent'"
+        ) from None
+    return fd
