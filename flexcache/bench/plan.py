@@ -72,7 +72,7 @@ class Requests:
 def cases(thorough: bool) -> list[Case]:
     rounds = 200 if thorough else 30
     sizes = [64, 1024, 8192]
-    in_flight = [1, 100, 10_000]
+    in_flight = [10, 100, 10_000]
     return [
         *(Case(f"requests of {size:,} blocks", partial(requests, size, rounds)) for size in sizes),
         Case("scheduler, long graphs", partial(long_graphs, [4, 128, 2048, 16_384], rounds)),

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from flexcache.bench.report import figure, series_together
 from flexcache.bench.results import Result
 from flexcache.bench.suite import Report
 from flexcache.errors import ConfigError, MissingDependencyError
@@ -26,13 +27,14 @@ class Bar(NamedTuple):
 
 def bars_of(report: Report) -> list[tuple[str, list[Bar]]]:
     """By section. Figures that have neither bound nor limit are left out."""
-    found: dict[str, list[Bar]] = {}
+    found: dict[str, list[Result]] = {}
     for case in report.cases:
-        for result in case.results:
-            bar = _bar(result)
-            if bar is not None:
-                found.setdefault(case.section, []).append(bar)
-    return list(found.items())
+        found.setdefault(case.section, []).extend(case.results)
+    bars = {
+        section: [bar for bar in map(_bar, series_together(results)) if bar is not None]
+        for section, results in found.items()
+    }
+    return [(section, some) for section, some in bars.items() if some]
 
 
 def _bar(result: Result) -> Bar | None:
@@ -73,6 +75,7 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
+    from matplotlib.ticker import LogLocator, NullLocator
 
     sections = bars_of(report)
     rows = [len(bars) for _, bars in sections] or [1]
@@ -88,7 +91,8 @@ def draw(report: Report, path: Path) -> None:
             color=[_COLOURS[bar.is_reached] for bar in bars],
         )  # fmt: skip
         for place, bar in zip(places, bars, strict=True):
-            axes.text(bar.speed * 1.04, place, f"{bar.speed:.2g}", va="center", fontsize=7)
+            end = max(bar.speed, bar.target or 0.0)
+            axes.text(end * 1.04, place, figure(bar.speed), va="center", fontsize=7)
             if bar.target is not None:
                 axes.plot([bar.target] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
         axes.axvline(1, color="black", lw=0.8, ls=":")
@@ -99,6 +103,9 @@ def draw(report: Report, path: Path) -> None:
         axes.set_xlim(low, high)
         axes.grid(axis="x", which="major", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    all_axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    all_axes[-1].xaxis.set_major_formatter("{x:g}")
+    all_axes[-1].xaxis.set_minor_locator(NullLocator())
     all_axes[-1].set_xlabel("speed, as a multiple of the bound's (1 = the bound; more is better)")
     picture.legend(
         handles=[

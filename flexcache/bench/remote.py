@@ -14,6 +14,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -159,15 +160,23 @@ class StoreBench:
             concurrency=CONCURRENCY,
             log_level="INFO",
         )
-        opened: SimpleQueue[RemoteStore] = SimpleQueue()
+        opened: SimpleQueue[RemoteStore | Exception] = SimpleQueue()
 
         def open_store(*arguments: Any, **settings: Any) -> RemoteStore:
-            store = open_remote_store(*arguments, **settings)
+            try:
+                store = open_remote_store(*arguments, **settings)
+            except Exception as error:
+                opened.put(error)
+                raise
             opened.put(store)
             return store
 
         self.service = RemoteService(config, [segment], open_store)
-        self._store = opened.get(timeout=DEADLINE_S)
+        store = opened.get(timeout=DEADLINE_S)
+        if isinstance(store, Exception):
+            self.service.close()
+            raise store
+        self._store = store
         self.own = own_calls(url)(self._store)
         self._count = segment.num_blocks // 2
         self._size = block_bytes
@@ -230,8 +239,8 @@ def measure_store(url: str, block_bytes: int, rounds: int, seed: int = 0) -> Ite
         for block in range(count):
             segment.block(block)[:block_bytes] = random.bytes(block_bytes)
         bench = StoreBench(url, segment, block_bytes)
-        found = [bench.round(ours_first=i % 2 == 0) for i in range(rounds + 1)][1:]
-        bench.service.close()
+        with closing(bench.service):
+            found = [bench.round(ours_first=i % 2 == 0) for i in range(rounds + 1)][1:]
     for direction in DIRECTIONS:
         ours = [speed[f"{direction} ours"] for speed in found]
         own = [speed[f"{direction} own"] for speed in found]

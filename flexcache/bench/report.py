@@ -34,7 +34,7 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -> None:
-    results = [result for case in cases for result in case.results]
+    results = series_together([result for case in cases for result in case.results])
     if results:
         table = Table(title=section, title_justify="left", title_style="bold")
         for heading in ("figure", *_PERCENTS, "unit", "bound", "of", "ratio", "target", "reached"):
@@ -120,6 +120,13 @@ def growth(points: Sequence[Result]) -> float:
     first, last = ordered[0], ordered[-1]
     assert first.at and last.at
     return float((last.median / first.median) ** (1 / math.log10(last.at / first.at)))
+
+
+def series_together(results: Sequence[Result]) -> list[Result]:
+    """In order, but those of one name next to each other."""
+    order = {(r.name, r.parameter): None for r in results}
+    places = {key: place for place, key in enumerate(order)}
+    return sorted(results, key=lambda r: places[r.name, r.parameter])
 
 
 def figure(value: float) -> str:

@@ -47,7 +47,10 @@ class Result:
     @property
     def title(self) -> str:
         """The name, and at which value of the parameter."""
-        return self.name if self.at is None else f"{self.name}, {self.at:,.10g} {self.parameter}"
+        if self.at is None:
+            return self.name
+        unit = self.parameter.removesuffix("s") if self.at == 1 else self.parameter
+        return f"{self.name}, {self.at:,.10g} {unit}"
 
     def percentile(self, percent: float) -> float:
         """The sample that ``percent`` of them do not exceed."""

@@ -56,6 +56,9 @@ BYTES_SENT = {
 """What is asked, and how many bytes make up the prompt."""
 MAIN = ("match with block_keys, all cached", "match from tokens, all cached")
 
+Samples = tuple[list[float], float]
+"""Seconds that each call took, and calls per second."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -119,7 +122,7 @@ class Client:
             "match from tokens, none cached": (partial(match, unknown), 0),
         }[name]  # fmt: skip
 
-    def measure(self, name: str, seconds: float) -> tuple[list[float], float]:
+    def measure(self, name: str, seconds: float) -> Samples:
         """Latencies of the match, and full cycles per second."""
         call, expected = self._request(name)
         latencies, started = list[float](), time.perf_counter()
@@ -131,7 +134,7 @@ class Client:
                 raise AssertionError(f"{name}: {np.count_nonzero(mask)} of {expected} tokens found")
         return latencies, len(latencies) / (time.perf_counter() - started)
 
-    def echo(self, endpoint: str, num_bytes: int, seconds: float) -> tuple[list[float], float]:
+    def echo(self, endpoint: str, num_bytes: int, seconds: float) -> Samples:
         """The same of an echo server."""
         times = echo(endpoint, bytes(num_bytes), seconds)
         return times, len(times) / sum(times)
@@ -196,14 +199,13 @@ class ClientProcesses:
         for connection, _ in self._all:
             self._receive(connection)
 
-    def measure(
-        self, action: str, arguments: tuple[Any, ...], num_clients: int
-    ) -> list[tuple[list[float], float]]:
-        """The latencies and cycles per second of each of the first so many clients."""
+    def measure(self, action: str, arguments: tuple[Any, ...], num_clients: int) -> Samples:
+        """What the first so many clients find at the same time, taken together."""
         taking_part = self._all[:num_clients]
         for connection, _ in taking_part:
             connection.send((action, arguments, num_clients))
-        return [found for connection, _ in taking_part for found in self._receive(connection)]
+        found = [each for connection, _ in taking_part for each in self._receive(connection)]
+        return [t for times, _ in found for t in times], sum(rate for _, rate in found)
 
     def _receive(self, connection: Connection) -> Any:
         if not connection.poll(READY_S):
@@ -258,15 +260,14 @@ def measure_server(
         clients = opened.enter_context(ClientProcesses(endpoint, most))
         clients.wait_ready()
         for count in counts:
+            echoes: dict[int, Samples] = {}
             for name in names_for(count):
+                num_bytes = BYTES_SENT[name]
+                if num_bytes not in echoes:
+                    request = (echo_endpoint, num_bytes, seconds)
+                    echoes[num_bytes] = clients.measure("echo", request, count)
                 asked = clients.measure("measure", (name, seconds), count)
-                request = (echo_endpoint, BYTES_SENT[name], seconds / 4)
-                echoed = clients.measure("echo", request, count)
-                yield Measured(
-                    name, count,
-                    [t for times, _ in asked for t in times], sum(rate for _, rate in asked),
-                    [t for times, _ in echoed for t in times], sum(rate for _, rate in echoed),
-                )  # fmt: skip
+                yield Measured(name, count, *asked, *echoes[num_bytes])
         _check_server(endpoint)
 
 
