@@ -1,6 +1,7 @@
-"""TTFT of the 136 M model: cold, from DRAM, from SSD; FlexCache beside vLLM's own offloading.
+"""TTFT of the 136 M model: cold, from DRAM, from SSD; FlexCache beside vLLM's own offloading and,
+where environments of peers are named, LMCache.
 
-    python scripts/bench_ttft.py [--tokens 1000 --tokens 4000] [--rounds 5] [--json FILE]
+    python scripts/bench_ttft.py [--tokens 1000] [--rounds 5] [--venvs DIR] [--json FILE]
 
 The engines stand side by side, each in a process of its own, and take turns: in each round all of
 them get the same new prompt, first cold, then with GPU memory dropped, then with DRAM dropped too.
@@ -9,25 +10,35 @@ A hit whose tokens differ from the cold run's ends the benchmark, and so does on
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
 from engine_process import DidNotRun, EngineProcess, Settings, running
+from lmcache_server import running_server
 from reporting import Say, run_and_show
+from venvs import peer_python
 
-from flexcache.bench.results import Case, Result
+from flexcache.bench.results import Case, NotHere, Result
 
-OURS, PEER = "FlexCache", "vLLM's own offloading"
-SYSTEMS = {OURS: "FlexCache", PEER: "offloading"}
+OURS, PEER, LMCACHE = "FlexCache", "vLLM's own offloading", "LMCache"
+SYSTEMS = {OURS: "FlexCache", PEER: "offloading", LMCACHE: "LMCache"}
 RUNS = ("cold", "DRAM", "SSD")
 BLOCK = 32
+CHUNKS = {"LMCache": 256}  # of tokens, that a system caches; for the others a block
+DRAM_GB = 1.0
 LENGTHS = (1000, 4000)
 ROUNDS = 5
 
@@ -45,8 +56,9 @@ def measure_prompt(engine: EngineProcess, tokens: Sequence[int]) -> dict[str, fl
         answer = engine.ask(tokens)
         took[run] = answer["ttft_s"] * 1e3
         expected = expected or answer["tokens"]
-        known = 0 if run == "cold" else len(tokens) // BLOCK * BLOCK
-        if answer["tokens"] != expected or answer["cached"] < known - BLOCK:
+        chunk = CHUNKS.get(engine.settings.system, BLOCK)
+        known = 0 if run == "cold" else (len(tokens) - 1) // chunk * chunk
+        if answer["tokens"] != expected or answer["cached"] < known:
             raise AssertionError(
                 f"{engine.settings.system}, {run}: {answer['cached']} of {len(tokens)} tokens came "
                 f"from a cache, and the answer was {answer['tokens']}, cold {expected}"
@@ -72,11 +84,11 @@ def measure(engines: dict[str, EngineProcess], length: int, rounds: int, say: Sa
 
 
 def figures(seen: Times, length: int, absent: str) -> Iterator[Result]:
-    """Each run of each system; ours beside the peer's, or why there is none."""
+    """Each run of each system; ours beside vLLM's own, or why there is none."""
     for run in RUNS:
         for name, runs in seen.items():
             share = statistics.median(runs[run]) / statistics.median(runs["cold"])
-            peer = seen.get(PEER) if name == OURS else None
+            peer = seen.get(PEER) if name != PEER else None
             yield Result(
                 f"{run}, {name}, {length} tokens", "ms", runs[run],
                 bound=statistics.median(peer[run]) if peer else None,
@@ -85,37 +97,66 @@ def figures(seen: Times, length: int, absent: str) -> Iterator[Result]:
             )  # fmt: skip
 
 
-def run(lengths: Sequence[int], rounds: int, directory: Path, say: Say) -> Iterator[Result]:
+@contextmanager
+def engine(name: str, work_dir: Path, venvs: Path | None) -> Iterator[EngineProcess]:
+    """A system's engine, and for LMCache its server.
+
+    Raises:
+        DidNotRun, NotHere: Says why.
+    """
+    directory, log = work_dir / SYSTEMS[name], work_dir / "engine.log"
+    directory.mkdir()
+    settings = Settings(SYSTEMS[name], "mid", str(directory), DRAM_GB)
+    with ExitStack() as stack:
+        python = sys.executable
+        if name == LMCACHE:
+            if venvs is None:
+                raise NotHere("no environments of peers are named")
+            python = peer_python(venvs, "lmcache-vllm")
+            server_log = stack.enter_context((work_dir / "server.log").open("w+b"))
+            files = {"type": "fs_native", "base_path": str(directory), "use_odirect": True}
+            options = ["--l2-adapter", json.dumps(files)]
+            url = stack.enter_context(
+                running_server(server_log, DRAM_GB, options, peer_python(venvs, "lmcache"))
+            )
+            settings = replace(settings, peer_url=url)
+        yield stack.enter_context(running(EngineProcess(settings, log, python)))
+
+
+def run(
+    lengths: Sequence[int], rounds: int, directory: Path, venvs: Path | None, say: Say
+) -> Iterator[Result]:
     """The figures of all lengths, on one set of engines."""
+    engines, absent = {}, []
     with tempfile.TemporaryDirectory(dir=directory) as work_dir, ExitStack() as stack:
-        engines, log, absent = {}, Path(work_dir, "engine.log"), ""
-        for name, system in SYSTEMS.items():
+        for name in SYSTEMS:
             say(f"starting {name}")
-            settings = Settings(system, "mid", str(Path(work_dir, system)))
             try:
-                engines[name] = stack.enter_context(running(EngineProcess(settings, log)))
-            except DidNotRun as error:
+                engines[name] = stack.enter_context(engine(name, Path(work_dir), venvs))
+            except (DidNotRun, NotHere, RuntimeError) as error:
                 if name == OURS:
                     raise
-                absent = f"{name} did not run: {error}"
+                absent.append(f"{name} did not run: {error}")
         for length in lengths:
-            yield from figures(measure(engines, length, rounds, say), length, absent)
+            yield from figures(measure(engines, length, rounds, say), length, "; ".join(absent))
 
 
 def cases(
-    directory: Path, say: Say, rounds: int = ROUNDS, lengths: Sequence[int] = LENGTHS
-) -> list[Case]:
-    return [Case("136 M model", partial(run, lengths, rounds, directory, say))]
+    directory: Path, say: Say, rounds: int = ROUNDS, lengths: Sequence[int] = LENGTHS,
+    venvs: Path | None = None,
+) -> list[Case]:  # fmt: skip
+    return [Case("136 M model", partial(run, lengths, rounds, directory, venvs, say))]
 
 
 def main(
     tokens: Annotated[list[int], typer.Option(help="Lengths of prompts.")] = list(LENGTHS),  # noqa: B006
     rounds: Annotated[int, typer.Option(help="After one to warm up.")] = ROUNDS,
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tiers.")] = Path("."),
+    venvs: Annotated[Path | None, typer.Option(help="Of peers; made where missing.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
     def sections(say: Say) -> dict[str, list[Case]]:
-        return {"TTFT": cases(directory, say, rounds, tokens)}
+        return {"TTFT": cases(directory, say, rounds, tokens, venvs)}
 
     raise typer.Exit(run_and_show(sections, directory, json_file))
 

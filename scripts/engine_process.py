@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+LMCACHE_SETTLES_S = 0.3
 _MARK = "ANSWER "  # vLLM writes to standard output too
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -43,14 +44,14 @@ class Settings:
         model: As `make_models` has them.
         directory: For the SSD tier; none if None.
         dram_gb: Size of the DRAM tier.
-        peer: Whatever else the system needs to be told: the address of LMCache's server.
+        peer_url: Of LMCache's server.
     """
 
     system: str
     model: str
     directory: str | None = None
     dram_gb: float = 1.0
-    peer: dict[str, Any] = field(default_factory=dict)
+    peer_url: str = ""
 
 
 class EngineProcess:
@@ -143,7 +144,7 @@ class Engine:
         from make_models import make_model
         from vllm import LLM
 
-        self._system = settings.system
+        self._settings = settings
         self._llm = LLM(
             model=str(make_model(ROOT / ".models", settings.model)),
             dtype="bfloat16" if _has_fast_bf16() else "float32",
@@ -194,9 +195,24 @@ class Engine:
         self.settle()
         if tier == "DRAM" and self._manager is not None:
             self._manager.clear("CPU")
+        if tier == "DRAM" and self._settings.system == "LMCache":
+            self._clear_lmcache()
         # vLLM's own offloading drops its DRAM with this, and keeps its files.
-        theirs = tier == "DRAM" and self._manager is None
+        theirs = tier == "DRAM" and self._settings.system == "offloading"
         assert self._llm.reset_prefix_cache(reset_connector=theirs)
+
+    def _clear_lmcache(self) -> None:
+        """Once it has written its files: it drops what is in DRAM, written or not."""
+        from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+
+        assert self._settings.directory is not None
+        directory, sizes = Path(self._settings.directory), [-1, 0]
+        while sizes[-1] != sizes[-2]:
+            time.sleep(LMCACHE_SETTLES_S)
+            sizes.append(sum(path.stat().st_size for path in directory.rglob("*.data")))
+        client = RequestClientFactory.create(self._settings.peer_url)
+        client.clear(False).result(timeout=10)
+        client.close()
 
     def stats(self) -> dict[str, Any]:
         return {} if self._manager is None else self._manager.stats()
@@ -206,7 +222,8 @@ class Engine:
 
     @property
     def _manager(self) -> Any:
-        return self._scheduler.connector._scheduler.manager if self._system == "FlexCache" else None
+        is_ours = self._settings.system == "FlexCache"
+        return self._scheduler.connector._scheduler.manager if is_ours else None
 
     def _generate(self, prompts: list[list[int]], num_generated: int) -> Any:
         from vllm import SamplingParams
@@ -255,7 +272,9 @@ def _connector(settings: Settings) -> dict[str, Any]:
             names = {"kv_connector": "OffloadingConnector"}
         case "LMCache":
             _hide_from_vllm()
-            extra, names = settings.peer, {"kv_connector": "LMCacheMPConnector"}
+            host, _, port = settings.peer_url.rpartition(":")
+            extra = {"lmcache.mp.host": host, "lmcache.mp.port": int(port)}
+            names = {"kv_connector": "LMCacheMPConnector"}
         case other:
             raise ValueError(f"no system is called {other!r}")
     config = KVTransferConfig(**names, kv_role="kv_both", kv_connector_extra_config=extra)
