@@ -14,7 +14,10 @@ class CaseProgress:
     """A bar over the cases; where there is no terminal, a line for each.
 
     It is drawn only between cases: a thread that draws ten times a second would take the
-    interpreter from what is being timed. While it is shown SIGTERM ends the run as Ctrl-C does.
+    interpreter from what is being timed.
+
+    While it is shown SIGTERM ends the run as Ctrl-C does; and where that comes while a finalizer
+    runs, in which Python drops exceptions, the run ends before the next case.
     """
 
     def __init__(self, console: Console) -> None:
@@ -24,23 +27,29 @@ class CaseProgress:
             TimeElapsedColumn(), console=console, auto_refresh=False, transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("preparing", total=None)
-        self._previous: Any = None
+        self._was_interrupted = False
+        self._previous: dict[int, Any] = {}
 
     def announce(self, num_ended: int, total: int, title: str) -> None:
+        if self._was_interrupted:
+            raise KeyboardInterrupt
         self._progress.update(self._task, completed=num_ended, total=total, description=title)
         self._progress.refresh()
         if not self._console.is_terminal and num_ended < total:
             self._console.print(f"[{num_ended + 1}/{total}] {title}", markup=False, soft_wrap=True)
 
     def __enter__(self) -> CaseProgress:
-        self._previous = signal.signal(signal.SIGTERM, _interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as of a job in the background
+                self._previous[number] = signal.signal(number, self._interrupt)
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        signal.signal(signal.SIGTERM, self._previous)
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
 
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._was_interrupted = True
+        raise KeyboardInterrupt

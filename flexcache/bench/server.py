@@ -162,10 +162,10 @@ def _be_clients(connection: Connection, endpoint: str, numbers: Sequence[int]) -
                     if number < num_clients
                 ]
                 connection.send([each.result() for each in measuring])
-        except EOFError:
-            pass  # the parent is gone
+        except (EOFError, BrokenPipeError):
+            pass  # nobody asks any more
         except Exception as error:
-            connection.send(error)
+            connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 class ClientProcesses:
@@ -188,12 +188,13 @@ class ClientProcesses:
     def __enter__(self) -> ClientProcesses:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for connection, _process in self._all:
             connection.close()
         for _connection, process in self._all:
-            process.join(10)
+            process.join(10 if kind is None else 0)
             process.kill()
+            process.join()
 
     def wait_ready(self) -> None:
         for connection, _ in self._all:
@@ -254,7 +255,7 @@ def measure_server(
         endpoint, echo_endpoint = f"ipc://{directory}/s", f"ipc://{directory}/e"
         num_blocks = 2 * BLOCKS * min(most, MOST_PROMPTS) + 64
         cache = CacheConfig(num_cpu_blocks=num_blocks, endpoint=endpoint, log_level="WARNING")
-        told = msgspec.json.encode(ServerConfig(cache).to_dict())
+        told = msgspec.json.encode(ServerConfig(cache, idle_exit_s=15.0).to_dict())
         opened.enter_context(_process("flexcache.server.process", told=told))
         opened.enter_context(_process("flexcache.bench.echo", echo_endpoint))
         clients = opened.enter_context(ClientProcesses(endpoint, most))
