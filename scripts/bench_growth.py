@@ -10,24 +10,23 @@ first fifth of the requests, a straight line through it says how much it grows.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from reporting import Say, run_and_show
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
+from flexcache.bench.results import Case, Result
 
 BLOCK = 16
 MODEL = ModelConfig("growth", 1, 1, 8, torch.uint8)
@@ -37,7 +36,8 @@ PUTS, GETS = 0.05, 0.03  # of all requests; the others match and let go
 NAMESPACES = 50
 REMEMBERED = 64  # prompts of a client that it asks for again
 WARM_UP = 0.2
-FLAT_MB = 1.0  # per 100,000 requests
+FLAT_BYTES = 1e6  # per 100,000 requests
+BLOCK_LIMIT_BYTES = 300
 SAMPLE_S = 1.0
 READY_S = 120.0
 FILL_BLOCKS, FILL_PROMPT = 262_144, 8192
@@ -134,7 +134,7 @@ def private_mb(pid: int) -> float:
     return 0.0  # it has just ended
 
 
-def run_requests(requests: int, num_clients: int, console: Console) -> list[Sample]:
+def run_requests(requests: int, num_clients: int, say: Say) -> list[Sample]:
     """Samples over all requests. Fails unless the server is sound after them and leases nothing."""
     processes = multiprocessing.get_context("spawn")
     samples = []
@@ -151,27 +151,25 @@ def run_requests(requests: int, num_clients: int, console: Console) -> list[Samp
             members = list(zip(counts, clients, strict=True))
             for client in clients:
                 client.start()
-            with Progress(console=console) as progress:
-                task = progress.add_task("requests", total=requests)
-                while any(client.is_alive() for client in clients):
-                    time.sleep(SAMPLE_S)
-                    total = sum(count.value for count in counts)
-                    progress.update(task, completed=total)
-                    if all(count.value and client.is_alive() for count, client in members):
-                        server = private_mb(int(watcher.stats()["server_pid"]))
-                        theirs = sum(private_mb(client.pid or 0) for client in clients)
-                        samples.append(Sample(total, server, theirs))
+            while any(client.is_alive() for client in clients):
+                time.sleep(SAMPLE_S)
+                total = sum(count.value for count in counts)
+                say(f"{total:,} requests")
+                if all(count.value and client.is_alive() for count, client in members):
+                    server = private_mb(int(watcher.stats()["server_pid"]))
+                    theirs = sum(private_mb(client.pid or 0) for client in clients)
+                    samples.append(Sample(total, server, theirs))
             if any(client.exitcode for client in clients):
                 raise RuntimeError("a client failed; its error is above")
             stats = watcher.stats()
             watcher.check()
             assert stats["tiers"]["CPU"]["leased"] == 0
-            console.print(f"evicted {stats['tiers']['CPU']['evicted_blocks']:,} blocks")
+            assert stats["tiers"]["CPU"]["evicted_blocks"] > DRAM_BLOCKS, "the tier was never full"
     return samples
 
 
-def slope_mb(samples: Sequence[Sample], values: Sequence[float]) -> float:
-    """MB per 100,000 requests, by least squares over what comes after the warm-up."""
+def slope(samples: Sequence[Sample], values: Sequence[float]) -> float:
+    """Growth per 100,000 requests, by least squares over what comes after the warm-up."""
     start = samples[-1].requests * WARM_UP
     late = [
         (s.requests / 1e5, v) for s, v in zip(samples, values, strict=True) if s.requests > start
@@ -215,47 +213,44 @@ def plot(samples: Sequence[Sample], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+def growth(requests: int, clients: int, plot_file: Path | None, say: Say) -> Iterator[Result]:
+    samples = run_requests(requests, clients, say)
+    if plot_file is not None:
+        plot(samples, plot_file)
+    for name, values in (
+        ("server", [sample.server_mb * 1e6 for sample in samples]),
+        ("client processes", [sample.clients_mb * 1e6 for sample in samples]),
+    ):
+        yield Result(
+            f"growth of the {name} per 100,000 requests", "bytes", [slope(samples, values)],
+            limit=FLAT_BYTES, note="a straight line through what comes after the first fifth",
+        )  # fmt: skip
+        yield Result(f"memory of the {name}", "bytes", values)
+
+
+def per_block() -> Iterator[Result]:
+    for name, by_keys in (("tokens", False), ("block_keys", True)):
+        yield Result(
+            f"server's memory per cached block, by {name}", "bytes", [block_bytes(by_keys)],
+            limit=BLOCK_LIMIT_BYTES,
+        )  # fmt: skip
+
+
 def main(
     requests: Annotated[int, typer.Option(help="Of all clients together.")] = 1_000_000,
     clients: Annotated[int, typer.Option(help="Client processes.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep the samples here.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Needs matplotlib.")] = None,
 ) -> None:
-    console = Console(width=110)
-    per_block = {"tokens": block_bytes(False), "block_keys": block_bytes(True)}
-    started = time.monotonic()
-    samples = run_requests(requests, clients, console)
-    took = time.monotonic() - started
-    server = slope_mb(samples, [s.server_mb for s in samples])
-    theirs = slope_mb(samples, [s.clients_mb for s in samples])
-    table = Table(
-        "what", "figure", "to reach", "reached", title=f"{samples[-1].requests:,} requests"
-    )
-    for name, slope in (("server", server), (f"{clients} clients together", theirs)):
-        table.add_row(
-            f"growth of the {name}, per 100,000 requests", f"{slope:+.2f} MB", f"<= {FLAT_MB:g} MB",
-            "yes" if slope <= FLAT_MB else "NO",
-        )  # fmt: skip
-    first = next(s for s in samples if s.requests > samples[-1].requests * WARM_UP)
-    table.add_row(
-        "server after the warm-up, and at the end",
-        f"{first.server_mb:.0f} MB, {samples[-1].server_mb:.0f} MB", "", "",
-    )  # fmt: skip
-    for name, figure in per_block.items():
-        table.add_row(f"memory per cached block, by {name}", f"{figure:.0f} bytes", "", "")
-    console.print(table)
-    console.print(
-        f"{requests / took:,.0f} requests/s"
-    )
-    if json_file is not None:
-        report = {
-            "requests": requests, "clients": clients, "server_mb_per_100k": server,
-            "clients_mb_per_100k": theirs, "bytes_per_block": per_block,
-            "samples": [asdict(sample) for sample in samples],
-        }  # fmt: skip
-        json_file.write_text(json.dumps(report, indent=1))
-    if plot_file is not None:
-        plot(samples, plot_file)
+    def sections(say: Say) -> dict[str, list[Case]]:
+        return {
+            "growth": [
+                Case("memory per cached block", per_block),
+                Case(f"{requests:,} requests", partial(growth, requests, clients, plot_file, say)),
+            ]
+        }
+
+    raise typer.Exit(run_and_show(sections, Path(), json_file))
 
 
 if __name__ == "__main__":
