@@ -4,7 +4,8 @@ Equal tokens do not prove equal KV: attention does not notice two blocks of a pr
 places. With this connector the bytes in vLLM's own paged tensors are compared, layer by layer.
 
 Each rank appends JSON lines to ``$KV_PROBE_DIR/rank-<r>.jsonl``:
-``{"event": "stored" | "loaded", "key": <block hash>, "digest": <of all layers' pages>}``
+``{"event": "stored" | "loaded" | "loaded by layer", "key": <block hash>, "digest": <of all layers'
+pages>}``
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
         by_layer, self._by_layer = self._by_layer, []
         for request_id in (*(received or ()), *by_layer):
             pairs = self._loading.pop(request_id, [])
-            self._write("loaded", [pair for pair in pairs if pair[1] not in bad])
+            event = "loaded by layer" if request_id in by_layer else "loaded"
+            self._write(event, [pair for pair in pairs if pair[1] not in bad])
         return sent, received
 
     def _write(self, event: str, pairs: Pairs) -> None:
@@ -102,7 +104,7 @@ def digest_block(layers: dict[str, torch.Tensor], block: int) -> str:
 
 def compare_probes(directory: Path) -> dict[str, Any]:
     """How many loaded blocks were seen, and which differ from what had been stored."""
-    result: dict[str, Any] = {"ranks": 0, "loaded": 0, "different": []}
+    result: dict[str, Any] = {"ranks": 0, "loaded": 0, "by_layer": 0, "different": []}
     for path in sorted(directory.glob("rank-*.jsonl")):
         result["ranks"] += 1
         stored: dict[str, set[str]] = defaultdict(set)
@@ -112,6 +114,7 @@ def compare_probes(directory: Path) -> dict[str, Any]:
                 stored[row["key"]].add(row["digest"])
                 continue
             result["loaded"] += 1
+            result["by_layer"] += row["event"] == "loaded by layer"
             if row["digest"] not in stored[row["key"]]:
                 result["different"].append((path.stem, row["key"][:16]))
     return result

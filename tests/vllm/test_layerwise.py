@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Engine, make_prompt
+from engines import MODELS, Engine, make_prompt
 from probe_connector import compare_probes
-from test_processes import assert_exact, run
+from test_processes import _cpu_flags, assert_exact, run
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -403,6 +403,14 @@ def test_auto_loads_by_layer_while_nothing_else_runs() -> None:
 ON = {"layerwise_load": "on"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _models() -> None:
+    from make_models import make_model
+
+    for name in ("tiny", "hybrid", "mla"):
+        make_model(MODELS, name)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_workers_in_processes_of_their_own(tp_size: int) -> None:
     options = {
@@ -412,7 +420,9 @@ def test_workers_in_processes_of_their_own(tp_size: int) -> None:
         "extra": ON,
         "engine": {"tensor_parallel_size": tp_size},
     }
-    assert_exact(run(options), tp_size, [672, 896, 64, 64, 32])
+    seen = run(options)
+    assert_exact(seen, tp_size, [672, 896, 64, 64, 32])
+    assert seen["probes"]["by_layer"] == (seen["probes"]["loaded"] - 2 * tp_size)  # 64 is whole
 
 
 def test_preemption_under_a_small_pool_changes_nothing() -> None:
@@ -429,9 +439,25 @@ def test_preemption_under_a_small_pool_changes_nothing() -> None:
     assert seen["preemptions"] > 0
     assert all(seen["tokens_equal"])
     assert seen["probes"]["different"] == []
-    assert seen["probes"]["loaded"] > 0
+    assert seen["probes"]["by_layer"] > 0
 
 
 def test_a_hybrid_model() -> None:
     options = {"model": "hybrid", "prompts": [700, 33], "cpu_blocks": 512, "extra": ON}
-    assert_exact(run(options, in_process=True), 1, [672, 32])
+    seen = run(options, in_process=True)
+    assert_exact(seen, 1, [672, 32])
+    assert seen["probes"]["by_layer"] == 22
+
+
+def test_latent_attention() -> None:
+    block = 32 if "amx_tile" in _cpu_flags() else 16
+    options = {
+        "model": "mla",
+        "prompts": [201, 101],
+        "cpu_blocks": 512,
+        "extra": ON,
+        "engine": {"block_size": block, "kv_cache_memory_bytes": 64 << 20},
+    }
+    seen = run(options, in_process=True)
+    assert seen["probes"]["different"] == []
+    assert seen["probes"]["by_layer"] >= 200 // block + 100 // block - 2
