@@ -18,6 +18,7 @@ INVALID_CONTEXT = 201
 NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 2: b"CUDA_ERROR_OUT_OF_MEMORY"}
 CONTEXT = 0x5EED_0000_0001  # does not fit into 32 bits
 STREAM = 0x7F00_0000_1230
+STREAMS = (STREAM, STREAM + 8)
 NO_INDEX = 2**64 - 1
 
 
@@ -53,6 +54,7 @@ class FakeCuda:
     capture_mode: int = 0
     registered: dict[int, int] = field(default_factory=dict)
     batches: list[tuple[int, int, int]] = field(default_factory=list)  # copies, order, flags
+    batch_streams: list[int] = field(default_factory=list)
     num_single_copies: int = 0
     _kept: list[Any] = field(default_factory=list)
 
@@ -94,7 +96,7 @@ class FakeCuda:
         return 0 if code in NAMES else INVALID_VALUE
 
     def _context_of(self, stream: int, context: Any) -> int:
-        assert stream == STREAM
+        assert stream in STREAMS
         context[0] = CONTEXT
         return 0
 
@@ -128,7 +130,7 @@ class FakeCuda:
     def _copy(self, destination: int, source: int, size: int, stream: int) -> int:
         if self.context != CONTEXT:
             return INVALID_CONTEXT
-        if stream != STREAM:
+        if stream not in STREAMS:
             return INVALID_VALUE
         self.num_single_copies += 1
         ctypes.memmove(destination, source, size)
@@ -150,5 +152,6 @@ class FakeCuda:
             return INVALID_VALUE
         for i in range(count):
             ctypes.memmove(to[i], source[i], sizes[i])
+        self.batch_streams.append(stream)
         self.batches.append((count, attributes[0].srcAccessOrder, attributes[0].flags))
         return 0

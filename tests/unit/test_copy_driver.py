@@ -158,6 +158,6 @@ def test_a_segment_that_cannot_be_pinned_whole_is_not_pinned_at_all_and_says_so_
 
 
 def test_memory_that_the_device_sees_elsewhere_is_not_for_kernels(segment: HostSegment) -> None:
-    pinned = PinnedSegment(bound(FakeCuda(mapping_offset=4096)), segment)
+    pinned = PinnedSegment(bound(FakeCuda(mapping_offset=4096)), segment, step=segment.size)
     assert pinned.starts.size == 1
     assert not pinned.is_reachable

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -19,6 +20,13 @@ PROBES = ((1, 4 << 10), (256, 4 << 10), (64, 64 << 10))
 PROBE_BYTES = max(count * size for count, size in PROBES)
 _ROUNDS = 5
 _CLEARLY_QUICKER = 0.8
+
+
+class CopyWay(Enum):
+    """Who carries out an op's copies."""
+
+    ENGINE = "copy engine"
+    KERNEL = "kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +56,11 @@ class CopyChoice:
     engine: CopyCost
     kernel: CopyCost
 
-    def prefers_kernel(self, num_runs: int, num_bytes: int) -> bool:
+    def way(self, num_runs: int, num_bytes: int) -> CopyWay:
+        """The quicker one, the engine unless the kernel is clearly so."""
         engine_s = self.engine.estimate(num_runs, num_bytes)
-        return self.kernel.estimate(num_runs, num_bytes) < _CLEARLY_QUICKER * engine_s
+        kernel_s = self.kernel.estimate(num_runs, num_bytes)
+        return CopyWay.KERNEL if kernel_s < _CLEARLY_QUICKER * engine_s else CopyWay.ENGINE
 
 
 def measure_cost(

@@ -12,7 +12,7 @@ Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -21,7 +21,13 @@ import torch
 
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_choice import PROBE_BYTES, CopyChoice, CopyCost, measure_cost
+from flexcache.transfer.workers.copy_choice import (
+    PROBE_BYTES,
+    CopyChoice,
+    CopyCost,
+    CopyWay,
+    measure_cost,
+)
 from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
@@ -29,7 +35,9 @@ from flexcache.transfer.workers.copy_runs import merge_runs
 logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.int64]
-CopyRuns = Callable[[Addresses, Addresses, Addresses, OpKind], None]
+Runs = tuple[Addresses, Addresses, Addresses]
+
+_PIN_STEP = 1 << 30
 
 # What a load reads was complete before it was ordered; what a store reads the model may still be
 # writing, up to the event it is ordered behind.
@@ -60,7 +68,7 @@ class CudaCopier:
         Takes a second per some GB. What is missing is logged and done without.
         """
         self._driver.bind(self._context)
-        self._pinned = PinnedSegment(self._driver, segment)
+        self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP)
         if not self._pinned.is_reachable:
             return
         try:
@@ -82,9 +90,12 @@ class CudaCopier:
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: object,
+        after: object, way: CopyWay | None = None,
     ) -> torch.cuda.Event:  # fmt: skip
         """Queue the copies behind ``after``; the event returned fires when they have landed.
+
+        Args:
+            way: One of `ways`; None for the one that should be quickest.
 
         Raises:
             RuntimeError: The driver refused them. None is under way any more.
@@ -95,9 +106,8 @@ class CudaCopier:
         stream = self._streams[kind]
         if after is not None:
             stream.wait_event(after)
-        copy = self.copy_by_kernel if self._prefers_kernel(kind, *runs) else self.copy_by_engine
         try:
-            copy(*runs, kind)
+            self._queue(runs, kind, way or self.choose(*runs, kind))
             landed = torch.cuda.Event()
             landed.record(stream)
         except RuntimeError:
@@ -105,20 +115,20 @@ class CudaCopier:
             raise
         return landed
 
-    def copy_by_engine(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind
-    ) -> None:
-        """Queue the copies for a copy engine."""
-        stream = self._streams[kind].cuda_stream
-        self._driver.copy_runs(destinations, sources, sizes, _SOURCE_ORDER[kind], stream)
+    @property
+    def ways(self) -> Sequence[CopyWay]:
+        """What can carry out copies here, of whole words of 16 bytes at least."""
+        return (CopyWay.ENGINE,) if self._kernel is None else (CopyWay.ENGINE, CopyWay.KERNEL)
 
-    def copy_by_kernel(
+    def choose(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind
-    ) -> None:
-        """Queue the copies for the kernel. There must be one."""
-        assert self._kernel is not None
-        with torch.cuda.stream(self._streams[kind]):
-            self._kernel.copy_runs(destinations, sources, sizes, self.device)
+    ) -> CopyWay:
+        """The way that such copies go."""
+        if self._kernel is None or len(sizes) < self._kernel.MIN_RUNS:
+            return CopyWay.ENGINE
+        if not self._kernel.takes(destinations, sources, sizes):
+            return CopyWay.ENGINE
+        return self._choices[kind].way(len(sizes), int(sizes.sum()))
 
     def close(self) -> None:
         """Wait for what is under way, and unpin. Idempotent."""
@@ -130,15 +140,14 @@ class CudaCopier:
         self._pinned.close()
         self._pinned = None
 
-    def _prefers_kernel(
-        self, kind: OpKind, destinations: Addresses, sources: Addresses, sizes: Addresses
-    ) -> bool:
-        if self._kernel is None or len(sizes) < self._kernel.MIN_RUNS:
-            return False
-        choice = self._choices[kind]
-        return choice.prefers_kernel(len(sizes), int(sizes.sum())) and bool(
-            self._kernel.takes(destinations, sources, sizes)
-        )
+    def _queue(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
+        stream = self._streams[kind]
+        if way is CopyWay.ENGINE:
+            self._driver.copy_runs(*runs, _SOURCE_ORDER[kind], stream.cuda_stream)
+            return
+        assert self._kernel is not None
+        with torch.cuda.stream(stream):
+            self._kernel.copy_runs(*runs, self.device)
 
     def _measure(self, kind: OpKind) -> CopyChoice:
         """Time both on memory of our own: the pool may hold blocks of another engine's life."""
@@ -148,13 +157,14 @@ class CudaCopier:
         stream = self._streams[kind]
         stream.wait_event(self.fence())  # behind what the device memory served before
 
-        def cost(copy_runs: CopyRuns) -> CopyCost:
+        def cost(way: CopyWay) -> CopyCost:
             def copy(count: int, size: int) -> None:
                 offsets = np.arange(count, dtype=np.int64) * size
                 sizes = np.full(count, size, np.int64)
-                copy_runs(target.data_ptr() + offsets, source.data_ptr() + offsets, sizes, kind)
+                runs = (target.data_ptr() + offsets, source.data_ptr() + offsets, sizes)
+                self._queue(runs, kind, way)
                 stream.synchronize()
 
             return measure_cost(copy)
 
-        return CopyChoice(cost(self.copy_by_engine), cost(self.copy_by_kernel))
+        return CopyChoice(engine=cost(CopyWay.ENGINE), kernel=cost(CopyWay.KERNEL))

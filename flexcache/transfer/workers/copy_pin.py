@@ -17,11 +17,12 @@ from flexcache.transfer.workers.copy_driver import CudaDriver
 
 logger = logging.getLogger(__name__)
 
-_STEP = 1 << 30
-
 
 class PinnedSegment:
     """A mapped segment as the device sees it. The context must be bound; see `CudaDriver.bind`.
+
+    Args:
+        step: Bytes to be pinned at a time, about.
 
     Attributes:
         starts: Where each registered piece starts; empty where the segment is not pinned. A copy
@@ -29,7 +30,7 @@ class PinnedSegment:
         is_reachable: Whether a kernel may use the segment's own addresses.
     """
 
-    def __init__(self, driver: CudaDriver, segment: HostSegment, step: int = _STEP) -> None:
+    def __init__(self, driver: CudaDriver, segment: HostSegment, step: int) -> None:
         self._driver = driver
         step = max(step // segment.stride, 1) * segment.stride
         starts = range(segment.address, segment.address + segment.size, step)

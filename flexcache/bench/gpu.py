@@ -1,0 +1,356 @@
+"""KV tensors on a CUDA device: scattered blocks beside one contiguous pinned copy of the bytes.
+
+The tensors are as vLLM's: one per layer, so that a block of 2 MiB over 32 layers is 32 copies of
+64 KiB. Blocks go in random order on both sides. Times are of the host's clock, from handing an op
+over to seeing it landed, since that is what a request waits for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexcache.bench.results import Case, NotHere, Result, sample, sample_beside
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.layout import describe_kv_caches
+from flexcache.transfer.workers.copy_choice import CopyWay
+from flexcache.transfer.workers.copy_cuda import CudaCopier
+
+Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+NUM_LAYERS = 32
+BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
+OP_BYTES = 256 << 20
+REACH = 0.9
+KINDS = (OpKind.H2D, OpKind.D2H)
+SLOWDOWN_REACH = 0.97
+
+
+def cases(thorough: bool, seed: int) -> list[Case]:
+    """Of the section. Raises `NotHere` where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        raise NotHere("no CUDA device here")
+    rounds = 50 if thorough else 10
+    op_bytes = OP_BYTES * (8 if thorough else 1)
+    return [
+        *(
+            Case(
+                f"blocks of {block_bytes >> 10} KiB",
+                partial(scattered_blocks, block_bytes, op_bytes, rounds, seed),
+            )
+            for block_bytes in BLOCK_BYTES
+        ),
+        Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
+        Case("small ops", partial(small_ops, 4 * rounds, seed)),
+        Case("beside the model's work", partial(beside_compute, rounds, seed)),
+        Case("pinning", partial(pinning, 4 if thorough else 1)),
+    ]
+
+
+class Pool:
+    """An engine's tensors, a host pool of as many blocks, and a copier between them."""
+
+    def __init__(self, segment: HostSegment, block_bytes: int, num_blocks: int, seed: int) -> None:
+        self.segment = segment
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (num_blocks, block_bytes // NUM_LAYERS)
+        self.layers = [
+            torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device, generator=generator)
+            for _ in range(NUM_LAYERS)
+        ]
+        tensors = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
+        self._layout = describe_kv_caches(tensors, block_bytes)
+        random = np.random.default_rng(seed)
+        self._on_gpu = random.permutation(num_blocks)
+        self._on_host = random.permutation(num_blocks)
+        memory = (ctypes.c_uint8 * segment.size).from_address(segment.address)
+        self.host = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, segment.stride)
+        torch.cuda.synchronize()
+        self.copier = CudaCopier(self.device)
+        self.copier.attach(segment)
+
+    def runs(self, kind: OpKind, first: int = 0, count: int | None = None) -> Runs:
+        """The copies of some of the blocks, as the device worker would order them."""
+        chosen = slice(first, None if count is None else first + count)
+        gpu, host = self._on_gpu[chosen], self._on_host[chosen]
+        on_gpu = self._layout.gpu_addresses(gpu).ravel()
+        on_host = self._layout.host_addresses(
+            self.segment.address, self.segment.stride, host
+        ).ravel()
+        sizes = np.tile(self._layout.sizes, len(gpu))
+        return (on_gpu, on_host, sizes) if kind is OpKind.H2D else (on_host, on_gpu, sizes)
+
+    def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
+        """Order copies behind the current stream; by default the way the copier chooses."""
+        return self.copier.start(*runs, kind, self.copier.fence(), way)
+
+    def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:
+        """The same, up to their landing."""
+        self.start(runs, kind, way).synchronize()
+
+    def check(self) -> None:
+        """Blocks must come back byte for byte, by each way there is.
+
+        Raises:
+            AssertionError: They do not.
+        """
+        gpu = torch.from_numpy(self._on_gpu).to(self.device)
+        for way in self.copier.ways:
+            self.host.fill_(0)
+            before = torch.stack([layer[gpu] for layer in self.layers], 1).flatten(1).cpu()
+            self.copy(self.runs(OpKind.D2H), OpKind.D2H, way)
+            stored = self.host[torch.from_numpy(self._on_host), : self.block_bytes]
+            assert torch.equal(stored, before), "a store moved wrong bytes"
+            for layer in self.layers:
+                layer.fill_(0)
+            self.copy(self.runs(OpKind.H2D), OpKind.H2D, way)
+            after = torch.stack([layer[gpu] for layer in self.layers], 1).flatten(1).cpu()
+            assert torch.equal(after, before), "a load moved wrong bytes"
+
+    def contiguous(self, kind: OpKind) -> Callable[[], None]:
+        """One pinned copy of as many bytes, up to its landing."""
+        num_bytes = self.num_blocks * self.block_bytes
+        on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        on_host = self.host.view(-1)[:num_bytes]
+        target, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
+        stream = torch.cuda.Stream(self.device)
+
+        def copy() -> None:
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            stream.synchronize()
+
+        return copy
+
+
+@contextmanager
+def open_pool(block_bytes: int, num_bytes: int, seed: int) -> Iterator[Pool]:
+    """A checked pool of so many bytes."""
+    num_blocks = num_bytes // block_bytes
+    with HostSegment.create(block_bytes, num_blocks) as segment:
+        segment.map()
+        pool = Pool(segment, block_bytes, num_blocks, seed)
+        try:
+            pool.check()
+            yield pool
+        finally:
+            pool.copier.close()
+
+
+def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
+    """Each way and direction beside the contiguous copy; and what handing over takes."""
+    with open_pool(block_bytes, op_bytes, seed) as pool:
+        for kind in KINDS:
+            runs, contiguous = pool.runs(kind), pool.contiguous(kind)
+            chosen = pool.copier.choose(*runs, kind).value
+            for way in (None, *pool.copier.ways):
+                seconds, bound = sample_beside(
+                    partial(pool.copy, runs, kind, way), contiguous, rounds=rounds, scale=1
+                )
+                yield Result(
+                    f"{kind.name}, {way.value if way else 'as chosen'}",
+                    "GB/s",
+                    [op_bytes / s / 1e9 for s in seconds],
+                    op_bytes / bound / 1e9,
+                    "one contiguous pinned copy",
+                    None if way else REACH,
+                    note="" if way else f"by the {chosen}",
+                    parameter="KiB per block",
+                    at=block_bytes >> 10,
+                )
+            handed_over = sample(
+                partial(pool.start, runs, kind),
+                lambda landed: landed.synchronize(),
+                rounds=rounds,
+                scale=1e6 / len(runs[2]),
+            )
+            yield Result(
+                f"{kind.name}, handing over, per copy", "us", handed_over,
+                parameter="KiB per block", at=block_bytes >> 10,
+            )  # fmt: skip
+
+
+def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
+    """A load and a store of different blocks together, beside two contiguous copies together."""
+    with open_pool(2 << 20, 2 * op_bytes, seed) as pool:
+        half = pool.num_blocks // 2
+        ops = [
+            (pool.runs(OpKind.H2D, 0, half), OpKind.H2D),
+            (pool.runs(OpKind.D2H, half), OpKind.D2H),
+        ]
+        on_gpu = torch.empty((2, op_bytes), dtype=torch.uint8, device=pool.device)
+        on_host = pool.host.view(2, -1)
+        streams = [torch.cuda.Stream(pool.device) for _ in KINDS]
+
+        def scattered() -> None:
+            for landed in [pool.start(runs, kind) for runs, kind in ops]:
+                landed.synchronize()
+
+        def contiguous() -> None:
+            with torch.cuda.stream(streams[0]):
+                on_gpu[0].copy_(on_host[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                on_host[1].copy_(on_gpu[1], non_blocking=True)
+            for stream in streams:
+                stream.synchronize()
+
+        seconds, bound = sample_beside(scattered, contiguous, rounds=rounds, scale=1)
+        yield Result(
+            "H2D and D2H together, blocks of 2 MiB",
+            "GB/s",
+            [2 * op_bytes / s / 1e9 for s in seconds],
+            2 * op_bytes / bound / 1e9,
+            "two contiguous pinned copies together",
+            REACH,
+        )
+
+
+def small_ops(rounds: int, seed: int) -> Iterable[Result]:
+    """From handing over a few blocks to seeing them landed."""
+    with open_pool(2 << 20, 64 << 20, seed) as pool:
+        for kind in KINDS:
+            for count in (1, 8):
+                runs = pool.runs(kind, 0, count)
+                num_bytes = count * pool.block_bytes
+                on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=pool.device)
+                on_host = pool.host.view(-1)[:num_bytes]
+                target, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
+                stream = torch.cuda.current_stream()
+
+                def contiguous(
+                    target: torch.Tensor = target,
+                    source: torch.Tensor = source,
+                    stream: torch.cuda.Stream = stream,
+                ) -> None:
+                    target.copy_(source, non_blocking=True)
+                    stream.synchronize()
+
+                times, bound = sample_beside(
+                    partial(pool.copy, runs, kind), contiguous, rounds=rounds
+                )
+                yield Result(
+                    f"{kind.name} of few blocks of 2 MiB, to its landing", "us", times, bound,
+                    "one contiguous pinned copy", parameter="blocks", at=count,
+                )  # fmt: skip
+
+
+def beside_compute(rounds: int, seed: int) -> Iterable[Result]:
+    """How much of its pace a loop of the model's kernels keeps while copies go both ways."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
+    heads = torch.randn(4, 32, 4096, 128, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(matrix)
+
+    def multiply() -> None:
+        torch.matmul(matrix, matrix, out=product)
+
+    def attend() -> None:
+        torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+    for block_bytes in (2 << 20, 256 << 10):
+        with open_pool(block_bytes, OP_BYTES, seed) as pool:
+            for way in pool.copier.ways:
+                for name, work in (("matmul", multiply), ("attention", attend)):
+                    alone, beside = _paces(work, pool, way, rounds)
+                    yield Result(
+                        f"{name} beside the {way.value}, both directions",
+                        "1/s",
+                        beside,
+                        statistics.median(alone),
+                        "the same alone",
+                        SLOWDOWN_REACH,
+                        parameter="KiB per block",
+                        at=block_bytes >> 10,
+                    )
+
+
+def _paces(
+    work: Callable[[], None], pool: Pool, way: CopyWay, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Calls of ``work`` per second alone and beside copies, in turns."""
+    alone, beside = [], []
+    _pace(work)  # warms up
+    for _ in range(rounds):
+        alone.append(_pace(work))
+        with _copying(pool, way):
+            beside.append(_pace(work))
+    return alone, beside
+
+
+def _pace(work: Callable[[], None], calls: int = 20) -> float:
+    """By the device's clock, so that no thread of ours can get between."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # all are queued by the time the first may run
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return calls / milliseconds * 1e3
+
+
+@contextmanager
+def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
+    """Copies go both ways all the time, each direction driven by a thread of its own."""
+    ending = threading.Event()
+    under_way = threading.Barrier(len(KINDS) + 1)
+    half = pool.num_blocks // 2
+    failures: list[Exception] = []
+
+    def drive(kind: OpKind) -> None:
+        # Blocks of its own, or the two directions would change what the other reads.
+        runs = pool.runs(kind, 0, half) if kind is OpKind.H2D else pool.runs(kind, half)
+        try:
+            landed = pool.copier.start(*runs, kind, None, way)
+            under_way.wait()
+            while not ending.is_set():
+                following = pool.copier.start(*runs, kind, None, way)
+                landed.synchronize()
+                landed = following
+            landed.synchronize()
+        except Exception as error:
+            failures.append(error)
+            under_way.abort()
+
+    threads = [threading.Thread(target=drive, args=(kind,)) for kind in KINDS]
+    for thread in threads:
+        thread.start()
+    try:
+        under_way.wait()
+        yield
+    finally:
+        ending.set()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def pinning(rounds: int) -> Iterable[Result]:
+    """Pinning a mapped pool of 4 GiB, as a rank does once."""
+    num_bytes = 4 << 30
+    with HostSegment.create(2 << 20, num_bytes >> 21) as segment:
+        segment.map()
+        speeds = []
+        for _ in range(rounds):
+            copier = CudaCopier(torch.device("cuda", torch.cuda.current_device()))
+            started = time.perf_counter()
+            copier.attach(segment)
+            took = time.perf_counter() - started
+            copier.close()
+            speeds.append(num_bytes / took / 1e9)
+    yield Result("pinning the host pool", "GB/s", speeds, note="with finding out what copies take")
