@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Tests, then measures, the CUDA path on a machine with a GPU. Takes under 8 minutes; table last.
+#
+#   scripts/bench_gpu.sh [DIRECTORY]    where tests.txt and gpu.json go (default: the current one)
+#
+#   PYTHON   an interpreter whose torch is built for CUDA (default: python3)
+#   WHEELS   a folder of wheels of what it lacks, for a machine without a network (default: .whl).
+#            To fill it for Python 3.12, elsewhere:
+#              pip download --no-deps --only-binary=:all: --python-version 3.12 \
+#                --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d .whl msgspec pyzmq
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=$(mkdir -p "${1:-.}" && cd "${1:-.}" && pwd)
+python=${PYTHON:-python3}
+wheels=${WHEELS:-.whl}
+packages=$(mktemp -d)
+trap 'rm -rf "$packages"' EXIT
+export PYTHONPATH=$PWD:$packages${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+missing() {
+  "$python" - <<'END'
+from importlib.util import find_spec
+needed = {"msgspec": "msgspec", "zmq": "pyzmq", "sortedcontainers": "sortedcontainers",
+          "xxhash": "xxhash", "typer": "typer", "rich": "rich", "pytest": "pytest"}
+print(*(package for module, package in needed.items() if find_spec(module) is None))
+END
+}
+
+"$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+  { echo "$python has no torch that sees a CUDA device" >&2; exit 2; }
+lacking=$(missing)
+if [ -n "$lacking" ]; then
+  if compgen -G "$wheels/*.whl" > /dev/null; then
+    "$python" -m pip install -q --no-index --no-deps --target "$packages" "$wheels"/*.whl
+  else
+    # shellcheck disable=SC2086
+    "$python" -m pip install -q --target "$packages" $lacking || true
+  fi
+  lacking=$(missing)
+  [ -z "$lacking" ] || { echo "lacking: $lacking; see WHEELS in $0" >&2; exit 2; }
+fi
+
+failed=0
+nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv || true
+echo "tests"
+timeout 200 "$python" -m pytest tests/gpu tests/unit/test_copy_kernel.py -q -rs -p no:cacheprovider \
+  2>&1 | tee "$out/tests.txt" || failed=1
+echo "benchmark"
+timeout 240 "$python" -m flexcache.cli bench gpu --json "$out/gpu.json" || failed=1
+exit $failed
