@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from flexcache.bench.report import figure, series_together
+from flexcache.bench.report import figure, results_of
 from flexcache.bench.results import Result
 from flexcache.bench.suite import Report
 from flexcache.errors import ConfigError, MissingDependencyError
@@ -27,12 +28,10 @@ class Bar(NamedTuple):
 
 def bars_of(report: Report) -> list[tuple[str, list[Bar]]]:
     """By section. Figures that have neither bound nor limit are left out."""
-    found: dict[str, list[Result]] = {}
-    for case in report.cases:
-        found.setdefault(case.section, []).extend(case.results)
+    by_section = groupby(report.cases, key=lambda case: case.section)
     bars = {
-        section: [bar for bar in map(_bar, series_together(results)) if bar is not None]
-        for section, results in found.items()
+        section: [bar for bar in map(_bar, results_of(list(cases))) if bar is not None]
+        for section, cases in by_section
     }
     return [(section, some) for section, some in bars.items() if some]
 

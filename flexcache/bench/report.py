@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -> None:
-    results = series_together([result for case in cases for result in case.results])
+    results = results_of(cases)
     if results:
         table = Table(title=section, title_justify="left", title_style="bold")
         for heading in ("figure", *_PERCENTS, "unit", "bound", "of", "ratio", "target", "reached"):
@@ -122,11 +123,16 @@ def growth(points: Sequence[Result]) -> float:
     return float((last.median / first.median) ** (1 / math.log10(last.at / first.at)))
 
 
-def series_together(results: Sequence[Result]) -> list[Result]:
-    """In order, but those of one name next to each other."""
-    order = {(r.name, r.parameter): None for r in results}
-    places = {key: place for place, key in enumerate(order)}
-    return sorted(results, key=lambda r: places[r.name, r.parameter])
+def results_of(cases: Sequence[CaseReport]) -> list[Result]:
+    """Of one section. Those of one name stand together; those of one title are told by the case."""
+    titles = Counter(result.title for case in cases for result in case.results)
+    named = [
+        replace(result, name=f"{case.title}: {result.name}") if titles[result.title] > 1 else result
+        for case in cases
+        for result in case.results
+    ]
+    places = {key: i for i, key in enumerate(dict.fromkeys((r.name, r.parameter) for r in named))}
+    return sorted(named, key=lambda result: places[result.name, result.parameter])
 
 
 def figure(value: float) -> str:

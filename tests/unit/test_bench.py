@@ -221,6 +221,14 @@ def test_the_table_shows_ratios_targets_and_growth(report: Report) -> None:
         assert words in text
 
 
+def test_figures_of_one_title_are_told_by_their_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [a_case("2 MiB", FAST), a_case("64 KiB", FAST, SLOW)]
+    a_section(monkeypatch, "dram", lambda thorough: cases)
+    text = shown(run_suite(Settings(sections=("dram",))))
+    for words in ("2 MiB: copy", "64 KiB: copy", " match "):
+        assert words in text
+
+
 def test_bars_are_speeds_so_that_more_is_always_better(report: Report) -> None:
     ((section, (copy, match)),) = bars_of(report)
     assert section == "dram"
