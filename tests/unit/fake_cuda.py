@@ -78,6 +78,9 @@ class FakeCuda:
         )
         self.cuMemcpyAsync = self._c(self._copy, c_uint64, c_uint64, c_size_t, c_void_p)
 
+        if self.version < 12_000:
+            del self.cuGetProcAddress_v2
+
     def _c(self, function: Callable[..., int], *arguments: Any) -> Any:
         made = ctypes.CFUNCTYPE(c_int, *arguments)(function)
         self._kept.append(made)

@@ -55,8 +55,9 @@ def test_all_copies_of_an_op_are_one_call(version: int, count: int, order: Sourc
     assert cuda.num_single_copies == 0
 
 
-def test_an_older_driver_gets_the_copies_one_by_one() -> None:
-    cuda = FakeCuda(version=12_070)
+@pytest.mark.parametrize("version", [11_080, 12_070])
+def test_an_older_driver_gets_the_copies_one_by_one(version: int) -> None:
+    cuda = FakeCuda(version)
     driver = bound(cuda)
     _source, target, runs, expected = scattered(300)
     driver.copy_runs(*runs, SourceOrder.STREAM, STREAM)

@@ -173,6 +173,8 @@ class CudaDriver:
 
     def _find_batch_copy(self) -> Any:
         """`cuMemcpyBatchAsync` as of 12.8, which 13 still has; later ones lost ``failIdx``."""
+        if not hasattr(self._library, "cuGetProcAddress_v2"):  # a driver before 12.0
+            return None
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         find = self._function(
             "cuGetProcAddress_v2",
