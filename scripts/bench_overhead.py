@@ -1,12 +1,12 @@
 """What a cache costs when nothing hits: vLLM's throughput with FlexCache beside vLLM alone.
 
-    python scripts/bench_overhead.py [--model mid] [--rounds 8] [--json FILE]
+    python scripts/bench_overhead.py [--model mid] [--rounds 9] [--json FILE]
 
-Engines stand side by side, each in a process of its own, and serve the same batch of prompts one
-after the other, in an order that changes from round to round; every prompt is new, so all that a
-cache can do is cost. A second engine without a cache says how much two equal ones differ on this
-machine. A batch ends when all that it leaves behind is stored in every tier (of vLLM's own
-offloading: in DRAM). The figure is the median of the rounds' ratios.
+Every prompt is new, so all that a cache can do is cost. In a round an engine serves four batches of
+prompts of the same lengths: with its KV connector, twice with that taken out, and with it again (or
+the other way round), so that drift cancels. Two engines, even two equal ones, differ by more than
+what is to be measured. A batch ends when all that it leaves behind is stored in every tier (of vLLM's own offloading: in
+DRAM). An engine without a cache, asked likewise, says how far equal rounds are apart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +33,8 @@ ALONE = "vLLM alone"
 TO_REACH = 0.98
 DRAM_GB = 0.1  # small, so that puts have to evict
 NUM_GENERATED = 16
-WARM_UP_ROUNDS = 2
+WARM_UP_ROUNDS = 1
+ROUNDS = 9  # odd: then the median is one of them
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Load:
     num_tokens: tuple[int, int]
 
 
-LOADS = {"tiny": Load(24, (200, 1200)), "mid": Load(4, (150, 350))}
+LOADS = {"tiny": Load(24, (200, 1200)), "mid": Load(6, (150, 350))}
 
 
 def settings(model: str, work_dir: str) -> dict[str, Settings]:
@@ -52,7 +53,6 @@ def settings(model: str, work_dir: str) -> dict[str, Settings]:
     ours, theirs = str(Path(work_dir, "flexcache")), str(Path(work_dir, "offloading"))
     return {
         ALONE: Settings("alone", model),
-        "vLLM alone, again": Settings("alone", model),
         "FlexCache, DRAM": Settings("FlexCache", model, None, DRAM_GB),
         "FlexCache, DRAM and SSD": Settings("FlexCache", model, ours, DRAM_GB),
         "vLLM's own offloading, DRAM": Settings("offloading", model, None, DRAM_GB),
@@ -60,13 +60,14 @@ def settings(model: str, work_dir: str) -> dict[str, Settings]:
     }
 
 
-def batches(load: Load, seed: int) -> Iterator[list[list[int]]]:
-    """Prompts that share no block with each other."""
+def rounds_of(load: Load, seed: int) -> Iterator[list[list[list[int]]]]:
+    """Four batches of as many tokens each; no prompt shares a block with another."""
     source = random.Random(seed)
     while True:
+        lengths = [source.randint(*load.num_tokens) for _ in range(load.num_prompts)]
         yield [
-            [source.randrange(3, 500) for _ in range(source.randint(*load.num_tokens))]
-            for _ in range(load.num_prompts)
+            [[source.randrange(3, 500) for _ in range(length)] for length in lengths]
+            for _ in range(4)
         ]
 
 
@@ -84,22 +85,42 @@ def engines(
         yield made
 
 
-def measure(
-    made: dict[str, EngineProcess], load: Load, rounds: int, say: Say
-) -> tuple[dict[str, list[dict[str, float]]], dict[str, int]]:
-    """What each engine took for each batch, and the bytes it copied for all of them."""
-    seen: dict[str, list[dict[str, float]]] = {name: [] for name in made}
-    source, names, before = batches(load, seed=5), list(made), {}
+@dataclass
+class Seen:
+    """Of one engine: seconds that each round took alone and with its cache.
+
+    ``more_cpu_s`` is the CPU time that the cache's batches took beyond the others.
+    """
+
+    alone_s: list[float] = field(default_factory=list)
+    cached_s: list[float] = field(default_factory=list)
+    more_cpu_s: float = 0.0
+    num_requests: int = 0
+    bytes_copied: int = 0
+
+
+def measure(made: dict[str, EngineProcess], load: Load, rounds: int, say: Say) -> dict[str, Seen]:
+    """All engines in turn; the first rounds warm everything up."""
+    seen = {name: Seen() for name in made}
+    source = rounds_of(load, seed=5)
     for number in range(-WARM_UP_ROUNDS, rounds):
-        prompts, turn = next(source), number % len(names)
-        if number == 0:
-            before = {name: bytes_copied(engine) for name, engine in made.items()}
-        for name in names[turn:] + names[:turn]:
+        for name, engine in made.items():
             say(f"round {number + 1} of {rounds}: {name}")
-            took = made[name].serve(prompts, NUM_GENERATED)
-            if number >= 0:
-                seen[name].append(took)
-    return seen, {name: bytes_copied(engine) - before[name] for name, engine in made.items()}
+            copied = bytes_copied(engine)
+            took: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+            order = [bool(number % 2), not number % 2, not number % 2, bool(number % 2)]
+            for cached, prompts in zip(order, next(source), strict=True):
+                took[cached].append(engine.serve(prompts, NUM_GENERATED, cached))
+            if number < 0:
+                continue
+            mine = seen[name]
+            mine.cached_s.append(sum(batch["wall_s"] for batch in took[True]))
+            mine.alone_s.append(sum(batch["wall_s"] for batch in took[False]))
+            mine.more_cpu_s += sum(batch["cpu_s"] for batch in took[True])
+            mine.more_cpu_s -= sum(batch["cpu_s"] for batch in took[False])
+            mine.num_requests += 2 * load.num_prompts
+            mine.bytes_copied += bytes_copied(engine) - copied
+    return seen
 
 
 def bytes_copied(engine: EngineProcess) -> int:
@@ -120,29 +141,24 @@ def memcpy_bytes_per_s() -> float:
     return source.nbytes / min(times)
 
 
-def figures(
-    seen: dict[str, list[dict[str, float]]], copied: dict[str, int], memcpy: float
-) -> Iterator[Result]:
-    """Throughput of each engine as a ratio to vLLM alone, batch by batch."""
+def figures(seen: dict[str, Seen], memcpy: float) -> Iterator[Result]:
+    """Throughput with each cache as a ratio to the same engine without it, round by round."""
     for name, mine in seen.items():
-        if name == ALONE:
-            continue
-        wall = [a["wall_s"] / b["wall_s"] for a, b in zip(seen[ALONE], mine, strict=True)]
-        cpu = [b["cpu_s"] / a["cpu_s"] for a, b in zip(seen[ALONE], mine, strict=True)]
-        quartiles = statistics.quantiles(wall, n=4)
-        took_s = sum(batch["wall_s"] for batch in mine)
+        ratios = [alone / cached for alone, cached in zip(mine.alone_s, mine.cached_s, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        cached_s = sum(mine.cached_s)
         note = (
-            f"half of the batches between {quartiles[0]:.3f} and {quartiles[2]:.3f}; over all "
-            f"{sum(batch['wall_s'] for batch in seen[ALONE]) / took_s:.3f}; "
-            f"{statistics.median(cpu):.3f} of the CPU time"
+            f"half of the rounds between {low:.3f} and {high:.3f}, over all "
+            f"{sum(mine.alone_s) / cached_s:.3f}; per request "
+            f"{(cached_s - sum(mine.alone_s)) / mine.num_requests * 1e3:.2f} of "
+            f"{cached_s / mine.num_requests * 1e3:.1f} ms, "
+            f"{mine.more_cpu_s / mine.num_requests * 1e3:.2f} ms of CPU time"
         )
-        if copied[name]:
-            share = copied[name] / memcpy / took_s
-            note += (
-                f"; copied {copied[name] / 1e6:.0f} MB, at memcpy's speed {share:.2%} of the time"
-            )
+        if mine.bytes_copied:
+            copies_s = mine.bytes_copied / memcpy / mine.num_requests
+            note += f", {copies_s * 1e3:.2f} ms of copies at memcpy's speed"
         limit = TO_REACH if name.startswith("FlexCache") else None
-        yield Result(f"{name}: throughput, of vLLM alone", "", wall, limit=limit, note=note)
+        yield Result(f"{name}: throughput, of vLLM alone", "", ratios, limit=limit, note=note)
 
 
 def run(
@@ -153,13 +169,13 @@ def run(
         tempfile.TemporaryDirectory(dir=directory) as work_dir,
         engines(model, names, work_dir, say) as made,
     ):
-        seen, copied = measure(made, LOADS[model], rounds, say)
+        seen = measure(made, LOADS[model], rounds, say)
         memcpy = memcpy_bytes_per_s()
-    yield from figures(seen, copied, memcpy)
+    yield from figures(seen, memcpy)
 
 
 def cases(
-    directory: Path, say: Say, rounds: int = 8, models: Sequence[str] = tuple(LOADS),
+    directory: Path, say: Say, rounds: int = ROUNDS, models: Sequence[str] = tuple(LOADS),
     names: Sequence[str] = (),
 ) -> list[Case]:  # fmt: skip
     """One per model."""
@@ -174,8 +190,10 @@ def cases(
 
 def main(
     model: Annotated[list[str], typer.Option(help="tiny, mid.")] = list(LOADS),  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="After two to warm up.")] = 8,
-    only: Annotated[str, typer.Option(help="Besides vLLM alone, engines with this name.")] = "",
+    rounds: Annotated[int, typer.Option(help="After one to warm up.")] = ROUNDS,
+    only: Annotated[
+        str, typer.Option(help="Besides vLLM alone, those with this in the name.")
+    ] = "",
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tier.")] = Path("."),
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:

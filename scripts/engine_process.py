@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,17 @@ class EngineProcess:
         """One prompt: ``ttft_s``, ``tokens`` generated, ``cached`` tokens of the prompt."""
         return dict(self._call("ask", tokens=list(tokens)))
 
-    def serve(self, prompts: Sequence[Sequence[int]], num_generated: int) -> dict[str, float]:
+    def serve(
+        self, prompts: Sequence[Sequence[int]], num_generated: int, cached: bool = True
+    ) -> dict[str, float]:
         """All prompts at once, until what they leave behind is stored.
 
+        Without ``cached`` the engine is vLLM alone for the time: its KV connector is taken out.
         Returns ``wall_s``, and ``cpu_s`` of the process and its children.
         """
-        return dict(self._call("serve", prompts=prompts, num_generated=num_generated))
+        return dict(
+            self._call("serve", prompts=prompts, num_generated=num_generated, cached=cached)
+        )
 
     def settle(self) -> None:
         """Wait until what was stored is in every tier."""
@@ -167,7 +172,7 @@ class Engine:
             "cached": output.num_cached_tokens,
         }
 
-    def serve(self, prompts: list[list[int]], num_generated: int) -> dict[str, float]:
+    def serve(self, prompts: list[list[int]], num_generated: int, cached: bool) -> dict[str, float]:
         import psutil
 
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -175,13 +180,26 @@ class Engine:
         def cpu_s() -> float:
             return sum(sum(process.cpu_times()[:2]) for process in family)
 
-        started, cpu_before = time.perf_counter(), cpu_s()
-        outputs = self._generate(prompts, num_generated)
-        self.settle()
-        took = {"wall_s": time.perf_counter() - started, "cpu_s": cpu_s() - cpu_before}
+        with nullcontext() if cached else self._alone():
+            started, cpu_before = time.perf_counter(), cpu_s()
+            outputs = self._generate(prompts, num_generated)
+            self.settle()
+            took = {"wall_s": time.perf_counter() - started, "cpu_s": cpu_s() - cpu_before}
         assert all(len(output.outputs[0].token_ids) == num_generated for output in outputs)
         assert sum(output.num_cached_tokens or 0 for output in outputs) == 0, "a prompt was known"
         return took
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """vLLM asks for its connector anew at each step, in the scheduler and in the worker."""
+        from vllm.distributed.kv_transfer import kv_transfer_state as worker
+
+        taken = self._scheduler.connector, worker._KV_CONNECTOR_AGENT
+        self._scheduler.connector = worker._KV_CONNECTOR_AGENT = None
+        try:
+            yield
+        finally:
+            self._scheduler.connector, worker._KV_CONNECTOR_AGENT = taken
 
     def settle(self) -> None:
         """Until every tier has what was stored; of vLLM's own offloading, until DRAM has it."""
@@ -222,8 +240,9 @@ class Engine:
 
     @property
     def _manager(self) -> Any:
-        is_ours = self._settings.system == "FlexCache"
-        return self._scheduler.connector._scheduler.manager if is_ours else None
+        connector = self._scheduler.connector
+        is_ours = self._settings.system == "FlexCache" and connector is not None
+        return connector._scheduler.manager if is_ours else None
 
     def _generate(self, prompts: list[list[int]], num_generated: int) -> Any:
         from vllm import SamplingParams
