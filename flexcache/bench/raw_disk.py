@@ -1,0 +1,91 @@
+"""What a directory's device can do with nothing above it: fio, or without it a bare loop."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import shutil
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from flexcache.storage.block_io import BlockIO, Direction, Request
+
+QUEUE_DEPTH = 32
+"""I/Os in flight, as `ssd_queue_depth` has it."""
+
+
+class RawDisk(ABC):
+    """Writes and reads ``size`` bytes of one file past the page cache, in blocks."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, direction: Direction) -> float:
+        """GB/s."""
+
+
+class Fio(RawDisk):
+    """fio, writing over a file that is there already."""
+
+    def __init__(self, path: Path, size: int, block_bytes: int, engine: str, *options: str) -> None:
+        self.name = f"fio, {engine}"
+        self._command = [
+            "fio", "--name=bound", f"--filename={path / 'fio'}", f"--bs={block_bytes}",
+            f"--size={size}", "--direct=1", f"--ioengine={engine}", f"--iodepth={QUEUE_DEPTH}",
+            "--overwrite=1", "--output-format=json", *options,
+        ]  # fmt: skip
+        self.run(Direction.WRITE)  # lays the file out
+
+    def run(self, direction: Direction) -> float:
+        command = [*self._command, f"--rw={direction.value}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        answer = done.stdout[done.stdout.index("{") :]  # warnings may come before
+        job = json.loads(answer)["jobs"][0][direction.value]
+        return float(job["io_bytes"] / job["runtime"] / 1e6)
+
+
+class BareLoop(RawDisk):
+    """FlexCache's own block I/O engine with no cache around it."""
+
+    def __init__(self, path: Path, size: int, block_bytes: int, io: BlockIO) -> None:
+        self.name = f"bare {io.name} loop"
+        self._io = io
+        self._offsets = range(0, size, block_bytes)
+        self._fd = os.open(path / "bare", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        memory = memoryview(mmap.mmap(-1, QUEUE_DEPTH * block_bytes))
+        self._buffers = [
+            memory[i * block_bytes : (i + 1) * block_bytes] for i in range(QUEUE_DEPTH)
+        ]
+        self._size = size
+        self.run(Direction.WRITE)
+
+    def run(self, direction: Direction) -> float:
+        left, free, busy = list(self._offsets)[::-1], list(range(QUEUE_DEPTH)), 0
+        started = time.perf_counter()
+        while left or busy:
+            requests = []
+            while left and free:
+                buffer, offset = free.pop(), left.pop()
+                requests.append(
+                    Request(buffer, direction, self._fd, offset, [self._buffers[buffer]])
+                )
+            self._io.submit(requests)
+            busy += len(requests)
+            select.select([self._io.fileno()], [], [])
+            for completion in self._io.reap():
+                if completion.result != len(self._buffers[0]):
+                    raise OSError(f"{direction.value}: {completion.result}")
+                free.append(completion.token)
+                busy -= 1
+        return self._size / (time.perf_counter() - started) / 1e9
+
+
+def raw_disks(path: Path, size: int, block_bytes: int, io: BlockIO) -> list[RawDisk]:
+    """What to measure beside: fio's two asynchronous engines, or the bare loop."""
+    if shutil.which("fio"):
+        return [Fio(path, size, block_bytes, engine) for engine in ("libaio", "io_uring")]
+    return [BareLoop(path, size, block_bytes, io)]

@@ -1,0 +1,202 @@
+"""The SSD tier beside fio: the disk worker alone, and the whole way from KV tensors and back.
+
+O_DIRECT, the same directory, as many I/Os in flight, in turns. Writes end when they are durable,
+reads when their checksums were compared. Without fio a bare loop over FlexCache's own block I/O
+engine stands in, and says so.
+"""
+
+from __future__ import annotations
+
+import select
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.bench.cpu_engine import CpuEngine
+from flexcache.bench.raw_disk import QUEUE_DEPTH, RawDisk, raw_disks
+from flexcache.bench.results import Case, Result
+from flexcache.ids import OpKind
+from flexcache.storage.block_io import BlockIO, Direction, open_block_io
+from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
+from flexcache.storage.slot_index import SlotIndex
+from flexcache.transfer.messages import BlockNames, Execute, pack_ids, unpack_checksums
+from flexcache.transfer.workers.commit import GroupCommit
+from flexcache.transfer.workers.disk import DiskWorker
+
+BLOCK_BYTES = 2 << 20
+NUM_LAYERS = 32
+OP_BLOCKS, OPS_AT_ONCE = 8, 32
+TO_REACH = 0.95
+ROOT = b"root of a model!"
+
+
+def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
+    size, rounds = (2 << 30, 10) if thorough else (512 << 20, 4)
+    return [
+        Case("disk worker", partial(worker_alone, directory, size, rounds, seed)),
+        Case("whole way", partial(whole_way, directory, size, rounds, seed)),
+    ]
+
+
+class DrivenWorker:
+    """A disk worker over a pool of its own, given ops as a server gives them."""
+
+    def __init__(self, pool: DiskPool, io: BlockIO, segment: HostSegment, sync: str) -> None:
+        self._io, self._pool, self._segment = io, pool, segment
+        self._sums = np.zeros(pool.num_slots, np.uint64)
+        self._next_key = 0
+        index = SlotIndex(pool.index_fds, pool.pool_id)
+        self._commit = GroupCommit(pool.data_fds, pool.index_fds, index, sync)
+
+        def locate(slot: int) -> tuple[int, int]:
+            return locate_slot(slot, pool.data_fds, pool.slot_bytes)
+
+        self._worker = DiskWorker(io, [segment], locate, index, self._commit)
+
+    def run(self, direction: Direction) -> float:
+        """Write, or read, every slot once; GB/s."""
+        kind = OpKind.H2DISK if direction is Direction.WRITE else OpKind.DISK2H
+        starts = deque(range(0, self._pool.num_slots, OP_BLOCKS))
+        open_ops: dict[int, npt.NDArray[np.int64]] = {}
+        started = time.perf_counter()
+        while starts or open_ops:
+            while starts and len(open_ops) < OPS_AT_ONCE:
+                start = starts.popleft()
+                slots = np.arange(start, min(start + OP_BLOCKS, self._pool.num_slots))
+                open_ops[start] = slots
+                self._worker.execute(self._order(kind, start, slots))
+            for done in self._worker.advance():
+                slots = open_ops.pop(done.op_id)
+                if done.num_ok != len(slots):
+                    raise AssertionError(done.error)
+                if kind is OpKind.H2DISK:
+                    self._sums[slots] = unpack_checksums(done.checksums)
+            if len(open_ops) == OPS_AT_ONCE or not starts:
+                select.select([self._io.fileno(), self._commit.fileno()], [], [], 0.1)
+        took = time.perf_counter() - started
+        return self._pool.num_slots * self._pool.slot_bytes / took / 1e9
+
+    def check(self) -> None:
+        """Raise unless what was read last are the bytes that were written."""
+        for block in range(self._segment.num_blocks):
+            self._segment.block(block)[:] = bytes(self._segment.stride)
+        self.run(Direction.READ)  # compares checksums
+        if not all(any(self._segment.block(b)[:64]) for b in range(self._segment.num_blocks)):
+            raise AssertionError("blocks that were not read")
+
+    def _order(self, kind: OpKind, op_id: int, slots: npt.NDArray[np.int64]) -> Execute:
+        host = pack_ids(slots % self._segment.num_blocks)
+        if kind is OpKind.DISK2H:
+            sums = self._sums[slots].tobytes()
+            return Execute(op_id, kind, pack_ids(slots), host, 1, checksums=sums)
+        keys = [(self._next_key + i).to_bytes(32, "big") for i in range(len(slots))]
+        self._next_key += len(slots)
+        names = BlockNames(ROOT, 0, b"", keys)
+        return Execute(op_id, kind, host, pack_ids(slots), 1, names=names)
+
+    def close(self) -> None:
+        self._commit.close()
+        self._pool.close()
+
+
+@contextmanager
+def driven_workers(
+    path: Path, size: int, io: BlockIO, seed: int, syncs: Sequence[str]
+) -> Iterator[dict[str, DrivenWorker]]:
+    """A worker per sync policy, over pools whose slots have all been written and read once."""
+    num_slots = size // BLOCK_BYTES
+    with ExitStack() as stack:
+        segment = HostSegment.create(BLOCK_BYTES, OPS_AT_ONCE * OP_BLOCKS)
+        stack.callback(segment.close)
+        segment.map()
+        made = {}
+        for sync in syncs:
+            rng = np.random.default_rng(seed)
+            for block in range(segment.num_blocks):
+                segment.block(block)[:] = rng.bytes(BLOCK_BYTES)
+            pool = DiskPool([str(path / sync)], BLOCK_BYTES, num_slots, direct_io=True)
+            reserve_space(pool.index_fds[0], index_file_bytes(num_slots))
+            reserve_space(pool.data_fds[0], data_file_bytes(num_slots, BLOCK_BYTES))
+            made[sync] = DrivenWorker(pool, io, segment, sync)
+            stack.callback(made[sync].close)
+            made[sync].run(Direction.WRITE)
+            made[sync].check()
+        yield made
+
+
+def worker_alone(path: Path, size: int, rounds: int, seed: int) -> Iterator[Result]:
+    """What the disk worker makes of the device, without messages and processes."""
+    io = open_block_io("auto", QUEUE_DEPTH)
+    try:
+        with driven_workers(path, size, io, seed, ("group",)) as made:
+            ways = {"disk worker": made["group"].run}
+            yield from beside_raw(ways, raw_disks(path, size, BLOCK_BYTES, io), rounds)
+    finally:
+        io.close()
+
+
+def whole_way(path: Path, size: int, rounds: int, seed: int) -> Iterator[Result]:
+    """KV tensors to SSD until it is durable, and back to KV tensors with DRAM emptied."""
+    num_blocks = size // BLOCK_BYTES
+    settings = {
+        "num_cpu_blocks": num_blocks + num_blocks // 4,
+        "num_ssd_blocks": 2 * num_blocks,
+        "ssd_cache_dirs": [str(path / "cache")],
+        "skip_slow_loads": False,
+    }
+    io = open_block_io("auto", QUEUE_DEPTH)
+    with CpuEngine(NUM_LAYERS, BLOCK_BYTES // NUM_LAYERS, num_blocks, seed, **settings) as engine:
+        order, other_order = engine.order(), engine.order()
+        prompts: list[npt.NDArray[np.int64]] = []
+
+        def move(direction: Direction) -> float:
+            if direction is Direction.WRITE:
+                prompts[:] = [engine.prompt(num_blocks)]
+            engine.manager.clear("CPU")
+            started = time.perf_counter()
+            if direction is Direction.WRITE:
+                engine.store(prompts, order, completely=True)
+            else:
+                engine.load(prompts, other_order)
+            return engine.num_bytes / (time.perf_counter() - started) / 1e9
+
+        original = engine.memory.clone()
+        move(Direction.WRITE)
+        engine.memory.zero_()
+        move(Direction.READ)
+        engine.check_blocks(other_order, original, order)
+        del original
+        try:
+            ways = {"whole way": move}
+            yield from beside_raw(ways, raw_disks(path, size, BLOCK_BYTES, io), rounds)
+        finally:
+            io.close()
+
+
+def beside_raw(
+    ways: Mapping[str, Callable[[Direction], float]], raw: Sequence[RawDisk], rounds: int
+) -> Iterator[Result]:
+    """GB/s of each way and of each raw disk, in turns; the bound is the best of the latter."""
+    everything = {**ways, **{disk.name: disk.run for disk in raw}}
+    for direction in (Direction.WRITE, Direction.READ):
+        found: dict[str, list[float]] = {name: [] for name in everything}
+        for _ in range(rounds):
+            for name, run in everything.items():
+                found[name].append(run(direction))
+        bounds = {disk.name: statistics.median(found[disk.name]) for disk in raw}
+        best = max(bounds, key=lambda name: bounds[name])
+        others = ", ".join(f"{name} {rate:.2f}" for name, rate in bounds.items() if name != best)
+        for name in ways:
+            yield Result(
+                f"{name}, {direction.value}", "GB/s", found[name], bounds[best], best,
+                reach=TO_REACH, note=others,
+            )  # fmt: skip
