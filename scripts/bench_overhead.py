@@ -5,8 +5,9 @@
 Every prompt is new, so all that a cache can do is cost. In a round an engine serves four batches of
 prompts of the same lengths: with its KV connector, twice with that taken out, and with it again (or
 the other way round), so that drift cancels. Two engines, even two equal ones, differ by more than
-what is to be measured. A batch ends when all that it leaves behind is stored in every tier (of vLLM's own offloading: in
-DRAM). An engine without a cache, asked likewise, says how far equal rounds are apart.
+what is to be measured. A batch ends when all that it leaves behind is stored in every tier (of
+vLLM's own offloading: in DRAM). An engine without a cache, asked likewise, says how far equal
+rounds are apart.
 """
 
 from __future__ import annotations
