@@ -231,7 +231,7 @@ def beside_mooncake() -> Iterator[Result]:
 SECTIONS = ("server", "dram", "disk", "fio", "mooncake", "ttft", "overhead")
 
 
-def cases(section: str, venvs: Path, directory: Path, say: Say) -> list[Case]:
+def cases(section: str, venvs: Path, directory: Path, scratch: Path, say: Say) -> list[Case]:
     match section:
         case "server":
             return [Case("beside LMCache's server", partial(beside_lmcache_server, venvs))]
@@ -242,7 +242,6 @@ def cases(section: str, venvs: Path, directory: Path, say: Say) -> list[Case]:
                 Case("beside LMCache and raw reads", partial(beside_lmcache_disk, venvs, directory))
             ]
         case "fio":
-            scratch = Path(tempfile.mkdtemp(dir=directory))
             return load_section("ssd", Settings(directory=directory), scratch)
         case "mooncake":
             return [Case("Mooncake Store alone", beside_mooncake)]
@@ -259,10 +258,14 @@ def main(
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tiers.")] = Path("."),
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
-    def sections(say: Say) -> dict[str, list[Case]]:
-        return {name: cases(name, venvs.absolute(), directory, say) for name in only}
+    with tempfile.TemporaryDirectory(dir=directory, prefix="flexcache-bench-") as scratch:
 
-    raise typer.Exit(run_and_show(sections, directory, json_file))
+        def sections(say: Say) -> dict[str, list[Case]]:
+            return {
+                name: cases(name, venvs.absolute(), directory, Path(scratch), say) for name in only
+            }
+
+        raise typer.Exit(run_and_show(sections, directory, json_file))
 
 
 if __name__ == "__main__":
