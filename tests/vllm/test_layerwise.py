@@ -18,7 +18,9 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
+from flexcache.integration.vllm.step_loads import StepLoads
 from flexcache.transfer.workers import device
+from flexcache.transfer.workers.layer_load import LayerLoad
 
 BLOCK = 32
 _seeds = itertools.count(5001)
@@ -234,6 +236,16 @@ def test_a_request_that_ends_with_its_first_token_leaves_nothing_behind(
     assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
 
 
+def test_layers_that_hold_nothing_to_load_may_be_announced_too() -> None:
+    loads, load = StepLoads(["a"], 60), LayerLoad({"a": 1}, 1)
+    load.begin_part()
+    load.part_started(1, None)
+    loads.add(load, [7])
+    for name in ("an encoder's", "a"):
+        loads.before_layer(name)
+    assert loads.finish() == set()
+
+
 # -- loads that do not ---------------------------------------------------------------------------
 
 
@@ -376,15 +388,63 @@ def test_blocks_of_a_lost_load_are_not_shared_when_their_request_is_aborted(
     assert len(watch.by_layer) == 2  # all of it was loaded: vLLM had none
 
 
+def test_blocks_of_a_lost_load_are_not_shared_when_its_request_is_aborted_within_the_step(
+    engine: Engine,
+    watch: Watch,
+    on_the_gpu: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM takes in aborts between the model's run and the news of what was lost in it."""
+    prompt = make_prompt(600, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    engine.settle()
+    engine.forget_gpu()
+    engine.manager.clear("SSD")
+    scrub(on_the_gpu)
+    launch = engine.manager.launch
+
+    def launch_and_forget(*arguments: Any, **options: Any) -> None:
+        launch(*arguments, **options)
+        engine.manager.clear("CPU")  # a put of the garbage would find room
+
+    core = engine.llm.llm_engine.engine_core.engine_core
+    with monkeypatch.context() as patch:
+        lose_the_task(engine, patch)
+        patch.setattr(engine.manager, "launch", launch_and_forget)
+        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        engine.llm.llm_engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
+        core.aborts_queue.put(list(core.scheduler.requests))
+        engine.llm.llm_engine.step()
+        assert not core.scheduler.running
+        engine.settle()
+    engine.llm.llm_engine.abort_request(["aborted"])
+    assert watch.by_layer == [True]
+    side = engine.scheduler.connector._scheduler
+    assert not (side._gets or side._in_step or side._failed)
+    scrub(on_the_gpu)
+    assert tokens_of(engine, prompt) == cold
+
+
 # -- what decides --------------------------------------------------------------------------------
 
 
 def test_on_is_refused_for_an_engine_that_schedules_ahead() -> None:
-    ahead = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
-    obstacle = find_obstacle(ahead)
+    obstacle = find_obstacle(config_with(async_scheduling=True))
     with pytest.raises(ConfigError, match=r"layerwise_load = 'on': .*async_scheduling=False"):
         LayerwiseRule("on", obstacle)
     assert not LayerwiseRule("auto", obstacle).allows("any")
+
+
+def test_a_lost_load_must_not_end_its_request() -> None:
+    assert "kv_load_failure_policy" in (find_obstacle(config_with(policy="fail")) or "")
+    assert find_obstacle(config_with()) is None
+
+
+def config_with(async_scheduling: bool = False, policy: str = "recompute") -> Any:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=async_scheduling),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
+    )
 
 
 def test_auto_loads_by_layer_while_nothing_else_runs() -> None:

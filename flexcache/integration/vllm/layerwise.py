@@ -50,6 +50,8 @@ def find_obstacle(vllm_config: Any) -> str | None:
     """
     if vllm_config.scheduler_config.async_scheduling:
         return "vLLM does not recover from a load lost in a step; set async_scheduling=False"
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        return "a load lost in a step would end its request; kv_load_failure_policy='recompute'"
     if getattr(vllm_config, "use_v2_model_runner", False):
         return "not tested with vLLM's second model runner; set VLLM_USE_V2_MODEL_RUNNER=0"
     return None

@@ -63,13 +63,15 @@ class _Get:
     """What vLLM was told last: that the load runs within the request's first step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InStep:
     """A load within a step: its first block's place and key, and all blocks from there on."""
 
     first: int
     key: bytes
     block_ids: list[int]
+    has_ended: bool = False
+    """Its request has, before it was known whether the load has come."""
 
 
 @dataclass(slots=True)
@@ -206,12 +208,16 @@ class FlexCacheScheduler:
         request_id = request.request_id
         self._failed.discard(request_id)
         self._undecided.pop(request_id, None)
-        self._in_step.pop(request_id, None)
         self._layerwise.finished(request_id)
+        in_step = self._in_step.get(request_id)
+        if in_step is not None:
+            in_step.has_ended = True
         get = self._gets.get(request_id)
         self._cancel_get(request_id)
         if get is not None and get.launched:  # aborted while loading; the workers report its end
             return False
+        if in_step is not None and request.status.name == "FINISHED_ABORTED":
+            return False  # what its blocks hold is not known yet
         # What is certain to be computed: not a step in flight, nor the token just sampled.
         num_tokens = min(
             request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
@@ -259,13 +265,15 @@ class FlexCacheScheduler:
                 self._failed.add(request_id)
 
     def _forget_lost_loads(self, bad_blocks: Collection[int]) -> None:
-        """vLLM has the requests compute the blocks anew, but until then would share them."""
+        """vLLM has the requests compute the blocks anew, but until then would share them, and for
+        good if the request was aborted while its step ran."""
         in_step, self._in_step = self._in_step, {}
         for request_id, load in in_step.items():
             if self.forget_blocks is None or not set(load.block_ids).intersection(bad_blocks):
                 continue
-            logger.warning("FlexCache lost a load of %s, vLLM recomputes it", request_id)
-            self._failed.add(request_id)
+            logger.warning("FlexCache lost a load of %s, vLLM computes it instead", request_id)
+            if not load.has_ended:
+                self._failed.add(request_id)
             self.forget_blocks(set(load.block_ids))
 
     def hit_sources(self, request_id: str) -> dict[TierName, int]:

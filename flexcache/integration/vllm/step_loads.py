@@ -54,7 +54,7 @@ class StepLoads:
         loads, self._loads = self._loads, []
         if not loads:
             return set()
-        was_early = self._all_are_announced and self._announced != self._layers
+        was_early = self._all_are_announced and not self._layers <= self._announced
         self._all_are_announced &= not was_early
         bad: set[int] = set()
         for load, block_ids in loads:
