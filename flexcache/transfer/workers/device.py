@@ -66,6 +66,7 @@ class DeviceWorker:
         self._layout = layout
         self._segment = segment
         self._copier = copier
+        self._loads_by_layer: deque[Execute] = deque()
         self._loads: deque[Execute] = deque()
         self._stores: deque[Execute] = deque()
         self._parked: dict[int, list[Execute]] = {}  # task id -> ops behind its gate
@@ -89,7 +90,9 @@ class DeviceWorker:
 
     @property
     def _has_to_start(self) -> bool:
-        return bool(self._in_parts or self._loads or self._stores or self._dropped)
+        return bool(
+            self._loads_by_layer or self._in_parts or self._loads or self._stores or self._dropped
+        )
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let ops of these tasks go, behind what the engine has queued up to now. Thread-safe."""
@@ -139,10 +142,12 @@ class DeviceWorker:
     def execute(self, message: Execute) -> None:
         with self._gate_lock:
             is_open = not message.gated or message.task_id in self._gates
-        if is_open:
-            (self._loads if message.kind is OpKind.H2D else self._stores).append(message)
-        else:
+        if not is_open:
             self._parked.setdefault(message.task_id, []).append(message)
+        elif self._layer_load(message) is not None:
+            self._loads_by_layer.append(message)
+        else:
+            (self._loads if message.kind is OpKind.H2D else self._stores).append(message)
 
     def drop(self, op_id: int) -> None:
         """The op is not wanted any more; if it has not started, it ends with nothing moved."""
@@ -153,7 +158,9 @@ class DeviceWorker:
         self._release_parked()
         done = self._end_dropped()
         # On the CPU a start is the whole copy: one a turn, so that messages get through.
-        if self._in_parts:
+        if self._loads_by_layer:
+            done.extend(self._start(self._loads_by_layer.popleft()))
+        elif self._in_parts:
             copies = min(self._in_parts, key=lambda copies: copies.num_started)
             done.extend(self._start_part(copies, self._layer_load(copies.message)))
         elif queue := self._loads or self._stores:
@@ -180,7 +187,8 @@ class DeviceWorker:
         if not self._dropped:
             return []
         ended = []
-        for queue in (self._loads, self._stores, *self._parked.values()):
+        queues = (self._loads_by_layer, self._loads, self._stores, *self._parked.values())
+        for queue in queues:
             for message in [m for m in queue if m.op_id in self._dropped]:
                 queue.remove(message)
                 ended.append(self._failed(message, "dropped before it started"))
