@@ -57,6 +57,19 @@ def cases(thorough: bool, seed: int) -> list[Case]:
     ]
 
 
+def pinning_copier(device: torch.device, segment: HostSegment) -> CudaCopier:
+    """A copier with the segment pinned: what is measured beside it is to be of pinned memory.
+
+    Raises:
+        NotHere: It cannot be pinned.
+    """
+    copier = CudaCopier(device)
+    copier.attach(segment)
+    if not copier.is_pinned:
+        raise NotHere(f"{segment.size >> 20} MiB of host memory cannot be pinned")
+    return copier
+
+
 class Pool:
     """An engine's tensors, a host pool of as many blocks, and a copier between them."""
 
@@ -79,8 +92,7 @@ class Pool:
         memory = (ctypes.c_uint8 * segment.size).from_address(segment.address)
         self.host = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, segment.stride)
         torch.cuda.synchronize()
-        self.copier = CudaCopier(self.device)
-        self.copier.attach(segment)
+        self.copier = pinning_copier(self.device, segment)
 
     def runs(self, kind: OpKind, first: int = 0, count: int | None = None) -> Runs:
         """The copies of some of the blocks, as the device worker would order them."""
@@ -347,9 +359,9 @@ def pinning(rounds: int) -> Iterable[Result]:
         segment.map()
         speeds = []
         for _ in range(rounds):
-            copier = CudaCopier(torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
             started = time.perf_counter()
-            copier.attach(segment)
+            copier = pinning_copier(device, segment)
             took = time.perf_counter() - started
             copier.close()
             speeds.append(num_bytes / took / 1e9)

@@ -339,9 +339,9 @@ class KVTPClient:
             self._fence = Fence.open(welcome.fence)
             self._fence.hold()
             self._segment = HostSegment.open(welcome.segment)
-            self._segment.map(lambda: self._link.offer(Ping()))
+            self._segment.map(self._show_life)
             copier = open_copier(next(iter(self._kv_caches.values())).device)
-            copier.attach(self._segment)
+            copier.attach(self._segment, self._show_life)
         except (FlexCacheError, RuntimeError, OSError) as error:
             answer = Register("", 0, f"{error} (the server has {welcome.fingerprint})")
         else:
@@ -350,6 +350,9 @@ class KVTPClient:
         self._epoch = welcome.epoch
         self._set_state(ClientState.REGISTERING)
         self._link.send(answer)
+
+    def _show_life(self) -> None:
+        self._link.offer(Ping())
 
     def _let_go(self) -> None:
         """Wait for copies under way; from then on the engine's slots are its own again."""

@@ -142,6 +142,7 @@ def test_a_refused_op_is_over_before_it_is_said_to_have_failed(rig: Rig) -> None
 def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(rig: Rig) -> None:
     rig.cuda.most_registered = 0
     rig.copier.attach(rig.segment)
+    assert not rig.copier.is_pinned
     assert rig.copier.ways == (CopyWay.ENGINE,)
     rig.start(OpKind.D2H, [4], [2])
     assert bytes(rig.segment.block(2)) == rig.device[4 * BLOCK : 5 * BLOCK].tobytes()
@@ -149,6 +150,7 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(rig: Rig) -> None:
 
 def test_closing_waits_for_both_streams_before_it_unpins(rig: Rig) -> None:
     rig.copier.attach(rig.segment)
+    assert rig.copier.is_pinned
     rig.notes.clear()
     rig.copier.close()
     assert rig.notes == [("synchronize", stream) for stream in STREAMS]

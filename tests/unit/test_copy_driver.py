@@ -123,7 +123,11 @@ def segment() -> Iterator[HostSegment]:
 
 def test_a_segment_is_pinned_in_pieces_that_no_block_lies_across(segment: HostSegment) -> None:
     cuda = FakeCuda()
-    pinned = PinnedSegment(bound(cuda), segment, step=3 * segment.stride + 100)
+    seen: list[int] = []
+    pinned = PinnedSegment(
+        bound(cuda), segment, 3 * segment.stride + 100, lambda: seen.append(len(cuda.registered))
+    )
+    assert seen == list(range(1, len(pinned.starts) + 1))
     pieces = [3, 3, 3, 1]
     assert list(cuda.registered.values()) == [n * segment.stride for n in pieces]
     assert list(cuda.registered) == pinned.starts.tolist()

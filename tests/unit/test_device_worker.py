@@ -338,7 +338,7 @@ class LateCopier:
         self.refusal: str | None = None
         self.started: list[tuple[OpKind, str, FakeFence]] = []
 
-    def attach(self, segment: HostSegment) -> None:
+    def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
         pass
 
     def fence(self) -> FakeFence:
@@ -498,15 +498,18 @@ def test_loads_by_layer_take_turns_and_go_before_all_else(
 ) -> None:
     worker = cpu_worker(tensors, segment)
     first, second = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
+    worker.execute(order(3, OpKind.D2H, [2], [2], task_id=3))
+    worker.execute(order(4, OpKind.H2D, [3], [3], task_id=4))
     worker.execute(order(1, OpKind.H2D, [0], [0], gated=True, task_id=1))
     worker.execute(order(2, OpKind.H2D, [1], [1], gated=True, task_id=2))
-    worker.execute(order(3, OpKind.D2H, [2], [2], task_id=3))
     assert worker.advance() == []
-    worker.execute(order(4, OpKind.H2D, [3], [3], task_id=4))
-    assert worker.advance() == [Done(1, 1)]  # begun before the second was at hand
-    assert first.wait_all(0)
+    assert first.wait_layer("layer 0", 0)
+    assert not second.wait_layer("layer 0", 0)
     assert worker.advance() == []
     assert second.wait_layer("layer 0", 0)
+    assert not first.wait_all(0)
+    assert worker.advance() == [Done(1, 1)]
+    assert first.wait_all(0)
     assert not second.wait_all(0)
     assert [done.op_id for done in run_dry(worker)] == [2, 4, 3]
     assert second.wait_all(0)

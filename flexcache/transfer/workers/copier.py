@@ -5,6 +5,7 @@ The implementations do not import this module; each satisfies `Copier` by its sh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -31,8 +32,8 @@ class Fence(Protocol):
 class Copier(Protocol):
     """Moves bytes between address lists on one kind of device."""
 
-    def attach(self, segment: HostSegment) -> None:
-        """Get the host pool ready for copies."""
+    def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
+        """Get the host pool ready for copies, which may take long: a sign of life at each step."""
 
     def fence(self) -> Fence | None:
         """The point that the engine's compute has reached. Called on the engine's thread."""

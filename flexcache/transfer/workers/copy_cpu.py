@@ -32,7 +32,9 @@ class CpuCopier:
     def __init__(self) -> None:
         self._copy = load_copy_runs()
 
-    def attach(self, segment: HostSegment) -> None:
+    def attach(
+        self, segment: HostSegment, after_each_step: Callable[[], None] = lambda: None
+    ) -> None:
         pass
 
     def fence(self) -> None:

@@ -12,7 +12,7 @@ Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -62,13 +62,15 @@ class CudaCopier:
         if not self._driver.has_batch_copy:
             logger.info("the CUDA driver is older than 12.8: copies are handed to it one by one")
 
-    def attach(self, segment: HostSegment) -> None:
+    def attach(
+        self, segment: HostSegment, after_each_step: Callable[[], None] = lambda: None
+    ) -> None:
         """Pin the segment and find out when the kernel is quicker than the copy engine.
 
         Takes a second per some GB. What is missing is logged and done without.
         """
         self._driver.bind(self._context)
-        self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP)
+        self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
         if not self._pinned.is_reachable:
             return
         try:
@@ -114,6 +116,11 @@ class CudaCopier:
             stream.synchronize()  # slots of an op that failed are used again at once
             raise
         return landed
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the attached segment is page-locked; if not, copies are right but slow."""
+        return self._pinned is not None and self._pinned.starts.size > 0
 
     @property
     def ways(self) -> Sequence[CopyWay]:

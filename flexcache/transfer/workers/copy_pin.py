@@ -8,6 +8,7 @@ slower, and the planner, which measures them, then loads only what is still wort
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ class PinnedSegment:
 
     Args:
         step: Bytes to be pinned at a time, about.
+        after_each_step: Called when so many more are.
 
     Attributes:
         starts: Where each registered piece starts; empty where the segment is not pinned. A copy
@@ -30,7 +32,10 @@ class PinnedSegment:
         is_reachable: Whether a kernel may use the segment's own addresses.
     """
 
-    def __init__(self, driver: CudaDriver, segment: HostSegment, step: int) -> None:
+    def __init__(
+        self, driver: CudaDriver, segment: HostSegment, step: int,
+        after_each_step: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._driver = driver
         step = max(step // segment.stride, 1) * segment.stride
         starts = range(segment.address, segment.address + segment.size, step)
@@ -40,6 +45,7 @@ class PinnedSegment:
                 size = min(step, segment.address + segment.size - start)
                 driver.register(start, size)
                 registered.append(start)
+                after_each_step()
         except RuntimeError as error:
             self._unregister(registered)
             registered = []
