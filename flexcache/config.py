@@ -27,7 +27,7 @@ CONFIG_FILE_ENV = ENV_PREFIX + "CONFIG"
 LAYOUT_VERSION = 1
 """Goes up when the bytes that FlexCache stores for the same KV change."""
 
-EVICTION_POLICIES = ("lru",)
+EVICTION_POLICIES = ("reuse", "lru")
 IO_ENGINES = ("auto", "io_uring", "threads")
 LAYERWISE_LOADS = ("auto", "on", "off")
 WRITE_POLICIES = ("write_through", "write_back", "selective", "adaptive")
@@ -203,7 +203,11 @@ class CacheConfig:
     skip_slow_loads: bool = _setting(
         True, "Do not load what the engine computes faster, by what both were measured to take."
     )
-    eviction_policy: str = _setting("lru", f"One of {', '.join(EVICTION_POLICIES)}.")
+    eviction_policy: str = _setting(
+        "reuse",
+        "Of DRAM and SSD. lru: what was not used for longest goes first. reuse: what is worth its "
+        "place least, by how prompts of its kind came back so far; LRU where that is no better.",
+    )
     endpoint: str | None = _setting(
         None,
         "Address of a server that engines share, `ipc://PATH` or `tcp://HOST:PORT`. Unset: "

@@ -69,10 +69,13 @@ def read_trace(path: Path) -> list[Request]:
     requests = []
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        keys = [number.to_bytes(8, "big") for number in row["hash_ids"]]
-        prompt = EngineBlockKeys(ROOT, keys, len(keys))
-        requests.append(Request(row["timestamp"] / 1000, row["hash_ids"], prompt))
+        requests.append(request_of(row["timestamp"] / 1000, row["hash_ids"]))
     return requests
+
+
+def request_of(time_s: float, hash_ids: Sequence[int]) -> Request:
+    keys = [number.to_bytes(8, "big") for number in hash_ids]
+    return Request(time_s, hash_ids, EngineBlockKeys(ROOT, keys, len(keys)))
 
 
 def replay_alone(trace: list[Request], capacity: int, policy: str) -> Outcome:

@@ -201,7 +201,7 @@ class GlobalCacheEngine:
             max_backlog: At most so many are to be written below.
             retain_s: In every tier the prompt counts as used this much later.
         """
-        cached = self.host.match(keys, retain_s)
+        cached = self.host.refresh(keys, retain_s)
         first = cached.num_blocks
         first += self.host.num_in_flight(keys, first, stop)
         plan = Plan(TaskKind.PUT, keys.root, first, first)
@@ -474,7 +474,7 @@ class GlobalCacheEngine:
             tiers: None for all, each by its own policy.
         """
         for tier in self.lower if tiers is None else tiers:
-            begin = tier.match(keys, retain_s).num_blocks
+            begin = tier.refresh(keys, retain_s).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
             end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop)
             if begin >= end:

@@ -19,6 +19,10 @@ counted by length, and all beyond the longest hold is the run's evictable tail. 
 segments, because a prompt that matches part of a run makes only that part recent; it never grows
 along a run, so the tail is always its least recent part.
 
+What "recent" means is up to an eviction policy: a use counts as that much later as the policy has
+patience with the lineage of the run, and what has the lowest such time is due first. A run of a
+lineage that prompts part behind is not extended in place, so that what follows is told from it.
+
 Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number, and
 blocks with the lowest go first.
 """
@@ -33,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.eviction_policy import EvictionPolicy, Lineage, Lru
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -53,12 +58,15 @@ class Run:
     """Consecutive blocks of one sequence. Internal to the index."""
 
     __slots__ = (
-        "blocks", "children", "depth", "holds", "keys", "longest_holds", "parent", "parent_length",
-        "queued", "recency", "root", "run_id",
+        "blocks", "children", "depth", "holds", "keys", "lineage", "longest_holds", "parent",
+        "parent_length", "queued", "recency", "root", "run_id",
     )  # fmt: skip
 
-    def __init__(self, run_id: int, root: RootId, parent: Run | None, parent_length: int) -> None:
+    def __init__(
+        self, run_id: int, root: RootId, parent: Run | None, parent_length: int, lineage: Lineage
+    ) -> None:
         self.run_id = run_id
+        self.lineage = lineage
         self.root = root
         self.parent = parent
         self.parent_length = parent_length
@@ -143,7 +151,8 @@ EMPTY_MATCH = PrefixMatch(None, 0, 0)
 class PrefixIndex:
     """The tree of runs. See the module's text for what holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+        self._policy = Lru() if policy is None else policy
         self._directories: dict[RootId, dict[BlockKey, int]] = {}
         self._runs: dict[int, Run] = {}
         self._next_run_id = 0
@@ -216,11 +225,20 @@ class PrefixIndex:
             length, run = run.parent_length, run.parent
         return [key for piece in reversed(pieces) for key in piece]
 
-    def touch(self, match: PrefixMatch, now: float) -> None:
-        """Make the matched blocks as recent as ``now``. O(runs)."""
+    def use(self, match: PrefixMatch, now: float) -> None:
+        """The matched blocks are wanted: `touch` them, and let the policy know. O(runs)."""
+        if match.run is not None:
+            self._policy.use(match.run.lineage, now)
+            self.touch(match, now)
+
+    def touch(self, match: PrefixMatch, now: float, retain: float = 0.0) -> None:
+        """Make the matched blocks as recent as ``now``, or so much later. O(runs)."""
         run, length = match.run, match.length
+        if run is None:
+            return
+        due = now + retain + self._policy.patience(run.lineage)
         while run is not None:
-            run.touch(length, now)
+            run.touch(length, due)
             length, run = run.parent_length, run.parent
 
     def pin(self, match: PrefixMatch) -> None:
@@ -235,17 +253,19 @@ class PrefixIndex:
 
     def insert(
         self, parent: PrefixMatch, root: RootId, keys: Sequence[BlockKey], blocks: BlockIds,
-        now: float,
+        now: float, retain: float = 0.0,
     ) -> PrefixMatch:  # fmt: skip
         """Add blocks behind ``parent``; none of their keys may be there. Returns the new prefix.
 
-        The prefix becomes as recent as ``now``. O(1) Python steps per call, C speed per block.
+        The prefix becomes as recent as ``now``, or ``retain`` later. O(1) Python steps per call,
+        C speed per block.
         """
         if len(keys) != len(blocks) or not len(keys):
             raise InternalError(f"{len(keys)} keys for {len(blocks)} blocks")
         run, length = parent.run, parent.length
-        if run is None or length != run.length:
-            run = self._add_run(root, run, length)
+        if run is None or length != run.length or run.lineage.is_shared:
+            lineage = self._lineage(parent, root, keys[0], now)
+            run = self._add_run(root, run, length, lineage)
         offset = run.length
         run.blocks = np.concatenate((run.blocks, blocks))
         run.keys.extend(keys)
@@ -257,11 +277,13 @@ class PrefixIndex:
             raise InternalError("a key was inserted twice")
         self._num_blocks += len(keys)
         match = PrefixMatch(run, run.length, run.depth + run.length)
-        last = run.recency[-1][1] if run.recency else now
-        if now < last:
+        self._policy.extend(run.lineage, match.num_blocks)
+        due = now + retain + self._policy.patience(run.lineage)
+        last = run.recency[-1][1] if run.recency else due
+        if due < last:
             run.queued = False  # it is due sooner than the queue has it
-        run.recency.append((run.length, min(now, last)))
-        self.touch(match, now)
+        run.recency.append((run.length, min(due, last)))
+        self.touch(match, now, retain)
         self._queue_if_evictable(run)
         return match
 
@@ -286,6 +308,8 @@ class PrefixIndex:
                 self._queue_if_evictable(run)
                 continue
             keep = max(tail_start, run.length - missing)
+            if not keep and (run.parent is None or run.parent.lineage is not run.lineage):
+                self._policy.forget(run.root, run.keys[0], run.lineage)
             missing -= run.length - keep
             freed.append(self._cut(run, keep))
         return _joined(freed)
@@ -340,8 +364,24 @@ class PrefixIndex:
             self._discarded[run.run_id] = None
             run.queued = False  # what the queue may have of it is from when it was more recent
 
-    def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
-        run = Run(self._next_run_id, root, parent, parent_length)
+    def _lineage(
+        self, parent: PrefixMatch, root: RootId, first_key: BlockKey, now: float
+    ) -> Lineage:
+        """Of a run that is to hang off ``parent``: its parent's, unless several hang off that."""
+        if parent.run is None:
+            return self._policy.begin(None, root, first_key, 0, now)
+        lineage = parent.run.lineage
+        if parent.run.children and not lineage.is_shared:
+            lineage.is_shared = True
+            lineage.num_blocks = min(lineage.num_blocks, parent.num_blocks - lineage.start)
+        if not lineage.is_shared:
+            return lineage
+        return self._policy.begin(lineage, root, first_key, parent.num_blocks, now)
+
+    def _add_run(
+        self, root: RootId, parent: Run | None, parent_length: int, lineage: Lineage
+    ) -> Run:
+        run = Run(self._next_run_id, root, parent, parent_length, lineage)
         self._next_run_id += 1
         self._runs[run.run_id] = run
         if parent is not None:
@@ -384,6 +424,7 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(blocks)."""
+        self._policy.check()
         num_blocks = 0
         queued = {run_id for _, run_id in self._lru}
         for run in self._runs.values():
@@ -417,6 +458,8 @@ class PrefixIndex:
             if run.holds is None or run.holds.get(length, 0) < attached.count(length):
                 raise InternalError(f"{name} does not hold its children")
         if run.parent is not None:
+            if run.parent.lineage is not run.lineage and not run.parent.lineage.is_shared:
+                raise InternalError(f"{name} parted from a lineage that is not shared")
             if self._runs.get(run.parent.run_id) is not run.parent:
                 raise InternalError(f"{name} hangs off a run that is gone")
             if run.recency[0][1] > run.parent.recency[0][1]:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.block_pool import BlockPool
+from flexcache.cache.eviction_policy import EvictionPolicy
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
@@ -89,10 +90,10 @@ class _Flight:
 class Tier:
     """Blocks of one tier. See the module's text for the life of a lease."""
 
-    def __init__(self, name: TierName, capacity: int) -> None:
+    def __init__(self, name: TierName, capacity: int, policy: EvictionPolicy | None = None) -> None:
         self.name = name
         self.pool = BlockPool(capacity)
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(policy)
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
@@ -110,11 +111,22 @@ class Tier:
         """Let recency be counted in seconds, from ``now`` on."""
         self._now = max(self._now, now)
 
-    def match(self, keys: BlockKeys, retain_s: float = 0.0) -> PrefixMatch:
-        """The longest prefix that is cached here, made as recent as now (or ``retain_s`` later)."""
+    def match(self, keys: BlockKeys) -> PrefixMatch:
+        """The longest prefix that is cached here. It is wanted: it counts as used now."""
         match = self.index.match(keys)
         if match.run is not None:
-            self.index.touch(match, self._tick() + retain_s)
+            self.index.use(match, self._tick())
+        return match
+
+    def refresh(self, keys: BlockKeys, retain_s: float = 0.0) -> PrefixMatch:
+        """The longest prefix that is cached here, of what is about to be stored.
+
+        It is made as recent as now, or as ``retain_s`` later. That is no use of it: whoever stores
+        a prompt has looked it up before.
+        """
+        match = self.index.match(keys)
+        if match.run is not None:
+            self.index.touch(match, self._tick(), retain_s)
         return match
 
     def num_in_flight(self, keys: BlockKeys, start: int, stop: int) -> int:
@@ -277,7 +289,7 @@ class Tier:
             stop += 1
         lease.published = self.index.insert(
             parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop],
-            self._tick() + lease.retain_s,
+            self._tick(), lease.retain_s,
         )  # fmt: skip
         self.index.pin(lease.published)
         lease.num_published = stop - start

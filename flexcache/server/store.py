@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from flexcache.cache.admission import make_admission
+from flexcache.cache.eviction import make_eviction_policy
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.remote_tier import RemoteTier
@@ -108,10 +109,12 @@ class CacheStore:
 
     def _make_engine(self) -> KVTaskEngine:
         config = self.config
-        tiers = [Tier(TierName.CPU, self._num_host_blocks)]
+        host_policy = make_eviction_policy(config.eviction_policy, self._num_host_blocks)
+        tiers = [Tier(TierName.CPU, self._num_host_blocks, host_policy)]
         policies: dict[TierName, str] = {}
         if self._num_slots:
-            tiers.append(Tier(TierName.SSD, self._num_slots))
+            ssd_policy = make_eviction_policy(config.eviction_policy, self._num_slots)
+            tiers.append(Tier(TierName.SSD, self._num_slots, ssd_policy))
             policies[TierName.SSD] = config.ssd_write_policy
         if config.remote_url is not None:
             tiers.append(RemoteTier(config.remote_absent_ttl_s))

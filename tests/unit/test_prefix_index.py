@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.eviction_policy import Lineage, Lru
 from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch, Run
 from flexcache.errors import InternalError
-from flexcache.ids import RootId
+from flexcache.ids import BlockKey, RootId
 
 NUM_IDS = 12
 LONGEST = 6
@@ -109,10 +110,31 @@ def ids_of(blocks: list[Block]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
+class Scripted(Lru):
+    """Has whatever patience the test says, and tells lineages apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_patient = 0.0
+        self.forgotten: list[tuple[RootId, BlockKey]] = []
+
+    def begin(
+        self, parent: Lineage | None, root: RootId, key: BlockKey, start: int, now: float
+    ) -> Lineage:
+        return Lineage(parent, start)
+
+    def patience(self, lineage: Lineage) -> float:
+        return self.now_patient
+
+    def forget(self, root: RootId, key: BlockKey, lineage: Lineage) -> None:
+        self.forgotten.append((root, key))
+
+
 class PrefixIndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex()
+        self.policy = Scripted()
+        self.index = PrefixIndex(self.policy)
         self.model = Model()
         self.free = list(range(NUM_IDS))
         self.now = 0
@@ -122,6 +144,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.now += later
         return self.now
 
+    @rule(patience=some_retention)
+    def change_patience(self, patience: int) -> None:
+        self.policy.now_patient = patience
+
     @rule(root=some_root, word=some_word, later=st.booleans(), retain=some_retention)
     def insert(self, root: RootId, word: str, later: bool, retain: int) -> None:
         parent = self.index.match(prompt(word, root))
@@ -130,9 +156,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         if not keys:
             return
         block_ids, self.free = self.free[: len(keys)], self.free[len(keys) :]
-        now = self.tick(later) + retain
-        inserted = self.index.insert(parent, root, keys, ids(*block_ids), now)
-        self.model.insert(root, word, block_ids, now)
+        now = self.tick(later)
+        inserted = self.index.insert(parent, root, keys, ids(*block_ids), now, retain)
+        due = now + retain + self.policy.now_patient
+        self.model.insert(root, word, block_ids, due)
         assert inserted.num_blocks == len(word)
         assert self.index.blocks(inserted).tolist() == ids_of(self.model.match(root, word))
         extends = parent.run is not None and inserted.run is parent.run
@@ -140,10 +167,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @rule(root=some_root, word=some_word, later=st.booleans(), retain=some_retention)
     def touch(self, root: RootId, word: str, later: bool, retain: int) -> None:
-        now = self.tick(later) + retain
-        self.index.touch(self.index.match(prompt(word, root)), now)
+        now = self.tick(later)
+        self.index.touch(self.index.match(prompt(word, root)), now, retain)
         for block in self.model.match(root, word):
-            block.last_use = max(block.last_use, now)
+            block.last_use = max(block.last_use, now + retain + self.policy.now_patient)
 
     @rule(root=some_root, word=some_word)
     def pin(self, root: RootId, word: str) -> None:
@@ -280,6 +307,47 @@ def test_blocks_behind_the_middle_of_a_run_branch_off() -> None:
     assert index.blocks(branch, 1).tolist() == [1, 10, 11]
     assert index.blocks(branch, 3).tolist() == [11]
     assert index.blocks(branch, 4).tolist() == []
+
+
+def lineage_of(index: PrefixIndex, word: str) -> Lineage:
+    run = index.match(prompt(word)).run
+    assert run is not None
+    return run.lineage
+
+
+def test_what_continues_a_prompt_is_of_its_lineage_wherever_it_hangs_off() -> None:
+    index = PrefixIndex(Scripted())
+    store(index, "abcd", 0)
+    store(index, "abcdef", 10)
+    store(index, "abcdeg", 20)  # its last block was another one, as where a block was not full
+    store(index, "abcdegh", 30)
+    assert lineage_of(index, "abcdegh") is lineage_of(index, "abcd")
+    assert not lineage_of(index, "abcd").is_shared
+
+
+def test_where_prompts_part_each_is_a_lineage_of_its_own_from_the_second_branch_on() -> None:
+    index = PrefixIndex(Scripted())
+    store(index, "abc", 0)
+    store(index, "axy", 10)
+    store(index, "auv", 20)
+    trunk, third = lineage_of(index, "a"), lineage_of(index, "auv")
+    assert third is not trunk
+    assert (third.parent, third.start, trunk.is_shared) == (trunk, 1, True)
+    store(index, "abcd", 30)  # its end is free, and yet it is told from the trunk
+    assert lineage_of(index, "abcd") is not trunk
+    assert index.blocks(index.match(prompt("abcd"))).tolist() == [0, 1, 2, 30]
+    index.check()
+
+
+def test_a_policy_hears_of_a_lineage_whose_first_block_was_evicted() -> None:
+    policy = Scripted()
+    index = PrefixIndex(policy)
+    store(index, "abcd", 0, now=1)
+    store(index, "abxy", 10, now=2)
+    index.evict(3)
+    assert policy.forgotten == []
+    index.evict(3)
+    assert policy.forgotten == [(ROOT, key_of("a"))]
 
 
 def test_a_match_that_ends_in_a_branch_knows_its_depth() -> None:
@@ -543,14 +611,19 @@ def _lose_the_queue(tree: Damaged) -> None:
 
 
 def _cut_off_a_branch(tree: Damaged) -> None:
-    stranger = Run(tree.trunk.run_id, ROOT, None, 0)
+    stranger = Run(tree.trunk.run_id, ROOT, None, 0, tree.trunk.lineage)
     stranger.recency = tree.trunk.recency
     tree.branch.parent = stranger
+
+
+def _part_from_a_lineage_unseen(tree: Damaged) -> None:
+    tree.branch.lineage = Lineage(None, 0)
 
 
 @pytest.mark.parametrize(
     "damage",
     [
+        _part_from_a_lineage_unseen,
         _lose_count,
         _lose_a_key,
         _lose_a_block,

@@ -1,0 +1,131 @@
+"""Reuse: first goes what is worth its place least, by how prompts of its kind came back so far.
+
+Prompts look alike when they come first, but a conversation that went on three times is likely to go
+on once more, and soon if it did so soon before. Lineages are therefore sorted into *kinds*: by how
+often they came back and how long that took last time; those that never did by their length. How
+kinds come back is counted (`eviction_returns`), of evicted lineages too: each leaves a *ghost*, its
+first key, which is the first that is inserted again if it returns.
+
+Past returns may mislead, and where all kinds come back alike nothing beats LRU. Two shadows of the
+tier (`eviction_shadow`) see every use, one in LRU order and one in the order planned here; LRU it
+is unless that plan is clearly ahead.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from flexcache.cache.eviction_policy import Lineage
+from flexcache.cache.eviction_returns import BINS_PER_OCTAVE, ReturnTimes, bin_of
+from flexcache.cache.eviction_shadow import Shadow
+from flexcache.ids import BlockKey, RootId
+
+_UNBORN = -1  # the kind of a lineage without blocks
+_MAX_RETURNS = 4
+"""Lineages that came back more often are of one kind."""
+_SPELLS_PER_PLAN = 512
+_SPELLS_REMEMBERED = 16_384
+_BLOCKS_PER_GHOST = 8
+_MIN_GHOSTS = 8_192
+_HALF_LIFE = 4.0
+"""Times the tier's size, in blocks seen, after which a hit counts half in the comparison."""
+_CLEAR_LEAD = 0.005
+"""Share of all blocks seen that the plan must hit more before LRU is given up."""
+_MAX_LEAD = 0.01
+"""What counts of a lead: the larger, the later it is noticed that things have changed."""
+
+
+class Reuse:
+    """See the module's text.
+
+    Args:
+        capacity: Blocks of the tier.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._kinds: dict[tuple[int, int], int] = {}
+        self._times = ReturnTimes()
+        self._patience: list[float] = []
+        self._spells_to_plan = _SPELLS_PER_PLAN
+        self._ghosts: OrderedDict[tuple[RootId, BlockKey], Lineage] = OrderedDict()
+        self._max_ghosts = max(_MIN_GHOSTS, capacity // _BLOCKS_PER_GHOST)
+        self._lru_shadow = Shadow(capacity)
+        self._planned_shadow = Shadow(capacity)
+        self._lead = 0.0  # blocks that the planned shadow found above the other's, decayed
+        self._compared = 0.0  # blocks that both saw, decayed
+        self._is_lru = True
+
+    def begin(
+        self, parent: Lineage | None, root: RootId, key: BlockKey, start: int, now: float
+    ) -> Lineage:
+        lineage = self._ghosts.pop((root, key), None)
+        if lineage is None:
+            lineage = Lineage(parent, start)
+            lineage.kind = _UNBORN
+            lineage.used_at = now
+        elif lineage.used_at < now:
+            self.use(lineage, now)
+        return lineage
+
+    def extend(self, lineage: Lineage, end: int) -> None:
+        added = end - lineage.start - lineage.num_blocks
+        if added <= 0:
+            return
+        lineage.num_blocks += added
+        if lineage.kind == _UNBORN:
+            lineage.kind = self._kind(0, end.bit_length())
+            self._begin_spell(lineage)
+        else:
+            self._times.grow(lineage.kind, added)
+            self._see(lineage, 0)
+
+    def use(self, lineage: Lineage, now: float) -> None:
+        gap_bin = bin_of(now - lineage.used_at)
+        self._times.end(lineage.kind, gap_bin)
+        lineage.used_at = now
+        lineage.num_returns = min(lineage.num_returns + 1, _MAX_RETURNS)
+        lineage.kind = self._kind(lineage.num_returns, gap_bin // BINS_PER_OCTAVE)
+        self._begin_spell(lineage)
+
+    def patience(self, lineage: Lineage) -> float:
+        return 0.0 if self._is_lru else self._patience[lineage.kind]
+
+    def forget(self, root: RootId, key: BlockKey, lineage: Lineage) -> None:
+        self._ghosts[root, key] = lineage
+        if len(self._ghosts) > self._max_ghosts:
+            self._ghosts.popitem(last=False)
+
+    def check(self) -> None:
+        self._lru_shadow.check()
+        self._planned_shadow.check()
+
+    def _kind(self, num_returns: int, octave: int) -> int:
+        features = num_returns, octave
+        kind = self._kinds.get(features)
+        if kind is None:
+            kind = self._kinds[features] = self._times.add_kind()
+            self._patience.append(max(self._patience, default=0.0))
+        return kind
+
+    def _begin_spell(self, lineage: Lineage) -> None:
+        now = lineage.used_at
+        self._times.begin(lineage.kind, lineage.num_blocks, now)
+        self._see(lineage, lineage.num_blocks)
+        self._spells_to_plan -= 1
+        if self._spells_to_plan == 0:
+            self._spells_to_plan = _SPELLS_PER_PLAN
+            if self._times.num_spells > _SPELLS_REMEMBERED:
+                self._times.halve(now)
+            self._patience = self._times.best_patience(self._capacity, now)
+
+    def _see(self, lineage: Lineage, num_compared: int) -> None:
+        """Let both shadows see a use, and compare what they had of it."""
+        now = lineage.used_at
+        lru = self._lru_shadow.see(lineage, now)
+        planned = self._planned_shadow.see(lineage, now + self._patience[lineage.kind])
+        remaining = 0.5 ** (num_compared / (_HALF_LIFE * self._capacity))
+        self._compared = self._compared * remaining + num_compared
+        lead = self._lead * remaining + (planned - lru) * num_compared
+        self._lead = min(lead, _MAX_LEAD * self._compared)
+        self._is_lru = self._lead <= (_CLEAR_LEAD * self._compared if self._is_lru else 0.0)
