@@ -440,18 +440,18 @@ class KVServer:
         """Queue for the pump what the engine wants done; whether there is any of it."""
         assert self._store is not None
         engine = self._store.engine
-        instructions = engine.take_instructions()
-        num_waiting = len(self._outbox)
         has_news = engine.num_ended_tasks != self._seen_ended
-        for instruction in instructions:
+        has_work = False  # not told by the outbox's length: the pump empties it meanwhile
+        for instruction in engine.take_instructions():
             if isinstance(instruction, (TaskEnded, LookUpEnded)):
                 has_news = True
             if self._concerns_somebody(instruction):
                 self._outbox.append(instruction)
+                has_work = True
         if has_news:
             self._seen_ended = engine.num_ended_tasks
             self._changed.notify_all()
-        return len(self._outbox) > num_waiting
+        return has_work
 
     def _concerns_somebody(self, instruction: Instruction) -> bool:
         """The engine in this process asks by `session` how its tasks went: to wake the pump for
@@ -507,9 +507,10 @@ class KVServer:
 
     def _send(self, identity: bytes, message: object) -> None:
         assert self._front is not None
+        data = msgspec.msgpack.encode(message)  # may raise, but not between the two frames
         try:
             self._front.send(identity, _NOW_AND_MORE)
-            self._front.send(msgspec.msgpack.encode(message), _NOW)
+            self._front.send(data, _NOW)
         except zmq.Again:
             with self._changed:
                 self.hub.does_not_read(identity, time.monotonic())
