@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -192,6 +193,8 @@ def bench(
         for path in filter(None, (json_file, plot_file)):  # before minutes are spent
             if not path.parent.is_dir():
                 raise ConfigError(f"{path}: there is no directory {path.parent}")
+            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise ConfigError(f"{path}: cannot be written")
         if plot_file is not None:
             check_plot_file(plot_file)
         with CaseProgress(Console(stderr=True)) as progress:
@@ -224,7 +227,7 @@ def _errors_named() -> Iterator[None]:
     try:
         yield
     except (ConfigError, MissingDependencyError, ServerLostError) as error:
-        _console.print(f"[red]error[/] {error}", soft_wrap=True)
+        _console.print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None
 
 

@@ -94,9 +94,12 @@ class Caller:
         self.manager.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.manager.check()
-        self.manager.shutdown()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.manager.check()
+        finally:
+            self.manager.shutdown()
 
     def get_match(self, prompt: Prompt, num_cached: int, rounds: int) -> tuple[list[float], float]:
         """Microseconds of each call, and those of the least work."""

@@ -23,7 +23,7 @@ class CaseProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
             TimeElapsedColumn(), console=console, auto_refresh=False, transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("preparing", total=None)

@@ -23,7 +23,7 @@ _PERCENTS = {"p50": 50, "p90": 90, "p99": 99, "worst": 100}
 
 def show_report(report: Report, console: Console) -> None:
     """Print a table per section, how figures grow, and a summary."""
-    console.print(_machine_line(report.machine), highlight=False, soft_wrap=True)
+    console.print(escape(_machine_line(report.machine)), highlight=False, soft_wrap=True)
     for section, cases in groupby(report.cases, key=lambda case: case.section):
         _show_section(section, list(cases), console)
     console.print(_summary(report), soft_wrap=True, highlight=False)
@@ -89,7 +89,7 @@ def _show_growth(results: Sequence[Result], console: Console) -> None:
         values = sorted({point.at for points in series.values() for point in points if point.at})
         table = Table(
             "figure", *(figure(value) for value in values), "10x of it costs",
-            title=f"medians, as {parameter} grow", title_justify="left", title_style="dim",
+            title=f"medians, as {escape(parameter)} grow", title_justify="left", title_style="dim",
         )  # fmt: skip
         for name, points in series.items():
             by_value = {point.at: figure(point.median) for point in points}
@@ -103,10 +103,12 @@ def _show_growth(results: Sequence[Result], console: Console) -> None:
 def _series_by_parameter(results: Sequence[Result]) -> dict[str, dict[str, list[Result]]]:
     found: dict[str, dict[str, list[Result]]] = {}
     for result in results:
-        if result.at is not None:
+        if result.at:  # there is no tenfold of nothing
             found.setdefault(result.parameter, {}).setdefault(result.name, []).append(result)
     several = {
-        parameter: {name: points for name, points in series.items() if len(points) > 1}
+        parameter: {
+            name: points for name, points in series.items() if len({p.at for p in points}) > 1
+        }
         for parameter, series in found.items()
     }
     return {parameter: series for parameter, series in several.items() if series}
@@ -120,6 +122,8 @@ def growth(points: Sequence[Result]) -> float:
     ordered = sorted(points, key=lambda point: point.at or 0.0)
     first, last = ordered[0], ordered[-1]
     assert first.at and last.at
+    if not first.median:
+        return math.nan
     return float((last.median / first.median) ** (1 / math.log10(last.at / first.at)))
 
 
@@ -137,8 +141,8 @@ def results_of(cases: Sequence[CaseReport]) -> list[Result]:
 
 def figure(value: float) -> str:
     """Three digits that mean something, and thousands told apart."""
-    if value == 0:
-        return "0"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from flexcache.bench.machine import describe_machine
 from flexcache.bench.results import Case, NotHere, Result
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.remote_url import check_remote_url
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Settings:
     """What a run was asked for.
 
     Attributes:
-        sections: Which, in the order of `SECTIONS`; all by default.
+        sections: Which, in this order; all by default. One that is named twice runs once.
         only: Just the cases whose title contains this.
         thorough: Larger parameters and more rounds; takes many minutes instead of two.
         directory: Where the files of the SSD tier and the like go for the time of the run; None
@@ -40,7 +41,7 @@ class Settings:
         remote_url: A store to be measured besides those that are always there.
 
     Raises:
-        ConfigError: There is no such section or directory.
+        ConfigError: There is no such section or directory, or the URL is none of a store's.
     """
 
     sections: Sequence[str] = SECTIONS
@@ -56,6 +57,8 @@ class Settings:
             raise ConfigError(f"section {unknown[0]!r}: must be one of {', '.join(SECTIONS)}")
         if self.directory is not None and not self.directory.is_dir():
             raise ConfigError(f"directory {self.directory}: must exist")
+        if self.remote_url is not None:
+            check_remote_url(self.remote_url)
 
 
 class Outcome(Enum):
@@ -110,7 +113,7 @@ def run_suite(settings: Settings, announce: Announce = lambda *_: None) -> Repor
     `KeyboardInterrupt` ends it early: the report then has what was measured until then.
 
     Raises:
-        ConfigError: No case has a title that is asked for.
+        ConfigError: No case has a title that is asked for, or the directory cannot be written.
     """
     started = time.monotonic()
     report = Report(
@@ -119,9 +122,7 @@ def run_suite(settings: Settings, announce: Announce = lambda *_: None) -> Repor
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
     try:
-        with tempfile.TemporaryDirectory(
-            prefix="flexcache-bench-", dir=settings.directory, ignore_cleanup_errors=True
-        ) as scratch:
+        with _scratch_directory(settings.directory) as scratch:
             _run_all(settings, Path(scratch), report, announce)
     except KeyboardInterrupt:
         report.was_interrupted = True
@@ -129,11 +130,20 @@ def run_suite(settings: Settings, announce: Announce = lambda *_: None) -> Repor
     return report
 
 
+def _scratch_directory(place: Path | None) -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(
+            prefix="flexcache-bench-", dir=place, ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise ConfigError(f"directory {place}: cannot be written: {error.strerror}") from None
+
+
 def _run_all(settings: Settings, scratch: Path, report: Report, announce: Announce) -> None:
     announce(0, 0, "preparing")
     chosen = [
         (section, case)
-        for section in settings.sections
+        for section in dict.fromkeys(settings.sections)
         for case in load_section(section, settings, scratch)
     ]
     if not chosen:

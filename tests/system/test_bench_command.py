@@ -51,7 +51,10 @@ def test_what_cannot_be_asked_for_is_refused_at_once(tmp_path: Path) -> None:
         ["nonsense"],
         ["--dir", str(tmp_path / "nowhere")],
         ["--json", str(tmp_path / "nowhere" / "bench.json")],
+        ["--json", str(tmp_path)],
         ["--plot", str(tmp_path / "bench.txt")],
+        ["--remote-url", "nonsense"],
+        ["plan", "--only", "[/no markup]"],
     ):
         run = run_bench(*arguments)
         assert run.returncode == 1

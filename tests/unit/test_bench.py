@@ -79,7 +79,16 @@ def test_growth_is_told_per_tenfold_parameter() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (0.01234, "0.0123"), (1, "1"), (9.999, "10"), (45.67, "45.7"), (1e5 / 3, "33,333")],
+    [
+        (0, "0"),
+        (0.01234, "0.0123"),
+        (1, "1"),
+        (9.999, "10"),
+        (45.67, "45.7"),
+        (1e5 / 3, "33,333"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+    ],
 )
 def test_figures_have_three_digits(value: float, text: str) -> None:
     assert figure(value) == text
@@ -190,6 +199,20 @@ def test_unknown_sections_and_directories_are_refused_by_name(tmp_path: Path) ->
         Settings(sections=("contrl",))
     with pytest.raises(ConfigError, match="nowhere"):
         Settings(directory=tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"'ftp://a'.*file://"):
+        Settings(remote_url="ftp://a")
+
+
+def test_a_directory_that_cannot_be_written_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="directory /proc/self: cannot be written"):
+        run_suite(Settings(sections=("dram",), directory=Path("/proc/self")))
+
+
+def test_a_section_that_is_named_twice_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("dram", "ssd"):
+        a_section(monkeypatch, name, lambda thorough: [a_case("one")])
+    report = run_suite(Settings(sections=("ssd", "dram", "ssd")))
+    assert [case.section for case in report.cases] == ["ssd", "dram"]
 
 
 # -- reports -------------------------------------------------------------------------------------
@@ -219,6 +242,19 @@ def test_the_table_shows_ratios_targets_and_growth(report: Report) -> None:
     for words in ("copy", "0.9x", ">= 0.9x", "yes", "4.5x", "<= 30 us", "no", "as tokens grow",
                   "1.20x", "targets reached: 1 of 2"):  # fmt: skip
         assert words in text
+
+
+def test_no_figure_and_no_path_keeps_the_others_from_being_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    odd = [Result("a", "us", [v], parameter="[/x]", at=n) for v, n in ((0.0, 1), (2.0, 10))]
+    odd += [Result("b", "us", [1.0], parameter="hits", at=n) for n in (0, 10, 10)]
+    directory = tmp_path / "[" / "b]"
+    directory.mkdir(parents=True)
+    a_section(monkeypatch, "dram", lambda thorough: [a_case("all", *odd, FAST)])
+    text = shown(run_suite(Settings(sections=("dram",), directory=directory)))
+    assert "[/b]" in text
+    assert "memcpy" in text
 
 
 def test_figures_of_one_title_are_told_by_their_cases(monkeypatch: pytest.MonkeyPatch) -> None:
