@@ -41,6 +41,7 @@ CLIENTS = (1, 2, 4)
 SECONDS = {"no_op": 1.0, "miss": 2.5, "pin": 5.0, "retrieve": 5.0}
 LIMIT = 80  # seconds for everything
 REPLY = 20.0  # seconds any one reply may take
+START = 60.0  # seconds until the server listens
 
 NOTES = (
     f"Server as released, options at their defaults (chunks of {CHUNK} tokens, one worker thread "
@@ -211,8 +212,11 @@ def running_server(
     server = subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
     )
+    give_up = time.monotonic() + START
     try:
         while True:
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"LMCache's server does not listen after {START:g} s")
             if server.poll() is not None:
                 log.seek(0)
                 raise RuntimeError(f"LMCache's server ended: {log.read().decode()[-2000:]}")
