@@ -30,6 +30,8 @@ class BlockPool:
         """Give out ``count`` ids. O(count), vectorised. The caller has checked `num_free`."""
         if count > self._num_free:
             raise InternalError(f"{count} blocks wanted, {self._num_free} free")
+        if count == 0:
+            return self._stack[:0].copy()
         start = self._num_free - count
         ids: BlockIds = self._stack[start : self._num_free][::-1].copy()
         self._num_free = start

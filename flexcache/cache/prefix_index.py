@@ -394,28 +394,34 @@ class PrefixIndex:
     def _cut(self, run: Run, keep: int) -> BlockIds:
         """Drop the run's blocks from ``keep`` on, and the run itself when none is left."""
         directory = self._directories.get(run.root, {})
-        code = run.run_id << _OFFSET_BITS
-        for position in range(keep, run.length):
-            key = run.keys[position]
-            if directory.get(key) == code + position:
+        code = (run.run_id << _OFFSET_BITS) + keep
+        for key in run.keys[keep:] if keep else run.keys:
+            if directory.get(key) == code:
                 del directory[key]
-        freed: BlockIds = run.blocks[keep:].copy()
-        self._num_blocks -= len(freed)
-        run.truncate(keep)
+            code += 1
         if not directory:
             self._directories.pop(run.root, None)
+        freed: BlockIds = run.blocks[keep:].copy() if keep else run.blocks
+        self._num_blocks -= len(freed)
         if keep:
+            run.truncate(keep)
             self._queue_if_evictable(run)
-            return freed
-        del self._runs[run.run_id]
-        if run.parent is not None:
-            assert run.parent.children is not None
-            del run.parent.children[run.run_id]
-            if not run.parent.children:
-                run.parent.children = None
-            run.parent.release(run.parent_length)
-            self._queue_if_evictable(run.parent)
+        else:
+            self._remove(run)
         return freed
+
+    def _remove(self, run: Run) -> None:
+        """Forget a run without blocks."""
+        del self._runs[run.run_id]
+        parent = run.parent
+        if parent is None:
+            return
+        assert parent.children is not None
+        del parent.children[run.run_id]
+        if not parent.children:
+            parent.children = None
+        parent.release(run.parent_length)
+        self._queue_if_evictable(parent)
 
     def _queue_if_evictable(self, run: Run) -> None:
         if not run.queued and run.length > run.held_length:
