@@ -83,6 +83,9 @@ def draw(report: Report, path: Path) -> None:
     all_axes = picture.subplots(len(rows), squeeze=False, sharex=True, height_ratios=rows)[:, 0]
     speeds = [v for _, bars in sections for bar in bars for v in (bar.speed, bar.target) if v]
     low, high = min([*speeds, _NARROWEST]) / 1.3, max([*speeds, 1 / _NARROWEST]) * 1.6
+    for axes in all_axes:
+        axes.set_xscale("log")
+        axes.set_xlim(low, high)
     for axes, (section, bars) in zip(all_axes, sections):  # noqa: B905 - one empty where no bar is
         places = range(len(bars))
         axes.barh(
@@ -98,8 +101,6 @@ def draw(report: Report, path: Path) -> None:
         axes.set_yticks(places, [bar.label for bar in bars], fontsize=8)
         axes.set_ylim(len(bars) - 0.4, -0.6)
         axes.set_title(section, loc="left", fontsize=10, fontweight="bold")
-        axes.set_xscale("log")
-        axes.set_xlim(low, high)
         axes.grid(axis="x", which="major", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

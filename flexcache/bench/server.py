@@ -145,8 +145,10 @@ class Client:
 
 
 def _be_clients(connection: Connection, endpoint: str, numbers: Sequence[int]) -> None:
-    """A process of clients, a thread each. Answers each request with results or with an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # our parent tells us when to end
+    """A process of clients, a thread each. Answers each request with results or with an error.
+
+    It ends when its parent says so or is gone, not by Ctrl-C.
+    """
     with ExitStack() as opened:
         try:
             clients = [Client(endpoint, number) for number in numbers]
@@ -181,7 +183,11 @@ class ClientProcesses:
             process = spawn.Process(
                 target=_be_clients, args=(theirs, endpoint, numbers), daemon=True
             )
-            process.start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited from the start on
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             theirs.close()
             self._all.append((ours, process))
 

@@ -282,6 +282,12 @@ def test_a_plot_is_drawn(report: Report, tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).stat().st_size > 1000
 
 
+def test_a_plot_of_no_figures_is_empty(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw(Report(Settings(), {}, ""), tmp_path / "bench.svg")
+    assert (tmp_path / "bench.svg").stat().st_size > 1000
+
+
 def test_a_plot_of_another_format_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\.png"):
         check_plot_file(tmp_path / "bench.jpeg2000")
