@@ -167,6 +167,18 @@ class PrefixIndex:
     def contains(self, root: RootId, key: BlockKey) -> bool:
         return key in self._directories.get(root, ())
 
+    def num_insertable(self, root: RootId, keys: Sequence[BlockKey]) -> int:
+        """How many of the keys, from the first on, are neither here nor among those before them."""
+        directory, distinct = self._directories.get(root, {}), set(keys)
+        if len(distinct) == len(keys) and directory.keys().isdisjoint(distinct):
+            return len(keys)
+        seen = set[BlockKey]()
+        for position, key in enumerate(keys):
+            if key in seen or key in directory:
+                return position
+            seen.add(key)
+        return len(keys)
+
     def locate(self, root: RootId, key: BlockKey) -> PrefixMatch:
         """The prefix that ends with ``key``; empty if it is not cached. O(1)."""
         code = self._directories.get(root, {}).get(key)
@@ -372,8 +384,7 @@ class PrefixIndex:
             return self._policy.begin(None, root, first_key, 0, now)
         lineage = parent.run.lineage
         if parent.run.children and not lineage.is_shared:
-            lineage.is_shared = True
-            lineage.num_blocks = min(lineage.num_blocks, parent.num_blocks - lineage.start)
+            self._policy.part(lineage, parent.num_blocks)
         if not lineage.is_shared:
             return lineage
         return self._policy.begin(lineage, root, first_key, parent.num_blocks, now)

@@ -62,6 +62,7 @@ class Lease:
     published: PrefixMatch = EMPTY_MATCH
     num_published: int = 0
     waiting: bool = False
+    in_flight: bool = False
     released: bool = False
 
     def __len__(self) -> int:
@@ -83,6 +84,7 @@ class RestoredRun:
 class _Flight:
     """Keys of one root that are in flight, and who waits for them to land."""
 
+    num_leases: int = 0
     owners: dict[BlockKey, Lease] = field(default_factory=dict)
     waiting: dict[BlockKey, list[Lease]] = field(default_factory=dict)
 
@@ -164,9 +166,12 @@ class Tier:
         blocks = self._allocate(count)
         lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, pin)
         if len(blocks):
-            owners = self._flights.setdefault(root, _Flight()).owners
-            for key in lease.keys:
-                owners.setdefault(key, lease)
+            flight = self._flights.setdefault(root, _Flight())
+            flight.num_leases += 1
+            lease.in_flight = True
+            ours = dict.fromkeys(lease.keys, lease)
+            # What another lease has in flight stays with it.
+            flight.owners |= ours if flight.owners.keys().isdisjoint(ours) else ours | flight.owners
         return lease
 
     def reserve_private(self, root: RootId, count: int) -> Lease:
@@ -283,12 +288,8 @@ class Tier:
             parent, start = there, start + 1
         if start == count:
             return
-        stop, seen = start, set[BlockKey]()
-        for key in lease.keys[start:count]:
-            if key in seen or self.index.contains(lease.root, key):
-                break  # the engine's own keys, and they do not chain
-            seen.add(key)
-            stop += 1
+        # All of them, unless they are the engine's own keys and do not chain.
+        stop = start + self.index.num_insertable(lease.root, lease.keys[start:count])
         lease.published = self.index.insert(
             parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop],
             self._tick(), lease.retain_s,
@@ -302,17 +303,20 @@ class Tier:
 
     def _land(self, lease: Lease) -> list[Lease]:
         """The lease's keys are in flight no more; who waited for one of them may try now."""
-        flight = self._flights.get(lease.root)
-        if flight is None:
+        if not lease.in_flight:
             return []
+        lease.in_flight = False
+        flight = self._flights[lease.root]
+        flight.num_leases -= 1
+        ours = [key for key in lease.keys if flight.owners.get(key) is lease]
         followers: list[Lease] = []
-        for key in lease.keys:
-            if flight.owners.get(key) is lease:
-                del flight.owners[key]
-                if flight.waiting:
-                    followers.extend(flight.waiting.pop(key, ()))
-        if not flight.owners:
+        if flight.waiting:
+            followers = [follower for key in ours for follower in flight.waiting.pop(key, ())]
+        if flight.num_leases == 0:
             del self._flights[lease.root]
+        else:
+            for key in ours:
+                flight.owners.pop(key, None)  # a key may stand in a lease twice
         for follower in followers:
             follower.waiting = False
         return followers
