@@ -169,7 +169,7 @@ class Tree:
 
 
 class Simulation(Protocol):
-    """A policy over the blocks of a `Tree`. What a prompt uses is called from its end forwards."""
+    """A policy over the blocks of a `Tree`. It hears of a prompt's blocks from the last one on."""
 
     def hit(self, block: int) -> None:
         """A cached block is used."""
@@ -195,7 +195,9 @@ class LruList:
         self._order[block] = None
 
     def victim(self, spared: set[int]) -> int:
-        block = next(iter(self._order))
+        block = first_leaf(self._order, self._tree, spared)
+        if block is None:
+            raise ValueError("nothing can be evicted")
         del self._order[block]
         return block
 
@@ -377,15 +379,16 @@ def simulated_hits(
         prompt = request.hash_ids
         there = next((at for at, block in enumerate(prompt) if block not in tree), len(prompt))
         hits += there
-        for block in reversed(prompt[:there]):  # its last block goes first
-            policy.hit(block)
         stop = min(len(prompt), capacity)
         spared = set(prompt[:there])
         while len(tree) + stop - there > capacity:
             tree.remove(policy.victim(spared))
-        for at in range(stop - 1, there - 1, -1):
-            policy.add(prompt[at])
-            tree.add(prompt[at], prompt[at - 1] if at else None)
+        for at in range(stop - 1, -1, -1):  # its last block goes first
+            if at < there:
+                policy.hit(prompt[at])
+            else:
+                policy.add(prompt[at])
+                tree.add(prompt[at], prompt[at - 1] if at else None)
     return hits
 
 

@@ -48,6 +48,11 @@ class EvictionPolicy(Protocol):
     def extend(self, lineage: Lineage, end: int) -> None:
         """Blocks of a lineage were inserted, up to depth ``end`` of the prompt."""
 
+    def part(self, lineage: Lineage, depth: int) -> None:
+        """A second prompt goes on in its own way behind ``depth`` blocks. Makes it shared, or not:
+        where a policy does not tell lineages apart.
+        """
+
     def use(self, lineage: Lineage, now: float) -> None:
         """A prompt was looked up, and what is cached of it ends in this lineage."""
 
@@ -73,6 +78,9 @@ class Lru:
         return self._everything
 
     def extend(self, lineage: Lineage, end: int) -> None:
+        pass
+
+    def part(self, lineage: Lineage, depth: int) -> None:
         pass
 
     def use(self, lineage: Lineage, now: float) -> None:

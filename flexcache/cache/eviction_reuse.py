@@ -80,6 +80,10 @@ class Reuse:
             self._times.grow(lineage.kind, added)
             self._see(lineage, 0)
 
+    def part(self, lineage: Lineage, depth: int) -> None:
+        lineage.is_shared = True
+        lineage.num_blocks = min(lineage.num_blocks, depth - lineage.start)
+
     def use(self, lineage: Lineage, now: float) -> None:
         gap_bin = bin_of(now - lineage.used_at)
         self._times.end(lineage.kind, gap_bin)

@@ -123,6 +123,9 @@ class Scripted(Lru):
     ) -> Lineage:
         return Lineage(parent, start)
 
+    def part(self, lineage: Lineage, depth: int) -> None:
+        lineage.is_shared = True
+
     def patience(self, lineage: Lineage) -> float:
         return self.now_patient
 
