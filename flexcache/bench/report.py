@@ -18,7 +18,7 @@ from rich.table import Table
 from flexcache.bench.results import Result
 from flexcache.bench.suite import CaseReport, Outcome, Report
 
-_PERCENTS = {"p50": 50, "p90": 90, "p99": 99, "worst": 100}
+_PERCENTS = {"p90": 90, "p99": 99, "worst": 100}
 
 
 def show_report(report: Report, console: Console) -> None:
@@ -38,10 +38,20 @@ def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -
     results = results_of(cases)
     if results:
         table = Table(title=section, title_justify="left", title_style="bold")
-        for heading in ("figure", *_PERCENTS, "unit", "bound", "of", "ratio", "target", "reached"):
+        for heading in (
+            "figure",
+            "p50",
+            *_PERCENTS,
+            "unit",
+            "bound",
+            "of",
+            "ratio",
+            "target",
+            "reached",
+        ):
             is_text = heading in ("figure", "unit", "of", "target", "reached")
             table.add_column(heading, justify="left" if is_text else "right",
-                             overflow="fold", no_wrap=heading in _PERCENTS)  # fmt: skip
+                             overflow="fold", no_wrap=heading in ("p50", *_PERCENTS))  # fmt: skip
         for result in results:
             table.add_row(*_cells(result))
         console.print(table)
@@ -59,7 +69,7 @@ def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -
 
 
 def _cells(result: Result) -> tuple[str, ...]:
-    percentiles = [result.tail(percent) for percent in _PERCENTS.values()]
+    percentiles = [result.median, *(result.tail(percent) for percent in _PERCENTS.values())]
     reached = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[result.is_reached]
     return (
         escape(result.title),
@@ -198,6 +208,7 @@ def _as_plain(report: Report) -> dict[str, Any]:
 def _plain_result(result: Result) -> dict[str, Any]:
     return asdict(result) | {
         "samples": [float(f"{value:.6g}") for value in result.samples],
+        "p50": float(result.median),
         **{name: float(result.tail(percent)) for name, percent in _PERCENTS.items()},
         "ratio": result.ratio,
         "is_reached": result.is_reached,

@@ -52,21 +52,14 @@ class Result:
         unit = self.parameter.removesuffix("s") if self.at == 1 else self.parameter
         return f"{self.name}, {self.at:,.10g} {unit}"
 
-    def percentile(self, percent: float) -> float:
-        """The sample that ``percent`` of them do not exceed."""
-        ordered = sorted(self.samples)
-        return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
-
     def tail(self, percent: float) -> float:
         """The sample that ``percent`` of them are no worse than."""
-        if self.less_is_better:
-            return self.percentile(percent)
-        ordered = sorted(self.samples, reverse=True)
+        ordered = sorted(self.samples, reverse=not self.less_is_better)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
     @property
     def median(self) -> float:
-        return self.percentile(50)
+        return statistics.median(self.samples)
 
     @property
     def less_is_better(self) -> bool:
