@@ -40,11 +40,8 @@ ROOT = b"root of a model!"
 
 
 def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
-    size, rounds = (2 << 30, 10) if thorough else (512 << 20, 4)
-    return [
-        Case("disk worker", partial(worker_alone, directory, size, rounds, seed)),
-        Case("whole way", partial(whole_way, directory, size, rounds, seed)),
-    ]
+    size, rounds = (2 << 30, 10) if thorough else (1 << 30, 3)
+    return [Case("2 MiB blocks", partial(both_ways, directory, size, rounds, seed))]
 
 
 class DrivenWorker:
@@ -80,7 +77,7 @@ class DrivenWorker:
                     raise AssertionError(done.error)
                 if kind is OpKind.H2DISK:
                     self._sums[slots] = unpack_checksums(done.checksums)
-            if len(open_ops) == OPS_AT_ONCE or not starts:
+            if open_ops and (len(open_ops) == OPS_AT_ONCE or not starts):
                 select.select([self._io.fileno(), self._commit.fileno()], [], [], 0.1)
         took = time.perf_counter() - started
         return self._pool.num_slots * self._pool.slot_bytes / took / 1e9
@@ -133,53 +130,50 @@ def driven_workers(
         yield made
 
 
-def worker_alone(path: Path, size: int, rounds: int, seed: int) -> Iterator[Result]:
-    """What the disk worker makes of the device, without messages and processes."""
-    io = open_block_io("auto", QUEUE_DEPTH)
-    try:
-        with driven_workers(path, size, io, seed, ("group",)) as made:
-            ways = {"disk worker": made["group"].run}
-            yield from beside_raw(ways, raw_disks(path, size, BLOCK_BYTES, io), rounds)
-    finally:
-        io.close()
+def both_ways(path: Path, size: int, rounds: int, seed: int) -> Iterator[Result]:
+    """The disk worker without messages and processes, and all that a request goes through."""
+    with ExitStack() as stack:
+        io = open_block_io("auto", QUEUE_DEPTH)
+        stack.callback(io.close)
+        workers = stack.enter_context(driven_workers(path, size, io, seed, ("group",)))
+        engine = stack.enter_context(
+            CpuEngine(
+                NUM_LAYERS, BLOCK_BYTES // NUM_LAYERS, size // BLOCK_BYTES, seed,
+                num_cpu_blocks=size // BLOCK_BYTES * 5 // 4,
+                num_ssd_blocks=size // BLOCK_BYTES * 2,
+                ssd_cache_dirs=[str(path / "cache")],
+                skip_slow_loads=False,
+            )
+        )  # fmt: skip
+        ways = {"disk worker": workers["group"].run, "whole way": WholeWay(engine).run}
+        yield from beside_raw(ways, raw_disks(path, size, BLOCK_BYTES, io), rounds)
 
 
-def whole_way(path: Path, size: int, rounds: int, seed: int) -> Iterator[Result]:
+class WholeWay:
     """KV tensors to SSD until it is durable, and back to KV tensors with DRAM emptied."""
-    num_blocks = size // BLOCK_BYTES
-    settings = {
-        "num_cpu_blocks": num_blocks + num_blocks // 4,
-        "num_ssd_blocks": 2 * num_blocks,
-        "ssd_cache_dirs": [str(path / "cache")],
-        "skip_slow_loads": False,
-    }
-    io = open_block_io("auto", QUEUE_DEPTH)
-    with CpuEngine(NUM_LAYERS, BLOCK_BYTES // NUM_LAYERS, num_blocks, seed, **settings) as engine:
-        order, other_order = engine.order(), engine.order()
-        prompts: list[npt.NDArray[np.int64]] = []
 
-        def move(direction: Direction) -> float:
-            if direction is Direction.WRITE:
-                prompts[:] = [engine.prompt(num_blocks)]
-            engine.manager.clear("CPU")
-            started = time.perf_counter()
-            if direction is Direction.WRITE:
-                engine.store(prompts, order, completely=True)
-            else:
-                engine.load(prompts, other_order)
-            return engine.num_bytes / (time.perf_counter() - started) / 1e9
-
+    def __init__(self, engine: CpuEngine) -> None:
+        self._engine = engine
+        self._prompt = engine.prompt(engine.num_blocks)
+        self._order, self._other_order = engine.order(), engine.order()
         original = engine.memory.clone()
-        move(Direction.WRITE)
+        self.run(Direction.WRITE)
         engine.memory.zero_()
-        move(Direction.READ)
-        engine.check_blocks(other_order, original, order)
-        del original
-        try:
-            ways = {"whole way": move}
-            yield from beside_raw(ways, raw_disks(path, size, BLOCK_BYTES, io), rounds)
-        finally:
-            io.close()
+        self.run(Direction.READ)
+        engine.check_blocks(self._other_order, original, self._order)
+
+    def run(self, direction: Direction) -> float:
+        """Put a new prompt of all blocks, or get the last one; GB/s."""
+        engine = self._engine
+        if direction is Direction.WRITE:
+            self._prompt = engine.prompt(engine.num_blocks)
+        engine.manager.clear("CPU")
+        started = time.perf_counter()
+        if direction is Direction.WRITE:
+            engine.store([self._prompt], self._order, completely=True)
+        else:
+            engine.load([self._prompt], self._other_order)
+        return engine.num_bytes / (time.perf_counter() - started) / 1e9
 
 
 def beside_raw(

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.ids import OpKind
-from flexcache.storage.block_io import BlockIO, Completion, Direction, Request, open_block_io
+from flexcache.storage.block_io import BlockIO, Direction, Request, open_block_io
 from flexcache.storage.checksum import checksum
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
@@ -196,10 +196,11 @@ class DiskWorker:
 
     def advance(self) -> list[Done]:
         """Take in completions and start further I/O; returns the ops that are over."""
-        for completion in self._io.reap():
-            self._complete(completion)
+        blocks_read = self._take_in()
         over = self._take_committed()
         self._fill()
+        for op, position in blocks_read:  # while the device is busy with the next
+            self._verify(op, position)
         for op in [op for op in self._moving.values() if op.is_over]:
             del self._moving[op.op_id]
             (self._written if op.is_to_be_recorded else over).append(op)
@@ -277,10 +278,29 @@ class DiskWorker:
         block = int(op.host_blocks[position])
         return [segment.block(block) for segment in self._segments]
 
-    def _complete(self, completion: Completion) -> None:
-        op, position = self._in_flight.pop(completion.token)
+    def _take_in(self) -> list[tuple[_DiskOp, int]]:
+        """Take in completions; returns the blocks whose bytes are there, and yet to be verified."""
+        blocks_read = []
+        size = sum(segment.stride for segment in self._segments)
+        for completion in self._io.reap():
+            op, position = self._in_flight.pop(completion.token)
+            if completion.result < 0:
+                self._end(op, position, os.strerror(-completion.result))
+            elif completion.result != size:
+                self._end(op, position, f"{completion.result} of {size} bytes moved")
+            elif op.direction is Direction.READ:
+                blocks_read.append((op, position))
+            else:
+                self._end(op, position)
+        return blocks_read
+
+    def _verify(self, op: _DiskOp, position: int) -> None:
+        is_right = checksum(self._pieces(op, position)) == int(op.expected[position])
+        self._end(op, position, None if is_right else "checksum mismatch")
+
+    def _end(self, op: _DiskOp, position: int, problem: str | None = None) -> None:
+        """A block of the op has been moved, or could not be."""
         op.in_flight -= 1
-        problem = self._problem(op, position, completion.result)
         if problem is None:
             op.ok[position] = True
             return
@@ -290,18 +310,6 @@ class DiskWorker:
         if op.bad_block is None or position < op.bad_block:
             op.bad_block = position
         op.dropped = True  # nothing behind the gap is of use
-
-    def _problem(self, op: _DiskOp, position: int, result: int) -> str | None:
-        size = sum(segment.stride for segment in self._segments)
-        if result < 0:
-            return os.strerror(-result)
-        if result != size:
-            return f"{result} of {size} bytes moved"
-        if op.direction is Direction.READ and checksum(self._pieces(op, position)) != int(
-            op.expected[position]
-        ):
-            return "checksum mismatch"
-        return None
 
 
 class DiskWorkerConfig(WorkerConfig, frozen=True):
