@@ -16,6 +16,8 @@ from flexcache.task_ids import id_before
 from flexcache.transfer.graph import TransferOp
 from flexcache.transfer.totals import Totals
 
+_NONE_OPEN: Counter[OpKind] = Counter()
+
 
 @dataclass(slots=True, eq=False)
 class Task:
@@ -31,7 +33,7 @@ class Task:
     cancelled: bool = False
     overdue: bool = False
     announced: bool = False
-    open_ops: Counter[OpKind] = field(default_factory=Counter)
+    open_ops: Counter[OpKind] = field(default_factory=lambda: _NONE_OPEN)  # its own once launched
     moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)
     """Per kind of op: position of its first block -> blocks that it moved."""
     errors: list[str] = field(default_factory=list)

@@ -19,7 +19,7 @@ Not thread-safe: the shell holds a lock around each call.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -377,8 +377,7 @@ class KVTaskEngine:
         task.launched = True
         self._unlaunched.pop(task.task_id, None)
         task.state = TaskState.READY
-        for op in task.plan.graph.ops:
-            task.open_ops[op.kind] += 1
+        task.open_ops = Counter(op.kind for op in task.plan.graph.ops)
         return self._scheduler.submit(task.task_id, task.plan.graph)
 
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> None:
