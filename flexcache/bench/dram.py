@@ -27,7 +27,7 @@ _ROUNDS_TO_FILL = 2
 
 
 def cases(thorough: bool, seed: int) -> list[Case]:
-    rounds = 40 if thorough else 7
+    rounds = 40 if thorough else 6
     # How many requests share the bytes of a round, which are fewer where requests are many.
     requests = {"2 MiB": (1, 64), "64 KiB": (1, 64)} if thorough else {"2 MiB": (1, 64)}
     return [

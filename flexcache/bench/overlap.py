@@ -27,7 +27,7 @@ _LOOK_S = 0.0002
 
 
 def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
-    chunks, rounds = (CHUNKS_MB, 20) if thorough else ((DEFAULT_MB,), 6)
+    chunks, rounds = (CHUNKS_MB, 20) if thorough else ((DEFAULT_MB,), 5)
     return [
         Case(f"chunks of {mb} MB", partial(halves, mb, rounds, directory / f"{mb}", seed))
         for mb in chunks

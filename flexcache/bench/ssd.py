@@ -3,6 +3,9 @@
 O_DIRECT, the same directory, as many I/Os in flight, in turns. Writes end when they are durable,
 reads when their checksums were compared. Without fio a bare loop over FlexCache's own block I/O
 engine stands in, and says so.
+
+How fast a device takes a block depends on how scattered its pages are in the machine's memory, for
+fio and for FlexCache alike, and each has its own: ratios differ from run to run by a fifth.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ ROOT = b"root of a model!"
 
 
 def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
-    size, rounds = (2 << 30, 10) if thorough else (1 << 30, 3)
+    size, rounds = (2 << 30, 10) if thorough else (3 << 28, 3)
     return [Case("2 MiB blocks", partial(both_ways, directory, size, rounds, seed))]
 
 
@@ -84,10 +87,11 @@ class DrivenWorker:
 
     def check(self) -> None:
         """Raise unless what was read last are the bytes that were written."""
-        for block in range(self._segment.num_blocks):
+        used = range(min(self._segment.num_blocks, self._pool.num_slots))
+        for block in used:
             self._segment.block(block)[:] = bytes(self._segment.stride)
         self.run(Direction.READ)  # compares checksums
-        if not all(any(self._segment.block(b)[:64]) for b in range(self._segment.num_blocks)):
+        if not all(any(self._segment.block(block)[:64]) for block in used):
             raise AssertionError("blocks that were not read")
 
     def _order(self, kind: OpKind, op_id: int, slots: npt.NDArray[np.int64]) -> Execute:
