@@ -60,6 +60,8 @@ class BareLoop(RawDisk):
         self._buffers = [
             memory[i * block_bytes : (i + 1) * block_bytes] for i in range(QUEUE_DEPTH)
         ]
+        for buffer in self._buffers:  # else all its pages are the system's one page of zeros
+            buffer[:] = os.urandom(block_bytes)
         self._size = size
         self.run(Direction.WRITE)
 
