@@ -313,16 +313,18 @@ class PrefixIndex:
             if run is None or not run.queued:
                 continue
             run.queued = False
-            tail_start = max(run.held_length, run.recency[-2][0] if len(run.recency) > 1 else 0)
-            if run.length <= run.held_length:
+            recency, length, start = run.recency, len(run.keys), run.held_length
+            if length <= start:
                 continue
-            if run.recency[-1][1] != time:
+            if recency[-1][1] != time:
                 self._queue_if_evictable(run)
                 continue
-            keep = max(tail_start, run.length - missing)
+            if len(recency) > 1:  # further ahead it is more recent
+                start = max(start, recency[-2][0])
+            keep = max(start, length - missing)
             if not keep and (run.parent is None or run.parent.lineage is not run.lineage):
                 self._policy.forget(run.root, run.keys[0], run.lineage)
-            missing -= run.length - keep
+            missing -= length - keep
             freed.append(self._cut(run, keep))
         return _joined(freed)
 
