@@ -31,7 +31,7 @@ class BlockPool:
         if count > self._num_free:
             raise InternalError(f"{count} blocks wanted, {self._num_free} free")
         if count == 0:
-            return self._stack[:0].copy()
+            return np.empty(0, dtype=np.int64)
         start = self._num_free - count
         ids: BlockIds = self._stack[start : self._num_free][::-1].copy()
         self._num_free = start
