@@ -68,8 +68,8 @@ class HalfAndHalf:
     def dram_half_of_both(self) -> float:
         """Seconds until the last block that DRAM had is there."""
         self._stage_half()
-        arrival = _Arrival(self._engine, self.order[: NUM_BLOCKS // 2])
-        self._engine.load([self._prompt], self.order)
+        with _Arrival(self._engine, self.order[: NUM_BLOCKS // 2]) as arrival:
+            self._engine.load([self._prompt], self.order)
         return arrival.took_s()
 
     def _stage_half(self) -> None:
@@ -90,17 +90,30 @@ class _Arrival:
         for ends in self._ends:
             ends[self._blocks] = 0
         self._started_s = time.perf_counter()
-        self._arrived_s = 0.0
+        self._arrived_s: float | None = None
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> _Arrival:
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
 
     def _look(self) -> None:
-        while not all(bool(ends[self._blocks].any(dim=1).all()) for ends in self._ends):
-            time.sleep(_LOOK_S)
+        while not self._has_arrived():
+            if self._is_over.wait(_LOOK_S) and not self._has_arrived():
+                return
         self._arrived_s = time.perf_counter()
 
+    def _has_arrived(self) -> bool:
+        return all(bool(ends[self._blocks].any(dim=1).all()) for ends in self._ends)
+
     def took_s(self) -> float:
-        self._thread.join()
+        if self._arrived_s is None:
+            raise AssertionError("the load is over and its blocks have not come")
         return self._arrived_s - self._started_s
 
 
