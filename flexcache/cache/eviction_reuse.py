@@ -60,7 +60,7 @@ class Reuse:
         self, parent: Lineage | None, root: RootId, key: BlockKey, start: int, now: float
     ) -> Lineage:
         lineage = self._ghosts.pop((root, key), None)
-        if lineage is None:
+        if lineage is None or lineage.start != start:  # keys need not chain
             lineage = Lineage(parent, start)
             lineage.kind = _UNBORN
             lineage.used_at = now

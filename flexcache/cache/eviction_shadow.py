@@ -14,8 +14,9 @@ class Shadow:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._num_blocks = 0
-        self._held: dict[Lineage, tuple[float, int]] = {}  # when it is due, and its blocks
-        self._queue: list[tuple[float, int, Lineage]] = []  # (due, count, lineage), lazily kept
+        self._held: dict[Lineage, tuple[float, int, int]] = {}  # (due, count, its blocks)
+        self._queue: list[tuple[float, int, Lineage]] = []
+        """(due, count, lineage), one of each that is held; it may be due later by now."""
         self._count = 0
 
     def see(self, lineage: Lineage, due: float) -> bool:
@@ -29,32 +30,34 @@ class Shadow:
             self._hold(hold, due)
             hold = hold.parent
         while self._num_blocks > self._capacity:
-            entry = heapq.heappop(self._queue)
-            if self._is_current(entry):
-                self._num_blocks -= self._held.pop(entry[2])[1]
-        if len(self._queue) > 4 * len(self._held) + 64:
-            self._queue = [entry for entry in self._queue if self._is_current(entry)]
-            heapq.heapify(self._queue)
+            entry = self._queue[0]
+            due, count, num_blocks = self._held[entry[2]]
+            if count != entry[1]:
+                heapq.heapreplace(self._queue, (due, count, entry[2]))
+                continue
+            heapq.heappop(self._queue)
+            del self._held[entry[2]]
+            self._num_blocks -= num_blocks
         return was_there
 
     def _hold(self, lineage: Lineage, due: float) -> None:
-        before, num_blocks = self._held.get(lineage, (due, 0))
-        due = max(due, before)
-        self._num_blocks += lineage.num_blocks - num_blocks
-        self._held[lineage] = due, lineage.num_blocks
         self._count += 1
-        heapq.heappush(self._queue, (due, self._count, lineage))
-
-    def _is_current(self, entry: tuple[float, int, Lineage]) -> bool:
-        due, _, lineage = entry
-        return lineage in self._held and self._held[lineage][0] == due
+        before = self._held.get(lineage)
+        if before is None:
+            heapq.heappush(self._queue, (due, self._count, lineage))
+            before = due, self._count, 0
+        self._num_blocks += lineage.num_blocks - before[2]
+        self._held[lineage] = max(due, before[0]), self._count, lineage.num_blocks
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(lineages)."""
-        num_blocks = sum(num_blocks for _, num_blocks in self._held.values())
+        num_blocks = sum(num_blocks for *_, num_blocks in self._held.values())
         if num_blocks != self._num_blocks or num_blocks > self._capacity:
             raise InternalError(
                 f"a shadow of {self._capacity} blocks has {num_blocks}, {self._num_blocks} counted"
             )
-        if sum(map(self._is_current, self._queue)) < len(self._held):
+        queued = {lineage: (due, count) for due, count, lineage in self._queue}
+        if len(queued) < len(self._queue) or queued.keys() != self._held.keys():
+            raise InternalError("a shadow's queue is not of what it holds")
+        if any(queued[lineage] > held[:2] for lineage, held in self._held.items()):
             raise InternalError("a shadow holds what it cannot let go")

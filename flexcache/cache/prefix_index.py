@@ -337,7 +337,12 @@ class PrefixIndex:
         if code is None:
             return NO_BLOCKS
         freed: list[BlockIds] = []
-        self._discard_tail(self._runs[code >> _OFFSET_BITS], code & _OFFSET_MASK, freed)
+        tails = [(self._runs[code >> _OFFSET_BITS], code & _OFFSET_MASK)]
+        for run, offset in tails:  # grows by what hangs off each, however deep
+            children = (run.children or {}).values()
+            tails += [(child, 0) for child in children if child.parent_length > offset]
+        for run, offset in reversed(tails):  # what hangs off a run goes before it
+            self._discard_tail(run, offset, freed)
         return _joined(freed)
 
     def sweep(self) -> BlockIds:
@@ -359,9 +364,7 @@ class PrefixIndex:
         return _joined(freed)
 
     def _discard_tail(self, run: Run, offset: int, freed: list[BlockIds]) -> None:
-        for child in list((run.children or {}).values()):
-            if child.parent_length > offset:
-                self._discard_tail(child, 0, freed)
+        """Of a run that nothing findable hangs off behind ``offset``."""
         directory = self._directories.get(run.root, {})
         code = run.run_id << _OFFSET_BITS
         for position in range(offset, run.length):

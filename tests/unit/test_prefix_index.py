@@ -623,6 +623,17 @@ def _part_from_a_lineage_unseen(tree: Damaged) -> None:
     tree.branch.lineage = Lineage(None, 0)
 
 
+def test_a_bad_block_goes_with_all_behind_it_however_often_prompts_part_there() -> None:
+    index, parent, num_turns = PrefixIndex(), EMPTY_MATCH, 1_500
+    for turn in range(num_turns):
+        keys = [BlockKey(b"%d-%d" % (turn, i)) for i in range(2)]
+        index.insert(parent, ROOT, keys, np.arange(2 * turn, 2 * turn + 2), now=turn)
+        parent = index.locate(ROOT, keys[0])  # the next turn parts before this one's end
+    assert len(index.discard(ROOT, BlockKey(b"0-0"))) == 2 * num_turns
+    assert index.num_blocks == 0
+    index.check()
+
+
 @pytest.mark.parametrize(
     "damage",
     [
