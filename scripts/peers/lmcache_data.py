@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lmcache_server import CHUNK, REPLY, running_server
+from lmcache_server import CHUNK, REPLY, prepare, running_server
 
 LAYERS, HEADS, BLOCK, HEAD = 32, 8, 16, 128  # 64 KiB per layer and block, 2 MiB per block
 TOKENS = 2048
@@ -196,19 +196,8 @@ def running_worker(options: Sequence[str] = ()) -> Iterator[Worker]:
         worker.close()
 
 
-def out_of_time(*_: object) -> None:
-    raise TimeoutError(f"not done after {LIMIT} s")
-
-
 def main() -> int:
-    os.environ.update(
-        LMCACHE_TRACK_USAGE="false",
-        DO_NOT_TRACK="1",
-        LMCACHE_LOG_LEVEL="WARNING",
-        PYTHONWARNINGS="ignore",
-    )
-    signal.signal(signal.SIGALRM, out_of_time)
-    signal.alarm(LIMIT)
+    prepare(LIMIT)
     report: dict[str, Any] = {"peer": "lmcache", "gb_per_s": {}, "error": None}
     try:
         report["peer"] = f"lmcache {version('lmcache')}"

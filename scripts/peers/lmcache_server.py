@@ -312,13 +312,12 @@ def measure(pipes: list[Connection], rows: list[dict[str, Any]]) -> None:
             rows.append(row(what, clients, list(rounds), rate))
 
 
-def out_of_time(*_: object) -> None:
-    raise TimeoutError(f"not done after {LIMIT} s")
+def prepare(limit_s: int) -> None:
+    """Have LMCache work quietly, and what follows end by `TimeoutError` after ``limit_s``."""
 
+    def out_of_time(*_: object) -> None:
+        raise TimeoutError(f"not done after {limit_s} s")
 
-def main() -> int:
-    rows: list[dict[str, Any]] = []
-    notes = NOTES
     os.environ.update(
         LMCACHE_TRACK_USAGE="false",
         DO_NOT_TRACK="1",
@@ -326,8 +325,14 @@ def main() -> int:
         PYTHONWARNINGS="ignore",
     )
     signal.signal(signal.SIGALRM, out_of_time)
+    signal.alarm(limit_s)
+
+
+def main() -> int:
+    rows: list[dict[str, Any]] = []
+    notes = NOTES
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.alarm(LIMIT)
+    prepare(LIMIT)
     try:
         print("starting the server and the clients", file=sys.stderr)
         with (
