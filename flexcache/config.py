@@ -8,6 +8,7 @@ else, once, by whoever calls `CacheConfig.from_env`; other processes get the res
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,9 @@ WRITE_POLICIES = ("write_through", "write_back", "selective", "adaptive")
 SYNC_POLICIES = ("group", "none")
 MISMATCH_POLICIES = ("refuse", "clear")
 HUGEPAGES = ("transparent", "reserved")
+LOG_FORMATS = ("text", "json")
+KV_EVENT_FORMATS = ("map", "legacy_array")
+KV_EVENT_HASHES = ("int", "bytes")
 COMPRESSIONS = ("none", "zstd", "lz4")
 _IDLE_EXIT_S = 15.0
 
@@ -249,6 +253,44 @@ class CacheConfig:
         120.0, "A match that nobody launches is cancelled after this long.", "s"
     )
     log_level: str = _setting("INFO", "Level of the `flexcache` logger.")
+    log_format: str = _setting(
+        "text", "Of a server's log: text, or json (one object per line). In vLLM, its own."
+    )
+    http_endpoint: str | None = _setting(
+        None,
+        "`HOST:PORT`, or a port on loopback, for `/metrics`, `/healthz`, `/status` and `/cache`. "
+        "Unset: none.",
+    )
+    http_token: str | None = _setting(
+        None, "Bearer token that HTTP requests must carry. Needed beyond loopback."
+    )
+    kv_events: bool = _setting(
+        False,
+        "Tell of every block that DRAM and the tiers below store or lose (`take_changes`). vLLM "
+        "sets it with its own KV events.",
+    )
+    kv_events_endpoint: str | None = _setting(
+        None, "ZMQ address to publish KV events at, `tcp://*:5557` say. Implies kv_events."
+    )
+    kv_events_replay_endpoint: str | None = _setting(
+        None, "ZMQ address that missed events can be asked for at."
+    )
+    kv_events_topic: str | None = _setting(None, "Unset: `kv@HOST@MODEL`.")
+    kv_events_format: str = _setting(
+        "map", "map: as vLLM 0.24 and later. legacy_array: as vLLM until 0.23."
+    )
+    kv_events_hashes: str = _setting(
+        "int", "Block hashes as 64-bit integers, vLLM's default, or as bytes."
+    )
+    kv_events_buffer: int = _setting(10_000, "Kept for replay.", "batches")
+    kv_events_queue: int = _setting(
+        10_000, "That may wait to be sent; beyond it the oldest are dropped.", "batches"
+    )
+    trace_dir: str | None = _setting(
+        None, "Directory for traces of every call and op (`flexcache replay`). Unset: none."
+    )
+    trace_file_mb: float = _setting(64.0, "A trace goes on in a new file then.", "1e6 bytes")
+    trace_files: int = _setting(4, "Files of a trace that are kept.", "files")
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -259,7 +301,8 @@ class CacheConfig:
             "ssd_queue_depth", "transfer_chunk_mb", "op_timeout_s", "match_ttl_s",
             "server_timeout_s", "client_timeout_s", "max_open_tasks", "remote_concurrency",
             "remote_timeout_s", "remote_lookup_timeout_s", "remote_absent_ttl_s",
-            "write_min_sightings", "write_back_max_dirty", "priority_step_s",
+            "write_min_sightings", "write_back_max_dirty", "priority_step_s", "kv_events_buffer",
+            "kv_events_queue", "trace_file_mb", "trace_files",
         )  # fmt: skip
         self._check_tier("num_cpu_blocks", "cpu_cache_gb")
         if not self.has_cpu_tier and self.endpoint is None:
@@ -291,11 +334,24 @@ class CacheConfig:
             ("remote_compression", COMPRESSIONS),
             ("layerwise_load", LAYERWISE_LOADS),
             ("log_level", ("DEBUG", "INFO", "WARNING", "ERROR")),
+            ("log_format", LOG_FORMATS),
+            ("kv_events_format", KV_EVENT_FORMATS),
+            ("kv_events_hashes", KV_EVENT_HASHES),
         ):
             if getattr(self, name) not in allowed:
                 raise _reject(name, getattr(self, name), f"must be one of {', '.join(allowed)}")
         if self.remote_url is not None:
             check_remote_url(self.remote_url)
+        if self.http_endpoint is not None:
+            check_http_endpoint(self.http_endpoint, has_token=self.http_token is not None)
+        if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
+            raise _reject(
+                "kv_events_replay_endpoint",
+                self.kv_events_replay_endpoint,
+                "set kv_events_endpoint, whose events it replays",
+            )
+        if self.trace_dir is not None:
+            _check_writable("trace_dir", self.trace_dir)
         if self.remote_lookup_timeout_s >= self.server_timeout_s / 2:
             raise _reject(
                 "remote_lookup_timeout_s",
@@ -317,6 +373,11 @@ class CacheConfig:
     @property
     def has_ssd_tier(self) -> bool:
         return self.num_ssd_blocks is not None or self.ssd_cache_gb is not None
+
+    @property
+    def records_changes(self) -> bool:
+        """Whether somebody is to be told what the tiers store and lose."""
+        return self.kv_events or self.kv_events_endpoint is not None
 
     @property
     def has_workers(self) -> bool:
@@ -479,6 +540,25 @@ def _typed(name: str, value: Any) -> Any:
         return msgspec.convert(value, _field_types()[name], strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
         raise _reject(name, value, str(error)) from None
+
+
+def check_http_endpoint(endpoint: str, has_token: bool) -> tuple[str, int]:
+    """Host and port; a bare port is on loopback.
+
+    Raises:
+        ConfigError: It is none, or open to other hosts without a token.
+    """
+    host, _, port = endpoint.rpartition(":")
+    host = host.strip("[]") or "127.0.0.1"
+    if not port.isdecimal() or int(port) > 65_535:
+        raise _reject("http_endpoint", endpoint, "must be HOST:PORT, or a port on loopback")
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if not is_loopback and not has_token:
+        raise _reject("http_endpoint", endpoint, "beyond loopback http_token must be set")
+    return host, int(port)
 
 
 def _check_writable(name: str, directory: str) -> None:
