@@ -1,0 +1,91 @@
+"""Logs: one line per change of state, the same fields as text and as JSON.
+
+Text is `event key=value ...`, which is read by eye and by logfmt parsers. In an engine's process the
+engine's own handlers print that text; our own processes, a server and its workers, are set up here.
+What happens to each request is no change of state: that is for traces, or for DEBUG.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+_NEEDS_QUOTES = re.compile(r'[\s="\\]|[^ -~]|^$')
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """What a record says. ``fields`` that are None are left out."""
+
+    name: str
+    fields: dict[str, object]
+
+    def __str__(self) -> str:
+        pairs = (f"{key}={_as_text(value)}" for key, value in self.fields.items())
+        return " ".join((self.name, *pairs))
+
+
+def log_event(
+    logger: logging.Logger,
+    level: int,
+    event: str,
+    /,
+    *,
+    exc_info: bool = False,
+    **fields: object,
+) -> None:
+    """Log a change of state.
+
+    Args:
+        event: What has happened, in the past tense: ``worker_died``.
+        exc_info: Add the traceback of the exception being handled.
+        fields: Plain values; text is quoted where it needs to be.
+    """
+    if logger.isEnabledFor(level):
+        given = {key: value for key, value in fields.items() if value is not None}
+        logger.log(level, LogEvent(event, given), exc_info=exc_info, stacklevel=2)
+
+
+def set_up_logging(level: str, log_format: str) -> None:
+    """Of a process of our own: to standard error.
+
+    Args:
+        level: Of the `flexcache` logger; others' libraries are heard from WARNING on.
+        log_format: One of `flexcache.config.LOG_FORMATS`.
+    """
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("flexcache").setLevel(level)
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one JSON object in one line: ``ts`` (ISO 8601, UTC), ``level``, ``logger``,
+    ``event``, ``fields``, and ``exc`` where there is a traceback. Of a record that is no `LogEvent`
+    the whole message is the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = record.msg
+        event = said if isinstance(said, LogEvent) else LogEvent(record.getMessage(), {})
+        content: dict[str, object] = {
+            "ts": datetime.fromtimestamp(record.created, timezone.utc).isoformat(),
+            "level": record.levelname,
+            "logger": record.name,
+            "event": event.name,
+            "fields": event.fields,
+        }
+        if record.exc_info:
+            content["exc"] = self.formatException(record.exc_info)
+        return json.dumps(content, default=str)
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    # As JSON, so that a line stays one whatever a peer has put into it.
+    return json.dumps(text) if _NEEDS_QUOTES.search(text) else text
