@@ -1,0 +1,75 @@
+"""Serves the catalog's metrics by prometheus-client. Nothing is counted here: a scrape reads
+`KVServer.stats` once, and between scrapes there is no cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+from flexcache.errors import MissingDependencyError
+from flexcache.metrics.catalog import CATALOG, Metric, MetricType, Report
+
+try:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+    from prometheus_client.exposition import choose_encoder
+    from prometheus_client.utils import floatToGoString
+except ImportError:
+    raise MissingDependencyError(
+        "metrics need the package prometheus-client: pip install 'flexcache[http]'"
+    ) from None
+
+_FAMILIES = {
+    MetricType.COUNTER: CounterMetricFamily,
+    MetricType.GAUGE: GaugeMetricFamily,
+    MetricType.HISTOGRAM: HistogramMetricFamily,
+}
+
+
+class StatsCollector:
+    """A collector of prometheus-client.
+
+    Args:
+        read_stats: Returns what `KVServer.stats` does.
+    """
+
+    def __init__(self, read_stats: Callable[[], Report]) -> None:
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterator[Any]:
+        report = self._read_stats()
+        return (_family(metric, report) for metric in CATALOG)
+
+
+class Exposition:
+    """The metrics as text.
+
+    Args:
+        read_stats: Returns what `KVServer.stats` does.
+    """
+
+    def __init__(self, read_stats: Callable[[], Report]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(StatsCollector(read_stats))
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """All metrics as they are now, and their content type, by an ``Accept`` header."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+def _family(metric: Metric, report: Report) -> Any:
+    family = _FAMILIES[metric.type](metric.name, metric.help, labels=metric.labels)
+    for labels, value in metric.read(report):
+        if metric.type is MetricType.HISTOGRAM:
+            bounds = [*map(floatToGoString, value["bounds"]), "+Inf"]
+            buckets = list(zip(bounds, accumulate(value["counts"]), strict=True))
+            family.add_metric(labels, buckets, value["sum"])
+        else:
+            family.add_metric(labels, value)
+    return family

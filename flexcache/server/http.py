@@ -1,0 +1,276 @@
+"""HTTP of a server, for Prometheus, orchestrators and people.
+
+    GET  /metrics          Prometheus' text, or OpenMetrics if asked for
+    GET  /healthz          200, or 503 while something is missing, and what; needs no token
+    GET  /status           `KVManager.stats` as JSON
+    POST /cache/clear      {"tier": "SSD"}, or null for all
+    POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
+
+An event loop of its own, on a daemon thread; calls of the server are made on further threads, so
+that neither waits for the other. On loopback it answers only who calls it by a loopback name (a web
+page that has its own name point here is refused), and takes only JSON, which no other site's page
+can send. Beyond loopback every request but for health carries the token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from flexcache.config import check_http_endpoint
+from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
+from flexcache.metrics.collector import Exposition
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+except ImportError as error:
+    raise MissingDependencyError(
+        f"HTTP needs the package {error.name}: pip install 'flexcache[http]'"
+    ) from None
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 16 << 20  # a prompt of more than a million tokens
+_BODY_PATIENCE_S = 10.0
+_MAX_CONNECTIONS = 64
+_CLOSE_PATIENCE_S = 1  # with requests that are under way when the service closes
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Served(Protocol):
+    """What of a `KVServer` is served. The calls may block, and may come on several threads."""
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def health(self) -> dict[str, Any]:
+        """``serving``, and the names of those who are ``missing``."""
+
+    def clear(self, tier: str | None) -> int:
+        """Raises `ValueError` if there is no such tier."""
+
+    def prefetch(
+        self,
+        token_ids: Sequence[int] | None,
+        block_keys: Sequence[bytes] | None,
+        namespace: Sequence[str] = (),
+    ) -> int:
+        """How many blocks will be in DRAM. Raises `ValueError` unless just one of keys and tokens
+        is given, and makes sense."""
+
+
+class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
+    tier: str | None
+
+
+class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """One of ``token_ids`` and ``block_keys``, the latter in hexadecimal."""
+
+    token_ids: list[int] | None = None
+    block_keys: list[str] | None = None
+    namespace: list[str] = []
+
+
+class HttpService:
+    """Serves one server's HTTP.
+
+    Args:
+        endpoint: ``HOST:PORT``, or a port on loopback; port 0 takes a free one.
+        token: What requests must carry as bearer token. None: needs none, on loopback only.
+
+    Raises:
+        ConfigError: The address is none, or is open to other hosts without a token.
+    """
+
+    def __init__(self, server: Served, endpoint: str, token: str | None = None) -> None:
+        self._endpoint = endpoint
+        self._host, self._port = check_http_endpoint(endpoint, has_token=token is not None)
+        self._app = _make_app(server, _Gate(_is_loopback(self._host), token))
+        self._socket: socket.socket | None = None
+        self._loop: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """The ``http://`` address it is reached at, once it was started."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    def start(self) -> None:
+        """Bind and serve on a thread; returns at once.
+
+        Raises:
+            ConfigError: The address cannot be bound.
+        """
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((self._host, self._port), family=family)
+        except OSError as error:
+            raise ConfigError(f"http_endpoint = {self._endpoint!r}: {error.strerror}") from None
+        self._port = self._socket.getsockname()[1]
+        settings = uvicorn.Config(
+            self._app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, proxy_headers=False, limit_concurrency=_MAX_CONNECTIONS,
+            timeout_graceful_shutdown=_CLOSE_PATIENCE_S,
+        )  # fmt: skip
+        self._loop = uvicorn.Server(settings)
+        self._thread = threading.Thread(target=self._run, name="flexcache-http", daemon=True)
+        self._thread.start()
+        logger.info("HTTP at %s", self.address)
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        assert self._socket is not None
+        try:
+            asyncio.run(self._loop.serve(sockets=[self._socket]))
+        except Exception:  # the cache goes on without
+            logger.exception("HTTP at %s has ended", self.address)
+
+    def close(self) -> None:
+        """Let what is being answered end, within a second or two, and stop. Idempotent."""
+        if self._thread is None or self._loop is None or self._socket is None:
+            return
+        self._loop.should_exit = True
+        self._thread.join()
+        self._socket.close()
+        self._thread = None
+
+
+# -- who may ask ---------------------------------------------------------------------------------
+
+
+class _Gate:
+    """Says whether a request is let in."""
+
+    def __init__(self, is_loopback: bool, token: str | None) -> None:
+        self._is_loopback = is_loopback
+        self._token = None if token is None else token.encode()
+
+    async def __call__(
+        self, request: Request, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        if self._is_loopback and not _names_loopback(request.headers.get("host", "")):
+            return _problem(403, "on loopback the Host header must name localhost")
+        if self._token is not None and request.url.path != "/healthz":
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            is_right = hmac.compare_digest(given.strip().encode(), self._token)
+            if scheme.lower() != "bearer" or not is_right:
+                return _problem(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+        return await answer(request)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _names_loopback(host_header: str) -> bool:
+    try:
+        return _is_loopback(urlsplit(f"//{host_header}").hostname or "")
+    except ValueError:
+        return False
+
+
+# -- the answers ---------------------------------------------------------------------------------
+
+
+def _make_app(server: Served, gate: _Gate) -> Starlette:
+    exposition = Exposition(server.stats)
+
+    def metrics(request: Request) -> Response:
+        text, content_type = exposition.render(request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": content_type})
+
+    def healthz(_: Request) -> Response:
+        health = server.health()
+        is_whole = health["serving"] and not health["missing"]
+        return _json(health, 200 if is_whole else 503)
+
+    def status(_: Request) -> Response:
+        return _json(server.stats())
+
+    async def clear(request: Request) -> Response:
+        wanted = await _read(request, ClearRequest)
+        dropped = await run_in_threadpool(server.clear, wanted.tier)
+        return _json({"dropped_blocks": dropped})
+
+    async def prefetch(request: Request) -> Response:
+        wanted = await _read(request, PrefetchRequest)
+        keys = wanted.block_keys
+        block_keys = None if keys is None else [bytes.fromhex(key) for key in keys]
+        num_blocks = await run_in_threadpool(
+            server.prefetch, wanted.token_ids, block_keys, wanted.namespace
+        )
+        return _json({"blocks": num_blocks}, 202)
+
+    return Starlette(
+        routes=[
+            Route("/metrics", metrics),
+            Route("/healthz", healthz),
+            Route("/status", status),
+            Route("/cache/clear", clear, methods=["POST"]),
+            Route("/cache/prefetch", prefetch, methods=["POST"]),
+        ],
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=gate)],
+        exception_handlers={
+            HTTPException: lambda _, error: _problem(error.status_code, error.detail),
+            msgspec.MsgspecError: partial(_refused, status=400),
+            ValueError: partial(_refused, status=400),
+            FlexCacheError: partial(_refused, status=503),
+        },
+    )
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    """The body of a request."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HTTPException(415, "the body must be sent as application/json")
+    try:
+        body = await asyncio.wait_for(_read_body(request), _BODY_PATIENCE_S)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"no whole body within {_BODY_PATIENCE_S:g} s") from None
+    return msgspec.json.decode(body, type=kind)
+
+
+async def _read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body has more than {_MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    response = _json({"error": text}, status)
+    response.headers.update(headers or {})
+    return response
+
+
+def _refused(_: Request, error: Exception, status: int) -> Response:
+    return _problem(status, str(error))

@@ -1,0 +1,309 @@
+"""The HTTP service over a server that is played, by real sockets."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from flexcache.errors import ClosedError, ConfigError, StorageError
+from flexcache.server.http import HttpService
+
+TOKEN = "correct horse"
+JSON = {"Content-Type": "application/json"}
+
+
+class PlayedServer:
+    """Has one tier, CPU, with three blocks, and remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.prefetched: list[tuple[Any, Any, Any]] = []
+        self.cleared: list[str | None] = []
+        self.failure: Exception | None = None
+        self.entered = threading.Event()
+        self.gate: threading.Event | None = None
+
+    def stats(self) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
+        return {"version": "1.2", "uptime_s": 5.0, "counters": {}, "tiers": {}}
+
+    def health(self) -> dict[str, Any]:
+        return {"serving": True, "missing": self.missing}
+
+    def clear(self, tier: str | None) -> int:
+        self.entered.set()
+        if self.gate is not None:
+            self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        if tier not in (None, "CPU"):
+            raise ValueError(f"there is no tier {tier!r}, only CPU")
+        self.cleared.append(tier)
+        return 3
+
+    def prefetch(
+        self,
+        token_ids: Sequence[int] | None,
+        block_keys: Sequence[bytes] | None,
+        namespace: Sequence[str] = (),
+    ) -> int:
+        self.prefetched.append((token_ids, block_keys, namespace))
+        return 2
+
+
+@contextmanager
+def serving(
+    server: PlayedServer, endpoint: str = "127.0.0.1:0", token: str | None = None
+) -> Iterator[HttpService]:
+    service = HttpService(server, endpoint, token)
+    service.start()
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+@pytest.fixture
+def server() -> PlayedServer:
+    return PlayedServer()
+
+
+@pytest.fixture
+def service(server: PlayedServer) -> Iterator[HttpService]:
+    with serving(server) as service:
+        yield service
+
+
+def ask(
+    service: HttpService,
+    method: str,
+    path: str,
+    body: bytes | str | None = None,
+    headers: Mapping[str, str] = {},
+) -> tuple[int, str, http.client.HTTPMessage]:
+    host, port = service.address.removeprefix("http://").rsplit(":", 1)
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    try:
+        connection.request(method, path, body, dict(headers))
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), answer.headers
+    finally:
+        connection.close()
+
+
+def post(service: HttpService, path: str, content: object) -> tuple[int, Any]:
+    status, text, _ = ask(service, "POST", path, json.dumps(content), JSON)
+    return status, json.loads(text)
+
+
+def test_metrics_are_text_or_openmetrics_as_the_scraper_prefers(service: HttpService) -> None:
+    status, text, headers = ask(service, "GET", "/metrics")
+    assert status == 200
+    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert 'flexcache_build_info{version="1.2"} 1.0' in text.splitlines()
+    wanted = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    status, text, headers = ask(service, "GET", "/metrics", headers=wanted)
+    assert headers["Content-Type"].startswith("application/openmetrics-text")
+    assert text.endswith("# EOF\n")
+
+
+def test_health_says_what_is_missing(server: PlayedServer, service: HttpService) -> None:
+    assert ask(service, "GET", "/healthz")[0] == 200
+    server.missing = ["disk worker"]
+    status, text, _ = ask(service, "GET", "/healthz")
+    assert status == 503
+    assert json.loads(text)["missing"] == ["disk worker"]
+
+
+def test_status_is_the_servers_statistics(server: PlayedServer, service: HttpService) -> None:
+    status, text, _ = ask(service, "GET", "/status")
+    assert (status, json.loads(text)) == (200, server.stats())
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/status"])
+def test_a_server_that_has_stopped_is_503(
+    path: str, server: PlayedServer, service: HttpService
+) -> None:
+    server.failure = ClosedError("the cache was shut down")
+    status, text, _ = ask(service, "GET", path)
+    assert status == 503
+    assert "shut down" in text
+
+
+def test_a_tier_is_cleared_by_name_and_all_by_null(
+    server: PlayedServer, service: HttpService
+) -> None:
+    assert post(service, "/cache/clear", {"tier": "CPU"}) == (200, {"dropped_blocks": 3})
+    assert post(service, "/cache/clear", {"tier": None})[0] == 200
+    assert server.cleared == ["CPU", None]
+
+
+def test_what_fails_in_the_server_is_503_with_its_words(
+    server: PlayedServer, service: HttpService
+) -> None:
+    server.failure = StorageError("its index cannot be written")
+    status, answer = post(service, "/cache/clear", {"tier": "CPU"})
+    assert (status, answer) == (503, {"error": "its index cannot be written"})
+
+
+def test_prompts_are_prefetched_by_tokens_or_by_keys(
+    server: PlayedServer, service: HttpService
+) -> None:
+    by_tokens = {"token_ids": [1, 2, 3], "namespace": ["tenant"]}
+    assert post(service, "/cache/prefetch", by_tokens) == (202, {"blocks": 2})
+    assert post(service, "/cache/prefetch", {"block_keys": ["00ff", "Ab01"]})[0] == 202
+    assert server.prefetched == [
+        ([1, 2, 3], None, ["tenant"]),
+        (None, [b"\x00\xff", b"\xab\x01"], []),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        ("/cache/clear", "{", "truncated"),
+        ("/cache/clear", "[]", "object"),
+        ("/cache/clear", "{}", "tier"),  # that would be all of them, by a slip
+        ("/cache/clear", '{"tier": 1}', "tier"),
+        ("/cache/clear", '{"tier": "CPU", "Tier": "SSD"}', "Tier"),
+        ("/cache/clear", '{"tier": "SSD"}', "no tier 'SSD'"),
+        ("/cache/clear", '{"tier": "\\ud800"}', ""),  # no character
+        ("/cache/prefetch", '{"token_ids": [1.5]}', "token_ids"),
+        ("/cache/prefetch", '{"token_ids": "abc"}', "token_ids"),
+        ("/cache/prefetch", '{"block_keys": ["xy"]}', "hexadecimal"),
+        ("/cache/prefetch", "[" * 100_000, ""),
+    ],
+)
+def test_a_bad_body_is_400_and_says_what_is_wrong(
+    path: str, body: str, names: str, server: PlayedServer, service: HttpService
+) -> None:
+    status, text, _ = ask(service, "POST", path, body, JSON)
+    assert status == 400
+    assert names in json.loads(text)["error"]
+    assert not server.cleared
+    assert not server.prefetched
+
+
+def test_only_json_is_taken_so_that_no_web_page_can_post(
+    server: PlayedServer, service: HttpService
+) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        headers = {"Content-Type": kind}
+        assert ask(service, "POST", "/cache/clear", '{"tier": null}', headers)[0] == 415
+    assert ask(service, "OPTIONS", "/cache/clear")[0] == 405  # nor is a page told it may
+    assert not server.cleared
+
+
+def test_methods_and_paths_that_are_none_are_refused(service: HttpService) -> None:
+    assert ask(service, "GET", "/cache/clear")[0] == 405
+    assert ask(service, "POST", "/status", "{}", JSON)[0] == 405
+    assert ask(service, "GET", "/")[0] == 404
+
+
+def test_a_body_without_bound_is_cut_off(server: PlayedServer, service: HttpService) -> None:
+    head = b"POST /cache/prefetch HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    host, port = service.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), 30) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        chunk = b"100000\r\n" + b"1" * 0x100000 + b"\r\n"
+        answer = b""
+        try:
+            for _ in range(64):
+                connection.sendall(chunk)
+            answer = connection.recv(1000)
+        except OSError:  # it has hung up
+            pass
+    assert not answer or b" 413 " in answer.split(b"\r\n")[0]
+    assert not server.prefetched
+    assert ask(service, "GET", "/status")[0] == 200
+
+
+def test_with_a_token_all_but_health_needs_it(server: PlayedServer) -> None:
+    with serving(server, token=TOKEN) as service:
+        assert ask(service, "GET", "/healthz")[0] == 200
+        for path in ("/metrics", "/status", "/cache/clear", "/elsewhere", "/healthz/"):
+            for given in ({}, {"Authorization": TOKEN}, {"Authorization": "Bearer wrong"},
+                          {"Authorization": f"Basic {TOKEN}"}, {"Authorization": "Bearer "},
+                          {"Authorization": "Bearer \xe9"}):  # fmt: skip
+                status, _, headers = ask(service, "GET", path, headers=given)
+                assert (status, headers["WWW-Authenticate"]) == (401, "Bearer"), (path, given)
+        for scheme in ("Bearer", "bearer"):
+            good = {"Authorization": f"{scheme} {TOKEN}"}
+            assert ask(service, "GET", "/metrics", headers=good)[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.", "", "[",
+                                  "10.0.0.1:80"])  # fmt: skip
+def test_on_loopback_no_other_name_reaches_it(host: str, service: HttpService) -> None:
+    assert ask(service, "GET", "/status", headers={"Host": host})[0] == 403
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9", "127.0.0.1:80", "[::1]:80"])
+def test_on_loopback_its_own_names_do(host: str, service: HttpService) -> None:
+    assert ask(service, "GET", "/status", headers={"Host": host})[0] == 200
+
+
+def test_beyond_loopback_any_name_will_do_but_a_token_must_be_there(server: PlayedServer) -> None:
+    with pytest.raises(ConfigError, match="http_token"):
+        HttpService(server, "0.0.0.0:0")
+    with serving(server, "0.0.0.0:0", TOKEN) as service:
+        headers = {"Host": "cache-7.cluster.local", "Authorization": f"Bearer {TOKEN}"}
+        assert ask(service, "GET", "/status", headers=headers)[0] == 200
+        assert ask(service, "GET", "/status", headers={"Host": "cache-7.cluster.local"})[0] == 401
+
+
+def test_an_address_that_is_taken_is_refused_by_name(server: PlayedServer) -> None:
+    with serving(server) as service:
+        endpoint = service.address.removeprefix("http://")
+        with pytest.raises(ConfigError, match=f"http_endpoint = '{endpoint}'"):
+            HttpService(server, endpoint).start()
+    with pytest.raises(ConfigError, match="http_endpoint"):
+        HttpService(server, "nowhere.invalid:80", TOKEN).start()
+
+
+def test_a_bare_port_is_on_loopback(server: PlayedServer) -> None:
+    with serving(server, "0") as service:
+        assert service.address.startswith("http://127.0.0.1:")
+        assert ask(service, "GET", "/healthz")[0] == 200
+
+
+def test_a_call_that_takes_long_keeps_nobody_else_waiting(
+    server: PlayedServer, service: HttpService
+) -> None:
+    server.gate = threading.Event()
+    clearing = threading.Thread(target=post, args=(service, "/cache/clear", {"tier": "CPU"}))
+    clearing.start()
+    assert server.entered.wait(30)
+    assert ask(service, "GET", "/healthz")[0] == 200
+    assert ask(service, "GET", "/metrics")[0] == 200
+    server.gate.set()
+    clearing.join()
+    assert server.cleared == ["CPU"]
+
+
+def test_closing_leaves_neither_thread_nor_port(server: PlayedServer) -> None:
+    before = set(threading.enumerate())
+    service = HttpService(server, "127.0.0.1:0")
+    service.start()
+    idle = http.client.HTTPConnection(*service.address.removeprefix("http://").split(":"))
+    idle.request("GET", "/healthz")
+    idle.getresponse().read()  # kept alive
+    service.close()
+    service.close()
+    idle.close()
+    assert {t for t in threading.enumerate() if "flexcache" in t.name} <= before
+    again = HttpService(server, service.address.removeprefix("http://"))
+    again.start()
+    again.close()
