@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.journal import Change
 from flexcache.ids import TaskKind, TierName
 from flexcache.instructions import TaskResult
 
@@ -32,6 +33,10 @@ class Backend(Protocol):
     @property
     def fingerprint(self) -> str:
         """Of the model and block size."""
+
+    @property
+    def wants_content(self) -> bool:
+        """Whether anybody is told what prompts are about."""
 
     def start(self) -> None:
         """Begin; returns at once."""
@@ -74,6 +79,9 @@ class Backend(Protocol):
         self, task_ids: Iterable[int], timeout: float | None, completely: bool
     ) -> dict[int, TaskResult]:
         """Results of those that are over within ``timeout`` s (None: wait for all)."""
+
+    def take_changes(self) -> list[Change]:
+        """What the tiers have stored and lost since the last call."""
 
     def clear(self, tier: str | None) -> int:
         """Drop what nobody holds, of one tier or of all."""

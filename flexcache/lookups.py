@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.ids import BlockKey, RootId
 from flexcache.instructions import Instruction, LookUpEnded, RunLookUp
@@ -35,6 +36,8 @@ class _LookUp:
     keys: Sequence[BlockKey]
     root_at_store: bytes
     asked_s: float
+    first: int = 0
+    content: PromptContent | None = None
 
     @property
     def is_trial(self) -> bool:
@@ -80,12 +83,16 @@ class RemoteLookUps:
         parent = keys.key(first - 1) if first else None
         wanted = keys.slice(first, min(stop, first + _MAX_KEYS))
         at_store = self._tier.root_at_store(keys.root)
-        question = _LookUp(keys.root, parent, wanted, at_store, now)
+        question = _LookUp(keys.root, parent, wanted, at_store, now, first, keys.content)
         lookup_id = self._ask(question, now + self._timeout_s)
         self._by_key[keys.root, wanted[0]] = lookup_id
         instructions.append(RunLookUp(lookup_id, at_store, wanted))
         self.num_asked += 1
         return lookup_id
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     def is_open(self, lookup_id: int) -> bool:
         return lookup_id in self._open
@@ -109,7 +116,10 @@ class RemoteLookUps:
             return  # in the latter case the tier was cleared meanwhile
         num_present = min(num_present, len(question.keys))
         if num_present:
-            self._tier.learn(question.root, question.parent, question.keys[:num_present])
+            self._tier.learn(
+                question.root, question.parent, question.keys[:num_present], question.first,
+                question.content,
+            )  # fmt: skip
         if num_present < len(question.keys):
             self._tier.learn_absent(question.root, question.keys[num_present], now)
 

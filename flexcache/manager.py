@@ -21,9 +21,12 @@ from flexcache.cache.block_keys import (
     TokenBlockKeys,
     make_root,
 )
+from flexcache.cache.journal import Change
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.ids import MAX_KEY_BYTES, KVStatus, RootId, TaskKind, TierName
 from flexcache.instructions import TaskResult
+from flexcache.request_info import NO_INFO, RequestInfo
 from flexcache.server.dp_client import KVDPClient
 from flexcache.server.local import LocalCache
 from flexcache.server.names import engine_name
@@ -147,6 +150,7 @@ class KVManager:
         *,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
+        request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:
         """Find the longest cached prefix and reserve it for a load.
 
@@ -156,11 +160,13 @@ class KVManager:
                 whole blocks count.
             namespace: Isolates keys: tenant, LoRA, cache salt.
             block_keys: The engine's own chained block hashes; then no token is looked at.
+            request_info: What KV events and traces shall say of the request.
 
         Returns:
             A task id, and a mask over the tokens: True where FlexCache will supply KV.
         """
-        task, mask = self._match(TaskKind.GET, token_ids, token_mask, namespace, block_keys)
+        prompt = self._prompt(token_ids, token_mask, namespace, block_keys, request_info)
+        task, mask = self._match(TaskKind.GET, prompt)
         return task.task_id, mask
 
     def get_match_by_tier(
@@ -170,6 +176,7 @@ class KVManager:
         *,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
+        request_info: RequestInfo | None = None,
         look_up: bool = True,
     ) -> tuple[int, Mask, dict[TierName, int]] | None:
         """`get_match` that does not wait, and how many of the tokens each tier will supply.
@@ -177,7 +184,7 @@ class KVManager:
         None if the remote store was asked and has yet to answer: ask again a little later, and
         after ``remote_lookup_timeout_s`` without ``look_up``: then what is known is taken.
         """
-        prompt = self._prompt(token_ids, token_mask, namespace, block_keys)
+        prompt = self._prompt(token_ids, token_mask, namespace, block_keys, request_info)
         task = self._backend.match(TaskKind.GET, *prompt, look_up=look_up, may_wait=False)
         if task is None:
             return None
@@ -194,6 +201,7 @@ class KVManager:
         block_keys: Sequence[bytes] | None = None,
         priority: int = 0,
         ttl_s: float = 0.0,
+        request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:
         """Find what of a prompt is not cached yet and reserve room for it.
 
@@ -206,9 +214,8 @@ class KVManager:
             ttl_s: For so long it goes after all that is used meanwhile. A hint, not a pin.
         """
         retain_s = self._retain_s(priority, ttl_s)
-        task, mask = self._match(
-            TaskKind.PUT, token_ids, token_mask, namespace, block_keys, retain_s
-        )
+        prompt = self._prompt(token_ids, token_mask, namespace, block_keys, request_info)
+        task, mask = self._match(TaskKind.PUT, prompt, retain_s)
         return task.task_id, mask
 
     def get_async(
@@ -219,15 +226,15 @@ class KVManager:
         *,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
+        request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:
         """`get_match` and `launch` in one.
 
         ``slot_mapping`` has a slot for each token wanted (True in ``token_mask``, or all), or just
         for each one that matches.
         """
-        return self._match_and_launch(
-            TaskKind.GET, token_ids, slot_mapping, token_mask, namespace, block_keys
-        )
+        prompt = self._prompt(token_ids, token_mask, namespace, block_keys, request_info)
+        return self._match_and_launch(TaskKind.GET, prompt, slot_mapping, token_mask)
 
     def put_async(
         self,
@@ -239,12 +246,12 @@ class KVManager:
         block_keys: Sequence[bytes] | None = None,
         priority: int = 0,
         ttl_s: float = 0.0,
+        request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:
         """`put_match` and `launch` in one; ``slot_mapping`` as for `get_async`."""
-        return self._match_and_launch(
-            TaskKind.PUT, token_ids, slot_mapping, token_mask, namespace, block_keys,
-            self._retain_s(priority, ttl_s),
-        )  # fmt: skip
+        retain_s = self._retain_s(priority, ttl_s)
+        prompt = self._prompt(token_ids, token_mask, namespace, block_keys, request_info)
+        return self._match_and_launch(TaskKind.PUT, prompt, slot_mapping, token_mask, retain_s)
 
     def prefetch_async(
         self,
@@ -253,9 +260,11 @@ class KVManager:
         *,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
+        request_info: RequestInfo | None = None,
     ) -> int:
         """Bring what lower tiers have of a prompt to DRAM. Needs no GPU slots."""
-        task, _ = self._match(TaskKind.PREFETCH, token_ids, token_mask, namespace, block_keys)
+        prompt = self._prompt(token_ids, token_mask, namespace, block_keys, request_info)
+        task, _ = self._match(TaskKind.PREFETCH, prompt)
         self._backend.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
         return task.task_id
 
@@ -333,6 +342,13 @@ class KVManager:
         """
         self._backend.clear(None)
 
+    def take_changes(self) -> list[Change]:
+        """What the tiers have stored and lost since the last call, in order: with ``kv_events``.
+
+        Nothing where the cache is shared: its server publishes it (``kv_events_endpoint``).
+        """
+        return self._backend.take_changes()
+
     def stats(self) -> dict[str, Any]:
         """Counters and occupancy, as plain dicts of numbers and strings.
 
@@ -364,15 +380,8 @@ class KVManager:
     # -- from tokens to blocks and back ----------------------------------------------------------
 
     def _match(
-        self,
-        kind: TaskKind,
-        token_ids: Tokens,
-        token_mask: Mask | None,
-        namespace: Namespace,
-        block_keys: Sequence[bytes] | None,
-        retain_s: float = 0.0,
+        self, kind: TaskKind, prompt: _Prompt, retain_s: float = 0.0
     ) -> tuple[MatchedTask, Mask]:
-        prompt = self._prompt(token_ids, token_mask, namespace, block_keys)
         task = self._backend.match(kind, *prompt, retain_s)
         assert task is not None  # it may wait
         return task, self._token_mask(prompt.num_tokens, task.start, task.num_blocks)
@@ -383,10 +392,14 @@ class KVManager:
         token_mask: Mask | None,
         namespace: Namespace,
         block_keys: Sequence[bytes] | None,
+        info: RequestInfo | None,
     ) -> _Prompt:
         num_tokens = len(token_ids)
         start, stop = self._block_range(num_tokens, token_mask)
-        keys = self._keys(token_ids, namespace, block_keys)
+        content = None
+        if self._backend.wants_content:
+            content = PromptContent(_own_copy(token_ids), info or NO_INFO)
+        keys = self._keys(token_ids, namespace, block_keys, content)
         stop = min(stop, keys.num_blocks)
         return _Prompt(keys, min(start, stop), stop, num_tokens)
 
@@ -402,19 +415,17 @@ class KVManager:
     def _match_and_launch(
         self,
         kind: TaskKind,
-        token_ids: Tokens,
+        prompt: _Prompt,
         slot_mapping: Slots,
         token_mask: Mask | None,
-        namespace: Namespace,
-        block_keys: Sequence[bytes] | None,
         retain_s: float = 0.0,
     ) -> tuple[int, Mask]:
         slots = _as_slots(slot_mapping)
-        num_wanted = len(token_ids) if token_mask is None else int(np.count_nonzero(token_mask))
-        task, mask = self._match(kind, token_ids, token_mask, namespace, block_keys, retain_s)
+        wanted = prompt.num_tokens if token_mask is None else int(np.count_nonzero(token_mask))
+        task, mask = self._match(kind, prompt, retain_s)
         task_id = task.task_id
         try:
-            if len(slots) == num_wanted:
+            if len(slots) == wanted:
                 slots = slots[mask] if token_mask is None else slots[mask[token_mask]]
             self.launch([task_id], [slots])
         except ValueError:
@@ -423,13 +434,18 @@ class KVManager:
         return task_id, mask
 
     def _keys(
-        self, token_ids: Tokens, namespace: Namespace, block_keys: Sequence[bytes] | None
+        self,
+        token_ids: Tokens,
+        namespace: Namespace,
+        block_keys: Sequence[bytes] | None,
+        content: PromptContent | None,
     ) -> PromptKeys:
         if block_keys is not None:
             if len(block_keys) and not 0 < len(block_keys[0]) <= MAX_KEY_BYTES:
                 raise ValueError(f"block_keys must have at most {MAX_KEY_BYTES} bytes each")
             root = self._root(namespace, ENGINE_KEYS)
-            return EngineBlockKeys(root, block_keys, len(token_ids) // self._tokens_per_block)
+            num_blocks = len(token_ids) // self._tokens_per_block
+            return EngineBlockKeys(root, block_keys, num_blocks, content)
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
             raise ValueError(
@@ -439,6 +455,7 @@ class KVManager:
             self._root(namespace, TOKEN_KEYS),
             tokens.astype(np.int64, copy=False),
             self._tokens_per_block,
+            content,
         )
 
     def _root(self, namespace: Namespace, kind: str) -> RootId:
@@ -500,6 +517,14 @@ class KVManager:
     def _response(self, result: TaskResult) -> KVResponse:
         mask = self._token_mask(result.num_tokens, result.start, result.num_ok)
         return KVResponse(result.status, mask, result.error)
+
+
+def _own_copy(token_ids: Tokens) -> Sequence[int] | npt.NDArray[np.int64]:
+    """What is told of a prompt is told later: the caller may have changed its own by then. A view
+    that an engine gives out only grows."""
+    if isinstance(token_ids, np.ndarray):
+        return np.array(token_ids, dtype=np.int64)
+    return list(token_ids) if isinstance(token_ids, list) else token_ids
 
 
 def _as_slots(slot_mapping: Slots) -> npt.NDArray[np.int64]:

@@ -32,6 +32,7 @@ class Task:
     gated: bool = False
     cancelled: bool = False
     overdue: bool = False
+    launched_s: float = 0.0
     announced: bool = False
     open_ops: Counter[OpKind] = field(default_factory=lambda: _NONE_OPEN)  # its own once launched
     moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.hit_rate import HitRates
 from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
 from flexcache.cache.restore import Records, RestoreReport, restore_tier
 from flexcache.errors import InternalError
@@ -54,11 +55,13 @@ from flexcache.instructions import (
     device,
 )
 from flexcache.lookups import RemoteLookUps
+from flexcache.recorder import Recorder
 from flexcache.sessions import RunningOp, Session, Task
 from flexcache.task_ids import TaskIds, id_before, make_session, session_of
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.fair_queue import FairQueue
 from flexcache.transfer.graph import BlockIds, TransferOp
+from flexcache.transfer.histogram import BYTES, SECONDS, Histogram
 from flexcache.transfer.scheduler import OpEnded, Outcome, StartOp, TransferScheduler
 from flexcache.transfer.totals import Totals
 
@@ -157,6 +160,12 @@ class KVTaskEngine:
         disk = cache.by_name.get(TierName.SSD)
         self._checksums = np.zeros(0 if disk is None else disk.capacity, dtype=np.uint64)
         self.totals = Totals()
+        self.hit_rates = HitRates()
+        self.recorder: Recorder | None = None
+        self._op_seconds = {kind: Histogram(SECONDS) for kind in OpKind}
+        self._op_bytes = {kind: Histogram(BYTES) for kind in OpKind}
+        self._task_seconds = {kind: Histogram(SECONDS) for kind in TaskKind}
+        self._now = 0.0
         self._num_ended = 0
         self.add_session(_OWN_SESSION, "", num_remembered=0)
         self._own_ids = TaskIds(_OWN_SESSION)
@@ -179,6 +188,8 @@ class KVTaskEngine:
         self._owners[session] = Session(
             session, engine, num_remembered, executors, id_before(session)
         )
+        if self.recorder is not None:
+            self.recorder.session_began(session, engine)
 
     def end_session(self, session: SessionId, now: float) -> None:
         """The engine is gone: its tasks are cancelled, but for what goes on below the GPU.
@@ -189,6 +200,8 @@ class KVTaskEngine:
         if owner is None:
             return
         owner.is_gone = True
+        if self.recorder is not None:
+            self.recorder.session_ended(session)
         self._cancel_unanswered(owner, now)
         self._forget_if_gone(owner)
 
@@ -257,14 +270,18 @@ class KVTaskEngine:
         plan = self._plan(owner, kind, keys, start, stop, retain_s)
         _count_plan(self.totals, plan, stop)
         _count_plan(owner.totals, plan, stop)
+        if kind is TaskKind.GET:
+            self.hit_rates.add(now, stop - start, plan.num_blocks)
         task = Task(task_id, owner, plan, num_tokens)
+        if self.recorder is not None:
+            self.recorder.matched(task, keys, start, stop)
         if plan.num_blocks == 0:
             self.cache.finish(plan)
             self._remember(task, TaskState.COMPLETED, KVStatus.NOT_FOUND, 0)
             if kind is TaskKind.PUT and start < stop and not plan.dropped:
                 backlog = self._backlog_share(owner)
                 store = self.cache.plan_store(keys, stop, backlog, retain_s)
-                self._follow(self._begin_store(store), now)
+                self._follow(self._begin_store(store, now), now)
             return plan
         self._tasks[task_id] = owner.tasks[task_id] = task
         owner.store_backlog += plan.num_backlogged
@@ -296,7 +313,7 @@ class KVTaskEngine:
         num_sharing = sum(bool(other.tasks) or other is owner for other in self._owners.values())
         return self.cache.max_store_backlog // num_sharing - owner.store_backlog
 
-    def _begin_store(self, plan: Plan) -> list[Outcome]:
+    def _begin_store(self, plan: Plan, now: float) -> list[Outcome]:
         """Carry out a plan on the cache's own account."""
         self.totals.dropped_blocks.update(plan.dropped)
         if not plan.graph.ops:
@@ -307,7 +324,9 @@ class KVTaskEngine:
         owner.last_id = task_id
         self._tasks[task_id] = owner.tasks[task_id] = task = Task(task_id, owner, plan, 0)
         owner.store_backlog += plan.num_backlogged
-        return self._submit(task)
+        if self.recorder is not None:
+            self.recorder.launched(task)
+        return self._submit(task, now)
 
     def close_down(self, now: float) -> None:
         """Cancel what is open, but not writes below the GPU, and write what is dirty."""
@@ -348,11 +367,13 @@ class KVTaskEngine:
             to_start.append((task, blocks))
         for task, blocks in to_start:
             task.gated = gated
+            if self.recorder is not None:
+                self.recorder.launched(task)
             task.plan.graph.bind_gpu_blocks(blocks, task.plan.start)
             if task.plan.kind is TaskKind.GET and TierName.REMOTE in task.plan.sources:
                 patience_s = self._load_patience_s(task)
                 heapq.heappush(self._awaited_loads, (now + patience_s, task.task_id))
-            self._follow(self._submit(task), now)
+            self._follow(self._submit(task, now), now)
             if not task.plan.graph.ops:  # a prefetch of what the host tier has
                 self._finish(task)
 
@@ -373,8 +394,8 @@ class KVTaskEngine:
             self._end_queued(task)
             self._follow(self._scheduler.cancel(task.task_id), now)
 
-    def _submit(self, task: Task) -> list[Outcome]:
-        task.launched = True
+    def _submit(self, task: Task, now: float) -> list[Outcome]:
+        task.launched, task.launched_s = True, now
         self._unlaunched.pop(task.task_id, None)
         task.state = TaskState.READY
         task.open_ops = Counter(op.kind for op in task.plan.graph.ops)
@@ -393,6 +414,8 @@ class KVTaskEngine:
             if task is None or task.cancelled:
                 continue
             task.cancelled = True
+            if self.recorder is not None:
+                self.recorder.cancelled(task)
             if task.launched:
                 self._stop(task, now)
             else:
@@ -563,6 +586,7 @@ class KVTaskEngine:
     # -- what follows from them ------------------------------------------------------------------
 
     def _follow(self, outcomes: list[Outcome], now: float) -> None:
+        self._now = now
         self._outcomes.extend(outcomes)
         while True:
             while self._outcomes:
@@ -574,7 +598,7 @@ class KVTaskEngine:
             plan = self.cache.plan_write_back()
             if plan is None:
                 return
-            self._outcomes.extend(self._begin_store(plan))
+            self._outcomes.extend(self._begin_store(plan, now))
 
     def _start(self, outcome: StartOp, now: float) -> None:
         task, op = self._tasks[outcome.task_id], outcome.op
@@ -626,6 +650,8 @@ class KVTaskEngine:
         self._running[op.op_id] = task.running[op.op_id] = running
         for totals in (self.totals, task.owner.totals):
             totals.ops[op.kind].started(now)
+        if self.recorder is not None:
+            self.recorder.op_started(task, op)
         gated = task.gated and op.kind.touches_gpu
         lane = self._lanes.get(executors[0])
         patience = self._op_timeout_s if lane is None else lane.timeout_s
@@ -658,6 +684,8 @@ class KVTaskEngine:
         if running.waiting_for:
             return
         op, task = running.op, running.task
+        if self.recorder is not None:
+            self.recorder.op_ended(task, op, running.num_ok, error)
         del self._running[op.op_id], task.running[op.op_id]
         if not op.kind.touches_gpu:
             lane = self._lanes[_EXECUTORS[op.kind]]
@@ -676,6 +704,8 @@ class KVTaskEngine:
         op, moved = running.op, running.num_ok * self._block_bytes
         for totals in (self.totals, running.task.owner.totals):
             totals.ops[op.kind].ended(now, len(op), running.num_ok, self._block_bytes)
+        self._op_seconds[op.kind].observe(now - running.started_s)
+        self._op_bytes[op.kind].observe(moved)
         host = self.cache.host.counters
         if op.kind in (OpKind.H2D, *_STORE_TIER):
             host.read_bytes += moved
@@ -737,6 +767,8 @@ class KVTaskEngine:
     def _announce(self, task: Task) -> None:
         if not task.announced:
             task.announced = True
+            if task.launched:
+                self._task_seconds[task.plan.kind].observe(self._now - task.launched_s)
             if task.owner.session == _OWN_SESSION:
                 return  # nobody waits for it
             result = self._judge(task, is_final=False)
@@ -786,6 +818,8 @@ class KVTaskEngine:
             totals.ended_tasks[name] += 1
         result = TaskResult(status, task.plan.start, num_ok, task.num_tokens, error)
         owner.remember(task.task_id, result)
+        if self.recorder is not None:
+            self.recorder.ended(task, result)
         if status is not KVStatus.NOT_FOUND and owner.session != _OWN_SESSION:
             self._instructions.append(TaskAnswered(task.task_id, result))
         # An empty match needs no answer, and a gated task's goes to the engine's workers.
@@ -817,6 +851,47 @@ class KVTaskEngine:
             for result in owner.uncollected():
                 counts[ended.get(result.status, TaskState.COMPLETED).value] += 1
         return counts
+
+    def times(self) -> dict[str, Any]:
+        """How long ops and tasks took, and how much an op moved, as histograms. Tasks count from
+        their launch to their answer."""
+        return {
+            "op_histograms": {
+                kind.value: {
+                    "seconds": self._op_seconds[kind].report(),
+                    "bytes": self._op_bytes[kind].report(),
+                }
+                for kind in OpKind
+            },
+            "task_histograms": {
+                kind.value: times.report() for kind, times in self._task_seconds.items()
+            },
+        }
+
+    def queues(self) -> dict[str, Any]:
+        """What waits for whom."""
+        lanes = {
+            name: {"waiting": len(lane.queue), "running": lane.num_running}
+            for name, lane in self._lanes.items()
+        }
+        on_devices = sum(running.op.kind.touches_gpu for running in self._running.values())
+        return {
+            "queues": {**lanes, "device": {"waiting": 0, "running": on_devices}},
+            "unlaunched_tasks": len(self._unlaunched),
+            "open_lookups": 0 if self.lookups is None else self.lookups.num_open,
+            "store_backlog_blocks": self.cache.store_backlog,
+        }
+
+    def load_decisions(self) -> dict[str, dict[str, int]]:
+        """Blocks of the tiers below DRAM that gets loaded, and that computing was faster for."""
+        hits, skipped = self.totals.hit_blocks, self.totals.skipped_blocks
+        return {
+            tier.name.value: {
+                "load": hits[tier.name.value],
+                "recompute": skipped[f"{tier.name.value.lower()}_slower_than_recompute"],
+            }
+            for tier in self.cache.lower
+        }
 
     def remote_stats(self) -> dict[str, Any]:
         """How the remote store does, and how fast the lower tiers are."""

@@ -125,7 +125,7 @@ class Caller:
         """Make the prompt's blocks cached."""
         backend = self.manager._backend
         assert isinstance(backend, LocalCache)
-        keys = self.manager._keys(prompt.tokens, None, prompt.keys)
+        keys = self.manager._keys(prompt.tokens, None, prompt.keys, None)
         with backend.server.session() as tasks:
             plan = tasks.cache.plan_put(keys, 0, keys.num_blocks)
             tasks.cache.publish_staging(plan, plan.num_blocks)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from flexcache.storage.mounts import mount_of
 
 _PACKAGES = (
     "flexcache", "numpy", "torch", "numba", "pyzmq", "msgspec", "xxhash", "sortedcontainers",
@@ -46,34 +47,24 @@ def describe_machine(directory: Path) -> dict[str, Any]:
 def describe_directory(directory: Path) -> dict[str, Any]:
     """The file system that a directory is on, and the block device under that, if any."""
     directory = directory.resolve()
-    mount = max(
-        (m for m in _mounts() if directory.is_relative_to(m["mounted_on"])),
-        key=lambda m: len(m["mounted_on"]),  # of two on one place the later hides the earlier
-        default={},
-    )
-    device = Path("/sys/dev/block", mount.pop("number", "none"))
+    mount = mount_of(directory)
+    described = {}
+    if mount is not None:
+        described = {
+            "mounted_on": mount.mounted_on,
+            "file_system": mount.file_system,
+            "device": mount.device,
+        }
+    device = Path("/sys/dev/block", mount.number if mount is not None else "none")
     if not (device / "queue").is_dir():
         device = device.resolve().parent  # a partition: its disk has the queue
     return {
         "path": str(directory),
-        **mount,
+        **described,
         "device_model": _read(device / "device" / "model"),
         "rotational": _read(device / "queue" / "rotational") == "1",
         "io_scheduler": _chosen(device / "queue" / "scheduler"),
     }
-
-
-def _mounts() -> Iterator[dict[str, str]]:
-    lines = _read(Path("/proc/self/mountinfo")).splitlines()
-    for line in reversed(lines):
-        head, _, tail = line.partition(" - ")
-        fields, (kind, source, *_) = head.split(), tail.split()
-        yield {
-            "number": fields[2],
-            "mounted_on": fields[4],
-            "file_system": kind,
-            "device": source,
-        }
 
 
 def _packages() -> dict[str, str]:

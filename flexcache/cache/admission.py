@@ -25,6 +25,7 @@ import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import BlockKey, RootId
 
 SAMPLED_BLOCKS = 4096
@@ -64,13 +65,14 @@ class Sample:
     A sampled block stands for those around it; the first is half a stride from the start.
     """
 
-    __slots__ = ("_keys", "_positions", "_stop", "num_blocks", "root")
+    __slots__ = ("_keys", "_positions", "_stop", "content", "num_blocks", "root")
 
     def __init__(self, keys: BlockKeys, stop: int, stride: int) -> None:
         self._keys = keys
         self._stop = stop
         self._positions = range(stride // 2, stop, stride)
         self.root = keys.root
+        self.content: PromptContent | None = None
         self.num_blocks = len(self._positions)
 
     def num_represented(self, count: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import BlockKey, RootId
 
 TOKEN_KEYS = "tokens/xxh3-128"
@@ -35,16 +36,14 @@ class BlockKeys(Protocol):
 
     root: RootId
     num_blocks: int
+    content: PromptContent | None
+    """What they stand for, where somebody wants to know."""
 
     def key(self, index: int) -> BlockKey:
         """Key of block ``index``, for a probe."""
 
     def slice(self, start: int, stop: int) -> list[BlockKey]:
         """Keys of blocks ``start`` to ``stop``, to be stored."""
-
-
-class PromptKeys(BlockKeys, Protocol):
-    """Keys that can be sent to a server."""
 
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
         """What the keys of the first ``stop`` blocks are made from, as one binary array.
@@ -54,13 +53,24 @@ class PromptKeys(BlockKeys, Protocol):
         """
 
 
+class PromptKeys(BlockKeys, Protocol):
+    """Keys that can be sent to a server."""
+
+
 class EngineBlockKeys:
     """Keys that the engine has computed already, one per whole block."""
 
-    __slots__ = ("_keys", "num_blocks", "root")
+    __slots__ = ("_keys", "content", "num_blocks", "root")
 
-    def __init__(self, root: RootId, keys: Sequence[bytes], num_blocks: int) -> None:
+    def __init__(
+        self,
+        root: RootId,
+        keys: Sequence[bytes],
+        num_blocks: int,
+        content: PromptContent | None = None,
+    ) -> None:
         self.root = root
+        self.content = content
         self.num_blocks = min(num_blocks, len(keys))
         self._keys = keys
 
@@ -86,10 +96,19 @@ class TokenBlockKeys:
     token about once more, not once per probe.
     """
 
-    __slots__ = ("_bytes_per_block", "_checkpoints", "_data", "_probed", "num_blocks", "root")
+    __slots__ = (
+        "_bytes_per_block", "_checkpoints", "_data", "_probed", "content", "num_blocks", "root",
+    )  # fmt: skip
 
-    def __init__(self, root: RootId, tokens: npt.NDArray[np.int64], tokens_per_block: int) -> None:
+    def __init__(
+        self,
+        root: RootId,
+        tokens: npt.NDArray[np.int64],
+        tokens_per_block: int,
+        content: PromptContent | None = None,
+    ) -> None:
         self.root = root
+        self.content = content
         self.num_blocks = len(tokens) // tokens_per_block
         self._bytes_per_block = 8 * tokens_per_block
         self._data = memoryview(np.ascontiguousarray(tokens, dtype="<i8").view(np.uint8).data)

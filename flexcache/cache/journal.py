@@ -65,3 +65,80 @@ class Cleared:
 
 
 Change = Stored | Removed | Cleared
+
+
+class Journal:
+    """Changes of all tiers, until they are taken."""
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self.tokens_per_block = tokens_per_block
+        self._changes: list[Change] = []
+
+    def __len__(self) -> int:
+        return len(self._changes)
+
+    def add(self, change: Change) -> None:
+        self._changes.append(change)
+
+    def cleared_since(self, mark: int) -> None:
+        """What followed after the first ``mark`` changes came to this: no block is left."""
+        self._changes[mark:] = [Cleared()]
+
+    def take(self) -> list[Change]:
+        changes, self._changes = self._changes, []
+        return changes
+
+
+class TierJournal:
+    """Writes down what happens in one tier.
+
+    Args:
+        has_elsewhere: Whether another tier of the same medium has a block.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        tier: TierName,
+        has_elsewhere: Sequence[Callable[[RootId, BlockKey], bool]],
+    ) -> None:
+        self._journal = journal
+        self._medium = MEDIUM_OF[tier]
+        self._has_elsewhere = has_elsewhere
+
+    def stored(
+        self,
+        root: RootId,
+        parent: BlockKey | None,
+        keys: Sequence[BlockKey],
+        content: PromptContent | None = None,
+        first: int = 0,
+    ) -> None:
+        """Blocks were indexed, the first of them at position ``first`` of its prompt."""
+        start, stop = self._only_here(root, keys)
+        if start == stop:
+            return
+        size = self._journal.tokens_per_block
+        tokens: Sequence[int] = ()
+        info, extra_keys = NO_INFO, None
+        if content is not None:
+            tokens = content.tokens_of(first + start, first + stop, size)
+            info, extra_keys = content.info, content.extra_keys_of(first + start, first + stop)
+        parent = keys[start - 1] if start else parent
+        self._journal.add(
+            Stored(self._medium, root, parent, keys[start:stop], size, tokens, info, extra_keys)
+        )
+
+    def removed(self, root: RootId, keys: Sequence[BlockKey]) -> None:
+        start, stop = self._only_here(root, keys)
+        if start < stop:
+            self._journal.add(Removed(self._medium, root, keys[start:stop]))
+
+    def _only_here(self, root: RootId, keys: Sequence[BlockKey]) -> tuple[int, int]:
+        """Of consecutive blocks those that the medium's other tiers lack: the last ones, since a
+        tier that has a block has all before it."""
+        start = 0
+        for has in self._has_elsewhere:
+            while start < len(keys) and has(root, keys[start]):
+                start += 1
+        return start, len(keys)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys, TokenBlockKeys
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import BlockKey, RootId
 
 
 class PackedBlockKeys:
     """An engine's own keys, all of one size, one after the other."""
 
-    __slots__ = ("_data", "_size", "num_blocks", "root")
+    __slots__ = ("_data", "_size", "content", "num_blocks", "root")
 
-    def __init__(self, root: RootId, data: memoryview, key_bytes: int) -> None:
+    def __init__(
+        self, root: RootId, data: memoryview, key_bytes: int, content: PromptContent | None = None
+    ) -> None:
         self.root = root
+        self.content = content
         self.num_blocks = len(data) // key_bytes
         self._data = data
         self._size = key_bytes
@@ -26,8 +30,17 @@ class PackedBlockKeys:
         size, data = self._size, bytes(self._data[start * self._size : stop * self._size])
         return [BlockKey(data[i : i + size]) for i in range(0, len(data), size)]
 
+    def packed(self, stop: int) -> tuple[int, memoryview]:
+        return self._size, self._data[: stop * self._size]
 
-def unpack_keys(root: bytes, data: memoryview, key_bytes: int, tokens_per_block: int) -> BlockKeys:
+
+def unpack_keys(
+    root: bytes,
+    data: memoryview,
+    key_bytes: int,
+    tokens_per_block: int,
+    content: PromptContent | None = None,
+) -> BlockKeys:
     """Keys of ``key_bytes`` each; if that is 0, int64 token ids to be hashed.
 
     Raises:
@@ -37,5 +50,6 @@ def unpack_keys(root: bytes, data: memoryview, key_bytes: int, tokens_per_block:
     if key_bytes < 0 or len(data) % size:
         raise ValueError(f"{len(data)} bytes are not whole items of {size} bytes")
     if key_bytes:
-        return PackedBlockKeys(RootId(root), data, key_bytes)
-    return TokenBlockKeys(RootId(root), np.frombuffer(data, dtype="<i8"), tokens_per_block)
+        return PackedBlockKeys(RootId(root), data, key_bytes, content)
+    tokens = np.frombuffer(data, dtype="<i8")
+    return TokenBlockKeys(RootId(root), tokens, tokens_per_block, content)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
+from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
@@ -125,9 +126,21 @@ class GlobalCacheEngine:
         self._admissions = dict(admissions or {})
         self._write_back = dict(write_back or {})
         self._backlog = dict.fromkeys(self.by_name, 0)
+        self.journal: Journal | None = None
         self._now = 0.0
         self._op_ids = itertools.count(1)
         self._open_plans = 0
+
+    def keep_journal(self, tokens_per_block: int) -> None:
+        """Write down, from now on, what every tier stores and loses."""
+        self.journal = Journal(tokens_per_block)
+        for tier in self.tiers:
+            others = [
+                other.index.contains
+                for other in self.tiers
+                if other is not tier and MEDIUM_OF[other.name] is MEDIUM_OF[tier.name]
+            ]
+            tier.follow(TierJournal(self.journal, tier.name, others))
 
     @property
     def remote(self) -> RemoteTier | None:
@@ -254,7 +267,10 @@ class GlobalCacheEngine:
                 dirty.pop()
                 match = self._still_on_host(prompt)
                 keys = EngineBlockKeys(
-                    prompt.root, self.host.index.path_keys(match), match.num_blocks
+                    prompt.root,
+                    self.host.index.path_keys(match),
+                    match.num_blocks,
+                    prompt.content,
                 )
                 plan = self.plan_store(keys, match.num_blocks, tiers=[tier])
                 if plan.graph.ops or plan.dropped:
@@ -306,7 +322,12 @@ class GlobalCacheEngine:
         names = [name.value for name in self.by_name]
         if tier is not None and tier not in names:
             raise ValueError(f"no tier {tier!r} here; there is {', '.join(names)}")
-        return {t.name: t.clear() for t in self.tiers if tier in (None, t.name.value)}
+        mark = 0 if self.journal is None else len(self.journal)
+        dropped = {t.name: t.clear() for t in self.tiers if tier in (None, t.name.value)}
+        is_empty = not any(t.index.num_blocks for t in self.tiers)
+        if self.journal is not None and tier is None and is_empty:
+            self.journal.cleared_since(mark)
+        return dropped
 
     def withhold_free(self, tier: Tier) -> Lease:
         """Keep a tier's free blocks from everybody until `give_back`."""
@@ -324,7 +345,7 @@ class GlobalCacheEngine:
         self.host.publish(plan.staging, num_ok)
         if not num_ok or not plan.staging.keys:
             return
-        prompt = DirtyPrompt(plan.root, plan.staging.keys[:num_ok])
+        prompt = DirtyPrompt(plan.root, plan.staging.keys[:num_ok], plan.staging.content)
         for name, dirty in self._write_back.items():
             if name not in plan.sources:  # else that is where they came from
                 dirty.add(prompt)
@@ -509,7 +530,7 @@ class GlobalCacheEngine:
         """A tier with write-back lacks what the host has had for longer: it failed once, say."""
         dirty = self._write_back.get(tier.name)
         if dirty is not None:
-            dirty.add(DirtyPrompt(keys.root, keys.slice(begin, end)))
+            dirty.add(DirtyPrompt(keys.root, keys.slice(begin, end), keys.content))
 
     def _admitted(self, tier: Tier, keys: BlockKeys, stop: int) -> int:
         """How many blocks of a prompt, from the first on, the tier's policy writes now."""

@@ -30,7 +30,7 @@ blocks with the lowest go first.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -159,6 +159,8 @@ class PrefixIndex:
         self._lru: list[tuple[float, int]] = []  # (recency of the tail, run id), lazily kept
         self._num_blocks = 0
         self._discarded: dict[int, None] = {}  # runs with blocks that wait for their last unpin
+        self.on_removed: Callable[[RootId, Sequence[BlockKey]], None] | None = None
+        """Is told of consecutive blocks that could be found until now."""
 
     @property
     def num_blocks(self) -> int:
@@ -367,6 +369,7 @@ class PrefixIndex:
         """Of a run that nothing findable hangs off behind ``offset``."""
         directory = self._directories.get(run.root, {})
         code = run.run_id << _OFFSET_BITS
+        self._tell_removed(run, offset, run.keys[offset:])
         for position in range(offset, run.length):
             if directory.get(run.keys[position]) == code + position:
                 del directory[run.keys[position]]
@@ -380,6 +383,16 @@ class PrefixIndex:
             run.recency = [*recency, (run.length, _DISCARDED)]
             self._discarded[run.run_id] = None
             run.queued = False  # what the queue may have of it is from when it was more recent
+
+    def _tell_removed(self, run: Run, offset: int, keys: list[BlockKey]) -> None:
+        """Those that can be found until now."""
+        if self.on_removed is None:
+            return
+        directory = self._directories.get(run.root, {})
+        code = (run.run_id << _OFFSET_BITS) + offset
+        found = [key for i, key in enumerate(keys) if directory.get(key) == code + i]
+        if found:
+            self.on_removed(run.root, found)
 
     def _lineage(
         self, parent: PrefixMatch, root: RootId, first_key: BlockKey, now: float
@@ -411,7 +424,9 @@ class PrefixIndex:
         """Drop the run's blocks from ``keep`` on, and the run itself when none is left."""
         directory = self._directories.get(run.root, {})
         code = (run.run_id << _OFFSET_BITS) + keep
-        for key in run.keys[keep:] if keep else run.keys:
+        keys = run.keys[keep:] if keep else run.keys
+        self._tell_removed(run, keep, keys)
+        for key in keys:
             if directory.get(key) == code:
                 del directory[key]
             code += 1

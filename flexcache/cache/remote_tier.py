@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.ids import BlockKey, RootId, TierName
 
@@ -58,9 +59,17 @@ class RemoteTier(Tier):
         del self._absent[key]
         return position
 
-    def learn(self, root: RootId, parent: BlockKey | None, keys: Sequence[BlockKey]) -> None:
-        """These consecutive blocks are there, behind ``parent`` (None: from a prompt's start)."""
-        lease = self.reserve_keys(root, parent, keys)
+    def learn(
+        self,
+        root: RootId,
+        parent: BlockKey | None,
+        keys: Sequence[BlockKey],
+        first: int = 0,
+        content: PromptContent | None = None,
+    ) -> None:
+        """These consecutive blocks, of the prompt's ``first`` on, are there, behind ``parent``
+        (None: from a prompt's start)."""
+        lease = self.reserve_keys(root, parent, keys, first, content)
         self.publish(lease, len(lease))
         self.release(lease)
 

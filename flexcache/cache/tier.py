@@ -25,7 +25,9 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.block_pool import BlockPool
 from flexcache.cache.eviction_policy import EvictionPolicy
+from flexcache.cache.journal import TierJournal
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 
@@ -55,6 +57,9 @@ class Lease:
     keys: Sequence[BlockKey]
     """Keys of the blocks; empty for a private lease, which is never published."""
     blocks: BlockIds
+    first: int = 0
+    """Position of the first block in its prompt, where ``content`` is known."""
+    content: PromptContent | None = None
     parent_pin: PrefixMatch = EMPTY_MATCH
     retain_s: float = 0.0
     """Once published, the blocks count as used this much later than they were."""
@@ -100,6 +105,12 @@ class Tier:
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
         self._now = 0.0
+        self._journal: TierJournal | None = None
+
+    def follow(self, journal: TierJournal) -> None:
+        """Write down from now on what is indexed here and what goes."""
+        self._journal = journal
+        self.index.on_removed = journal.removed
 
     @property
     def capacity(self) -> int:
@@ -147,15 +158,24 @@ class Tier:
         The block before ``start`` must be indexed or in flight. Evicts what nobody holds.
         """
         parent_key = keys.key(start - 1) if start else None
-        return self._reserve(
+        lease = self._reserve(
             keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n)
         )
+        lease.first, lease.content = start, keys.content
+        return lease
 
     def reserve_keys(
-        self, root: RootId, parent: BlockKey | None, keys: Sequence[BlockKey]
+        self,
+        root: RootId,
+        parent: BlockKey | None,
+        keys: Sequence[BlockKey],
+        first: int = 0,
+        content: PromptContent | None = None,
     ) -> Lease:
         """`reserve` for consecutive blocks behind the block ``parent``, from the front as well."""
-        return self._reserve(root, parent, len(keys), lambda n: keys[:n])
+        lease = self._reserve(root, parent, len(keys), lambda n: keys[:n])
+        lease.first, lease.content = first, content
+        return lease
 
     def _reserve(
         self, root: RootId, parent_key: BlockKey | None, count: int,
@@ -164,7 +184,7 @@ class Tier:
         pin = self.index.locate(root, parent_key) if parent_key is not None else EMPTY_MATCH
         self.index.pin(pin)  # before anything is evicted to make room
         blocks = self._allocate(count)
-        lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, pin)
+        lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, parent_pin=pin)
         if len(blocks):
             flight = self._flights.setdefault(root, _Flight())
             flight.num_leases += 1
@@ -280,12 +300,12 @@ class Tier:
 
     def _insert(self, lease: Lease, parent: PrefixMatch) -> None:
         """Index the lease's blocks, but for those that somebody else published meanwhile."""
-        count, start = lease.to_publish, 0
+        count, start, parent_key = lease.to_publish, 0, lease.parent_key
         while start < count:
             there = self.index.locate(lease.root, lease.keys[start])
             if there.run is None:
                 break
-            parent, start = there, start + 1
+            parent, parent_key, start = there, lease.keys[start], start + 1
         if start == count:
             return
         # All of them, unless they are the engine's own keys and do not chain.
@@ -300,6 +320,10 @@ class Tier:
                                        lease.blocks[stop:]))  # fmt: skip
         self._num_leased -= lease.num_published
         self.counters.stored_blocks += lease.num_published
+        if self._journal is not None:
+            self._journal.stored(
+                lease.root, parent_key, lease.keys[start:stop], lease.content, lease.first + start
+            )
 
     def _land(self, lease: Lease) -> list[Lease]:
         """The lease's keys are in flight no more; who waited for one of them may try now."""
@@ -341,6 +365,8 @@ class Tier:
             parent = EMPTY_MATCH if run.parent is None else self.index.locate(run.root, run.parent)
             self.index.insert(parent, run.root, run.keys, run.blocks, self._tick())
             taken.append(run.blocks)
+            if self._journal is not None:
+                self._journal.stored(run.root, run.parent, run.keys)
         self.pool.take_exactly(np.concatenate(taken))
 
     def check(self) -> None:

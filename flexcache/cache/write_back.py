@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import BlockKey, RootId
 
 
@@ -23,6 +24,7 @@ class DirtyPrompt:
 
     root: RootId
     keys: Sequence[BlockKey]
+    content: PromptContent | None = None
 
 
 class DirtyQueue:

@@ -33,6 +33,7 @@ import zmq
 
 from flexcache.backend import MatchedTask
 from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ClosedError, InternalError, RegistrationError, ServerLostError
 from flexcache.ids import KVStatus, SessionId, TaskKind, TierName
@@ -133,6 +134,8 @@ class KVDPClient:
         self._calls_identity = b""
         self._scratch = Scratch.create(MAX_FRAME_BYTES)
         self._uses_scratch = False
+        self.wants_content = False
+        """Whether the server passes on what prompts are about."""
         self._is_lost = threading.Event()
         self._request_id = 0
         self._prefill_blocks_per_s = 0.0
@@ -213,14 +216,16 @@ class KVDPClient:
             stop = stop * _MAX_PROMPT_BYTES // len(data)
             start = min(start, stop)
             key_bytes, data = keys.packed(stop)
+        tokens = self._tokens_beside(keys, key_bytes, len(data))
+        info = None if keys.content is None else keys.content.info
         with self._call_lock:
             task_id = self._ids.next()
             self._request_id += 1
-            payload = self._show(data)
+            payload = self._show(data, tokens)
             request = Match(
                 self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
                 0 if payload is not None else len(data), retain_s, self._prefill_blocks_per_s,
-                look_up, may_wait,
+                look_up, may_wait, len(tokens), info,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)
@@ -242,12 +247,22 @@ class KVDPClient:
         """How fast the engine computes; goes along with the next match."""
         self._prefill_blocks_per_s = blocks_per_s
 
-    def _show(self, data: bytes | memoryview) -> bytes | memoryview | None:
-        """Put it where the server sees it; what must be sent instead, if that cannot be."""
+    def _tokens_beside(self, keys: PromptKeys, key_bytes: int, num_bytes: int) -> bytes:
+        """The token ids of a prompt, where the server wants them, its keys do not tell, and they
+        fit."""
+        content = keys.content
+        if content is None or not self.wants_content or not key_bytes:
+            return b""
+        if num_bytes + 8 * len(content.token_ids) > _MAX_PROMPT_BYTES:
+            return b""
+        return np.array(content.token_ids, dtype="<i8").tobytes()
+
+    def _show(self, data: bytes | memoryview, tokens: bytes) -> bytes | memoryview | None:
+        """Put both where the server sees them; what must be sent instead, if that cannot be."""
         if self._uses_scratch and data:
-            self._scratch.write(data)
+            self._scratch.write(data, tokens)
             return None
-        return data
+        return bytes(data) + tokens if tokens else data
 
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         """Start tasks; all are checked before any is started."""
@@ -269,6 +284,10 @@ class KVDPClient:
     def _check_open(self) -> None:
         if self._closing:
             raise ClosedError("the cache was shut down")
+
+    def take_changes(self) -> list[Change]:
+        """None: what a shared cache stores and loses is published by its server."""
+        return []
 
     def clear(self, tier: str | None) -> int:
         return int(self._request(Clear(0, tier)))
@@ -429,6 +448,7 @@ class KVDPClient:
             self._calls.rcvtimeo = _SLICE_MS
             self._ids = TaskIds(session)
             self._uses_scratch = welcome.uses_scratch
+            self.wants_content = welcome.wants_content
             self._is_lost.clear()
         if self._launcher is not None:
             self._launcher.succeeded()

@@ -24,9 +24,11 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, FlexCacheError, RegistrationError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, OpId, SessionId, TaskId
@@ -39,6 +41,7 @@ from flexcache.instructions import (
     TaskEnded,
     device,
 )
+from flexcache.request_info import NO_INFO
 from flexcache.server.fence import Fence
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -166,6 +169,8 @@ class Hub:
         """The engine in this process, if it shares the cache with nobody."""
         self.server_pid = 0
         self.outgoing: list[tuple[bytes, ToClient]] = []
+        self.wants_content = False
+        """Whether somebody is told what prompts are about."""
         self.aside: list[Aside] = []
         """What takes too long to be done while others wait."""
         self.counters: Counter[str] = Counter()
@@ -300,6 +305,18 @@ class Hub:
             if engine is None or rank.engine == engine
         }
 
+    def absentees(self) -> list[str]:
+        """Ranks that engines in session still await."""
+        engines = {scheduler.engine for scheduler in self._sessions.values()}
+        if self.owner is not None:
+            engines.add(self.owner)
+        return [
+            f"{name} of engine {engine!r}"
+            for engine in sorted(engines)
+            for name in self.missing(engine)
+            if name.startswith("tp_rank")
+        ]
+
     def stats(self, session: SessionId | None = None) -> dict[str, Any]:
         """Plain numbers and strings; ``engine`` is what the session itself has had."""
         report: dict[str, Any] = {"counters": dict(self.counters), **self.extra_stats()}
@@ -309,10 +326,14 @@ class Hub:
         report |= {
             "fingerprint": self.store.fingerprint,
             "block_bytes": self.store.block_bytes,
+            "tokens_per_block": self.store.config.tokens_per_block,
             "tiers": tasks.cache.stats(),
             **tasks.remote_stats(),
             "tasks": tasks.tasks_by_state(),
             **tasks.totals.report(),
+            **tasks.times(),
+            **tasks.queues(),
+            "load_decisions": tasks.load_decisions(),
             "engines": {
                 scheduler.engine: {
                     "pid": scheduler.pid,
@@ -432,8 +453,15 @@ class Hub:
         if request.scratch_bytes:
             if caller.scratch is None:
                 raise ValueError("the session has no scratch memory")
-            data = caller.scratch.read(request.scratch_bytes)
-        keys = unpack_keys(request.root, data, request.key_bytes, size)
+            data = caller.scratch.read(request.scratch_bytes + request.token_bytes)
+        if not 0 <= request.token_bytes <= len(data):
+            raise ValueError(f"{request.token_bytes} bytes of tokens in {len(data)}")
+        split = len(data) - request.token_bytes
+        data, token_data = data[:split], data[split:]
+        content = None
+        if self.wants_content:
+            content = _read_content(request, data if request.key_bytes == 0 else token_data)
+        keys = unpack_keys(request.root, data, request.key_bytes, size, content)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
         lookup = None
@@ -443,7 +471,7 @@ class Hub:
             return Matched(request.request_id, request.start, 0, {}, is_pending=True)
         if lookup is not None and self._num_parked < _MAX_PARKED:
             own = memoryview(bytes(data))  # the client's memory may change while it waits
-            keys = unpack_keys(request.root, own, request.key_bytes, size)
+            keys = unpack_keys(request.root, own, request.key_bytes, size, content)
             self._parked.setdefault(lookup, []).append((caller, request, keys))
             self._num_parked += 1
             return None
@@ -604,7 +632,9 @@ class Hub:
         missing, problems = self.missing(hello.engine), self.problems(hello.engine)
         self._send(
             identity,
-            WelcomeEngine(session, self.server_pid, fence, missing, scratch is not None),
+            WelcomeEngine(
+                session, self.server_pid, fence, missing, scratch is not None, self.wants_content
+            ),
         )
         self._send(identity, Readiness(missing, problems))
 
@@ -717,6 +747,16 @@ class Hub:
     def _reject(self, identity: bytes, why: str, text: str) -> None:
         self.counters[f"rejected_{why}"] += 1
         self._send(identity, Rejected(f"{why} message: {text}"))
+
+
+def _read_content(request: Match, token_data: memoryview) -> PromptContent:
+    """A copy: it outlives the message, and the client's memory changes."""
+    tokens: Sequence[int] | npt.NDArray[np.int64] = ()
+    if request.token_bytes or not request.key_bytes:
+        if len(token_data) % 8:
+            raise ValueError(f"{len(token_data)} bytes are not whole token ids")
+        tokens = np.array(np.frombuffer(token_data, dtype="<i8"))
+    return PromptContent(tokens, request.info or NO_INFO)
 
 
 def make_execute(run: RunOp) -> Execute:

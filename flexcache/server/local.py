@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from flexcache.backend import MatchedTask
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.errors import ClosedError
-from flexcache.ids import TaskId, TaskKind
-from flexcache.instructions import TaskResult
 from flexcache.server.server import KVServer
-from flexcache.task_ids import TaskIds
+from flexcache.server.session_calls import SessionCalls
 
 
-class LocalCache:
-    """Calls go straight to the task engine, under the server's lock."""
+class LocalCache(SessionCalls):
+    """The engine's session, and the life of the server that is its alone."""
 
     def __init__(
         self, endpoint: str | None, model: ModelConfig, config: CacheConfig, engine: str
     ) -> None:
-        self.server = KVServer(config, endpoint, model=model, engine=engine)
+        super().__init__(KVServer(config, endpoint, model=model, engine=engine))
         self.fingerprint = model.fingerprint(config.tokens_per_block)
+        self.wants_content = config.records_changes or config.trace_dir is not None
         self._engine = engine
-        self._ids: TaskIds | None = None
 
     @property
     def endpoint(self) -> str:
         return self.server.endpoint
 
     def start(self) -> None:
-        self._ids = self.server.start()
+        self.ids = self.server.start()
 
     def is_ready(self) -> bool:
         return not self.server.stopping and not self.server.missing(self._engine)
@@ -43,86 +34,17 @@ class LocalCache:
     def wait_ready(self, timeout: float | None) -> None:
         self.server.wait_ready(self._engine, timeout)
 
-    def match(
-        self,
-        kind: TaskKind,
-        keys: BlockKeys,
-        start: int,
-        stop: int,
-        num_tokens: int,
-        retain_s: float = 0.0,
-        look_up: bool = True,
-        may_wait: bool = True,
-    ) -> MatchedTask | None:
-        assert self._ids is not None
-        if look_up and not self._look_up(kind, keys, stop, may_wait):
-            return None
-        with self.server.session() as tasks:
-            task_id = self._ids.next()
-            plan = tasks.match(
-                task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s
-            )
-        return MatchedTask(task_id, plan.start, plan.num_blocks, plan.sources)
-
-    def _look_up(self, kind: TaskKind, keys: BlockKeys, stop: int, may_wait: bool) -> bool:
-        """Have the remote store asked, if there is one; whether the match can be made now."""
-        if self.server.config.remote_url is None:
-            return True
-        with self.server.session() as tasks:
-            lookup = tasks.look_up(kind, keys, stop, time.monotonic())
-        if lookup is None or not may_wait:
-            return lookup is None
-        with self.server.session() as tasks:
-            while tasks.is_looking_up(lookup):
-                self.server.wait_for_change(None)  # it has a deadline
-                if self.server.stopping:
-                    raise ClosedError("the cache was shut down")
-        return True
-
     def report_prefill(self, blocks_per_s: float) -> None:
         with self.server.session() as tasks:
-            assert self._ids is not None
-            tasks.report_prefill(self._ids.session, blocks_per_s)
+            assert self.ids is not None
+            tasks.report_prefill(self.ids.session, blocks_per_s)
 
-    def launch(
-        self, task_ids: Sequence[int], gpu_blocks: Sequence[npt.NDArray[np.int64]], gated: bool
-    ) -> None:
-        with self.server.session() as tasks:
-            tasks.launch([TaskId(t) for t in task_ids], gpu_blocks, time.monotonic(), gated)
-
-    def cancel(self, task_ids: Iterable[int]) -> None:
-        with self.server.session() as tasks:
-            tasks.cancel([TaskId(t) for t in task_ids], time.monotonic())
-
-    def results(
-        self, task_ids: Iterable[int], timeout: float | None, completely: bool
-    ) -> dict[int, TaskResult]:
-        wanted = [TaskId(t) for t in task_ids]
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self.server.session() as tasks:
-            while True:
-                over = {}
-                for task_id in wanted:
-                    result = tasks.result(task_id, completely)
-                    if result is not None:
-                        over[int(task_id)] = result
-                left = None if deadline is None else deadline - time.monotonic()
-                if len(over) == len(set(wanted)) or (left is not None and left <= 0):
-                    break
-                self.server.wait_for_change(left)
-                if self.server.stopping:
-                    raise ClosedError("the cache was shut down")
-            for number, result in over.items():
-                if result.is_final:
-                    tasks.collected(TaskId(number))
-            return over
-
-    def clear(self, tier: str | None) -> int:
-        return self.server.clear(tier)
+    def take_changes(self) -> list[Change]:
+        return self.server.take_changes()
 
     def stats(self) -> dict[str, Any]:
-        assert self._ids is not None
-        return self.server.stats(self._ids.session)
+        assert self.ids is not None
+        return self.server.stats(self.ids.session)
 
     def check(self) -> None:
         with self.server.session() as tasks:

@@ -24,6 +24,7 @@ import msgspec
 from flexcache.config import ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, TaskKind
+from flexcache.request_info import RequestInfo
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
@@ -145,6 +146,8 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     fence: str
     missing: list[str]
     uses_scratch: bool
+    wants_content: bool = False
+    """Whether the server passes on what prompts are about."""
 
 
 class Readiness(msgspec.Struct, tag=True, frozen=True):
@@ -159,6 +162,9 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     or if that is 0 the next frame, are the prompt's block keys, of ``key_bytes`` each, or if that
     is 0 its token ids (int64). Answered with `Matched`: at once, unless the remote store is to be
     asked (``look_up``) and the client ``may_wait``.
+
+    Where the server ``wants_content`` the keys are followed by the prompt's token ids (int64,
+    ``token_bytes``), and ``info`` says whose request it is.
 
     ``retain_s``: what a put stores counts as used so much later. ``prefill_blocks_per_s``: how fast
     the engine computes, if it knows.
@@ -177,6 +183,8 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     prefill_blocks_per_s: float = 0.0
     look_up: bool = True
     may_wait: bool = True
+    token_bytes: int = 0
+    info: RequestInfo | None = None
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):

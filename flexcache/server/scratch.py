@@ -47,8 +47,9 @@ class Scratch:
             os.close(mine)
             return None
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes | memoryview, more: bytes = b"") -> None:
         self._view[: len(data)] = data
+        self._view[len(data) : len(data) + len(more)] = more
 
     def read(self, num_bytes: int) -> memoryview:
         """What was written. Raises `ValueError` if there cannot be as much."""

@@ -24,12 +24,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from flexcache import __version__
+from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
 from flexcache.ids import OpId, SessionId
@@ -45,6 +47,7 @@ from flexcache.instructions import (
     TaskAnswered,
     TaskEnded,
 )
+from flexcache.server.change_feed import ChangeFeed
 from flexcache.server.curve import secure_server
 from flexcache.server.hub import Aside, Hub, make_execute
 from flexcache.server.messages import MAX_FRAME_BYTES
@@ -63,6 +66,10 @@ from flexcache.transfer.messages import (
     Stop,
     unpack_checksums,
 )
+
+if TYPE_CHECKING:
+    from flexcache.server.http import HttpService
+    from flexcache.tracing.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +115,7 @@ class KVServer:
         self.hub = Hub(self._open_store, self, new_epoch(), config.client_timeout_s)
         self.hub.server_pid = os.getpid()
         self.hub.extra_stats = self._own_stats
+        self.hub.wants_content = config.records_changes or config.trace_dir is not None
         self._store = CacheStore(model, config) if model is not None else None
         self._engine_name = self.hub.owner = engine
         self._idle_exit_s = idle_exit_s
@@ -127,6 +135,9 @@ class KVServer:
         self._wake = -1
         self._thread: threading.Thread | None = None
         self._asides: list[threading.Thread] = []
+        self._feed: ChangeFeed | None = None
+        self._tracer: Tracer | None = None
+        self._http: HttpService | None = None
         self._seen_ended = 0
         self._spin_s = 0.0
         self._spin_until_s = 0.0
@@ -184,11 +195,21 @@ class KVServer:
                 self.hub.store = self._store
                 if self._engine_name is not None:
                     ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
+            if self.config.http_endpoint is not None:
+                self._http = self._open_http(self.config.http_endpoint)
         except BaseException:
             self._release()
             raise
         self._started_s = time.monotonic()
         return ids
+
+    def _open_http(self, endpoint: str) -> HttpService:
+        from flexcache.server.http import HttpService  # its packages are an extra
+        from flexcache.server.operator import Operator
+
+        service = HttpService(Operator(self), endpoint, self.config.http_token)
+        service.start()
+        return service
 
     def _open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
         """The first engine says what is to be cached."""
@@ -204,6 +225,13 @@ class KVServer:
 
     def _adopt(self, store: CacheStore) -> None:
         self._store = store
+        if self.config.records_changes:
+            self._feed = ChangeFeed(self.config, store.model.model_id)
+        if self.config.trace_dir is not None:
+            from flexcache.tracing.tracer import Tracer, make_header
+
+            self._tracer = Tracer(self.config, make_header(store))
+            store.engine.recorder = self._tracer
         assert self._lock_file is not None
         endpoint = self._lock_file.worker_endpoint
         if store.disk_pool is not None:
@@ -314,23 +342,53 @@ class KVServer:
         with self.session():
             return clearing.end(error)
 
-    def stats(self, session: SessionId) -> dict[str, Any]:
-        with self.session():
+    def stats(self, session: SessionId | None = None) -> dict[str, Any]:
+        """Of the server as a whole and, if one is named, of a session."""
+        with self._changed:
+            if self._stopping:
+                raise ClosedError("the cache was shut down")
             return self.hub.stats(session)
+
+    def health(self) -> dict[str, Any]:
+        """Whether the server is at work, and who should be there and is not."""
+        with self._changed:
+            missing = [
+                f"{name} worker"
+                for name in self._workers
+                if self._store is None or not self._store.engine.is_up(name)
+            ]
+            return {"serving": not self._stopping, "missing": missing + self.hub.absentees()}
+
+    def open_session(self, name: str, num_remembered: int) -> SessionId:
+        """For calls from this process; there must be a model."""
+        with self._changed:
+            return self.hub.open_session(name, num_remembered)
+
+    def take_changes(self) -> list[Change]:
+        """What the tiers have stored and lost since the last call, with ``kv_events``."""
+        with self._changed:
+            return [] if self._feed is None else self._feed.take()
 
     def _own_stats(self) -> dict[str, Any]:
         workers = self.hub.workers()
-        restarts = {}
-        for name, worker in self._workers.items():
-            restarts[f"{name}_worker_restarts"] = max(0, worker.num_starts - 1)
-            if worker.pid is not None:
-                workers[name] = worker.pid
-        return {
+        now = time.monotonic()
+        restarts = {name: max(0, w.num_starts - 1) for name, w in self._workers.items()}
+        workers |= {name: w.pid for name, w in self._workers.items() if w.pid is not None}
+        report: dict[str, Any] = {
+            "version": __version__,
+            "uptime_s": now - self._started_s,
             "endpoint": self.endpoint,
             "server_pid": os.getpid(),
             "workers": workers,
-            **restarts,
+            "worker_restarts": restarts,
         }
+        if self._store is not None:
+            report["hit_rate"] = self._store.engine.hit_rates.report(now)
+        if self._feed is not None:
+            report["events"] = self._feed.stats()
+        if self._tracer is not None:
+            report["trace"] = self._tracer.stats()
+        return report
 
     def shutdown(self) -> None:
         """Cancel what has not started, let moving bytes land, stop the workers. Idempotent."""
@@ -440,6 +498,8 @@ class KVServer:
         """Queue for the pump what the engine wants done; whether there is any of it."""
         assert self._store is not None
         engine = self._store.engine
+        if self._feed is not None and engine.cache.journal:
+            self._feed.pass_on(engine.cache.journal.take())
         has_news = engine.num_ended_tasks != self._seen_ended
         has_work = False  # not told by the outbox's length: the pump empties it meanwhile
         for instruction in engine.take_instructions():
@@ -617,6 +677,8 @@ class KVServer:
             self._workers[name].stop(_DRAIN_TIMEOUT_S)
 
     def _release(self) -> None:
+        if self._http is not None:
+            self._http.close()
         for thread in self._asides:
             thread.join()
         self.hub.close()
@@ -632,6 +694,10 @@ class KVServer:
         if self._wake >= 0:
             wake, self._wake = self._wake, -1
             os.close(wake)
+        if self._feed is not None:
+            self._feed.close()
+        if self._tracer is not None:
+            self._tracer.close()
         if self._store is not None:
             self._store.close()
         if self._lock_file is not None:

@@ -95,6 +95,8 @@ class CacheStore:
             check_packages(config.remote_url, config.remote_compression)
         self._check_memory(stored_bytes * self._num_host_blocks)
         self.engine = self._make_engine()
+        if config.records_changes:
+            self.engine.cache.keep_journal(config.tokens_per_block)
         self.segments: list[HostSegment] = []
         self.disk_pool: DiskPool | None = None
 
@@ -204,6 +206,8 @@ class CacheStore:
         """
         cache = self.engine.cache
         num_dropped = sum(len(blocks) for blocks in cache.clear(tier).values())
+        if self.engine.recorder is not None:
+            self.engine.recorder.cleared(tier, num_dropped)
         if tier is None:
             cache.is_recording = False
         ssd = cache.by_name.get(TierName.SSD)

@@ -144,7 +144,7 @@ def test_killing_the_disk_worker_is_a_miss_and_then_a_restart(tmp_path: Path) ->
         assert "disk" in (response.error or "")
         cluster.manager.check()
         cluster.manager.wait_ready(30)
-        assert cluster.manager.stats()["disk_worker_restarts"] >= 1
+        assert cluster.manager.stats()["worker_restarts"]["disk"] >= 1
         cluster.wipe(SOURCE)
         assert cluster.get(TOKENS, SOURCE).mask.all()  # the SSD tier's content is still there
         assert cluster.read(SOURCE) == expected

@@ -281,7 +281,7 @@ def test_a_killed_worker_costs_a_miss_and_is_replaced(kind: str, model: ModelCon
             two.wipe(BLOCKS)
             assert two.get(TOKENS, BLOCKS).mask.all()
             assert two.read(BLOCKS) == expected
-        assert two.manager.stats()["remote_worker_restarts"] == 2
+        assert two.manager.stats()["worker_restarts"]["remote"] == 2
         assert two.num_leased() == 0
 
 
