@@ -1,0 +1,263 @@
+"""Publishes numbered batches over ZMQ, keeps the last ones, and sends them again when asked.
+
+    publish --queue--> thread --PUB--> subscribers       (topic, number, payload)
+                          +--ROUTER--> who missed some   (peer, "", topic, number, payload) ...
+
+A batch has its number before it is queued, so what the queue had no room for is a gap that shows.
+Numbers begin at 0 and have 8 bytes, big endian. Callers never wait; the sockets are the thread's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import zmq
+
+from flexcache.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+NUMBER_BYTES = 8
+END_OF_REPLAY = b"\xff" * NUMBER_BYTES
+"""Stands for the number, with an empty payload, after the last batch that is sent again."""
+
+_SEND_QUEUE = 10_000  # batches that wait for one slow subscriber; later ones it has to ask for
+_REPLAY_BYTES = 256 << 20
+_BATCHES_A_TURN = 256  # between looks at who wants some again
+_CLOSE_TIMEOUT_S = 1.0
+_LINGER_MS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where batches are published.
+
+    Attributes:
+        endpoint: Of the PUB socket. Bound where it names this host (``*``, ``0.0.0.0``, ``::``,
+            loopback, ipc, inproc); any other is a subscriber's, and is connected to.
+        replay_endpoint: Of the ROUTER socket, always bound; None: nothing can be asked for again.
+        topic: First frame of every message.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+
+
+class BatchPublisher(Generic[Item]):
+    """Publishes what it is given, in order.
+
+    Args:
+        address: Where.
+        encode: Makes a payload of a time and the batch that was published then. Called on the
+            publisher's thread.
+        num_kept: Batches that can be asked for again, within 256 MiB.
+        num_queued: Batches that may wait; beyond it the oldest are dropped.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        encode: Callable[[float, Sequence[Item]], bytes],
+        *,
+        num_kept: int,
+        num_queued: int,
+    ) -> None:
+        self.address = address
+        self._encode = encode
+        self._num_queued = num_queued
+        self._topic = address.topic.encode()
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[int, float, Sequence[Item]]] = deque()
+        self._next_number = 0
+        self._num_kept = num_kept
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._num_published = 0
+        self._num_dropped = 0
+        self._num_sent_again = 0
+        self._num_bad_requests = 0
+        self._pub: zmq.Socket[bytes] | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._poller = zmq.Poller()
+        self._wake = -1
+        self._thread: threading.Thread | None = None
+        self._close_by: float | None = None
+
+    def start(self) -> None:
+        """Open the sockets and send from now on.
+
+        Raises:
+            ConfigError: An address cannot be used.
+        """
+        # inproc addresses mean something only within one context.
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        try:
+            self._pub = context.socket(zmq.PUB)
+            self._pub.sndhwm = _SEND_QUEUE
+            endpoint = _open(self._pub, self.address.endpoint, is_bound(self.address.endpoint))
+            replay_endpoint = self.address.replay_endpoint
+            if replay_endpoint is not None:
+                self._router = context.socket(zmq.ROUTER)
+                # Whoever asks and does not read costs no more than this, and does not hold us up.
+                self._router.router_mandatory = True
+                self._router.sndhwm = self._num_kept + 1
+                replay_endpoint = _open(self._router, replay_endpoint, bind=True)
+                self._poller.register(self._router, zmq.POLLIN)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self.address = Address(endpoint, replay_endpoint, self.address.topic)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="flexcache-events", daemon=True)
+        self._thread.start()
+
+    def publish(self, items: Sequence[Item]) -> None:
+        """Queue a batch, which must not change any more. Takes microseconds, raises nothing; once
+        closed it is dropped."""
+        with self._lock:
+            number, self._next_number = self._next_number, self._next_number + 1
+            if self._close_by is not None:
+                self._num_dropped += 1
+                return
+            self._queue.append((number, time.time(), items))
+            if len(self._queue) > self._num_queued:
+                self._queue.popleft()
+                self._num_dropped += 1
+            elif len(self._queue) == 1 and self._thread is not None:
+                os.eventfd_write(self._wake, 1)
+
+    def stats(self) -> dict[str, int]:
+        """Counts of batches and requests; ``sequence`` is the number that comes next."""
+        with self._lock:
+            return {
+                "published_batches": self._num_published,
+                "dropped_batches": self._num_dropped,
+                "queued_batches": len(self._queue),
+                "sequence": self._next_number,
+                "replayed_batches": self._num_sent_again,
+                "bad_replay_requests": self._num_bad_requests,
+            }
+
+    def close(self) -> None:
+        """Send what waits, for a second at most, and end. Idempotent."""
+        with self._lock:
+            if self._close_by is not None:
+                return
+            self._close_by = time.monotonic() + _CLOSE_TIMEOUT_S
+        if self._thread is None:
+            return
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+        self._close_sockets()
+        self._num_dropped += len(self._queue)
+        self._queue.clear()
+
+    def _close_sockets(self) -> None:
+        for socket in (self._pub, self._router):
+            if socket is not None:
+                socket.close(linger=_LINGER_MS)
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        has_more = True  # what was published before the start
+        while True:
+            is_closing = self._close_by is not None  # then all is in the queue that will be sent
+            ready = dict(self._poller.poll(0 if has_more or is_closing else None))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if self._router in ready:
+                self._send_again()
+            has_more = self._send_some()
+            if is_closing and (not has_more or self._is_late()):
+                return
+
+    def _is_late(self) -> bool:
+        return self._close_by is not None and time.monotonic() > self._close_by
+
+    def _send_some(self) -> bool:
+        """Send the oldest that wait; whether there are more."""
+        for _ in range(_BATCHES_A_TURN):
+            with self._lock:
+                if not self._queue:
+                    return False
+                number, ts, items = self._queue.popleft()
+            self._send(number, ts, items)
+        return True
+
+    def _send(self, number: int, ts: float, items: Sequence[Item]) -> None:
+        assert self._pub is not None
+        try:
+            payload = self._encode(ts, items)
+            self._pub.send_multipart([self._topic, _pack(number), payload])
+        except Exception:  # one bad batch must not be the last
+            logger.exception("batch %d of KV events is lost", number)
+            with self._lock:
+                self._num_dropped += 1
+            return
+        self._num_published += 1
+        self._kept.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._num_kept or self._kept_bytes > _REPLAY_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+
+    def _send_again(self) -> None:
+        """Answer one request: all that is kept from a number on, and the mark of the end."""
+        assert self._router is not None
+        peer, *request = self._router.recv_multipart()
+        if len(request) != 2 or request[0] != b"" or len(request[1]) != NUMBER_BYTES:
+            self._num_bad_requests += 1
+            return
+        first = int.from_bytes(request[1], "big")
+        try:
+            for number, payload in self._kept:
+                if number >= first:
+                    frames = [peer, b"", self._topic, _pack(number), payload]
+                    self._router.send_multipart(frames, zmq.NOBLOCK)
+                    self._num_sent_again += 1
+            self._router.send_multipart([peer, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it has gone, or does not read
+            logger.debug("a replay from batch %d on was broken off: %s", first, error)
+
+
+def is_bound(endpoint: str) -> bool:
+    """Whether a publisher binds its endpoint, rather than connect to a subscriber's.
+
+    vLLM's rule, and loopback and 0.0.0.0 are bound too: they mean this host as well.
+    """
+    host = endpoint.removeprefix("tcp://")
+    return (
+        "*" in endpoint
+        or "::" in endpoint
+        or endpoint.startswith(("ipc://", "inproc://"))
+        or host.startswith(("127.", "localhost:", "0.0.0.0:"))
+    )
+
+
+def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
+    """Bind or connect; the address that it came to."""
+    socket.ipv6 = "[" in endpoint
+    try:
+        if not bind:
+            socket.connect(endpoint)
+            return endpoint
+        socket.bind(endpoint)
+        return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
+
+
+def _pack(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")

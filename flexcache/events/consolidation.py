@@ -1,0 +1,83 @@
+"""The process around `Consolidator`: follows several publishers and publishes what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import zmq
+
+from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.consolidator import Consolidator
+from flexcache.events.subscriber import KVEventSubscriber, Received
+from flexcache.events.wire import BatchEncoder, Event
+
+_NUM_KEPT = _NUM_QUEUED = 10_000
+
+
+class Consolidation:
+    """For one thread, which `run` keeps.
+
+    Args:
+        sources: Endpoint of each publisher, and where it is asked for what was missed, or None.
+        address: Where the merged events are published.
+
+    Raises:
+        ConfigError: An address cannot be used.
+    """
+
+    def __init__(self, sources: Sequence[tuple[str, str | None]], address: Address) -> None:
+        self._consolidator = Consolidator()
+        self._publisher: BatchPublisher[Event] = BatchPublisher(
+            address, BatchEncoder().encode, num_kept=_NUM_KEPT, num_queued=_NUM_QUEUED
+        )
+        self._subscribers: list[KVEventSubscriber] = []
+        try:
+            for source in sources:
+                self._subscribers.append(KVEventSubscriber(*source))
+            self._publisher.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Consolidation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def address(self) -> Address:
+        return self._publisher.address
+
+    def run(self) -> None:
+        """For ever."""
+        poller = zmq.Poller()
+        for subscriber in self._subscribers:
+            poller.register(subscriber.socket, zmq.POLLIN)
+        while True:
+            for subscriber in self._subscribers:
+                self._take(subscriber)
+            poller.poll()
+
+    def _take(self, subscriber: KVEventSubscriber) -> None:
+        """All that a source has to tell by now."""
+        source = subscriber.endpoint
+        while (news := subscriber.receive(0)) is not None:
+            if isinstance(news, Received):
+                merged = self._consolidator.take(source, news.batch.events)
+            else:  # some of what it told is not so any more, and it is not known what
+                merged = self._consolidator.forget(source)
+            if merged:
+                self._publisher.publish(merged)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for subscriber in self._subscribers:
+            subscriber.close()
+        self._publisher.close()

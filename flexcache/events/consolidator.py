@@ -1,0 +1,148 @@
+"""Merges what several sources tell of the same blocks: the engine of its GPU, FlexCache of the
+tiers below.
+
+Whoever follows the merged events knows of each block whether it can be found anywhere: it is stored
+when the first place gets it, and removed when the last place has lost it. Blocks are the same if
+the low 64 bits of their hashes are, and have these as hashes in what comes out.
+
+Pure: takes events, returns events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexcache.errors import InternalError
+from flexcache.events.wire import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    low_64_bits,
+)
+
+Place = tuple[str | None, int | None]
+"""Medium and group of a source."""
+
+
+@dataclass(slots=True)
+class _Block:
+    medium: str | None
+    """Of the place that got it first: the merged events go on to name that one."""
+    has_tokens: bool
+    num_holders: int = 0
+
+
+class Consolidator:
+    """What can be found, and at how many places. O(1) per block of an event."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, _Block] = {}
+        self._held: dict[str, dict[tuple[int, Place], None]] = {}
+        """By source: blocks and where it has them."""
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return low_64_bits(block_hash) in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def take(self, source: str, events: Iterable[Event]) -> list[Event]:
+        """What a source's events change for those who follow the merged ones."""
+        merged: list[Event] = []
+        for event in events:
+            match event:
+                case BlockStored():
+                    merged += self._stored(source, event)
+                case BlockRemoved(hashes, medium, group):
+                    place = (medium, group)
+                    merged += self._removed(source, [(low_64_bits(h), place) for h in hashes])
+                case AllBlocksCleared():
+                    merged += self.forget(source)
+        return merged
+
+    def forget(self, source: str) -> list[Event]:
+        """A source has cleared everything, began anew, or its events were lost: what it has is not
+        known any more."""
+        return self._removed(source, list(self._held.get(source, ())))
+
+    def check(self) -> None:
+        """Raise `InternalError` unless each block has as many holders as are counted."""
+        counts: dict[int, int] = {}
+        for held in self._held.values():
+            for block, _ in held:
+                counts[block] = counts.get(block, 0) + 1
+        if counts != {hashed: block.num_holders for hashed, block in self._blocks.items()}:
+            raise InternalError("holders and their counts do not agree")
+
+    def _stored(self, source: str, event: BlockStored) -> list[Event]:
+        """One event for each stretch of blocks that is news."""
+        size = event.block_size
+        hashes = [low_64_bits(block) for block in event.block_hashes]
+        has_tokens = len(event.token_ids) == size * len(hashes)  # not so where a group is sparse
+        held = self._held.setdefault(source, {})
+        place = (event.medium, event.group_idx)
+        is_news = []
+        for hashed in hashes:
+            block = self._blocks.get(hashed)
+            is_news.append(block is None or (has_tokens and not block.has_tokens))
+            if block is None:
+                block = self._blocks[hashed] = _Block(event.medium, has_tokens)
+            block.has_tokens |= has_tokens
+            if (hashed, place) not in held:
+                held[hashed, place] = None
+                block.num_holders += 1
+        return [
+            self._describe(event, hashes, start, stop, has_tokens)
+            for start, stop in self._stretches(hashes, is_news)
+        ]
+
+    def _stretches(self, hashes: Sequence[int], is_news: Sequence[bool]) -> list[tuple[int, int]]:
+        """Where blocks follow each other that are news and of which the same medium is told."""
+        stretches: list[tuple[int, int]] = []
+        for i, hashed in enumerate(hashes):
+            if not is_news[i]:
+                continue
+            medium = self._blocks[hashed].medium
+            if (
+                stretches
+                and stretches[-1][1] == i
+                and (self._blocks[hashes[i - 1]].medium == medium)
+            ):
+                stretches[-1] = (stretches[-1][0], i + 1)
+            else:
+                stretches.append((i, i + 1))
+        return stretches
+
+    def _describe(
+        self, event: BlockStored, hashes: list[int], start: int, stop: int, has_tokens: bool
+    ) -> BlockStored:
+        before = hashes[start - 1] if start else event.parent_block_hash
+        size, extra_keys = event.block_size, event.extra_keys
+        return BlockStored(
+            block_hashes=list(hashes[start:stop]),
+            parent_block_hash=None if before is None else low_64_bits(before),
+            token_ids=event.token_ids[start * size : stop * size] if has_tokens else [],
+            block_size=size,
+            lora_id=event.lora_id,
+            medium=self._blocks[hashes[start]].medium,
+            lora_name=event.lora_name,
+            extra_keys=extra_keys[start:stop] if extra_keys is not None else None,
+        )
+
+    def _removed(self, source: str, lost: Sequence[tuple[int, Place]]) -> list[Event]:
+        """One event for each medium that was told of the blocks that are nowhere any more."""
+        gone: dict[str | None, list[BlockHash]] = {}
+        held = self._held.get(source, {})
+        for hashed, place in lost:
+            if (hashed, place) not in held:
+                continue
+            del held[hashed, place]
+            block = self._blocks[hashed]
+            block.num_holders -= 1
+            if block.num_holders == 0:
+                gone.setdefault(block.medium, []).append(hashed)
+                del self._blocks[hashed]
+        return [BlockRemoved(hashes, medium) for medium, hashes in gone.items()]

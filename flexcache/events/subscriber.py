@@ -1,0 +1,257 @@
+"""Follows one publisher of KV events, ours or vLLM's, and notices what it did not get.
+
+Batches are numbered. Where a number is left out, the publisher is asked for what is missing; what
+it has no longer either is reported as lost. A number that comes again with other content means
+that the publisher began anew. For one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import zmq
+
+from flexcache.errors import ConfigError
+from flexcache.events.batch_publisher import END_OF_REPLAY, NUMBER_BYTES
+from flexcache.events.wire import EventBatch, decode_batch
+
+logger = logging.getLogger(__name__)
+
+_RECEIVE_QUEUE = 100_000  # batches that wait here while we are busy
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A batch, in order. ``topic`` is empty if it came by a replay of old versions of vLLM."""
+
+    number: int
+    batch: EventBatch
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Batches ``[first, stop)`` cannot be had any more: what they told of is unknown."""
+
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeganAnew:
+    """The publisher was restarted and counts from 0 again: what it told before holds no more."""
+
+
+News = Received | Lost | BeganAnew
+
+
+@dataclass(slots=True)
+class SubscriberCounters:
+    """Of batches; ``malformed`` are messages that were none."""
+
+    received: int = 0
+    replayed: int = 0
+    lost: int = 0
+    restarts: int = 0
+    malformed: int = 0
+    unknown_events: int = 0
+
+
+class KVEventSubscriber:
+    """Yields what a publisher tells, from its first batch on.
+
+    Args:
+        endpoint: The publisher's; one with ``*`` is bound, for publishers that connect.
+        replay_endpoint: Where the publisher is asked for what was missed; None: not at all.
+        topic: Only topics that begin so.
+        replay_timeout_s: A publisher that says nothing for so long has no more to send again.
+
+    Raises:
+        ConfigError: An address cannot be used.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        replay_timeout_s: float = 2.0,
+    ) -> None:
+        self.endpoint = endpoint
+        self.counters = SubscriberCounters()
+        self._replay_endpoint = replay_endpoint
+        self._replay_timeout_s = replay_timeout_s
+        self._next = 0
+        self._last_payload: bytes | None = None
+        """Of the batch before ``_next``."""
+        self._replayed: dict[int, int] = {}
+        """Batches that were sent again and may come as usual too, with their payloads' hashes."""
+        self._news: deque[News] = deque()
+        self._has_caught_up = replay_endpoint is None
+        self.socket = _make_socket(zmq.SUB, endpoint)
+        """For a poller; nobody else reads it."""
+        self.socket.rcvhwm = _RECEIVE_QUEUE
+        self.socket.subscribe(topic)
+        try:
+            (self.socket.bind if "*" in endpoint else self.socket.connect)(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
+
+    def __enter__(self) -> KVEventSubscriber:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[News]:
+        """For ever."""
+        while True:
+            news = self.receive(None)
+            assert news is not None
+            yield news
+
+    def receive(self, timeout_s: float | None) -> News | None:
+        """The next piece of news; None if there is none within ``timeout_s``.
+
+        Takes longer where the publisher has to be asked for what was missed.
+        """
+        if not self._has_caught_up:
+            self.catch_up()
+        while not self._news:
+            wait_ms = None if timeout_s is None else int(timeout_s * 1000)
+            if not self.socket.poll(wait_ms):
+                return None
+            self._take_message(self.socket.recv_multipart())
+        return self._news.popleft()
+
+    def catch_up(self) -> None:
+        """Ask for all since the last batch. Without it a gap is noticed when the next one comes."""
+        self._has_caught_up = True
+        self._take_replay(self._next)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.socket.close(linger=0)
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    def _take_message(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
+            self._found_malformed(f"a message of {len(frames)} frames")
+            return
+        topic, number_bytes, payload = frames
+        number = int.from_bytes(number_bytes, "big")
+        if number < self._next:
+            if self._replayed.pop(number, None) == hash(payload):
+                return  # it was sent again before it came
+            self._begin_anew()
+        if number > self._next:
+            self._take_replay(number)
+        if number >= self._next:
+            self._replayed.clear()  # it is behind all that were sent again
+            self._deliver(number, payload, topic)
+        else:
+            self._replayed.pop(number, None)
+
+    def _begin_anew(self) -> None:
+        self.counters.restarts += 1
+        self._next, self._last_payload = 0, None
+        self._replayed.clear()
+        self._news.append(BeganAnew())
+
+    def _deliver(self, number: int, payload: bytes, topic: bytes) -> None:
+        """Put it behind what was delivered; what lies between is lost."""
+        if number > self._next:
+            self._lose(number)
+        self._last_payload = payload
+        try:
+            batch = decode_batch(payload)
+        except ValueError as error:
+            self._found_malformed(f"batch {number}: {error}")
+            self._lose(number + 1)
+            return
+        self._next = number + 1
+        self.counters.received += 1
+        self.counters.unknown_events += batch.num_unknown
+        self._news.append(Received(number, batch, topic.decode(errors="replace")))
+
+    def _found_malformed(self, what: str) -> None:
+        if self.counters.malformed == 0:
+            logger.warning("%s publishes what is not understood here: %s", self.endpoint, what)
+        self.counters.malformed += 1
+
+    def _lose(self, stop: int) -> None:
+        self.counters.lost += stop - self._next
+        self._news.append(Lost(self._next, stop))
+        self._next = stop
+
+    # -- replay ----------------------------------------------------------------------------------
+
+    def _take_replay(self, until: int) -> None:
+        """Have sent again what was not delivered; all before ``until`` is delivered or lost then.
+
+        The last batch that we know is asked for as well: if it has other content now, the publisher
+        has begun anew.
+        """
+        known = self._last_payload
+        first = self._next if known is None else self._next - 1
+        again = self._ask_again(first)
+        if known is not None and again and again[0][0] == first and again[0][2] != known:
+            self._begin_anew()
+            again = self._ask_again(0)
+        for number, topic, payload in again:
+            if number >= self._next:
+                self.counters.replayed += 1
+                self._replayed[number] = hash(payload)
+                self._deliver(number, payload, topic)
+        if until > self._next:
+            self._lose(until)
+
+    def _ask_again(self, first: int) -> list[tuple[int, bytes, bytes]]:
+        """Number, topic and payload of the batches from ``first`` on that are kept."""
+        if self._replay_endpoint is None:
+            return []
+        # A socket for each request: a late answer to an earlier one must not get in between.
+        socket = _make_socket(zmq.DEALER, self._replay_endpoint)
+        socket.rcvhwm = 0
+        batches: list[tuple[int, bytes, bytes]] = []
+        try:
+            socket.connect(self._replay_endpoint)
+            socket.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
+            while socket.poll(int(self._replay_timeout_s * 1000)):
+                # "", topic, number, payload; without the topic until vLLM 0.25
+                frames = socket.recv_multipart()
+                if len(frames) not in (3, 4) or len(frames[-2]) != NUMBER_BYTES:
+                    self._found_malformed(f"a replay of {len(frames)} frames")
+                    continue
+                number_bytes, payload = frames[-2:]
+                if number_bytes == END_OF_REPLAY:
+                    return batches
+                topic = frames[1] if len(frames) == 4 else b""
+                batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"address of KV events {self._replay_endpoint!r}: {error.strerror}"
+            ) from None
+        finally:
+            socket.close(linger=0)
+        logger.warning("%s did not answer to the end within %g s",
+                       self._replay_endpoint, self._replay_timeout_s)  # fmt: skip
+        return batches
+
+
+def _make_socket(kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    socket = context.socket(kind)
+    socket.ipv6 = "[" in endpoint
+    return socket

@@ -1,0 +1,183 @@
+"""KV events as they go over the wire: msgpack, in the layouts of vLLM and of those who follow it.
+
+A batch is an array ``[time, events, data-parallel rank]``. Its events are maps with the key `type`
+(vLLM from 0.24 on) or positional arrays that begin with the type (until 0.23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flexcache.cache.journal import Change, Cleared, Removed, Stored
+from flexcache.ids import BlockKey
+
+BlockHash = int | bytes
+_LOW_64_BITS = (1 << 64) - 1
+
+
+class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=False):
+    pass
+
+
+class BlockStored(_Event, frozen=True):
+    """Consecutive blocks of a prompt can be found in ``medium``. Fields, and their order, are
+    vLLM's.
+
+    Attributes:
+        parent_block_hash: Of the block before them; None at the prompt's start.
+        token_ids: ``block_size`` per block; empty where the tokens are not known.
+        extra_keys: Per block what was hashed besides tokens.
+    """
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(_Event, frozen=True):
+    """Blocks cannot be found in ``medium`` any more."""
+
+    block_hashes: list[BlockHash]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(_Event, frozen=True):
+    """No block of this publisher can be found."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    """Events in the order in which they happened.
+
+    Attributes:
+        ts: When they were handed to the publisher, in seconds since 1970.
+        num_unknown: Events of types that were left out, being unknown here.
+    """
+
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+    num_unknown: int = 0
+
+
+def low_64_bits(block_hash: BlockHash) -> int:
+    """What integers and digests of the same block have in common."""
+    if isinstance(block_hash, bytes):
+        return int.from_bytes(block_hash[-8:], "big")
+    return block_hash & _LOW_64_BITS
+
+
+# -- to the wire ---------------------------------------------------------------------------------
+
+
+_HASH_OF: Mapping[str, Callable[[BlockKey], BlockHash]] = {"int": low_64_bits, "bytes": bytes}
+
+
+def describe(change: Change, hashes: str) -> Event:
+    """The event that tells of a change.
+
+    Args:
+        hashes: How blocks are named: int, as vLLM does by default, or bytes, the whole key.
+    """
+    hash_of = _HASH_OF[hashes]
+    match change:
+        case Stored():
+            return BlockStored(
+                block_hashes=[hash_of(key) for key in change.keys],
+                parent_block_hash=None if change.parent is None else hash_of(change.parent),
+                token_ids=list(change.token_ids),
+                block_size=change.block_size,
+                lora_id=change.info.lora_id,
+                medium=change.medium.value,
+                lora_name=change.info.lora_name,
+                extra_keys=change.extra_keys,
+            )
+        case Removed(medium, _, keys):
+            return BlockRemoved([hash_of(key) for key in keys], medium.value)
+        case Cleared():
+            return AllBlocksCleared()
+
+
+class BatchEncoder:
+    """Makes payloads.
+
+    Args:
+        layout: Of the events: map or legacy_array.
+        data_parallel_rank: Of the publisher, where it has one.
+    """
+
+    def __init__(self, layout: str = "map", data_parallel_rank: int | None = None) -> None:
+        self._lay_out = _positional if layout == "legacy_array" else None
+        self._rank = data_parallel_rank
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def encode(self, ts: float, events: Sequence[Event]) -> bytes:
+        laid_out = events if self._lay_out is None else [self._lay_out(event) for event in events]
+        return self._encode((ts, laid_out, self._rank))
+
+
+def _positional(event: Event) -> list[Any]:
+    return [type(event).__name__, *msgspec.structs.astuple(event)]
+
+
+# -- from the wire -------------------------------------------------------------------------------
+
+_TYPES: Mapping[str, type[Event]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+_BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
+_OPTIONAL = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None}
+"""What older publishers leave out."""
+
+
+def decode_batch(payload: bytes) -> EventBatch:
+    """Read a batch of any version: batch and events may be arrays or maps, and short or long.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        content = msgspec.msgpack.decode(payload)
+        if isinstance(content, list):
+            content = dict(zip(_BATCH_FIELDS, content, strict=False))
+        events = [_read_event(event) for event in content["events"]]
+        known = [event for event in events if event is not None]
+        return EventBatch(
+            msgspec.convert(content["ts"], float),
+            known,
+            msgspec.convert(content.get("data_parallel_rank"), int | None),
+            len(events) - len(known),
+        )
+    except (
+        msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError, AttributeError
+    ) as error:  # fmt: skip
+        raise ValueError(f"not a batch of KV events: {error!r}") from None
+
+
+def _read_event(content: Any) -> Event | None:
+    """None for a type that is not known."""
+    if isinstance(content, list):
+        name, *values = content
+        if name not in _TYPES:
+            return None
+        fields = dict(zip(_TYPES[name].__struct_fields__, values, strict=False))
+    else:
+        fields = dict(content)
+        name = fields.pop("type")
+        if name not in _TYPES:
+            return None
+    return msgspec.convert({**_OPTIONAL, **fields, "type": name}, _TYPES[name])
