@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from rich.table import Table
 
 from flexcache.config import CacheConfig, ServerConfig, describe_settings
+from flexcache.doctor.command import doctor
 from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
@@ -116,38 +116,7 @@ def config() -> None:
     _console.print(table)
 
 
-@app.command()
-def doctor(
-    directories: Annotated[
-        list[Path] | None, typer.Argument(help="SSD cache directories; of a pool, all of them.")
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every block and compare its checksum.")
-    ] = False,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Erase the records of blocks that are bad.")
-    ] = False,
-    clear: Annotated[
-        bool, typer.Option("--clear", help="Empty FlexCache's files in these directories.")
-    ] = False,
-) -> None:
-    """Say what of this machine the SSD tier can use, and what is in its directories.
-
-    Ends with 1 if something is wrong and was not repaired.
-    """
-    from flexcache.doctor import Level, PoolDoctor, examine_machine
-
-    def progress(slots: Sequence[int]) -> Iterable[int]:
-        return track(slots, "verifying", console=_console, transient=True)
-
-    pools = PoolDoctor(verify=verify, repair=repair, clear=clear, progress=progress)
-    findings = examine_machine() + pools.examine(directories or [])
-    colours = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
-    for finding in findings:
-        label = f"[{colours[finding.level]}]{finding.level.value:8}[/]"
-        _console.print(label + escape(finding.text), soft_wrap=True, highlight=False)
-    if any(finding.level is Level.ERROR for finding in findings):
-        raise typer.Exit(1)
+app.command()(doctor)
 
 
 @app.command()

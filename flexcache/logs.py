@@ -1,8 +1,8 @@
 """Logs: one line per change of state, the same fields as text and as JSON.
 
-Text is `event key=value ...`, which is read by eye and by logfmt parsers. In an engine's process the
-engine's own handlers print that text; our own processes, a server and its workers, are set up here.
-What happens to each request is no change of state: that is for traces, or for DEBUG.
+Text is `event key=value ...`, for the eye and for logfmt parsers. In an engine's process the engine's
+own handlers print that text; our own processes, a server and its workers, are set up here. What
+happens to each request is no change of state: that is for traces, or for DEBUG.
 """
 
 from __future__ import annotations

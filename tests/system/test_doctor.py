@@ -90,7 +90,7 @@ def test_torn_records_are_an_error_until_they_are_repaired(filled: Path) -> None
     flip(filled / INDEX_FILE, HEADER_BYTES + 7 * RECORD_BYTES + 30)
     code, said = doctor(filled)
     assert code == 1
-    assert "1 records are torn; --repair" in said
+    assert "1 records are torn -> --repair erases" in said
     assert "7 blocks can be found, 2 have lost" in said
     code, said = doctor(filled, "--repair")
     assert code == 0
@@ -127,7 +127,7 @@ def test_chains_are_followed_through_all_directories_of_a_pool(tmp_path: Path) -
     code, said = doctor(two, "--verify")
     assert code == 0
     assert "1 of 2 directories, 12 slots of 8,192 bytes, 5 recorded" in said
-    assert "name all directories of the pool" in said
+    assert "-> name all directories of the pool" in said
     assert "every recorded slot has its checksum" in said
 
 

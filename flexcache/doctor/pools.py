@@ -1,4 +1,4 @@
-"""What `flexcache doctor` finds out: what a machine can do for the SSD tier, and what is in it.
+"""What is in directories of the SSD tier.
 
 Directories are looked at as pools, since the slots of a prompt are striped over all of its pool's.
 A pool is read only while nobody uses it; nothing is changed unless that was asked for.
@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from flexcache.cache.restore import link, reaches_start
-from flexcache.storage.block_io import io_uring_problem
+from flexcache.doctor.findings import Finding, Level
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.pool_directory import (
     DATA_FILE,
@@ -45,32 +43,6 @@ from flexcache.storage.slot_index import (
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
 """Goes through a sequence and shows how far it is."""
-
-
-class Level(str, Enum):
-    OK = "ok"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An error is what is wrong and has not been repaired."""
-
-    level: Level
-    text: str
-
-
-def examine_machine() -> list[Finding]:
-    """What the SSD tier can use here, and what it does without."""
-    findings = [Finding(Level.OK, f"kernel {platform.release()}")]
-    problem = io_uring_problem()
-    if problem is None:
-        findings.append(Finding(Level.OK, "io_uring works"))
-    else:
-        text = f"no io_uring, I/O runs on threads instead: {problem}"
-        findings.append(Finding(Level.WARNING, text))
-    return findings
 
 
 @dataclass
@@ -114,19 +86,23 @@ class PoolDoctor:
         except OSError as error:
             self._say(Level.ERROR, f"{where}: {error.strerror or error}")
 
-    def _say(self, level: Level, text: str) -> None:
-        self.findings.append(Finding(level, text))
+    def _say(self, level: Level, text: str, remedy: str = "") -> None:
+        self.findings.append(Finding(level, text, remedy))
 
     def _open(self, path: Path) -> PoolDirectory | None:
         try:
             direct = supports_direct_io(path)
         except OSError as error:
-            self._say(Level.ERROR, f"{path}: {error.strerror}; name a writable directory")
+            self._say(Level.ERROR, f"{path}: {error.strerror}", "name a writable directory")
             return None
         if direct:
             self._say(Level.OK, f"{path}: O_DIRECT works")
         else:
-            self._say(Level.WARNING, f"{path}: no O_DIRECT, I/O goes through the page cache")
+            self._say(
+                Level.WARNING,
+                f"{path}: no O_DIRECT, I/O goes through the page cache",
+                "put the directory on a file system that has it (ext4, XFS), on a local disk",
+            )
         if (path / OLD_DATA_FILE).exists():
             self._say(Level.OK, f"{path}: the next start removes {OLD_DATA_FILE}, of FlexCache 0.1")
         files = files_in(path)
@@ -142,7 +118,8 @@ class PoolDoctor:
             wants_more = self.verify or self.repair or self.clear
             self._say(
                 Level.ERROR if wants_more else Level.OK,
-                f"{path}: in use by a FlexCache process; stop that to have a look inside",
+                f"{path}: in use by a FlexCache process",
+                "stop that to have a look inside",
             )
         except OSError as error:
             self._say(Level.ERROR, f"{path}: {error.strerror}")
@@ -195,7 +172,7 @@ class PoolDoctor:
         self, text: str, index: SlotIndex, index_fds: Sequence[int], slots: SlotIds
     ) -> None:
         if not self.repair:
-            self._say(Level.ERROR, f"{text}; --repair erases their records")
+            self._say(Level.ERROR, text, "--repair erases their records")
             return
         with self._errors_told(f"{text} and could not be erased"):
             index.erase(slots)
@@ -208,8 +185,8 @@ class PoolDoctor:
         self, name: str, header: PoolHeader, parts: Sequence[object], records: Records
     ) -> None:
         if len(parts) < header.num_directories:
-            text = "name all directories of the pool to learn which blocks can be found"
-            self._say(Level.WARNING, f"{name}: {text}")
+            text = "which blocks can be found is not known without the pool's other directories"
+            self._say(Level.WARNING, f"{name}: {text}", "name all directories of the pool")
             return
         lost = len(records) - int(reaches_start(records, link(records)).sum())
         self._say(

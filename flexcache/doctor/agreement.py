@@ -1,0 +1,112 @@
+"""What must be the same wherever a block is stored or looked for: its size and its hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from flexcache.config import ENV_PREFIX
+from flexcache.doctor.findings import Finding, error, ok, warning
+from flexcache.doctor.packages import as_pair, vllm_version
+from flexcache.doctor.subject import Subject
+from flexcache.storage.pool_directory import (
+    DirectoryInUseError,
+    PoolDirectory,
+    PoolMismatchError,
+    files_in,
+)
+
+_FIXED_ROOT = (0, 32)
+"""From here on vLLM's hashes have one root everywhere, unless they are xxhash's."""
+
+
+def check_block_size(subject: Subject) -> Iterator[Finding]:
+    given, server = subject.vllm.block_size, subject.server
+    ours = _set_block_size(subject)
+    if ours is None and given is None:
+        yield ok("tokens of a block: taken from vLLM")
+    elif ours is None or ours == given:
+        yield ok(f"tokens of a block: {given}")
+    elif given is None:
+        yield warning(
+            f"tokens_per_block is set to {ours}: vLLM does not start if its own differs",
+            f"leave it unset in vLLM's environment, or start vLLM with --block-size {ours}",
+        )
+    else:
+        yield error(
+            f"tokens_per_block is {ours}, --block-size is {given}", "leave tokens_per_block unset"
+        )
+    wanted, held = given or ours, (server or {}).get("tokens_per_block")
+    if wanted is not None and held is not None and wanted != held:
+        yield error(
+            f"blocks have {wanted} tokens here, {held} at the server at {subject.endpoint}",
+            f"start vLLM with --block-size {held}, or restart the server",
+        )
+    yield from _check_slots(subject)
+
+
+def _set_block_size(subject: Subject) -> int | None:
+    """Where the settings decide it: beside vLLM's, or for a server that is told its model."""
+    name = "tokens_per_block"
+    is_set = (
+        subject.model is not None
+        or ENV_PREFIX + name.upper() in subject.environ
+        or name in subject.vllm.extra_config
+    )
+    return subject.config.tokens_per_block if subject.config is not None and is_set else None
+
+
+def _check_slots(subject: Subject) -> Iterator[Finding]:
+    """Whether what is in the directories has blocks of the model's size."""
+    wanted = subject.slot_bytes
+    if wanted is None:
+        return
+    for path in subject.configured:
+        held = _slot_bytes_in(path)
+        if held is not None and held != wanted:
+            yield error(
+                f"{path} holds blocks of {held:,} bytes, the model's have {wanted:,}",
+                f"use another directory, or empty it: flexcache doctor {path} --clear",
+            )
+
+
+def _slot_bytes_in(path: Path) -> int | None:
+    """None where there is no pool, somebody uses it, or it cannot be read: others say so."""
+    if len(files_in(path)) < 2:
+        return None
+    try:
+        opened = PoolDirectory(path)
+    except (DirectoryInUseError, OSError):
+        return None
+    try:
+        header = opened.header()
+        return None if header is None else header.slot_bytes
+    except (PoolMismatchError, OSError):
+        return None
+    finally:
+        opened.close()
+
+
+def check_hash_seed(subject: Subject) -> Iterator[Finding]:
+    version = vllm_version()
+    if version is None:
+        return
+    seed = subject.environ.get("PYTHONHASHSEED")
+    if seed is not None and seed != "random":
+        yield ok(f"PYTHONHASHSEED is {seed}: engines that have the same find each other's blocks")
+        return
+    config = subject.config
+    outlives = config is not None and bool(
+        config.has_ssd_tier or config.remote_url or config.endpoint
+    )
+    is_random = as_pair(version) < _FIXED_ROOT or subject.vllm.hash_algo.startswith("xxhash")
+    if not is_random:
+        yield ok(f"vLLM {version} hashes blocks alike in every process")
+    elif outlives:
+        yield warning(
+            f"vLLM {version} with {subject.vllm.hash_algo} may hash blocks otherwise in every "
+            "process: none is found after a restart or by another engine",
+            "set PYTHONHASHSEED to the same number for all engines",
+        )
+    else:
+        yield ok("block hashes may differ from process to process; nothing is shared here")

@@ -1,0 +1,105 @@
+"""`flexcache doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from flexcache.doctor.findings import Finding
+
+_COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+def doctor(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(help="SSD cache directories; of a pool, all of them.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings (.toml, .json, .yaml), of a server or an engine.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(help="vLLM's, if it is given one.")] = None,
+    kv_transfer_config: Annotated[
+        str | None, typer.Option(help="vLLM's, as JSON; its extra config counts as settings.")
+    ] = None,
+    prefix_caching_hash_algo: Annotated[str, typer.Option(help="vLLM's.")] = "sha256",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every block and compare its checksum.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Erase the records of blocks that are bad.")
+    ] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Empty FlexCache's files in these directories.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Say what is right and wrong with this machine and the settings, and what to do.
+
+    Settings are read as an engine reads them: FLEXCACHE_* and a file. Directories are looked into
+    if they are named. Ends with 1 if something is wrong and was not repaired.
+    """
+    from flexcache.doctor.examination import examine
+    from flexcache.doctor.findings import Level
+    from flexcache.doctor.pools import PoolDoctor
+    from flexcache.doctor.subject import Subject, VllmOptions
+
+    console = Console(stderr=as_json)
+    vllm = VllmOptions(block_size, _transfer_table(kv_transfer_config), prefix_caching_hash_algo)
+    subject = Subject(config, directories or (), vllm)
+
+    def progress(slots: Sequence[int]) -> Iterable[int]:
+        from rich.progress import track
+
+        return track(slots, "verifying", console=console, transient=True)
+
+    def findings() -> Iterator[tuple[str, Finding]]:
+        yield from examine(subject)
+        pools = PoolDoctor(verify=verify, repair=repair, clear=clear, progress=progress)
+        for finding in pools.examine(subject.directories):
+            yield "pool", finding
+
+    told = []
+    for check, finding in findings():
+        told.append((check, finding))
+        if not as_json:
+            _tell(console, finding)
+    if as_json:
+        typer.echo(json.dumps({"findings": [_as_table(*item) for item in told]}, indent=1))
+    if any(finding.level is Level.ERROR for _, finding in told):
+        raise typer.Exit(1)
+
+
+def _transfer_table(text: str | None) -> Mapping[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        table = json.loads(text)
+    except ValueError as problem:
+        raise typer.BadParameter(f"--kv-transfer-config is no JSON: {problem}") from None
+    if not isinstance(table, dict):
+        raise typer.BadParameter("--kv-transfer-config must be a JSON object")
+    return table
+
+
+def _tell(console: Console, finding: Finding) -> None:
+    level = finding.level.value
+    label = f"[{_COLOURS[level]}]{level:8}[/]"
+    console.print(label + escape(finding.text), soft_wrap=True, highlight=False)
+    if finding.remedy:
+        console.print(f"{'':8}-> {escape(finding.remedy)}", soft_wrap=True, highlight=False)
+
+
+def _as_table(check: str, finding: Finding) -> dict[str, str]:
+    return {
+        "check": check,
+        "level": finding.level.value,
+        "text": finding.text,
+        "remedy": finding.remedy,
+    }

@@ -1,0 +1,93 @@
+"""Directories of the SSD tier: what they are on, and whether there is room."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from flexcache.doctor.findings import Finding, error, ok, warning
+from flexcache.doctor.subject import Subject
+from flexcache.storage.mounts import mount_of
+from flexcache.storage.pool_directory import DATA_FILE
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_CONTAINER_LAYERS = ("overlay", "aufs", "fuse-overlayfs", "fuse.fuse-overlayfs")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "9p", "virtiofs", "lustre")
+_VOLUME = "mount a volume that is on NVMe: docker run -v /nvme0/kv:/kv; Kubernetes: a local volume"
+
+
+def check_file_systems(subject: Subject) -> Iterator[Finding]:
+    for path in [*subject.directories, *_missing(subject)]:
+        if path in subject.named_directories and not path.exists():
+            continue  # which is said where it is opened
+        mount = mount_of(_nearest(path))
+        if mount is not None:
+            yield judge_file_system(path, mount.file_system, mount.device)
+
+
+def judge_file_system(path: Path, kind: str, device: str) -> Finding:
+    if kind in _CONTAINER_LAYERS:
+        return warning(
+            f"{path} is on {kind}, a layer of the container: slow, and gone with it", _VOLUME
+        )
+    if kind in _IN_MEMORY:
+        return warning(
+            f"{path} is on {kind}, that is, in memory: gone with a restart, and twice in DRAM",
+            "name a directory on a disk; for more DRAM raise cpu_cache_gb",
+        )
+    if kind in _NETWORK:
+        return warning(
+            f"{path} is on {kind}, over the network: locks and latencies are not a disk's",
+            "name a directory on a local disk; for a share set remote_url = file:///DIR",
+        )
+    return ok(f"{path} is on {kind} ({device})")
+
+
+def check_space(subject: Subject) -> Iterator[Finding]:
+    """Whether the files can grow to what is configured; those of one device share its space."""
+    size, paths = subject.ssd_bytes, subject.configured
+    if size is None:
+        return
+    by_device: dict[int, list[Path]] = defaultdict(list)
+    for path in paths:
+        by_device[_nearest(path).stat().st_dev].append(path)
+    for group in by_device.values():
+        found = os.statvfs(_nearest(group[0]))
+        free = found.f_bavail * found.f_frsize
+        wanted = size * len(group) // len(paths) - sum(map(_allocated_bytes, group))
+        name = ", ".join(map(str, group))
+        if wanted > free:
+            yield error(
+                f"{name}: {free / 1e9:.1f} GB free, the SSD tier grows by {wanted / 1e9:.1f} GB",
+                "lower ssd_cache_gb, or make room",
+            )
+        else:
+            yield ok(f"{name}: {free / 1e9:.1f} GB free, the SSD tier fits")
+
+
+def check_missing_directories(subject: Subject) -> Iterator[Finding]:
+    for path in _missing(subject):
+        yield ok(f"{path} is not there yet: the first start makes it")
+
+
+def _missing(subject: Subject) -> list[Path]:
+    if subject.named_directories:
+        return []
+    return [path for path in subject.configured if not path.exists()]
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or of those above it the first that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _allocated_bytes(directory: Path) -> int:
+    try:
+        return (directory / DATA_FILE).stat().st_blocks * 512
+    except OSError:
+        return 0

@@ -1,0 +1,33 @@
+"""What the doctor says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Level(str, Enum):
+    OK = "ok"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An error is what is wrong and has not been repaired; ``remedy`` is what to do."""
+
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def ok(text: str) -> Finding:
+    return Finding(Level.OK, text)
+
+
+def warning(text: str, remedy: str) -> Finding:
+    return Finding(Level.WARNING, text, remedy)
+
+
+def error(text: str, remedy: str) -> Finding:
+    return Finding(Level.ERROR, text, remedy)

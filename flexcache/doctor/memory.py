@@ -1,0 +1,164 @@
+"""Memory for the DRAM tier: how much there is, who limits it, of which pages it is.
+
+The tier is an anonymous file in memory (memfd). It counts as the process's memory, against a
+container's limit too, but not against the size of /dev/shm, which other parts of an engine use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+
+from flexcache.doctor.findings import Finding, error, ok, warning
+from flexcache.doctor.gpu import has_gpu
+from flexcache.doctor.subject import Subject
+from flexcache.remote_url import check_remote_url
+
+_MUCH_OF_LIMIT = 0.8
+_MIN_SHARED_BYTES = 1_000_000_000
+"""What vLLM's queues between its processes (240 MiB each) and NCCL take together, with room."""
+
+
+def check_memory(subject: Subject) -> Iterator[Finding]:
+    pool = subject.pool_bytes
+    fields = dict(re.findall(r"(\w+):\s+(\d+) kB", subject.read("/proc/meminfo")))
+    total, free = (int(fields.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
+    there_is = f"{total / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB available"
+    if pool is None:
+        yield ok(there_is)
+    elif pool > total:
+        yield error(f"{there_is}: the DRAM tier takes {pool / 1e9:.1f} GB", "lower cpu_cache_gb")
+    elif pool > free and not subject.is_served:  # whose pool is what makes the memory scarce
+        yield warning(
+            f"{there_is}: the DRAM tier takes {pool / 1e9:.1f} GB",
+            "lower cpu_cache_gb, or end what uses the memory: the kernel would end some process",
+        )
+    else:
+        yield ok(f"{there_is}; the DRAM tier takes {pool / 1e9:.1f} GB")
+
+
+def check_container_limit(subject: Subject) -> Iterator[Finding]:
+    limit = container_limit(subject)
+    if limit is None:
+        yield ok("no limit of memory by a container or control group")
+        return
+    pool = subject.pool_bytes or 0
+    text = f"a control group limits memory to {limit / 1e9:.1f} GB"
+    if pool:
+        text += f"; the DRAM tier takes {pool / 1e9:.1f} GB of it"
+    remedy = (
+        "lower cpu_cache_gb, or raise the limit (docker run --memory; Kubernetes: "
+        "resources.limits.memory): the DRAM tier counts, beside the engine's own memory"
+    )
+    if pool > limit:
+        yield error(text, remedy)
+    elif pool > _MUCH_OF_LIMIT * limit:
+        yield warning(text, remedy)
+    else:
+        yield ok(text)
+
+
+def container_limit(subject: Subject) -> int | None:
+    """The lowest limit of the control groups that this process is in, in bytes."""
+    limits = []
+    for line in subject.read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, name = "/sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path is often the host's; then its root is what can be seen.
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+            text = subject.read(f"{base}{group}/{name}")
+            if text.isdecimal() and int(text) < 1 << 60:  # above: what v1 says for "none"
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def check_shared_memory(subject: Subject) -> Iterator[Finding]:
+    try:
+        found = os.statvfs(subject.root / "dev/shm")
+    except OSError as failure:
+        yield warning(
+            f"no /dev/shm: {failure.strerror}", "mount one: docker run --shm-size=8g; vLLM needs it"
+        )
+        return
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    text = f"/dev/shm: {free / 1e9:.2f} of {size / 1e9:.2f} GB free"
+    if free < _MIN_SHARED_BYTES:
+        yield warning(
+            f"{text}: too small for vLLM with several workers, and for NCCL (the DRAM tier does "
+            "not use it)",
+            "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory "
+            "mounted on /dev/shm; elsewhere: mount -o remount,size=8g /dev/shm",
+        )
+    else:
+        yield ok(f"{text}; the DRAM tier does not use it")
+
+
+def check_locked_memory(subject: Subject) -> Iterator[Finding]:
+    """Copies on a CPU lock nothing, nor does our use of io_uring from Linux 5.12 on: who does are
+    a GPU's driver, which pins the pool, and RDMA, which registers it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield ok("any amount of memory may be locked")
+        return
+    text = f"{soft / 1e6:,.1f} MB of memory may be locked"
+    users = [*(["the GPU's driver"] * has_gpu(subject)), *(["RDMA"] * _uses_rdma(subject))]
+    pool = subject.pool_bytes
+    if users and (pool is None or soft < pool):
+        yield warning(
+            f"{text}: {' and '.join(users)} may fail to pin the DRAM tier",
+            "raise the limit: ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit "
+            "memlock=-1",
+        )
+    else:
+        yield ok(f"{text}; nothing here needs more")
+
+
+def _uses_rdma(subject: Subject) -> bool:
+    url = None if subject.config is None else subject.config.remote_url
+    return url is not None and check_remote_url(url).options.get("protocol") == "rdma"
+
+
+def check_huge_pages(subject: Subject) -> Iterator[Finding]:
+    config, pool = subject.config, subject.pool_bytes
+    if config is not None and config.hugepages == "reserved":
+        yield from _check_reserved(subject, pool)
+        return
+    chosen = re.search(
+        r"\[(\w+)\]", subject.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    )
+    if chosen is not None and chosen[1] in ("always", "within_size", "advise", "force"):
+        yield ok(f"huge pages: shared memory gets them (shmem_enabled is {chosen[1]})")
+    else:  # so it is on most systems, and all works
+        yield ok(
+            "huge pages: none for shared memory; steadier SSD I/O with hugepages = 'reserved', or "
+            "with `advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        )
+
+
+def _check_reserved(subject: Subject, pool: int | None) -> Iterator[Finding]:
+    fields: Sequence[tuple[str, str]] = re.findall(
+        r"(HugePages_Free|Hugepagesize):\s+(\d+)", subject.read("/proc/meminfo")
+    )
+    values = {key: int(value) for key, value in fields}
+    num_free, page_bytes = values.get("HugePages_Free", 0), values.get("Hugepagesize", 2048) * 1024
+    text = f"huge pages: {num_free:,} of {page_bytes >> 10:,} KiB are free"
+    if pool is None:
+        yield ok(text)
+        return
+    num_wanted = -(-pool // page_bytes)
+    if num_free < num_wanted and not subject.is_served:
+        yield error(
+            f"{text}; the DRAM tier takes {num_wanted:,}",
+            f"sysctl -w vm.nr_hugepages={num_wanted} (Kubernetes: resources.limits.hugepages-2Mi), "
+            "or set hugepages to 'transparent'",
+        )
+    else:
+        yield ok(f"{text}; the DRAM tier takes {num_wanted:,}")

