@@ -145,6 +145,12 @@ def _build(report: Report) -> Iterator[Sample]:
     yield (str(report.get("version", "unknown")),), 1
 
 
+def _hit_ratios(report: Report) -> Iterator[Sample]:
+    for window, hits in report.get("hit_rate", {}).items():
+        if hits["asked_blocks"]:  # else it is no ratio, and no reason for an alert
+            yield (window,), hits["rate"]
+
+
 def _ended_tasks(report: Report) -> Iterator[Sample]:
     ended = report.get("ended_tasks")
     if ended is None:
@@ -222,7 +228,7 @@ _HITS_AND_MISSES = (
     ),
     *_in_blocks_and_tokens(
         "tier_miss",
-        "{} that gets asked for and this tier did not supply; one below it may have.",
+        "{} that gets asked for and this tier did not supply; another may have.",
         _per_tier("miss_blocks"),
         "tier",
     ),
@@ -234,7 +240,7 @@ _HITS_AND_MISSES = (
     _gauge(
         "hit_ratio",
         "Share of the blocks asked for that was supplied, over the last minute, ten, and hour.",
-        _each("hit_rate", of="rate"),
+        _hit_ratios,
         "window",
     ),
     _counter(
@@ -440,7 +446,7 @@ _PROCESSES = (
 _FOLLOWERS = (
     _counter(
         "event_batches",
-        "Batches of KV events that were made; the number of the last one.",
+        "Batches of KV events that were made; each has a number, by which gaps are seen.",
         _one("events", "sequence"),
     ),
     _counter(
@@ -455,6 +461,26 @@ _FOLLOWERS = (
     ),
     _gauge(
         "queued_event_batches", "Batches that wait to be sent.", _one("events", "queued_batches")
+    ),
+    _counter(
+        "replayed_event_batches",
+        "Batches that were sent again to who had missed them.",
+        _one("events", "replayed_batches"),
+    ),
+    _counter(
+        "bad_replay_requests",
+        "Requests to replay that made no sense.",
+        _one("events", "bad_replay_requests"),
+    ),
+    _gauge(
+        "untaken_event_batches",
+        "Batches that wait for the engine to take them along with its own events.",
+        _one("events", "untaken_batches"),
+    ),
+    _counter(
+        "lost_event_batches",
+        "Batches that the engine did not take before too many were waiting.",
+        _one("events", "lost_batches"),
     ),
     _counter("trace_lines", "Lines written to the trace.", _one("trace", "lines")),
     _counter(
