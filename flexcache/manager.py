@@ -125,6 +125,11 @@ class KVManager:
         """What a `KVTPClient` connects to."""
         return self._backend.endpoint
 
+    @property
+    def wants_request_info(self) -> bool:
+        """Whether KV events or traces are on, which a ``request_info`` is for."""
+        return self._backend.wants_content
+
     def start(self) -> None:
         """Begin to serve; returns at once. `wait_ready` says when every rank is there."""
         self._backend.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import PromptKeys
 from flexcache.ids import SessionId
 from flexcache.instructions import TaskResult
 from flexcache.transfer.graph import TransferOp
@@ -17,7 +17,7 @@ class Recorder(Protocol):
     """Called by `KVTaskEngine` under the server's lock: takes microseconds, raises nothing, and
     reads the clock itself."""
 
-    def matched(self, task: Task, keys: BlockKeys, start: int, stop: int) -> None:
+    def matched(self, task: Task, keys: PromptKeys, start: int, stop: int) -> None:
         """Blocks ``[start, stop)`` of a prompt were asked for; ``task.plan`` is what came of it.
 
         ``keys`` may be a view of memory that changes after the call.

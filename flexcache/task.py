@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.hit_rate import HitRates
 from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
 from flexcache.cache.restore import Records, RestoreReport, restore_tier
@@ -250,7 +250,7 @@ class KVTaskEngine:
         return self.lookups is not None and self.lookups.is_open(lookup_id)
 
     def match(
-        self, task_id: TaskId, kind: TaskKind, keys: BlockKeys, start: int, stop: int,
+        self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
         num_tokens: int, now: float, retain_s: float = 0.0,
     ) -> Plan:  # fmt: skip
         """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.

@@ -45,16 +45,16 @@ class BlockKeys(Protocol):
     def slice(self, start: int, stop: int) -> list[BlockKey]:
         """Keys of blocks ``start`` to ``stop``, to be stored."""
 
+
+class PromptKeys(BlockKeys, Protocol):
+    """Keys of a prompt that an engine asks about: they can be handed on as a whole."""
+
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
         """What the keys of the first ``stop`` blocks are made from, as one binary array.
 
         Returns:
             The size of a key and the keys; or 0 and the token ids.
         """
-
-
-class PromptKeys(BlockKeys, Protocol):
-    """Keys that can be sent to a server."""
 
 
 class EngineBlockKeys:

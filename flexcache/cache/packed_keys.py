@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexcache.cache.block_keys import BlockKeys, TokenBlockKeys
+from flexcache.cache.block_keys import PromptKeys, TokenBlockKeys
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import BlockKey, RootId
 
@@ -40,7 +40,7 @@ def unpack_keys(
     key_bytes: int,
     tokens_per_block: int,
     content: PromptContent | None = None,
-) -> BlockKeys:
+) -> PromptKeys:
     """Keys of ``key_bytes`` each; if that is 0, int64 token ids to be hashed.
 
     Raises:

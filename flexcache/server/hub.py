@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.packed_keys import unpack_keys
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import ModelConfig
@@ -188,7 +188,7 @@ class Hub:
         """Sessions that are over but for copies that go on, and whose they are."""
         self._problems: dict[tuple[str, int], str] = {}  # by engine and rank
         self._unasked: set[TaskId] = set()
-        self._parked: dict[int, list[tuple[Scheduler, Match, BlockKeys]]] = {}
+        self._parked: dict[int, list[tuple[Scheduler, Match, PromptKeys]]] = {}
         """Matches that wait for the remote store to be looked at."""
         self._num_parked = 0
         self._numbers = itertools.count(1)
@@ -488,7 +488,9 @@ class Hub:
             if reply is not None:
                 self._send(caller.calls, reply)
 
-    def _make_task(self, caller: Scheduler, request: Match, keys: BlockKeys, now: float) -> Matched:
+    def _make_task(
+        self, caller: Scheduler, request: Match, keys: PromptKeys, now: float
+    ) -> Matched:
         if request.prefill_blocks_per_s > 0:
             self._tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
         plan = self._tasks.match(

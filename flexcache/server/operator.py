@@ -10,8 +10,8 @@ import numpy as np
 from flexcache.cache.block_keys import (
     ENGINE_KEYS,
     TOKEN_KEYS,
-    BlockKeys,
     EngineBlockKeys,
+    PromptKeys,
     TokenBlockKeys,
     make_root,
 )
@@ -94,7 +94,7 @@ class Operator:
         token_ids: Sequence[int] | None,
         block_keys: Sequence[bytes] | None,
         namespace: Sequence[str],
-    ) -> BlockKeys:
+    ) -> PromptKeys:
         if (token_ids is None) == (block_keys is None):
             raise ValueError("give either token_ids or block_keys")
         if block_keys is not None:

@@ -109,6 +109,8 @@ class KVServer:
         engine: str | None = None,
         idle_exit_s: float | None = None,
     ) -> None:
+        if engine is None:  # nobody is here to take them; they are published, or not told at all
+            config = dataclasses.replace(config, kv_events=False)
         self.config = config
         self.endpoint = endpoint or config.endpoint or private_endpoint()
         check_endpoint(self.endpoint, has_keys=config.curve_keys is not None)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.backend import MatchedTask
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import PromptKeys
 from flexcache.errors import ClosedError
 from flexcache.ids import TaskId, TaskKind
 from flexcache.instructions import TaskResult
@@ -28,7 +28,7 @@ class SessionCalls:
     def match(
         self,
         kind: TaskKind,
-        keys: BlockKeys,
+        keys: PromptKeys,
         start: int,
         stop: int,
         num_tokens: int,
@@ -46,7 +46,7 @@ class SessionCalls:
             )
         return MatchedTask(task_id, plan.start, plan.num_blocks, plan.sources)
 
-    def _look_up(self, kind: TaskKind, keys: BlockKeys, stop: int, may_wait: bool) -> bool:
+    def _look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, may_wait: bool) -> bool:
         """Have the remote store asked, if there is one; whether the match can be made now."""
         if self.server.config.remote_url is None:
             return True

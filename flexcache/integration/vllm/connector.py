@@ -8,6 +8,7 @@ end covers prompt and generated tokens while vLLM keeps the blocks. Set
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStat
 from flexcache.integration.vllm.worker import FlexCacheWorker
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -125,6 +127,9 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         }
         sources = self._scheduler.hit_sources(request.request_id)
         return {names[tier]: count for tier, count in sources.items()}
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm import envs
 
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
@@ -19,7 +20,10 @@ from flexcache.server.runtime import private_endpoint
 
 
 def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
-    """`CacheConfig` from ``FLEXCACHE_*`` and ``kv_connector_extra_config``; the latter wins."""
+    """`CacheConfig` from ``FLEXCACHE_*`` and ``kv_connector_extra_config``; the latter wins.
+
+    KV events are wanted where vLLM publishes its own, with block hashes of the same kind.
+    """
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
     set_size = extra.get("tokens_per_block", os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK"))
     if set_size is not None and int(set_size) != block_size:
@@ -27,7 +31,12 @@ def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
             f"tokens_per_block = {set_size!r}: must be vLLM's block size, {block_size}; "
             "leave it unset"
         )
-    return CacheConfig.from_env(**{**extra, "tokens_per_block": block_size})
+    events = vllm_config.kv_events_config
+    defaults = {
+        "kv_events": events is not None and events.enable_kv_cache_events,
+        "kv_events_hashes": "int" if envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES else "bytes",
+    }
+    return CacheConfig.from_env(defaults=defaults, **{**extra, "tokens_per_block": block_size})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +33,16 @@ from flexcache.integration.vllm.engine import (
     read_model_config,
     read_place,
 )
+from flexcache.integration.vllm.kv_events import read_request_info, to_vllm_events
 from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.prefill import PrefillMeter
 from flexcache.integration.vllm.stats import FlexCacheStats, read_counters
 from flexcache.manager import KVManager
+from flexcache.request_info import RequestInfo
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +114,11 @@ class FlexCacheScheduler:
                 "kv_load_failure_policy is %r: a request whose KV cannot be read back fails. "
                 'Set it to "recompute" to have vLLM compute it instead',
                 vllm_config.kv_transfer_config.kv_load_failure_policy,
+            )
+        self._publishes = config.kv_events and place.endpoint is None
+        if config.kv_events and place.endpoint is not None:
+            logger.info(
+                "KV events of a shared cache are published by its server, at kv_events_endpoint"
             )
         self._gets: dict[str, _Get] = {}
         self._puts: dict[str, int] = {}
@@ -301,6 +311,10 @@ class FlexCacheScheduler:
         self._reported = counters
         return stats
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What the tiers have stored and lost, for vLLM to publish with its own events."""
+        return to_vllm_events(self.manager.take_changes()) if self._publishes else ()
+
     def shutdown(self) -> None:
         self.manager.shutdown()
 
@@ -316,6 +330,7 @@ class FlexCacheScheduler:
                 mask,
                 namespace=self._namespace,
                 block_keys=request.block_hashes,
+                request_info=self._info(request),
                 look_up=now - asked_s <= self._lookup_timeout_s,  # steps may take longer
             )
         except (FlexCacheError, ValueError) as error:
@@ -327,6 +342,12 @@ class FlexCacheScheduler:
         task_id, found, sources = matched
         self._has_news = True
         return _Get(task_id, num_computed, int(found.sum()), sources, time.monotonic())
+
+    def _info(self, request: Any) -> RequestInfo | None:
+        """What KV events and traces shall say of the request, where there are any."""
+        if not self.manager.wants_request_info:
+            return None
+        return read_request_info(request, self._block_size)
 
     def _launch(self, get: _Get | None, block_ids: list[int]) -> int | None:
         """Start a get; None if it cannot be."""
@@ -359,6 +380,7 @@ class FlexCacheScheduler:
                 mask,
                 namespace=self._namespace,
                 block_keys=request.block_hashes,
+                request_info=self._info(request),
                 **_retention(request),
             )
         except (FlexCacheError, ValueError) as error:

@@ -1,0 +1,74 @@
+"""KV events in vLLM's own classes, and what they are to say of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
+from vllm.v1.core import kv_cache_utils
+
+from flexcache.cache.journal import Change, Removed, Stored
+from flexcache.request_info import RequestInfo
+
+_hash = kv_cache_utils.maybe_convert_block_hash
+_untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
+"""vLLM 0.32 hashes tagged extra keys and publishes them without their tags."""
+
+
+def read_request_info(request: Any, block_size: int) -> RequestInfo:
+    """What vLLM would publish of the request with its own blocks."""
+    lora = request.lora_request
+    return RequestInfo(
+        request_id=request.request_id,
+        lora_id=None if lora is None else lora.adapter_id,
+        lora_name=None if lora is None else lora.name,
+        extra_keys=_extra_keys(request, block_size),
+    )
+
+
+def _extra_keys(request: Any, block_size: int) -> list[Any] | None:
+    """Of each whole block; None for a request of nothing but tokens."""
+    has_more = (
+        request.lora_request
+        or request.mm_features
+        or request.cache_salt
+        or getattr(request, "prompt_embeds", None) is not None
+    )
+    if not has_more:
+        return None
+    extra_keys, image = [], 0
+    for index in range(len(request.block_hashes)):
+        start = index * block_size
+        keys, image = kv_cache_utils.generate_block_hash_extra_keys(
+            request, start, start + block_size, image
+        )
+        extra_keys.append(keys)
+    return list(_untagged(extra_keys))
+
+
+def to_vllm_events(changes: Iterable[Change]) -> Iterator[KVCacheEvent]:
+    """For vLLM's own publisher, in the same stream as what its GPU stores and loses."""
+    for change in changes:
+        if isinstance(change, Stored):
+            yield BlockStored(
+                block_hashes=[_hash(key) for key in change.keys],
+                parent_block_hash=None if change.parent is None else _hash(change.parent),
+                token_ids=list(change.token_ids),
+                block_size=change.block_size,
+                lora_id=change.info.lora_id,
+                medium=change.medium.value,
+                lora_name=change.info.lora_name,
+                extra_keys=change.extra_keys,
+            )
+        elif isinstance(change, Removed):
+            yield BlockRemoved(
+                block_hashes=[_hash(key) for key in change.keys], medium=change.medium.value
+            )
+        else:
+            yield AllBlocksCleared()
