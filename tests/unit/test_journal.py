@@ -1,0 +1,178 @@
+"""What the journal says is what can be found: whoever applies its changes has the index."""
+
+from __future__ import annotations
+
+import numpy as np
+from builders import ROOT, key_of, keys_of, words
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.journal import MEDIUM_OF, Cleared, Medium, Removed, Stored
+from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.tier import RestoredRun, Tier
+from flexcache.cache.write_back import DirtyQueue
+from flexcache.ids import BlockKey, TierName
+from flexcache.request_info import RequestInfo
+
+LENGTH = 4
+SIZE = 2
+WORDS = [word for length in range(1, LENGTH + 1) for word in words("ab", length)]
+some_word = st.sampled_from(WORDS)
+
+
+def tokens_of(word: str) -> list[int]:
+    """Two tokens a block, each of which says which block it is of."""
+    return [ord(letter) * 10 + i for letter in word for i in range(SIZE)]
+
+
+def described(word: str, as_array: bool = False) -> EngineBlockKeys:
+    tokens = tokens_of(word)
+    content = PromptContent(
+        np.array(tokens) if as_array else tokens,
+        RequestInfo(lora_name="an-adapter", extra_keys=[(letter,) for letter in word]),
+    )
+    return EngineBlockKeys(ROOT, keys_of(word), len(word), content)
+
+
+class Reader:
+    """Applies changes, and is strict about what may follow what."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Medium, set[BlockKey]] = {medium: set() for medium in Medium}
+
+    def read(self, changes: list[Stored | Removed | Cleared]) -> None:
+        for change in changes:
+            if isinstance(change, Cleared):
+                for blocks in self.blocks.values():
+                    blocks.clear()
+                continue
+            there, keys = self.blocks[change.medium], set(change.keys)
+            assert keys and len(keys) == len(change.keys)
+            if isinstance(change, Removed):
+                assert keys <= there, "what was not there cannot go"
+                there -= keys
+            else:
+                assert not keys & there, "what is there is not stored again"
+                assert change.parent is None or change.parent in there
+                self._check_content(change)
+                there |= keys
+
+    @staticmethod
+    def _check_content(stored: Stored) -> None:
+        word = stored.keys[-1].decode()
+        first = len(word) - len(stored.keys)
+        assert stored.keys == keys_of(word, first)
+        assert stored.parent == (key_of(word[:first]) if first else None)
+        if stored.token_ids:  # else they are not known
+            assert list(stored.token_ids) == tokens_of(word[first:])
+            assert stored.extra_keys == [(letter,) for letter in word[first:]]
+            assert stored.info.lora_name == "an-adapter"
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """Puts, gets, evictions, bad blocks and clearing over three tiers."""
+
+    write_back = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        tiers = [Tier(TierName.CPU, 6), Tier(TierName.SSD, 5), RemoteTier(1.0, capacity=7)]
+        dirty = {TierName.SSD: DirtyQueue(2, 6)} if self.write_back else {}
+        self.cache = GlobalCacheEngine(tiers, 2, 100, write_back=dirty)
+        self.cache.keep_journal(SIZE)
+        self.reader = Reader()
+        self.plans: list[tuple[Plan, str]] = []
+
+    @rule(word=some_word, as_array=st.booleans())
+    def put(self, word: str, as_array: bool) -> None:
+        plan = self.cache.plan_put(described(word, as_array), 0, len(word))
+        self.plans.append((plan, word))
+
+    @rule(word=some_word, prefetch=st.booleans())
+    def load(self, word: str, prefetch: bool) -> None:
+        plan_load = self.cache.plan_prefetch if prefetch else self.cache.plan_get
+        self.plans.append((plan_load(described(word), 0, len(word)), word))
+
+    @rule(position=st.integers(0, 9), share=st.sampled_from([0.0, 0.5, 1.0]), stores=st.booleans())
+    def end_a_plan(self, position: int, share: float, stores: bool) -> None:
+        if not self.plans:
+            return
+        plan, _ = self.plans.pop(position % len(self.plans))
+        if plan.staging is not None:
+            self.cache.publish_staging(plan, int(share * len(plan.staging)))
+        if stores:
+            for name, lease in plan.stores.items():
+                self.cache.publish_store(plan, name, int(share * len(lease)))
+        self.cache.finish(plan)
+
+    @rule()
+    def write_what_is_dirty(self) -> None:
+        while (plan := self.cache.plan_write_back()) is not None:
+            for name, lease in plan.stores.items():
+                self.cache.publish_store(plan, name, len(lease))
+            self.cache.finish(plan)
+
+    @rule(word=some_word)
+    def learn(self, word: str) -> None:
+        remote = self.cache.remote
+        assert remote is not None
+        remote.learn(ROOT, None, keys_of(word), 0, described(word).content)
+
+    @rule(word=some_word, tier=st.integers(0, 2))
+    def lose_a_block(self, word: str, tier: int) -> None:
+        self.cache.tiers[tier].discard(ROOT, key_of(word))
+
+    @rule(tier=st.sampled_from(["CPU", "SSD", "REMOTE", None]))
+    def clear(self, tier: str | None) -> None:
+        self.cache.clear(tier)
+
+    @invariant()
+    def the_reader_knows_what_can_be_found(self) -> None:
+        assert self.cache.journal is not None
+        self.reader.read(self.cache.journal.take())
+        for medium in Medium:
+            found = {
+                key_of(word)
+                for tier in self.cache.tiers
+                if MEDIUM_OF[tier.name] is medium
+                for word in WORDS
+                if tier.index.contains(ROOT, key_of(word))
+            }
+            assert self.reader.blocks[medium] == found
+
+
+class WriteBackJournalMachine(JournalMachine):
+    write_back = True
+
+
+TestJournal = JournalMachine.TestCase
+TestJournal.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestWriteBackJournal = WriteBackJournalMachine.TestCase
+TestWriteBackJournal.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+
+
+def test_what_is_restored_is_told_without_tokens() -> None:
+    ssd = Tier(TierName.SSD, 4)
+    cache = GlobalCacheEngine([Tier(TierName.CPU, 4), ssd], 2, 4)
+    cache.keep_journal(SIZE)
+    ssd.restore([RestoredRun(ROOT, None, keys_of("ab"), np.array([0, 1]))])
+    assert cache.journal is not None
+    assert cache.journal.take() == [
+        Stored(Medium.STORAGE, ROOT, None, keys_of("ab"), block_size=SIZE)
+    ]
+
+
+def test_emptying_everything_is_told_in_one_word() -> None:
+    cache = GlobalCacheEngine([Tier(TierName.CPU, 4)], 2, 4)
+    cache.keep_journal(SIZE)
+    plan = cache.plan_put(described("ab"), 0, 2)
+    cache.publish_staging(plan, 2)
+    cache.finish(plan)
+    assert cache.journal is not None
+    cache.journal.take()
+    cache.clear(None)
+    assert cache.journal.take() == [Cleared()]
