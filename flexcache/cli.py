@@ -16,8 +16,10 @@ from rich.table import Table
 from flexcache.config import CacheConfig, ServerConfig, describe_settings
 from flexcache.doctor.command import doctor
 from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError
+from flexcache.events.commands import app as events
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
+app.add_typer(events, name="events")
 _console = Console()
 
 

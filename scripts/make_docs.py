@@ -1,7 +1,7 @@
 """Writes the parts of the documentation that are made from the code.
 
-python scripts/make_docs.py            writes docs/configuration.md
-python scripts/make_docs.py --check    fails if it is not what the code says
+python scripts/make_docs.py            writes docs/configuration.md and docs/metrics.md
+python scripts/make_docs.py --check    fails if they are not what the code says
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 from flexcache.config import describe_settings
+from flexcache.metrics import page as metrics_page
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 HEAD = """# Configuration
 
@@ -29,7 +30,7 @@ This table is made from the code by `scripts/make_docs.py`; `flexcache config` p
 """
 
 
-def render() -> str:
+def render_settings() -> str:
     rows = [
         f"| `{row['field']}` | `{row['environment']}` | {row['default']} | {row['unit']} "
         f"| {row['meaning']} |"
@@ -38,9 +39,13 @@ def render() -> str:
     return HEAD + "\n".join(rows) + "\n"
 
 
+PAGES = {"configuration.md": render_settings, "metrics.md": metrics_page.render}
+
+
 if __name__ == "__main__":
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text() != render():
-            sys.exit("docs/configuration.md is out of date: run scripts/make_docs.py")
-    else:
-        PAGE.write_text(render())
+    for name, render in PAGES.items():
+        page = DOCS / name
+        if "--check" not in sys.argv[1:]:
+            page.write_text(render())
+        elif not page.exists() or page.read_text() != render():
+            sys.exit(f"docs/{name} is out of date: run scripts/make_docs.py")
