@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexcache.doctor.findings import Finding, error, ok, warning
+from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
 from flexcache.doctor.subject import Subject
 from flexcache.storage.mounts import mount_of
 from flexcache.storage.pool_directory import DATA_FILE
@@ -60,11 +60,11 @@ def check_space(subject: Subject) -> Iterator[Finding]:
         name = ", ".join(map(str, group))
         if wanted > free:
             yield error(
-                f"{name}: {free / 1e9:.1f} GB free, the SSD tier grows by {wanted / 1e9:.1f} GB",
+                f"{name}: {in_gb(free)} free, the SSD tier grows by {in_gb(wanted)}",
                 "lower ssd_cache_gb, or make room",
             )
         else:
-            yield ok(f"{name}: {free / 1e9:.1f} GB free, the SSD tier fits")
+            yield ok(f"{name}: {in_gb(free)} free, the SSD tier fits")
 
 
 def check_missing_directories(subject: Subject) -> Iterator[Finding]:

@@ -31,3 +31,7 @@ def warning(text: str, remedy: str) -> Finding:
 
 def error(text: str, remedy: str) -> Finding:
     return Finding(Level.ERROR, text, remedy)
+
+
+def in_gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"

@@ -12,7 +12,7 @@ import resource
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
-from flexcache.doctor.findings import Finding, error, ok, warning
+from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
 from flexcache.doctor.gpu import has_gpu
 from flexcache.doctor.subject import Subject
 from flexcache.remote_url import check_remote_url
@@ -26,18 +26,18 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     pool = subject.pool_bytes
     fields = dict(re.findall(r"(\w+):\s+(\d+) kB", subject.read("/proc/meminfo")))
     total, free = (int(fields.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
-    there_is = f"{total / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB available"
+    there_is = f"{in_gb(total)} of memory, {in_gb(free)} available"
     if pool is None:
         yield ok(there_is)
     elif pool > total:
-        yield error(f"{there_is}: the DRAM tier takes {pool / 1e9:.1f} GB", "lower cpu_cache_gb")
+        yield error(f"{there_is}: the DRAM tier takes {in_gb(pool)}", "lower cpu_cache_gb")
     elif pool > free and not subject.is_served:  # whose pool is what makes the memory scarce
         yield warning(
-            f"{there_is}: the DRAM tier takes {pool / 1e9:.1f} GB",
+            f"{there_is}: the DRAM tier takes {in_gb(pool)}",
             "lower cpu_cache_gb, or end what uses the memory: the kernel would end some process",
         )
     else:
-        yield ok(f"{there_is}; the DRAM tier takes {pool / 1e9:.1f} GB")
+        yield ok(f"{there_is}; the DRAM tier takes {in_gb(pool)}")
 
 
 def check_container_limit(subject: Subject) -> Iterator[Finding]:
@@ -46,9 +46,9 @@ def check_container_limit(subject: Subject) -> Iterator[Finding]:
         yield ok("no limit of memory by a container or control group")
         return
     pool = subject.pool_bytes or 0
-    text = f"a control group limits memory to {limit / 1e9:.1f} GB"
+    text = f"a control group limits memory to {in_gb(limit)}"
     if pool:
-        text += f"; the DRAM tier takes {pool / 1e9:.1f} GB of it"
+        text += f"; the DRAM tier takes {in_gb(pool)} of it"
     remedy = (
         "lower cpu_cache_gb, or raise the limit (docker run --memory; Kubernetes: "
         "resources.limits.memory): the DRAM tier counts, beside the engine's own memory"
@@ -89,7 +89,7 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
         )
         return
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    text = f"/dev/shm: {free / 1e9:.2f} of {size / 1e9:.2f} GB free"
+    text = f"/dev/shm: {in_gb(free)} of {in_gb(size)} free"
     if free < _MIN_SHARED_BYTES:
         yield warning(
             f"{text}: too small for vLLM with several workers, and for NCCL (the DRAM tier does "
@@ -108,7 +108,7 @@ def check_locked_memory(subject: Subject) -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY:
         yield ok("any amount of memory may be locked")
         return
-    text = f"{soft / 1e6:,.1f} MB of memory may be locked"
+    text = f"{in_gb(soft)} of memory may be locked"
     users = [*(["the GPU's driver"] * has_gpu(subject)), *(["RDMA"] * _uses_rdma(subject))]
     pool = subject.pool_bytes
     if users and (pool is None or soft < pool):

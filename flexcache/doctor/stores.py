@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.subject import Subject
@@ -36,7 +38,12 @@ def check_remote_store(subject: Subject) -> Iterator[Finding]:
         what, _, remedy = str(missing).partition(": ")
         yield error(f"remote_url {url.name}: {what}", remedy)
         return
-    problem = _master_problem(url) if url.scheme == "mooncake" else _problem(config.remote_url)
+    if url.scheme == "mooncake":
+        problem = _master_problem(url)
+    elif url.scheme == "file":
+        problem = _share_problem(Path(url.location))
+    else:
+        problem = _object_store_problem(config.remote_url)
     if problem is None:
         yield ok(f"{url.name}: answers")
     else:
@@ -57,7 +64,14 @@ def _master_problem(url: RemoteUrl) -> str | None:
     return None
 
 
-def _problem(url: str) -> str | None:
+def _share_problem(directory: Path) -> str | None:
+    """A share that is not mounted must not be made here, beside its place."""
+    if not directory.is_dir():
+        return "there is no such directory"
+    return None if os.access(directory, os.W_OK | os.X_OK) else "must be writable"
+
+
+def _object_store_problem(url: str) -> str | None:
     """Asks for an object, in a process of its own, since a store's client may hang."""
     command = [sys.executable, "-c", _LOOK_UP, url, str(_STORE_TIMEOUT_S)]
     try:

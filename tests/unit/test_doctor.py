@@ -1,0 +1,374 @@
+"""The doctor's checks on machines that are made up: files of theirs, versions, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from flexcache.doctor import agreement, memory
+from flexcache.doctor.directories import judge_file_system
+from flexcache.doctor.examination import CHECKS, examine
+from flexcache.doctor.findings import Finding, Level
+from flexcache.doctor.gpu import Gpus, judge_gpus
+from flexcache.doctor.machine import explain_io_uring, judge_kernel
+from flexcache.doctor.packages import check_transfer_config, judge_vllm
+from flexcache.doctor.subject import Subject, VllmOptions
+from flexcache.storage.mounts import mount_of
+
+EPERM = "PermissionError: [Errno 1] Operation not permitted"
+ENOSYS = "OSError: [Errno 38] Function not implemented"
+ENOMEM = "OSError: [Errno 12] Cannot allocate memory"
+OK, WARNING, ERROR = Level.OK, Level.WARNING, Level.ERROR
+
+
+def levels(findings: Iterable[Finding]) -> list[Level]:
+    return [finding.level for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("release", "level"),
+    [("5.2.1", ERROR), ("5.4.0-150-generic", WARNING), ("5.14.0-el9", OK), ("6.18", OK)],
+)
+def test_old_kernels_are_named(release: str, level: Level) -> None:
+    found = judge_kernel(release)
+    assert found.level is level
+    assert release in found.text
+    assert bool(found.remedy) is (level is not OK)
+
+
+@pytest.mark.parametrize(
+    ("problem", "sysctl", "is_filtered", "release", "why", "remedy"),
+    [
+        (EPERM, "2", True, "6.1", "io_uring_disabled is 2", "io_uring_disabled=0"),
+        (EPERM, "1", False, "6.1", "io_uring_disabled is 1", "io_uring_group"),
+        (EPERM, "0", True, "6.1", "seccomp", "--security-opt"),
+        (ENOSYS, "", True, "6.1", "seccomp", "--security-opt"),
+        (ENOSYS, "", False, "4.18.0", "too old", "5.1 or later"),
+        (ENOMEM, "", False, "5.10", "before Linux 5.12", "ulimit -l"),
+        (
+            "flexcache.errors.MissingDependencyError: io_uring needs the package liburing",
+            "0", False, "6.1", "needs the package liburing", "pip install 'flexcache[uring]'",
+        ),
+        (
+            "the liburing binding dies by SIGILL on this CPU; liburing==2024.5.3 builds for it",
+            "0", False, "6.1", "SIGILL", "pip install liburing==2024.5.3",
+        ),
+        ("something new", "0", False, "6.1", "something new", "log"),
+    ],
+)  # fmt: skip
+def test_why_io_uring_does_not_work(
+    problem: str, sysctl: str, is_filtered: bool, release: str, why: str, remedy: str
+) -> None:
+    said = explain_io_uring(problem, sysctl=sysctl, is_filtered=is_filtered, release=release)
+    assert why in said[0]
+    assert remedy in said[1]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected", "text"),
+    [
+        (Gpus(False, None, "no file", 0, None), [OK], "no NVIDIA GPU"),
+        (Gpus(True, None, "no file", 0, "12.8"), [ERROR], "cannot be used: no file"),
+        (Gpus(True, 12080, "CUDA error 100", 0, "12.8"), [WARNING], "gives no GPU: CUDA error"),
+        (Gpus(True, 12080, "", 2, "12.8"), [OK], "2 GPUs; their driver (CUDA 12.8)"),
+        (Gpus(True, 12040, "", 1, "12.8"), [WARNING], "one by one"),
+        (Gpus(True, 13000, "", 1, None), [ERROR, OK], "torch was built for the CPU"),
+    ],
+)
+def test_gpus(gpus: Gpus, expected: list[Level], text: str) -> None:
+    found = list(judge_gpus(gpus))
+    assert levels(found) == expected
+    assert text in found[0].text
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [(None, OK), ("0.27.1", WARNING), ("0.28.0", OK), ("0.33.2+cpu", OK), ("0.34.0", WARNING),
+     ("1.0", WARNING), ("dev", WARNING)],
+)  # fmt: skip
+def test_versions_of_vllm(version: str | None, level: Level) -> None:
+    assert judge_vllm(version).level is level
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "remedy"),
+    [
+        ("ext4", OK, ""),
+        ("xfs", OK, ""),
+        ("overlay", WARNING, "mount a volume"),
+        ("tmpfs", WARNING, "raise cpu_cache_gb"),
+        ("nfs4", WARNING, "remote_url = file:///DIR"),
+    ],
+)
+def test_file_systems(kind: str, level: Level, remedy: str) -> None:
+    found = judge_file_system(Path("/kv"), kind, "device")
+    assert found.level is level
+    assert remedy in found.remedy
+
+
+def test_a_directory_is_on_the_nearest_mount_and_of_two_in_one_place_on_the_later(
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "1 0 8:1 / / rw - ext4 /dev/root rw\n"
+        f"2 1 0:5 / {tmp_path} rw shared:1 - tmpfs one rw\n"
+        f"3 2 0:6 / {tmp_path} rw - overlay two rw\n"
+        "4 1 0:7 / /elsewhere rw - proc proc rw\n"
+    )
+    found = mount_of(tmp_path / "deep" / "down", table)
+    assert found is not None
+    assert (found.file_system, found.device, found.number) == ("overlay", "two", "0:6")
+    found = mount_of(tmp_path.parent, table)
+    assert found is not None
+    assert found.file_system == "ext4"
+    assert mount_of(tmp_path, tmp_path / "none") is None
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A machine's files below a directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def with_settings(self, **settings: str) -> Subject:
+        environ = {f"FLEXCACHE_{name.upper()}": value for name, value in settings.items()}
+        return Subject(environ=environ, root=self.root)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize(("wanted_gb", "level"), [("1", OK), ("5", WARNING), ("9", ERROR)])
+def test_the_pool_and_the_memory(machine: Machine, wanted_gb: str, level: Level) -> None:
+    machine.write("proc/meminfo", "MemTotal: 8000000 kB\nMemFree: 1 kB\nMemAvailable: 4000000 kB\n")
+    (found,) = memory.check_memory(machine.with_settings(cpu_cache_gb=wanted_gb))
+    assert found.level is level
+    assert "8.2 GB of memory, 4.1 GB available" in found.text
+
+
+V2 = ("0::/kubepods/pod1\n", "sys/fs/cgroup/kubepods/pod1/memory.max")
+V2_ABOVE = ("0::/kubepods/pod1\n", "sys/fs/cgroup/kubepods/memory.max")
+V2_INSIDE = ("0::/\n", "sys/fs/cgroup/memory.max")
+V1 = ("4:cpu:/x\n3:memory:/docker/1\n", "sys/fs/cgroup/memory/docker/1/memory.limit_in_bytes")
+V1_INSIDE = ("3:memory:/docker/1\n", "sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@pytest.mark.parametrize("place", [V2, V2_ABOVE, V2_INSIDE, V1, V1_INSIDE])
+@pytest.mark.parametrize(
+    ("limit", "level"), [("20000000000", OK), ("11000000000", WARNING), ("9000000000", ERROR)]
+)
+def test_the_limit_of_a_container_is_found_wherever_it_is_set(
+    machine: Machine, place: tuple[str, str], limit: str, level: Level
+) -> None:
+    groups, file = place
+    machine.write("proc/self/cgroup", groups)
+    machine.write(file, limit + "\n")
+    (found,) = memory.check_container_limit(machine.with_settings(cpu_cache_gb="10"))
+    assert found.level is level
+    assert ("resources.limits.memory" in found.remedy) is (level is not OK)
+
+
+@pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n"])
+def test_a_control_group_without_a_limit_is_none(machine: Machine, text: str) -> None:
+    machine.write("proc/self/cgroup", "0::/\n1:memory:/\n")
+    machine.write("sys/fs/cgroup/memory.max", text)
+    machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", text)
+    assert memory.container_limit(machine.with_settings()) is None
+
+
+def test_a_machine_without_dev_shm_is_told_to_have_one(machine: Machine) -> None:
+    (found,) = memory.check_shared_memory(machine.with_settings())
+    assert found.level is WARNING
+    assert "--shm-size" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_gpu", "level"),
+    [
+        ({}, False, OK),
+        ({}, True, WARNING),
+        ({"remote_url": "mooncake://h:1"}, False, OK),
+        ({"remote_url": "mooncake://h:1?protocol=rdma"}, False, WARNING),
+    ],
+)
+def test_locked_memory_matters_for_who_pins_the_pool(
+    machine: Machine, settings: dict[str, str], has_gpu: bool, level: Level,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+    if has_gpu:
+        machine.write("dev/nvidiactl", "")
+    subject = machine.with_settings(cpu_cache_gb="1", **settings)
+    (found,) = memory.check_locked_memory(subject)
+    assert found.level is level
+
+
+@pytest.mark.parametrize(
+    ("free_pages", "level", "said"), [(512, OK, "takes 512"), (511, ERROR, "takes 512")]
+)
+def test_reserved_huge_pages_must_be_enough(
+    machine: Machine, free_pages: int, level: Level, said: str
+) -> None:
+    machine.write("proc/meminfo", f"HugePages_Free: {free_pages}\nHugepagesize: 2048 kB\n")
+    subject = machine.with_settings(cpu_cache_gb="1.073741824", hugepages="reserved")
+    (found,) = memory.check_huge_pages(subject)
+    assert found.level is level
+    assert said in found.text
+    assert ("vm.nr_hugepages=512" in found.remedy) is (level is ERROR)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "text"), [("advise", "gets them"), ("never", "none for shared memory")]
+)
+def test_transparent_huge_pages_are_told(machine: Machine, enabled: str, text: str) -> None:
+    machine.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", f"always [{enabled}] x\n")
+    (found,) = memory.check_huge_pages(machine.with_settings(cpu_cache_gb="1"))
+    assert found.level is OK
+    assert text in found.text
+
+
+# -- agreement -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "vllms", "level"),
+    [
+        (None, None, OK),
+        (None, 32, OK),
+        ("32", 32, OK),
+        ("32", None, WARNING),
+        ("32", 16, ERROR),
+    ],
+)
+def test_the_block_size_is_vllms(
+    machine: Machine, ours: str | None, vllms: int | None, level: Level
+) -> None:
+    own = {} if ours is None else {"FLEXCACHE_TOKENS_PER_BLOCK": ours}
+    environ = {"FLEXCACHE_CPU_CACHE_GB": "1", "FLEXCACHE_ENDPOINT": "ipc:///nowhere/s", **own}
+    subject = Subject(environ=environ, vllm=VllmOptions(block_size=vllms))
+    assert levels(agreement.check_block_size(subject)) == [level]
+
+
+@pytest.mark.parametrize("held", [16, 32])
+def test_the_block_size_is_the_servers(held: int) -> None:
+    subject = Subject(environ={}, vllm=VllmOptions(block_size=16))
+    vars(subject)["server"] = {"tokens_per_block": held}
+    expected = [OK] if held == 16 else [OK, ERROR]
+    assert levels(agreement.check_block_size(subject)) == expected
+
+
+SERVER_FILE = """
+cpu_cache_gb = 0.01
+num_ssd_blocks = 8
+ssd_cache_dirs = ["{directory}"]
+tokens_per_block = {tokens}
+[model]
+model_id = "m"
+num_layers = 1
+num_kv_heads = 1
+head_size = 128
+dtype = "bfloat16"
+"""
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(16, [OK]), (32, [OK, ERROR])])
+def test_what_is_on_disk_must_have_blocks_of_the_models_size(
+    tmp_path: Path, tokens: int, expected: list[Level]
+) -> None:
+    from flexcache.storage.disk_pool import DiskPool
+
+    directory = tmp_path / "kv"
+    DiskPool([str(directory)], 8192, 8, False, "refuse").close()  # 16 tokens of 512 bytes
+    file = tmp_path / "server.toml"
+    file.write_text(SERVER_FILE.format(directory=directory, tokens=tokens))
+    subject = Subject(file, environ={}, vllm=VllmOptions(block_size=tokens))
+    assert levels(agreement.check_block_size(subject)) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "algo", "seed", "shares", "level"),
+    [
+        ("0.32.0", "sha256", None, True, OK),
+        ("0.28.0", "sha256", None, True, WARNING),
+        ("0.28.0", "sha256", None, False, OK),
+        ("0.28.0", "sha256", "0", True, OK),
+        ("0.28.0", "sha256", "random", True, WARNING),
+        ("0.32.0", "xxhash", None, True, WARNING),
+    ],
+)
+def test_hashes_must_be_alike_where_blocks_are_shared(
+    version: str, algo: str, seed: str | None, shares: bool, level: Level,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(agreement, "vllm_version", lambda: version)
+    environ = {"FLEXCACHE_CPU_CACHE_GB": "1"}
+    if seed is not None:
+        environ["PYTHONHASHSEED"] = seed
+    if shares:
+        environ["FLEXCACHE_ENDPOINT"] = "ipc:///nowhere/s"
+    subject = Subject(environ=environ, vllm=VllmOptions(hash_algo=algo))
+    (found,) = agreement.check_hash_seed(subject)
+    assert found.level is level
+    assert ("PYTHONHASHSEED" in found.remedy) is (level is WARNING)
+
+
+GOOD = {
+    "kv_connector": "FlexCacheConnectorV1",
+    "kv_connector_module_path": "flexcache.integration.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, [OK]),
+        ({"kv_load_failure_policy": "fail"}, [WARNING]),
+        ({"kv_connector": "Other"}, [ERROR]),
+        ({"kv_role": "kv_producer", "kv_load_failure_policy": "fail"}, [ERROR, WARNING]),
+    ],
+)
+def test_what_vllm_is_told_of_the_connector(change: dict[str, str], expected: list[Level]) -> None:
+    found = list(check_transfer_config(Subject(vllm=VllmOptions(transfer={**GOOD, **change}))))
+    assert levels(found) == expected
+    assert all(finding.remedy for finding in found if finding.level is not OK)
+
+
+def test_a_load_failure_policy_that_is_not_given_is_vllms_default() -> None:
+    given = {key: value for key, value in GOOD.items() if key != "kv_load_failure_policy"}
+    (found,) = check_transfer_config(Subject(vllm=VllmOptions(transfer=given)))
+    assert found.level is WARNING
+    assert "'fail'" in found.text
+
+
+def test_extra_config_counts_as_settings() -> None:
+    extra = {"kv_connector_extra_config": {"cpu_cache_gb": 3}}
+    subject = Subject(environ={}, vllm=VllmOptions(transfer={**GOOD, **extra}))
+    assert subject.pool_bytes == 3_000_000_000
+
+
+def test_a_check_that_fails_itself_is_told_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(subject: Subject) -> Iterable[Finding]:
+        raise RuntimeError("odd machine")
+
+    monkeypatch.setitem(CHECKS, "memory", fail)
+    found = dict(examine(Subject(environ={})))
+    assert found["memory"].level is WARNING
+    assert "RuntimeError: odd machine" in found["memory"].text
+    assert found.keys() >= {"kernel", "shared_memory", "server"}
