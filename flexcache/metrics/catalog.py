@@ -279,7 +279,7 @@ _TIERS = (
     ),
     *_in_blocks_and_tokens(
         "tier_dropped",
-        "{} that were cleared, or found to be bad or missing.",
+        "{} that were found to be bad or missing, and those that build on them.",
         _per_tier("dropped_blocks"),
         "tier",
     ),

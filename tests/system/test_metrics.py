@@ -1,0 +1,446 @@
+"""Every metric moves, by what it is there to tell of, at a real server scraped by HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+from cluster import Cluster, joined_kv, running_cluster
+from stores import free_ports
+from test_faults import until
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
+from flexcache.metrics.catalog import CATALOG
+from flexcache.server.messages import HelloEngine, ModelSpec
+from flexcache.server.runtime import private_endpoint
+from flexcache.server.server import KVServer
+from flexcache.storage.pool_directory import DATA_FILE
+
+NUM_BLOCKS = 24
+TOKENS = np.arange(NUM_BLOCKS * 16)
+BLOCKS = list(range(NUM_BLOCKS))
+MODEL = ModelConfig("metrics", 3, 4, 32, torch.bfloat16)
+BLOCK_BYTES = 16 * MODEL.token_size_in_bytes
+PROMPT_BYTES = NUM_BLOCKS * BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Is:
+    """What a sample must be in the end."""
+
+    value: float
+
+
+class Changes:
+    """A sample must have had several values at the times that were looked at."""
+
+
+CHANGES = Changes()
+Expected = Mapping[str, float | Is | Changes]
+"""Sample, without ``flexcache_``, to what becomes of it; a number: by how much it grows."""
+
+
+class Server:
+    """HTTP of one server, and what its metrics were whenever it was looked at."""
+
+    def __init__(self) -> None:
+        (self.port,) = free_ports(1)
+        self.looks: list[dict[str, float]] = []
+
+    def ask(self, path: str, content: object = None) -> Any:
+        """GET, or POST where there is content. An HTTP error is an answer too."""
+        body = None if content is None else json.dumps(content).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.read().decode()
+
+    def look(self) -> dict[str, float]:
+        look = {}
+        for family in text_string_to_metric_families(self.ask("/metrics")):
+            for sample in family.samples:
+                name = sample.name.removeprefix("flexcache_")
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+                look[f"{name}{{{labels}}}" if labels else name] = sample.value
+        self.looks.append(look)
+        return look
+
+    def look_until(self, condition: Callable[[dict[str, float]], bool]) -> None:
+        """Look on until something shows; only then is it kept."""
+
+        def shows() -> bool:
+            if condition(self.look()):
+                return True
+            self.looks.pop()
+            return False
+
+        until(shows)
+
+    def check(self, expected: Expected) -> None:
+        for sample, change in expected.items():
+            values = [look.get(sample, 0.0) for look in self.looks]
+            match change:
+                case Changes():
+                    assert len(set(values)) > 1, f"{sample} was {values[-1]} all the time"
+                case Is(value):
+                    assert values[-1] == value, sample
+                case _:
+                    assert values[-1] - values[0] == pytest.approx(change), sample
+
+
+# -- what is done to a server ---------------------------------------------------------------------
+
+
+def use_every_tier(server: Server, tmp_path: Path) -> None:
+    """Put, get from each tier, prefetch, overfill, leave a match alone, compute instead of load."""
+    with running_cluster(
+        [tmp_path / "ssd"],
+        model=MODEL,
+        num_cpu_blocks=192,
+        remote_url=f"file://{tmp_path / 'store'}",
+        remote_absent_ttl_s=0.1,
+        remote_lookup_timeout_s=1.0,
+        http_endpoint=str(server.port),
+    ) as cluster:
+        until(lambda: cluster.manager.stats()["remote"]["available"])
+        server.look()
+        assert cluster.put(TOKENS, BLOCKS).mask.all()
+        assert cluster.get(TOKENS, BLOCKS).mask.all()
+        assert clear(server, "CPU") == NUM_BLOCKS
+        assert cluster.get(TOKENS, BLOCKS).mask.all()
+        assert clear(server, "CPU") == clear(server, "SSD") == NUM_BLOCKS
+        assert cluster.get(TOKENS, BLOCKS).mask.all()
+        server.look()
+        assert not cluster.get(TOKENS + 5000, BLOCKS).mask.any()
+        clear(server, "CPU")
+        answer = server.ask("/cache/prefetch", {"token_ids": TOKENS.tolist()})
+        assert json.loads(answer) == {"blocks": NUM_BLOCKS}
+        until(lambda: cluster.manager.stats()["ended_tasks"].get("prefetch_success") == 1)
+        server.look()
+        for prompt in range(1, 9):
+            cluster.put(TOKENS + 10_000 * prompt, BLOCKS)
+        server.look()
+        task_id, mask = cluster.manager.put_match(TOKENS + 10**6)
+        assert mask.all()
+        server.look()
+        cluster.manager.cancel([task_id])
+        cluster.manager.report_prefill(1e12)
+        clear(server, "CPU")
+        assert not cluster.get(TOKENS + 80_000, BLOCKS).mask.any()
+        server.look()
+
+
+def clear(server: Server, tier: str) -> int:
+    return int(json.loads(server.ask("/cache/clear", {"tier": tier}))["dropped_blocks"])
+
+
+def hold_the_disk_worker_up(server: Server, tmp_path: Path) -> None:
+    """It is stopped with writes waiting for it, and killed; then the files lose their content."""
+    with running_cluster([tmp_path], model=MODEL, http_endpoint=str(server.port)) as cluster:
+        server.look()
+        pid = cluster.manager.stats()["workers"]["disk"]
+        os.kill(pid, signal.SIGSTOP)
+        cluster.manager.put_async(TOKENS, cluster.slots(BLOCKS))
+        server.look_until(lambda look: look['waiting_ops{worker="disk"}'] > 0)
+        os.kill(pid, signal.SIGKILL)
+        server.look_until(lambda look: look['worker_deaths_total{worker="disk"}'] == 1)
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            server.ask("/healthz")
+        cluster.manager.wait_ready(30)
+        assert json.loads(server.ask("/healthz")) == {"serving": True, "missing": []}
+        server.look()
+        cluster.put(TOKENS + 5000, BLOCKS)
+        assert clear(server, "CPU") == 2 * NUM_BLOCKS
+        os.truncate(tmp_path / DATA_FILE, 0)
+        assert not cluster.get(TOKENS + 5000, BLOCKS).mask.any()
+        server.look()
+
+
+def hold_the_store_up(server: Server, tmp_path: Path) -> None:
+    """The worker of the remote store answers nothing, until the store is given up; then it does."""
+    with running_cluster(
+        model=MODEL,
+        remote_url=f"file://{tmp_path / 'store'}",
+        remote_lookup_timeout_s=1.0,
+        remote_absent_ttl_s=0.1,
+        http_endpoint=str(server.port),
+    ) as cluster:
+        until(lambda: cluster.manager.stats()["remote"]["available"])
+        server.look()
+        pid = cluster.manager.stats()["workers"]["remote"]
+        os.kill(pid, signal.SIGSTOP)
+        for prompt in range(4):
+            cluster.manager.get_match_by_tier(TOKENS + 10_000 * prompt)
+        server.look_until(lambda look: look["open_lookups"] > 0)
+        server.look_until(lambda look: look['breaker_state{state="open"}'] == 1)
+        os.kill(pid, signal.SIGCONT)
+        server.look_until(lambda look: look['breaker_state{state="closed"}'] == 1)
+
+
+def share_a_server(server: Server, tmp_path: Path) -> None:
+    """Engines come, work and go; one is silent, one does not read, one talks nonsense."""
+    config = CacheConfig(
+        num_cpu_blocks=48,
+        endpoint=private_endpoint(),
+        client_timeout_s=2.0,
+        http_endpoint=str(server.port),
+    )
+    kv_server = KVServer(config)
+    kv_server.start()
+    try:
+        server.look()
+        assert json.loads(server.ask("/healthz"))["serving"]
+        manager = KVManager(MODEL, CacheConfig(endpoint=config.endpoint), engine_id="a")
+        client = KVTPClient(manager.endpoint, engine_id="a")
+        client.register_kv_caches(joined_kv(MODEL, 16))
+        manager.start()
+        manager.wait_ready(30)
+        manager.put_match(TOKENS)
+        server.look()
+        with zmq.Context() as context:
+            be_silent(context, kv_server.endpoint)
+            server.look_until(lambda look: look["engines"] == 2)
+            server.look_until(lambda look: look["expired_clients_total"] == 1)
+            talk_nonsense(context, kv_server.endpoint)
+            server.look_until(lambda look: look["unread_messages_total"] > 0)
+        fail_at_a_message(kv_server)
+        client.close()
+        manager.shutdown()
+        server.look_until(lambda look: look["engines"] == 0)
+    finally:
+        kv_server.shutdown()
+
+
+def be_silent(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    """Open a session and say no more."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.connect(endpoint)
+    spec = ModelSpec.of(MODEL, 16)
+    socket.send(msgspec.msgpack.encode(HelloEngine("silent", "x", os.getpid(), spec, b"calls")))
+
+
+def talk_nonsense(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+    """And never read what the server says to it."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.rcvhwm = 1
+    socket.connect(endpoint)
+    for _ in range(40_000):
+        socket.send(b"nonsense")
+
+
+def fail_at_a_message(server: KVServer) -> None:
+    """No message is known to do that."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("played")
+
+    server.hub._dispatch = fail  # type: ignore[method-assign]
+    until(lambda: server.hub.counters["failed_messages"] > 0)  # a client pings
+    del server.hub._dispatch
+
+
+def follow_the_cache(server: Server, tmp_path: Path) -> None:
+    """Events are published, asked for again, held up and not taken; a trace is written and cut."""
+    traces = tmp_path / "traces"
+    publish, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    with running_cluster(
+        model=MODEL,
+        kv_events=True,
+        kv_events_endpoint=publish,
+        kv_events_replay_endpoint=replay,
+        kv_events_queue=2,
+        trace_dir=str(traces),
+        trace_file_mb=0.001,
+        http_endpoint=str(server.port),
+    ) as cluster:
+        server.look()
+        cluster.put(TOKENS, BLOCKS)
+        server.look_until(lambda look: look["trace_lines_total"] > 0)
+        server.look_until(lambda look: look["published_event_batches_total"] > 0)
+        ask_for_replay(replay)
+        server.look_until(lambda look: look["bad_replay_requests_total"] == 1)
+        hold_the_publisher_up(cluster, server)
+        for path in traces.iterdir():
+            path.unlink()
+        traces.rmdir()
+        traces.touch()  # there can be no next file
+        for prompt in range(1, 40):
+            cluster.get(TOKENS + 10_000 * prompt, BLOCKS)
+        server.look_until(lambda look: look["dropped_trace_lines_total"] > 0)
+
+
+def ask_for_replay(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+        socket.send_multipart([b"", b"?"])
+        socket.send_multipart([b"", bytes(8)])
+        assert socket.poll(30_000)
+
+
+def hold_the_publisher_up(cluster: Cluster, server: Server) -> None:
+    feed = cluster.server._feed
+    assert feed is not None
+    publisher = feed._publisher
+    assert publisher is not None
+    encode, gate = publisher._encode, threading.Event()
+
+    def wait(*arguments: Any) -> bytes:
+        gate.wait()
+        return encode(*arguments)
+
+    publisher._encode = wait
+    for prompt in range(1, 6):
+        cluster.put(TOKENS + 1_000 * prompt, BLOCKS)
+    server.look_until(lambda look: look["dropped_event_batches_total"] > 0)
+    gate.set()
+    server.look_until(lambda look: look["queued_event_batches"] == 0)
+
+
+# -- what it shows --------------------------------------------------------------------------------
+
+EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
+    use_every_tier: {
+        'tier_hit_blocks_total{tier="CPU"}': NUM_BLOCKS,
+        'tier_hit_blocks_total{tier="SSD"}': NUM_BLOCKS,
+        'tier_hit_blocks_total{tier="REMOTE"}': NUM_BLOCKS,
+        'tier_hit_tokens_total{tier="REMOTE"}': NUM_BLOCKS * 16,
+        'tier_miss_blocks_total{tier="CPU"}': 4 * NUM_BLOCKS,  # from SSD, from the store, not twice
+        'tier_miss_tokens_total{tier="CPU"}': 4 * NUM_BLOCKS * 16,
+        "missed_blocks_total": 2 * NUM_BLOCKS,
+        "missed_tokens_total": 2 * NUM_BLOCKS * 16,
+        'hit_ratio{window="1m"}': Is(3 / 5),
+        'hit_ratio{window="10m"}': Is(3 / 5),
+        'hit_ratio{window="1h"}': Is(3 / 5),
+        'load_decision_blocks_total{decision="load",tier="SSD"}': NUM_BLOCKS,
+        'load_decision_blocks_total{decision="recompute",tier="SSD"}': NUM_BLOCKS,
+        'load_decision_blocks_total{decision="load",tier="REMOTE"}': NUM_BLOCKS,
+        'skipped_blocks_total{reason="ssd_slower_than_recompute"}': NUM_BLOCKS,
+        'tier_stored_blocks_total{tier="SSD"}': 9 * NUM_BLOCKS,
+        'tier_stored_blocks_total{tier="CPU"}': 12 * NUM_BLOCKS,  # twice by a get, by a prefetch
+        'tier_stored_tokens_total{tier="REMOTE"}': 9 * NUM_BLOCKS * 16,
+        'tier_evicted_blocks_total{tier="SSD"}': 5 * NUM_BLOCKS,
+        'tier_evicted_tokens_total{tier="SSD"}': 5 * NUM_BLOCKS * 16,
+        'tier_read_bytes_total{tier="REMOTE"}': 2 * PROMPT_BYTES,
+        'tier_written_bytes_total{tier="SSD"}': 9 * PROMPT_BYTES,
+        'tier_free_blocks{tier="CPU"}': CHANGES,
+        'tier_free_bytes{tier="CPU"}': CHANGES,
+        'tier_indexed_blocks{tier="SSD"}': CHANGES,
+        'tier_indexed_bytes{tier="SSD"}': CHANGES,
+        'tier_leased_blocks{tier="REMOTE"}': CHANGES,
+        'tier_leased_bytes{tier="SSD"}': CHANGES,
+        'op_blocks_total{op="D2H"}': 9 * NUM_BLOCKS,
+        'op_blocks_total{op="H2D"}': 3 * NUM_BLOCKS,
+        'op_blocks_total{op="H2DISK"}': 9 * NUM_BLOCKS,
+        'op_blocks_total{op="DISK2H"}': NUM_BLOCKS,
+        'op_blocks_total{op="H2REMOTE"}': 9 * NUM_BLOCKS,
+        'op_blocks_total{op="REMOTE2H"}': 2 * NUM_BLOCKS,
+        'op_bytes_total{op="H2D"}': 3 * PROMPT_BYTES,
+        'op_busy_seconds_total{op="D2H"}': CHANGES,
+        'op_duration_seconds_count{op="DISK2H"}': 12,
+        'op_duration_seconds_sum{op="REMOTE2H"}': CHANGES,
+        'op_size_bytes_count{op="DISK2H"}': 12,
+        'op_size_bytes_sum{op="REMOTE2H"}': 2 * PROMPT_BYTES,
+        'ended_tasks_total{kind="put",status="success"}': 9,
+        'ended_tasks_total{kind="put",status="cancelled"}': 1,
+        'ended_tasks_total{kind="get",status="success"}': 3,
+        'ended_tasks_total{kind="get",status="not_found"}': 2,
+        'ended_tasks_total{kind="prefetch",status="success"}': 1,
+        'task_duration_seconds_count{kind="get"}': 3,
+        'task_duration_seconds_sum{kind="put"}': CHANGES,
+        'tasks{state="created"}': CHANGES,
+        "unlaunched_tasks": CHANGES,
+        'load_bytes_per_second{tier="SSD"}': CHANGES,
+        'load_seconds_per_op{tier="REMOTE"}': CHANGES,
+        "uptime_seconds": CHANGES,
+    },
+    hold_the_disk_worker_up: {
+        'worker_up{worker="disk"}': CHANGES,
+        'worker_deaths_total{worker="disk"}': 1,
+        'worker_restarts_total{worker="disk"}': 1,
+        'waiting_ops{worker="disk"}': CHANGES,
+        'running_ops{worker="disk"}': CHANGES,
+        'ops_total{op="D2H"}': 24,
+        'failed_ops_total{op="H2DISK"}': 8,
+        "store_backlog_blocks": CHANGES,
+        'dropped_blocks_total{reason="ssd_write_failed"}': 16,
+        'dropped_blocks_total{reason="ssd_unavailable"}': 8,
+        'dropped_blocks_total{reason="ssd_bad_block"}': CHANGES,
+        'tier_dropped_blocks_total{tier="SSD"}': NUM_BLOCKS,
+        'tier_dropped_tokens_total{tier="SSD"}': NUM_BLOCKS * 16,
+    },
+    hold_the_store_up: {
+        "remote_lookups_total": 4,
+        "late_remote_lookups_total": 4,
+        "open_lookups": CHANGES,
+        "remote_available": CHANGES,
+        "breaker_openings_total": 1,
+        'breaker_state{state="open"}': CHANGES,
+        'breaker_state{state="closed"}': CHANGES,
+    },
+    share_a_server: {
+        "engines": CHANGES,
+        'engine_ranks{engine="a/dp0"}': CHANGES,
+        'engine_open_tasks{engine="a/dp0"}': CHANGES,
+        "expired_clients_total": 1,
+        'rejected_messages_total{reason="malformed"}': CHANGES,
+        "unread_messages_total": CHANGES,
+        "failed_messages_total": CHANGES,
+        f'build_info{{version="{__version__}"}}': Is(1),
+        "block_bytes": BLOCK_BYTES,
+        "block_tokens": 16,
+        'tier_capacity_blocks{tier="CPU"}': 48,
+        'tier_capacity_bytes{tier="CPU"}': 48 * BLOCK_BYTES,
+    },
+    follow_the_cache: {
+        "event_batches_total": CHANGES,
+        "published_event_batches_total": CHANGES,
+        "dropped_event_batches_total": CHANGES,
+        "queued_event_batches": CHANGES,
+        "replayed_event_batches_total": 1,
+        "bad_replay_requests_total": 1,
+        "untaken_event_batches": CHANGES,
+        "lost_event_batches_total": CHANGES,
+        "trace_lines_total": CHANGES,
+        "trace_bytes_total": CHANGES,
+        "dropped_trace_lines_total": CHANGES,
+    },
+}
+
+
+@pytest.mark.parametrize("scenario", EXPECTED, ids=lambda scenario: scenario.__name__)
+def test_metrics_move(scenario: Callable[[Server, Path], None], tmp_path: Path) -> None:
+    server = Server()
+    scenario(server, tmp_path)
+    server.check(EXPECTED[scenario])
+
+
+def test_no_metric_is_left_out() -> None:
+    moved = {
+        sample.partition("{")[0].removesuffix("_count").removesuffix("_sum")
+        for expected in EXPECTED.values()
+        for sample in expected
+    }
+    assert moved == {metric.name.removeprefix("flexcache_") for metric in CATALOG}
