@@ -33,6 +33,10 @@ class StorageError(FlexCacheError):
     """A device or file system refused what was asked of it."""
 
 
+class TraceError(FlexCacheError, ValueError):
+    """A file is not the trace that was asked for. Says what it is or where it goes wrong."""
+
+
 class InternalError(FlexCacheError):
     """An invariant of FlexCache's own does not hold: a bug here, never the caller's fault."""
 

@@ -15,7 +15,6 @@ memory, comes last.
 from __future__ import annotations
 
 import heapq
-import json
 import time
 import tracemalloc
 from collections import OrderedDict
@@ -35,6 +34,7 @@ from flexcache.cache.block_keys import EngineBlockKeys, make_root
 from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
 from flexcache.ids import TierName
+from flexcache.tracing.mooncake import hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 SIZES = (1_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)
@@ -66,15 +66,11 @@ Replay = Callable[[list[Request], int, str], Outcome]
 
 
 def read_trace(path: Path) -> list[Request]:
-    requests = []
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        requests.append(request_of(row["timestamp"] / 1000, row["hash_ids"]))
-    return requests
+    return [request_of(request.time_s, request.hash_ids) for request in read_requests(path)]
 
 
 def request_of(time_s: float, hash_ids: Sequence[int]) -> Request:
-    keys = [number.to_bytes(8, "big") for number in hash_ids]
+    keys = [hash_key(number) for number in hash_ids]
     return Request(time_s, hash_ids, EngineBlockKeys(ROOT, keys, len(keys)))
 
 

@@ -1,0 +1,229 @@
+"""`flexcache trace` and `flexcache replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from flexcache.errors import FlexCacheError, TraceError
+
+if TYPE_CHECKING:
+    from flexcache.tracing.reader import Trace
+    from flexcache.tracing.replay import ReplayReport
+    from flexcache.tracing.summary import Summary
+
+app = typer.Typer(no_args_is_help=True)
+_console = Console()
+_LATE_S = 0.01
+
+TracePaths = Annotated[
+    list[Path], typer.Argument(help="Files of one trace, or the directory that has them.")
+]
+TracePath = Annotated[Path, typer.Argument(help="A file of a trace, or the directory of one.")]
+
+
+@app.callback()
+def _main() -> None:
+    """Look at a trace (see the setting `trace_dir`)."""
+
+
+@app.command()
+def chrome(
+    trace: TracePath, out: Annotated[Path, typer.Argument(help="The file to write.")]
+) -> None:
+    """Write a trace's tasks and ops for chrome://tracing or Perfetto."""
+    from flexcache.tracing.chrome import chrome_trace
+
+    with _errors_named():
+        events = chrome_trace(_open([trace]))
+        out.write_bytes(msgspec.json.encode(events))
+        _console.print(f"{out}: {len(events['traceEvents']):,} events")
+
+
+@app.command()
+def overlap(trace: TracePath) -> None:
+    """For how long copies to and from DRAM ran while the SSD was read or written."""
+    from flexcache.tracing import overlap as ops
+
+    with _errors_named():
+        opened = _open([trace])
+        table = Table("DRAM copies", "beside", "for", "both at once", "of the shorter")
+        for name, kinds in (("SSD reads", ops.SSD_READS), ("SSD writes", ops.SSD_WRITES)):
+            seen = ops.overlap(opened, ops.DRAM_COPIES, kinds)
+            shorter = min(seen.first_s, seen.second_s)
+            table.add_row(
+                f"{seen.first_s:.3f} s", name, f"{seen.second_s:.3f} s", f"{seen.both_s:.3f} s",
+                f"{seen.both_s / shorter:.0%}" if shorter else "",
+            )  # fmt: skip
+        _console.print(table)
+
+
+@app.command()
+def story(
+    trace: TracePath,
+    wanted: Annotated[
+        str, typer.Argument(metavar="ID", help="Of a task, or the engine's of a request.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Tell all that became of a request, in order."""
+    from flexcache.tracing.story import tell
+
+    with _errors_named():
+        chapters = tell(_open([trace]), wanted)
+        if not chapters:
+            raise TraceError(f"{trace}: nothing is said of {wanted}")
+    if as_json:
+        print(msgspec.json.encode([chapter.report() for chapter in chapters]).decode())
+        return
+    for task in dict.fromkeys(chapter.task for chapter in chapters):
+        _console.print(f"task {task}", style="bold", highlight=False)
+        for chapter in chapters:
+            if chapter.task == task:
+                _console.print(
+                    f"  {chapter.after_s * 1e3:12.3f} ms  {escape(chapter.text)}",
+                    soft_wrap=True, highlight=False,
+                )  # fmt: skip
+
+
+def replay(
+    trace: TracePaths,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings of the cache (.toml, .json, .yaml).")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting; `none` takes one away."),
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(min=0, help="1: the trace's pace, 2: twice that. 0: all at once.")
+    ] = 0.0,
+    block_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Of a block; the trace's by default.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Keep the report in this file.")
+    ] = None,
+    trace_dir: Annotated[
+        Path | None, typer.Option(help="Keep the replay's own trace in this directory.")
+    ] = None,
+) -> None:
+    """Make the calls of a trace again, at a cache of any size and policy.
+
+    By default it is the cache that was traced. Also takes traces of Mooncake's format, which need
+    `--set num_cpu_blocks=...`.
+    """
+    with _errors_named():
+        from flexcache.tracing.replay import replay as run
+        from flexcache.tracing.replay import replay_config
+
+        opened = _open(trace)
+        size = block_bytes or opened.header.block_bytes
+        wanted = replay_config(opened.header, config, _pairs(settings or []), size)
+        with _progress() as progress:
+            report = run(opened, wanted, size, speed=speed, trace_dir=trace_dir, progress=progress)
+        if json_file is not None:
+            json_file.write_bytes(msgspec.json.encode(report.report()))
+    _show(report)
+
+
+def _open(paths: Sequence[Path]) -> Trace:
+    from flexcache.tracing.mooncake import MooncakeTrace, is_mooncake
+    from flexcache.tracing.reader import RecordedTrace
+
+    if len(paths) == 1 and is_mooncake(paths[0]):
+        return MooncakeTrace(paths[0])
+    return RecordedTrace(paths)
+
+
+def _pairs(settings: Sequence[str]) -> dict[str, str]:
+    pairs = [setting.partition("=") for setting in settings]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise TraceError(f"--set {name}: must be NAME=VALUE")
+    return {name: value for name, _, value in pairs}
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("replaying", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(report: ReplayReport) -> None:
+    table = Table("", "trace", "replay")
+    for row in _rows(report.then, report.now):
+        table.add_row(*row)
+    _console.print(table)
+    evicted = ", ".join(f"{t} {n['evicted_blocks']:,}" for t, n in report.tiers.items())
+    _console.print(f"evicted blocks in the replay: {evicted}", highlight=False)
+    _console.print(
+        f"gets that found other blocks than in the trace: {len(report.differences):,} of "
+        f"{report.now.calls['get']:,}",
+        highlight=False,
+    )
+    if report.latest_s > _LATE_S:
+        _console.print(f"the replay was up to {report.latest_s:.2f} s behind the pace")
+    for note in report.notes:
+        _console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
+
+
+def _rows(then: Summary, now: Summary) -> Iterator[tuple[str, str, str]]:
+    """A name, and what the trace and the replay have."""
+
+    def row(name: str, show: Callable[[Summary], str]) -> tuple[str, str, str]:
+        return name, show(then), show(now)
+
+    def rows(
+        name: str,
+        counts: Callable[[Summary], Mapping[str, Any]],
+        show: Callable[[Summary, str], str],
+    ) -> Iterator[tuple[str, str, str]]:
+        for key in dict.fromkeys((*counts(then), *counts(now))):
+            yield name.format(key), show(then, key), show(now, key)
+
+    yield row("gets asked for, blocks", lambda s: f"{s.asked_blocks:,}")
+    yield from rows("hits in {}, blocks", lambda s: s.hit_blocks, _hits)
+    yield row("hits, tokens", lambda s: f"{s.hit_blocks.total() * s.tokens_per_block:,}")
+    yield row("misses, blocks", lambda s: f"{s.missed_blocks:,}")
+    yield row("stored by puts, blocks", lambda s: f"{s.stored_blocks:,}")
+    yield from rows(
+        "not stored: {}", lambda s: s.dropped_blocks, lambda s, k: f"{s.dropped_blocks[k]:,}"
+    )
+    yield from rows(
+        "not loaded: {}", lambda s: s.skipped_blocks, lambda s, k: f"{s.skipped_blocks[k]:,}"
+    )
+    yield from rows("{}, p50 / p99", lambda s: s.latencies_s, _times)
+    yield from rows("{}, GB", lambda s: s.moved_bytes, lambda s, k: f"{s.moved_bytes[k] / 1e9:.3f}")
+    yield row("ops that lost blocks", lambda s: f"{s.failed_ops:,}")
+    yield row("wall time", lambda s: f"{s.wall_s:.2f} s")
+
+
+def _hits(summary: Summary, tier: str) -> str:
+    blocks = summary.hit_blocks[tier]
+    return f"{blocks:,} ({blocks / max(1, summary.asked_blocks):.2%})"
+
+
+def _times(summary: Summary, kind: str) -> str:
+    half, most = summary.quantile_s(kind, 0.5), summary.quantile_s(kind, 0.99)
+    return "" if half is None or most is None else f"{half * 1e3:.2f} / {most * 1e3:.2f} ms"
+
+
+@contextmanager
+def _errors_named() -> Iterator[None]:
+    """What the user can mend is said without a traceback."""
+    try:
+        yield
+    except (FlexCacheError, OSError) as error:
+        _console.print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from None

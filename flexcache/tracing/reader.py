@@ -1,0 +1,91 @@
+"""Reads traces back: the files of one run, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from flexcache.errors import TraceError
+from flexcache.tracing.keys import KeyReader
+from flexcache.tracing.records import FORMAT, Matched, Record, TraceHeader
+
+_header_decoder = msgspec.json.Decoder(TraceHeader)
+_record_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+
+
+class Trace(Protocol):
+    """Records in the order in which things happened, as often as they are asked for."""
+
+    @property
+    def header(self) -> TraceHeader: ...
+
+    def records(self, *, with_keys: bool = False) -> Iterator[Record]:
+        """With ``with_keys`` matches have all their keys; else they are as in the file."""
+
+
+class RecordedTrace:
+    """What a `Tracer` wrote.
+
+    Args:
+        paths: Files of one trace, in any order, or directories that hold those of one.
+
+    Raises:
+        TraceError: A file is no trace, or of another one.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        headers = {path: _read_header(path) for path in _files_of(paths)}
+        if not headers:
+            raise TraceError(f"no trace in {', '.join(map(str, paths))}")
+        names = {(header.pid, header.began_unix_s) for header in headers.values()}
+        if len(names) > 1:
+            listed = ", ".join(sorted(path.name for path in headers))
+            raise TraceError(f"these are files of {len(names)} traces, name those of one: {listed}")
+        self._paths = sorted(headers, key=lambda path: headers[path].file)
+        self.header = headers[self._paths[0]]
+
+    def records(self, *, with_keys: bool = False) -> Iterator[Record]:
+        for path in self._paths:
+            keys = KeyReader()
+            for number, record in _read_lines(path):
+                if with_keys and isinstance(record, Matched):
+                    try:
+                        record = keys.complete(record)
+                    except ValueError as error:
+                        raise TraceError(f"{path}, line {number}: {error}") from None
+                yield record
+
+
+def _files_of(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        yield from path.glob("*.jsonl") if path.is_dir() else [path]
+
+
+def _read_header(path: Path) -> TraceHeader:
+    try:
+        with path.open("rb") as file:
+            header = _header_decoder.decode(file.readline())
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise TraceError(f"{path} is no trace: {error}") from None
+    if header.format > FORMAT:
+        raise TraceError(f"{path} has format {header.format}; {FORMAT} is the last known here")
+    return header
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Record]]:
+    """All but the first, with their numbers."""
+    with path.open("rb") as file:
+        file.readline()
+        for number, line in enumerate(file, 2):
+            if not line.endswith(b"\n"):
+                return  # whoever wrote it was killed, or the disk was full
+            try:
+                record = _record_decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise TraceError(f"{path}, line {number}: {error}") from None
+            yield number, record

@@ -1,0 +1,146 @@
+"""The lines of a trace. A file begins with a `TraceHeader`; each further line is a `Record`.
+
+Times are seconds since the trace began, by a clock that is never set. Lines are in the order in
+which things happened, an op where it ended. Fields that have their default are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flexcache.ids import KVStatus, OpKind, TaskKind
+
+FORMAT = 1
+"""Goes up when an old reader would misread a new trace."""
+
+KEY_BYTES = 8
+
+
+class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whose trace it is, and which of its files this one is.
+
+    Attributes:
+        version: Of FlexCache.
+        block_bytes: Of one block over all ranks.
+        capacities: Blocks of each tier. The remote store has no limit of ours: 0.
+        indexed: Blocks that each tier held when the trace began.
+        settings: Those of `CacheConfig` that decide what is moved and kept.
+        began_unix_s: When the trace began. With ``pid`` it names the trace.
+        file: Number of the file, from 1 on.
+    """
+
+    format: int = FORMAT
+    version: str = ""
+    fingerprint: str = ""
+    block_bytes: int
+    tokens_per_block: int
+    capacities: dict[str, int] = {}
+    indexed: dict[str, int] = {}
+    settings: dict[str, Any] = {}
+    began_unix_s: float = 0.0
+    pid: int = 0
+    file: int = 1
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
+    time: float
+
+
+class Matched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="match"):
+    """Blocks ``[start, stop)`` of a prompt were asked for, and what was found.
+
+    Attributes:
+        engine: Who asked.
+        request: What the engine calls the request.
+        root: Of the keys, as hex: prompts of different roots share nothing.
+        prefill_blocks_per_s: What the engine said it computes; 0 if it has not.
+        keys: The last 8 bytes of each block's key, which is the whole hash where KV events carry
+            64 bits. Of blocks ``[base_blocks, stop)``: those before are as in the match of the
+            task ``base``, which stands earlier in the same file.
+        found_start: First of the ``num_blocks`` blocks that the task is to move.
+        sources: How many of them each tier supplies.
+        dropped: Blocks that cannot be stored, by reason.
+        skipped: Blocks that are cached and not loaded, by reason.
+    """
+
+    task: int
+    kind: TaskKind
+    engine: str = ""
+    request: str = ""
+    root: str = ""
+    start: int
+    stop: int
+    num_tokens: int
+    retain_s: float = 0.0
+    prefill_blocks_per_s: float = 0.0
+    base: int = 0
+    base_blocks: int = 0
+    keys: bytes = b""
+    found_start: int
+    num_blocks: int
+    sources: dict[str, int] = {}
+    dropped: dict[str, int] = {}
+    skipped: dict[str, int] = {}
+
+
+class Launched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="launch"):
+    task: int
+    kind: TaskKind
+    gated: bool = False
+
+
+class Cancelled(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
+    task: int
+
+
+class OpEnded(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="op"):
+    """An op was with its executors from ``started`` to ``time``.
+
+    Attributes:
+        first: Position of its first block in the prompt.
+        blocks: How many it was to move; the first ``num_ok`` of them it has moved.
+        after: Ops that had to end before it could start.
+    """
+
+    task: int
+    op: int
+    kind: OpKind
+    started: float
+    first: int
+    blocks: int
+    num_ok: int
+    error: str | None = None
+    after: tuple[int, ...] = ()
+
+
+class Ended(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
+    """The task has come to its final state with ``num_ok`` blocks moved."""
+
+    task: int
+    kind: TaskKind
+    status: KVStatus
+    num_ok: int = 0
+    error: str | None = None
+
+
+class ClearedTier(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="clear"):
+    """``tier`` is None where all were cleared."""
+
+    tier: str | None = None
+    num_blocks: int
+
+
+class SessionBegan(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="session"):
+    session: int
+    engine: str
+
+
+class SessionEnded(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="session_end"):
+    session: int
+
+
+Record = (
+    Matched | Launched | Cancelled | OpEnded | Ended | ClearedTier | SessionBegan | SessionEnded
+)
