@@ -111,7 +111,9 @@ def measure(made: dict[str, EngineProcess], load: Load, rounds: int, say: Say) -
             took: dict[bool, list[dict[str, float]]] = {True: [], False: []}
             order = [bool(number % 2), not number % 2, not number % 2, bool(number % 2)]
             for cached, prompts in zip(order, next(source), strict=True):
-                took[cached].append(engine.serve(prompts, NUM_GENERATED, cached))
+                took[cached].append(
+                    engine.serve(prompts, NUM_GENERATED, None if cached else "cache")
+                )
             if number < 0:
                 continue
             mine = seen[name]

@@ -11,9 +11,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class Settings:
         directory: For the SSD tier; none if None.
         dram_gb: Size of the DRAM tier.
         peer_url: Of LMCache's server.
+        more: Further settings of FlexCache.
     """
 
     system: str
@@ -52,6 +53,7 @@ class Settings:
     directory: str | None = None
     dram_gb: float = 1.0
     peer_url: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 class EngineProcess:
@@ -86,15 +88,19 @@ class EngineProcess:
         return dict(self._call("ask", tokens=list(tokens)))
 
     def serve(
-        self, prompts: Sequence[Sequence[int]], num_generated: int, cached: bool = True
+        self, prompts: Sequence[Sequence[int]], num_generated: int, without: str | None = None
     ) -> dict[str, float]:
         """All prompts at once, until what they leave behind is stored.
 
-        Without ``cached`` the engine is vLLM alone for the time: its KV connector is taken out.
-        Returns ``wall_s``, and ``cpu_s`` of the process and its children.
+        Args:
+            without: What is taken out for the time: "cache", the whole KV connector; "watchers",
+                FlexCache's KV events and trace.
+
+        Returns:
+            ``wall_s``, and ``cpu_s`` of the process and its children.
         """
         return dict(
-            self._call("serve", prompts=prompts, num_generated=num_generated, cached=cached)
+            self._call("serve", prompts=prompts, num_generated=num_generated, without=without)
         )
 
     def settle(self) -> None:
@@ -172,7 +178,9 @@ class Engine:
             "cached": output.num_cached_tokens,
         }
 
-    def serve(self, prompts: list[list[int]], num_generated: int, cached: bool) -> dict[str, float]:
+    def serve(
+        self, prompts: list[list[int]], num_generated: int, without: str | None
+    ) -> dict[str, float]:
         import psutil
 
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -180,7 +188,8 @@ class Engine:
         def cpu_s() -> float:
             return sum(sum(process.cpu_times()[:2]) for process in family)
 
-        with nullcontext() if cached else self._alone():
+        reduced = {None: nullcontext, "cache": self._alone, "watchers": self._unwatched}[without]
+        with reduced():
             started, cpu_before = time.perf_counter(), cpu_s()
             outputs = self._generate(prompts, num_generated)
             self.settle()
@@ -200,6 +209,23 @@ class Engine:
             yield
         finally:
             self._scheduler.connector, worker._KV_CONNECTOR_AGENT = taken
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """As if neither KV events nor a trace had been asked for."""
+        backend = self._manager._backend
+        tasks = backend.server.hub.store.engine
+        tiers, before = tasks.cache.tiers, (backend.wants_content, tasks.recorder)
+        journals = [(tier._journal, tier.index.on_removed) for tier in tiers]
+        backend.wants_content, tasks.recorder = False, None
+        for tier in tiers:
+            tier._journal = tier.index.on_removed = None
+        try:
+            yield
+        finally:
+            backend.wants_content, tasks.recorder = before
+            for tier, (journal, on_removed) in zip(tiers, journals, strict=True):
+                tier._journal, tier.index.on_removed = journal, on_removed
 
     def settle(self) -> None:
         """Until every tier has what was stored; of vLLM's own offloading, until DRAM has it."""
@@ -272,7 +298,7 @@ def _connector(settings: Settings) -> dict[str, Any]:
         case "alone":
             return {}
         case "FlexCache":
-            extra: dict[str, Any] = {"cpu_cache_gb": settings.dram_gb}
+            extra: dict[str, Any] = {"cpu_cache_gb": settings.dram_gb, **settings.more}
             if directory is not None:
                 extra |= {"ssd_cache_gb": 4, "ssd_cache_dirs": [directory]}
             names = {
