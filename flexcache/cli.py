@@ -17,9 +17,13 @@ from flexcache.config import CacheConfig, ServerConfig, describe_settings
 from flexcache.doctor.command import doctor
 from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError
 from flexcache.events.commands import app as events
+from flexcache.tracing.commands import app as trace
+from flexcache.tracing.commands import replay
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 app.add_typer(events, name="events")
+app.add_typer(trace, name="trace")
+app.command()(replay)
 _console = Console()
 
 
