@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 NUMBER_BYTES = 8
-END_OF_REPLAY = b"\xff" * NUMBER_BYTES
+_END_NUMBER = (1 << 8 * NUMBER_BYTES) - 1
+END_OF_REPLAY = _END_NUMBER.to_bytes(NUMBER_BYTES, "big")
 """Stands for the number, with an empty payload, after the last batch that is sent again."""
 
 _SEND_QUEUE = 10_000  # batches that wait for one slow subscriber; later ones it has to ask for
@@ -43,7 +44,7 @@ class Address:
 
     Attributes:
         endpoint: Of the PUB socket. Bound where it names this host (``*``, ``0.0.0.0``, ``::``,
-            loopback, ipc, inproc); any other is a subscriber's, and is connected to.
+            loopback, ipc); any other is a subscriber's, and is connected to.
         replay_endpoint: Of the ROUTER socket, always bound; None: nothing can be asked for again.
         topic: First frame of every message.
     """
@@ -86,6 +87,7 @@ class BatchPublisher(Generic[Item]):
         self._num_dropped = 0
         self._num_sent_again = 0
         self._num_bad_requests = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._poller = zmq.Poller()
@@ -99,15 +101,13 @@ class BatchPublisher(Generic[Item]):
         Raises:
             ConfigError: An address cannot be used.
         """
-        # inproc addresses mean something only within one context.
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         try:
-            self._pub = context.socket(zmq.PUB)
+            self._pub = self._context.socket(zmq.PUB)
             self._pub.sndhwm = _SEND_QUEUE
             endpoint = _open(self._pub, self.address.endpoint, is_bound(self.address.endpoint))
             replay_endpoint = self.address.replay_endpoint
             if replay_endpoint is not None:
-                self._router = context.socket(zmq.ROUTER)
+                self._router = self._context.socket(zmq.ROUTER)
                 # Whoever asks and does not read costs no more than this, and does not hold us up.
                 self._router.router_mandatory = True
                 self._router.sndhwm = self._num_kept + 1
@@ -168,6 +168,7 @@ class BatchPublisher(Generic[Item]):
         for socket in (self._pub, self._router):
             if socket is not None:
                 socket.close(linger=_LINGER_MS)
+        self._context.term()  # then the addresses are free again
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -210,24 +211,34 @@ class BatchPublisher(Generic[Item]):
         self._num_published += 1
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
-        while len(self._kept) > self._num_kept or self._kept_bytes > _REPLAY_BYTES:
+        while len(self._kept) > 1 and (
+            len(self._kept) > self._num_kept or self._kept_bytes > _REPLAY_BYTES
+        ):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _send_again(self) -> None:
-        """Answer one request: all that is kept from a number on, and the mark of the end."""
+        """Answer one request: all that is kept from a number on, and the mark of the end.
+
+        A REQ socket takes one answer: it gets the first of these, and may ask for the next.
+        """
         assert self._router is not None
-        peer, *request = self._router.recv_multipart()
+        frames = self._router.recv_multipart(copy=False)
+        peer, *request = [frame.bytes for frame in frames]
         if len(request) != 2 or request[0] != b"" or len(request[1]) != NUMBER_BYTES:
             self._num_bad_requests += 1
             return
         first = int.from_bytes(request[1], "big")
+        answers = [(self._topic, *batch) for batch in self._kept if batch[0] >= first]
+        num_batches = len(answers)
+        answers.append((b"", _END_NUMBER, b""))
+        if frames[-1].get("Socket-Type") == "REQ":
+            del answers[1:]
+            num_batches = min(num_batches, 1)
         try:
-            for number, payload in self._kept:
-                if number >= first:
-                    frames = [peer, b"", self._topic, _pack(number), payload]
-                    self._router.send_multipart(frames, zmq.NOBLOCK)
-                    self._num_sent_again += 1
-            self._router.send_multipart([peer, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
+            for topic, number, payload in answers:
+                message = [peer, b"", topic, _pack(number), payload]
+                self._router.send_multipart(message, zmq.NOBLOCK)
+            self._num_sent_again += num_batches
         except zmq.ZMQError as error:  # it has gone, or does not read
             logger.debug("a replay from batch %d on was broken off: %s", first, error)
 
@@ -241,13 +252,15 @@ def is_bound(endpoint: str) -> bool:
     return (
         "*" in endpoint
         or "::" in endpoint
-        or endpoint.startswith(("ipc://", "inproc://"))
+        or endpoint.startswith("ipc://")
         or host.startswith(("127.", "localhost:", "0.0.0.0:"))
     )
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
     """Bind or connect; the address that it came to."""
+    if endpoint.startswith("inproc:"):
+        raise ConfigError(f"address of KV events {endpoint!r}: reaches nobody outside this process")
     socket.ipv6 = "[" in endpoint
     try:
         if not bind:

@@ -61,7 +61,9 @@ def consolidate(
     pairs = [(first, second or None) for first, _, second in (s.partition(",") for s in source)]
     address = Address(publish, replay_endpoint, topic)
     with _ended_by_signals(), Consolidation(pairs, address) as consolidation:
-        print(f"publishing at {consolidation.address.endpoint}", flush=True)
+        print(f"publishing at {consolidation.address.endpoint}", end="")
+        replay = consolidation.address.replay_endpoint
+        print(f" and again at {replay}" if replay else "", flush=True)
         consolidation.run()
 
 
@@ -140,3 +142,7 @@ def _describe(event: Event) -> str:
             return f"removed  {medium or '-':8} {len(hashes):5} blocks {names(hashes)}"
         case AllBlocksCleared():
             return "cleared  all blocks"
+
+
+if __name__ == "__main__":
+    app()

@@ -59,7 +59,7 @@ class Consolidation:
         """For ever."""
         poller = zmq.Poller()
         for subscriber in self._subscribers:
-            poller.register(subscriber.socket, zmq.POLLIN)
+            subscriber.register(poller)
         while True:
             for subscriber in self._subscribers:
                 self._take(subscriber)

@@ -1,13 +1,14 @@
 """Follows one publisher of KV events, ours or vLLM's, and notices what it did not get.
 
-Batches are numbered. Where a number is left out, the publisher is asked for what is missing; what
-it has no longer either is reported as lost. A number that comes again with other content means
-that the publisher began anew. For one thread.
+Batches are numbered. Where a number is left out, and whenever a connection was made, the publisher
+is asked for what is missing; what it has no longer either is reported as lost. A number that comes
+again with other content means that the publisher began anew. For one thread.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,16 +92,17 @@ class KVEventSubscriber:
         self._replayed: dict[int, int] = {}
         """Batches that were sent again and may come as usual too, with their payloads' hashes."""
         self._news: deque[News] = deque()
-        self._has_caught_up = replay_endpoint is None
-        self.socket = _make_socket(zmq.SUB, endpoint)
-        """For a poller; nobody else reads it."""
-        self.socket.rcvhwm = _RECEIVE_QUEUE
-        self.socket.subscribe(topic)
+        self._socket = _make_socket(zmq.SUB, endpoint)
+        self._socket.rcvhwm = _RECEIVE_QUEUE
+        self._socket.subscribe(topic)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
-            (self.socket.bind if "*" in endpoint else self.socket.connect)(endpoint)
+            (self._socket.bind if "*" in endpoint else self._socket.connect)(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
+        self._poller = zmq.Poller()
+        self.register(self._poller)
 
     def __enter__(self) -> KVEventSubscriber:
         return self
@@ -123,25 +125,37 @@ class KVEventSubscriber:
     def receive(self, timeout_s: float | None) -> News | None:
         """The next piece of news; None if there is none within ``timeout_s``.
 
-        Takes longer where the publisher has to be asked for what was missed.
+        Takes longer where the publisher has to be asked for what was missed and does not answer.
         """
-        if not self._has_caught_up:
-            self.catch_up()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._news:
-            wait_ms = None if timeout_s is None else int(timeout_s * 1000)
-            if not self.socket.poll(wait_ms):
+            wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = dict(self._poller.poll(None if wait_s is None else int(wait_s * 1000)))
+            if self._monitor in ready:
+                self._monitor.recv_multipart()
+                self.catch_up()
+            elif self._socket in ready:
+                self._take_message(self._socket.recv_multipart())
+            elif deadline is not None and time.monotonic() >= deadline:
                 return None
-            self._take_message(self.socket.recv_multipart())
         return self._news.popleft()
 
     def catch_up(self) -> None:
-        """Ask for all since the last batch. Without it a gap is noticed when the next one comes."""
-        self._has_caught_up = True
+        """Ask for all since the last batch. Without it, what is lost while a connection lasts is
+        noticed when the next batch comes."""
         self._take_replay(self._next)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Have a poller wake when `receive` may have something."""
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
 
     def close(self) -> None:
         """Idempotent."""
-        self.socket.close(linger=0)
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
 
     # -- numbers ---------------------------------------------------------------------------------
 
@@ -200,15 +214,17 @@ class KVEventSubscriber:
     def _take_replay(self, until: int) -> None:
         """Have sent again what was not delivered; all before ``until`` is delivered or lost then.
 
-        The last batch that we know is asked for as well: if it has other content now, the publisher
-        has begun anew.
+        The last batch that we know is asked for as well. A publisher keeps its last one always, so
+        if that is not there, or has other content now, the publisher has begun anew.
         """
         known = self._last_payload
         first = self._next if known is None else self._next - 1
-        again = self._ask_again(first)
-        if known is not None and again and again[0][0] == first and again[0][2] != known:
+        again, is_whole = self._ask_again(first)
+        has_other = bool(again) and again[0][0] == first and again[0][2] != known
+        has_none = is_whole and not again
+        if known is not None and (has_other or has_none):
             self._begin_anew()
-            again = self._ask_again(0)
+            again, _ = self._ask_again(0)
         for number, topic, payload in again:
             if number >= self._next:
                 self.counters.replayed += 1
@@ -217,10 +233,11 @@ class KVEventSubscriber:
         if until > self._next:
             self._lose(until)
 
-    def _ask_again(self, first: int) -> list[tuple[int, bytes, bytes]]:
-        """Number, topic and payload of the batches from ``first`` on that are kept."""
+    def _ask_again(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
+        """Number, topic and payload of the batches from ``first`` on that are kept; and whether the
+        answer came to its end."""
         if self._replay_endpoint is None:
-            return []
+            return [], False
         # A socket for each request: a late answer to an earlier one must not get in between.
         socket = _make_socket(zmq.DEALER, self._replay_endpoint)
         socket.rcvhwm = 0
@@ -236,7 +253,7 @@ class KVEventSubscriber:
                     continue
                 number_bytes, payload = frames[-2:]
                 if number_bytes == END_OF_REPLAY:
-                    return batches
+                    return batches, True
                 topic = frames[1] if len(frames) == 4 else b""
                 batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
         except zmq.ZMQError as error:
@@ -245,9 +262,11 @@ class KVEventSubscriber:
             ) from None
         finally:
             socket.close(linger=0)
-        logger.warning("%s did not answer to the end within %g s",
-                       self._replay_endpoint, self._replay_timeout_s)  # fmt: skip
-        return batches
+        logger.warning(
+            "%s did not answer to the end within %g s",
+            self._replay_endpoint, self._replay_timeout_s,
+        )  # fmt: skip
+        return batches, False
 
 
 def _make_socket(kind: int, endpoint: str) -> zmq.Socket[bytes]:
