@@ -17,7 +17,7 @@ import itertools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -167,6 +167,7 @@ class Hub:
         self.store: CacheStore | None = None
         self.owner: str | None = None
         """The engine in this process, if it shares the cache with nobody."""
+        self._owners_session: SessionId | None = None
         self.server_pid = 0
         self.outgoing: list[tuple[bytes, ToClient]] = []
         self.wants_content = False
@@ -335,17 +336,24 @@ class Hub:
             **tasks.queues(),
             "load_decisions": tasks.load_decisions(),
             "engines": {
-                scheduler.engine: {
-                    "pid": scheduler.pid,
-                    "open_tasks": tasks.num_open_tasks_of(scheduler.session),
-                    "ranks": len(self.workers(scheduler.engine)),
+                engine: {
+                    "pid": pid,
+                    "open_tasks": tasks.num_open_tasks_of(session_id),
+                    "ranks": len(self.workers(engine)),
                 }
-                for scheduler in self._sessions.values()
+                for engine, pid, session_id in self._engines()
             },
         }
         if session is not None:
             report["engine"] = tasks.session_totals(session).report()
         return report
+
+    def _engines(self) -> Iterator[tuple[str, int, SessionId]]:
+        """Name, process and session of every engine, the one in this process included."""
+        if self.owner is not None and self._owners_session is not None:
+            yield self.owner, self.server_pid, self._owners_session
+        for scheduler in self._sessions.values():
+            yield scheduler.engine, scheduler.pid, scheduler.session
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -645,6 +653,8 @@ class Hub:
         while (session := make_session(self.epoch, next(self._numbers))) in self._sessions:
             pass
         self._tasks.add_session(session, engine, num_remembered)
+        if engine == self.owner:
+            self._owners_session = session
         return session
 
     def _may_greet(self, identity: bytes, hello: HelloRank | HelloEngine) -> bool:
