@@ -274,7 +274,7 @@ class KVTaskEngine:
             self.hit_rates.add(now, stop - start, plan.num_blocks)
         task = Task(task_id, owner, plan, num_tokens)
         if self.recorder is not None:
-            self.recorder.matched(task, keys, start, stop)
+            self.recorder.matched(task, keys, start, stop, retain_s)
         if plan.num_blocks == 0:
             self.cache.finish(plan)
             self._remember(task, TaskState.COMPLETED, KVStatus.NOT_FOUND, 0)

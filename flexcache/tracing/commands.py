@@ -161,36 +161,40 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _show(report: ReplayReport) -> None:
-    table = Table("", "trace", "replay")
-    for row in _rows(report.then, report.now):
+    summaries = {"replay": report.now}
+    if report.then is not None:
+        summaries = {"trace": report.then, **summaries}
+    table = Table("", *summaries)
+    for row in _rows(list(summaries.values())):
         table.add_row(*row)
     _console.print(table)
     evicted = ", ".join(f"{t} {n['evicted_blocks']:,}" for t, n in report.tiers.items())
     _console.print(f"evicted blocks in the replay: {evicted}", highlight=False)
-    _console.print(
-        f"gets that found other blocks than in the trace: {len(report.differences):,} of "
-        f"{report.now.calls['get']:,}",
-        highlight=False,
-    )
+    if report.then is not None:
+        _console.print(
+            f"gets that found other blocks than in the trace: {len(report.differences):,} of "
+            f"{report.now.calls['get']:,}",
+            highlight=False,
+        )
     if report.latest_s > _LATE_S:
         _console.print(f"the replay was up to {report.latest_s:.2f} s behind the pace")
     for note in report.notes:
         _console.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)
 
 
-def _rows(then: Summary, now: Summary) -> Iterator[tuple[str, str, str]]:
-    """A name, and what the trace and the replay have."""
+def _rows(summaries: Sequence[Summary]) -> Iterator[list[str]]:
+    """A name, and what each has of it."""
 
-    def row(name: str, show: Callable[[Summary], str]) -> tuple[str, str, str]:
-        return name, show(then), show(now)
+    def row(name: str, show: Callable[[Summary], str]) -> list[str]:
+        return [name, *map(show, summaries)]
 
     def rows(
         name: str,
         counts: Callable[[Summary], Mapping[str, Any]],
         show: Callable[[Summary, str], str],
-    ) -> Iterator[tuple[str, str, str]]:
-        for key in dict.fromkeys((*counts(then), *counts(now))):
-            yield name.format(key), show(then, key), show(now, key)
+    ) -> Iterator[list[str]]:
+        for key in dict.fromkeys(key for summary in summaries for key in counts(summary)):
+            yield [name.format(key), *(show(summary, key) for summary in summaries)]
 
     yield row("gets asked for, blocks", lambda s: f"{s.asked_blocks:,}")
     yield from rows("hits in {}, blocks", lambda s: s.hit_blocks, _hits)

@@ -57,6 +57,7 @@ class MooncakeTrace:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.has_outcomes = False
         self.header = TraceHeader(
             block_bytes=DEFAULT_BLOCK_BYTES, tokens_per_block=TOKENS_PER_ID, fingerprint=path.name
         )

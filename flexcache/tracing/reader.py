@@ -22,6 +22,10 @@ class Trace(Protocol):
     @property
     def header(self) -> TraceHeader: ...
 
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether it says what came of the calls."""
+
     def records(self, *, with_keys: bool = False) -> Iterator[Record]:
         """With ``with_keys`` matches have all their keys; else they are as in the file."""
 
@@ -46,6 +50,7 @@ class RecordedTrace:
             raise TraceError(f"these are files of {len(names)} traces, name those of one: {listed}")
         self._paths = sorted(headers, key=lambda path: headers[path].file)
         self.header = headers[self._paths[0]]
+        self.has_outcomes = True
 
     def records(self, *, with_keys: bool = False) -> Iterator[Record]:
         for path in self._paths:

@@ -65,14 +65,14 @@ class ReplayReport:
     """What came of a replay.
 
     Attributes:
-        then: What the trace says.
+        then: What the trace says; None if it says nothing of outcomes.
         now: What the replay came to; its wall time is that of all calls.
         tiers: `KVManager.stats()["tiers"]` at the end.
         latest_s: How far the replay fell behind the pace.
         notes: What of the trace could not be done again.
     """
 
-    then: Summary
+    then: Summary | None
     now: Summary
     differences: list[Difference]
     tiers: dict[str, dict[str, int]]
@@ -82,7 +82,7 @@ class ReplayReport:
     def report(self) -> dict[str, Any]:
         """Plain numbers and strings."""
         return {
-            "trace": self.then.report(),
+            "trace": None if self.then is None else self.then.report(),
             "replay": self.now.report(),
             "differing_gets": len(self.differences),
             "tiers": self.tiers,
@@ -164,9 +164,9 @@ def replay(
         engine.shutdown()  # writes the rest of its trace
         own_trace = RecordedTrace([Path(stats["trace"]["file"])])
         return ReplayReport(
-            summarise(trace),
+            summarise(trace) if trace.has_outcomes else None,
             summarise(own_trace),
-            list(_differences(trace, own_trace)),
+            list(_differences(trace, own_trace)) if trace.has_outcomes else [],
             stats["tiers"],
             player.latest_s,
             _notes(trace.header, config, stats["trace"]["dropped_lines"]),

@@ -121,7 +121,9 @@ class Tracer:
 
     # -- what is told ----------------------------------------------------------------------------
 
-    def matched(self, task: Task, keys: PromptKeys, start: int, stop: int) -> None:
+    def matched(
+        self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float
+    ) -> None:
         plan, owner = task.plan, task.owner
         record = Matched(
             time=self._now(),
@@ -132,7 +134,7 @@ class Tracer:
             start=start,
             stop=stop,
             num_tokens=task.num_tokens,
-            retain_s=0.0 if plan.staging is None else plan.staging.retain_s,
+            retain_s=retain_s,
             prefill_blocks_per_s=owner.prefill_blocks_per_s,
             found_start=plan.start,
             num_blocks=plan.num_blocks,
