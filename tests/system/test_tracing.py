@@ -1,0 +1,379 @@
+"""A real cache is traced; the trace is replayed, drawn and told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster, running_cluster
+from load import LoadEngine, make_kv, make_model
+from test_shared import Member, serving, until
+from typer.testing import CliRunner
+
+from flexcache import CacheConfig
+from flexcache.cache.block_keys import EngineBlockKeys, make_root
+from flexcache.cache.eviction import make_eviction_policy
+from flexcache.cache.planner import GlobalCacheEngine
+from flexcache.cache.tier import Tier
+from flexcache.cli import app
+from flexcache.config import ModelConfig
+from flexcache.errors import ConfigError
+from flexcache.ids import OpKind, TaskKind, TierName
+from flexcache.request_info import RequestInfo
+from flexcache.server.runtime import is_served, private_endpoint
+from flexcache.tracing.chrome import chrome_trace
+from flexcache.tracing.history import histories
+from flexcache.tracing.mooncake import MooncakeTrace, read_requests
+from flexcache.tracing.overlap import DRAM_COPIES, SSD_READS, overlap
+from flexcache.tracing.reader import RecordedTrace
+from flexcache.tracing.records import Matched
+from flexcache.tracing.replay import ReplayReport, replay, replay_config
+from flexcache.tracing.story import tell
+
+BLOCK = 16
+LONG = 40
+
+
+def replayed(
+    trace: RecordedTrace | MooncakeTrace, speed: float = 0.0, **chosen: object
+) -> ReplayReport:
+    settings = {name: str(value) for name, value in chosen.items()}
+    block_bytes = trace.header.block_bytes
+    config = replay_config(trace.header, None, settings, block_bytes)
+    return replay(trace, config, block_bytes, speed=speed)
+
+
+@contextlib.contextmanager
+def traced_cluster(tmp_path: Path, *, ssd: bool = True, **settings: object) -> Iterator[Cluster]:
+    (tmp_path / "ssd").mkdir()
+    with running_cluster(
+        [tmp_path / "ssd"] if ssd else [], trace_dir=str(tmp_path / "trace"), **settings
+    ) as cluster:
+        yield cluster
+
+
+def opened(tmp_path: Path) -> RecordedTrace:
+    return RecordedTrace([tmp_path / "trace"])
+
+
+def run_load(tmp_path: Path, steps: int, **settings: object) -> RecordedTrace:
+    """Puts, gets, prefetches, cancellations at any moment."""
+    model = make_model(dp_size=1)
+    kv = make_kv(model)
+
+    def the_kv(_: ModelConfig, __: int) -> Any:
+        return kv
+
+    with traced_cluster(tmp_path, model=model, make_kv=the_kv, **settings) as cluster:
+        load = LoadEngine(cluster.manager, kv, seed=1)
+        for _ in range(steps):
+            load.step()
+        assert load.seen.wrong == []
+        assert load.seen.hits > 0
+    return opened(tmp_path)
+
+
+def run_one_by_one(cluster: Cluster, steps: int) -> None:
+    """As `run_load`, but nothing is still going on when the next call is made. With the evictions
+    and writes of a random load it would depend on the disk's speed what is found where."""
+    rng, manager = np.random.default_rng(1), cluster.manager
+    for step in range(steps):
+        family, count = rng.integers(12), int(rng.integers(1, 20))
+        tokens = np.arange(count * BLOCK) + 1000 * family
+        match rng.choice(["get", "put", "prefetch", "cancel", "later get"]):
+            case "get":
+                cluster.get(tokens, range(count))
+            case "put":
+                cluster.put(tokens, range(count))
+            case "prefetch":
+                manager.wait([manager.prefetch_async(tokens)], 60, completely=True)
+            case "cancel":
+                task, _ = manager.put_match(tokens, priority=-1, ttl_s=5.0)
+                manager.cancel([task])
+            case "later get":  # of which the engine has the first block
+                wanted = np.arange(len(tokens)) >= BLOCK
+                task, mask = manager.get_match(tokens, wanted, namespace="of its own")
+                assert not mask.any()
+        if step == steps // 2:
+            manager.clear("CPU")
+
+
+@pytest.mark.parametrize("speed", [0.0, 20.0])
+def test_a_replay_finds_what_was_found(tmp_path: Path, speed: float) -> None:
+    with traced_cluster(
+        tmp_path, num_cpu_blocks=60, num_ssd_blocks=150, eviction_policy="lru",
+        skip_slow_loads=False,
+    ) as cluster:  # fmt: skip
+        run_one_by_one(cluster, 300)
+    trace = opened(tmp_path)
+    report = replayed(trace, speed)
+    assert report.then is not None
+    assert report.then.hit_blocks["CPU"] > 100 and report.then.hit_blocks["SSD"] > 100
+    assert all(tier["evicted_blocks"] > 50 for tier in report.tiers.values())
+    assert report.differences == []
+    assert report.now.hit_blocks == report.then.hit_blocks
+    assert report.now.dropped_blocks == report.then.dropped_blocks
+    assert report.now.moved_bytes == report.then.moved_bytes
+    assert report.now.calls == report.then.calls
+    assert report.notes == []
+    if speed:
+        assert report.now.wall_s > report.then.wall_s / speed / 2
+
+
+def test_a_random_load_is_replayed_to_its_end(tmp_path: Path) -> None:
+    trace = run_load(tmp_path, 300, num_cpu_blocks=120, num_ssd_blocks=400)
+    report = replayed(trace)
+    assert report.then is not None
+    assert report.now.calls == report.then.calls
+    assert report.now.asked_blocks == report.then.asked_blocks
+
+
+def test_a_larger_cache_finds_more_and_a_smaller_one_less(tmp_path: Path) -> None:
+    trace = run_load(tmp_path, 200, ssd=False, num_cpu_blocks=150)
+    hits = {size: replayed(trace, num_cpu_blocks=size).now.hit_blocks["CPU"] for size in (30, 2000)}
+    then = replayed(trace).then
+    assert then is not None
+    assert hits[30] < then.hit_blocks["CPU"] < hits[2000]
+
+
+def test_a_tier_can_be_taken_away_and_another_added(tmp_path: Path) -> None:
+    trace = run_load(tmp_path, 60, num_cpu_blocks=60, num_ssd_blocks=300)
+    alone = replayed(trace, num_ssd_blocks="none")
+    assert set(alone.tiers) == {"CPU"}
+    assert OpKind.H2DISK.value not in alone.now.moved_bytes
+    (tmp_path / "kv").mkdir()
+    own = replayed(trace, num_ssd_blocks=300, ssd_cache_dirs=tmp_path / "kv")
+    assert own.tiers["SSD"]["written_bytes"] > 0
+    assert list((tmp_path / "kv").iterdir()) == []  # it took a directory of its own
+
+
+def test_what_had_not_landed_is_not_found_in_the_replay_either(tmp_path: Path) -> None:
+    with traced_cluster(tmp_path, ssd=False) as cluster:
+        manager, (client,) = cluster.manager, cluster.clients
+        tokens = np.arange(6 * BLOCK)
+        slots = cluster.slots(range(6))
+        put, _ = manager.put_match(tokens)
+        manager.launch([put], [slots], gated=True)
+        early, mask = manager.get_match(tokens)
+        assert not mask.any()
+        client.open_gates([put])
+        manager.wait([put])
+        late, mask = manager.get_match(tokens)
+        assert mask.all()
+        manager.launch([late], [slots])
+        manager.wait([late])
+    report = replayed(opened(tmp_path))
+    assert report.differences == []
+    assert report.now.hit_blocks == {"CPU": 6}
+    assert report.now.missed_blocks == 6
+    assert early != late
+
+
+def test_blocks_that_were_there_before_the_trace_are_named(tmp_path: Path) -> None:
+    settings: dict[str, object] = {"num_cpu_blocks": 48, "num_ssd_blocks": 96}
+    (tmp_path / "ssd").mkdir()
+    tokens = np.arange(8 * BLOCK)
+    with running_cluster([tmp_path / "ssd"], **settings) as cluster:
+        cluster.put(tokens, range(8))
+    trace_dir = tmp_path / "trace"
+    with running_cluster([tmp_path / "ssd"], trace_dir=str(trace_dir), **settings) as cluster:
+        assert cluster.get(tokens, range(8)).mask.all()
+    report = replayed(opened(tmp_path))
+    assert [(d.then, d.now) for d in report.differences] == [({"SSD": 8}, {})]
+    assert any("8 in SSD" in note for note in report.notes)
+
+
+def test_a_trace_of_other_blocks_is_refused(tmp_path: Path) -> None:
+    with traced_cluster(tmp_path, ssd=False):
+        pass
+    header = opened(tmp_path).header
+    with pytest.raises(ConfigError, match="16 tokens"):
+        replay_config(header, None, {"tokens_per_block": "32"}, header.block_bytes)
+    with pytest.raises(ConfigError, match="block_bytes = 100"):
+        replay(opened(tmp_path), replay_config(header, None, {}, 4096), 100)
+
+
+# -- what a trace looks like ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def half_and_half(tmp_path: Path) -> RecordedTrace:
+    """A get of which DRAM has one half and the SSD the other, in several chunks."""
+    with traced_cluster(
+        tmp_path, num_cpu_blocks=120, num_ssd_blocks=120, skip_slow_loads=False
+    ) as cluster:
+        manager, tokens = cluster.manager, np.arange(LONG * BLOCK)
+        assert cluster.put(tokens, range(LONG)).mask.all()
+        manager.clear("CPU")
+        half = manager.prefetch_async(tokens[: LONG // 2 * BLOCK])
+        manager.wait([half])
+        info = RequestInfo(request_id="req-7")
+        task, mask = manager.get_async(tokens, cluster.slots(range(LONG)), request_info=info)
+        assert mask.all()
+        assert manager.wait([task], 60)[task].mask.all()
+    return opened(tmp_path)
+
+
+def test_dram_copies_run_while_the_ssd_is_read(half_and_half: RecordedTrace) -> None:
+    seen = overlap(half_and_half, DRAM_COPIES, SSD_READS)
+    assert seen.both_s > 0
+    assert seen.both_s <= min(seen.first_s, seen.second_s)
+    (get,) = (t for t in histories(half_and_half.records()).values() if t.kind is TaskKind.GET)
+    reads = [op for op in get.ops if op.kind is OpKind.DISK2H]
+    copies = [op for op in get.ops if op.kind is OpKind.H2D]
+    assert len(reads) > 2
+    begin, end = min(op.started for op in reads), max(op.time for op in reads)
+    assert any(op.started < end and op.time > begin for op in copies)
+
+
+def test_the_chrome_trace_is_whole(half_and_half: RecordedTrace) -> None:
+    events = json.loads(json.dumps(chrome_trace(half_and_half)))["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in slices:
+        rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for row in rows.values():
+        row.sort()
+        for (_, stop), (start, _) in pairwise(row):
+            assert start >= stop - 0.11  # times are rounded to a tenth
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(named) == set(rows)
+    assert {"get", "put", "prefetch", "H2D", "D2H", "DISK2H", "H2DISK"} <= set(named.values())
+    ops = [event for event in slices if event["pid"] == 2]
+    assert len(ops) == sum(len(t.ops) for t in histories(half_and_half.records()).values())
+    arrows = {phase: [e for e in events if e["ph"] == phase] for phase in "sf"}
+    assert sorted(e["id"] for e in arrows["s"]) == sorted(e["args"]["op"] for e in ops)
+    for event in arrows["s"] + arrows["f"]:  # an arrow begins and ends in a slice
+        assert any(
+            start - 0.11 <= event["ts"] <= stop + 0.11
+            for start, stop in rows[event["pid"], event["tid"]]
+        )
+    reads = [event for event in ops if event["name"].startswith("DISK2H")]
+    get_reads = [event for event in reads if event["args"].get("request") == "req-7"]
+    copies = [event for event in ops if event["name"].startswith("H2D ")]
+    assert any(
+        read["ts"] < copy["ts"] + copy["dur"] and copy["ts"] < read["ts"] + read["dur"]
+        for read in get_reads
+        for copy in copies
+    )
+    counters = [event["args"] for event in events if event["ph"] == "C"]
+    assert all(count >= 0 for args in counters for count in args.values())
+    last = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
+    assert set(last) == {"ops of device", "ops of disk"}
+    assert all(args == {"waiting": 0, "running": 0} for args in last.values())
+
+
+def test_a_requests_story_is_told_in_order(half_and_half: RecordedTrace) -> None:
+    chapters = tell(half_and_half, "req-7")
+    texts = [chapter.text for chapter in chapters]
+    assert texts[0].startswith(f"get of blocks 0 to {LONG} ({LONG * BLOCK} tokens, engine dp0)")
+    assert texts[0].endswith(f"{LONG} blocks found: {LONG // 2} CPU, {LONG // 2} SSD")
+    assert texts[1] == "launched"
+    assert texts[-1] == f"over: success, {LONG} blocks arrived"
+    assert sum(text.startswith("DISK2H of blocks") for text in texts) > 2
+    assert [c.after_s for c in chapters] == sorted(c.after_s for c in chapters)
+    assert chapters[0].after_s == 0
+    by_task = tell(half_and_half, str(chapters[0].task))
+    assert by_task == chapters
+    assert tell(half_and_half, "req") == chapters  # as vLLM prolongs an id
+    assert tell(half_and_half, "req-8") == []
+    assert json.loads(json.dumps([c.report() for c in chapters]))[0]["sources"] == {
+        "CPU": LONG // 2,
+        "SSD": LONG // 2,
+    }
+
+
+def test_the_commands_show_all_of_it(half_and_half: RecordedTrace, tmp_path: Path) -> None:
+    trace = str(tmp_path / "trace")
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    assert "SSD reads" in run("trace", "overlap", trace)
+    run("trace", "chrome", trace, str(tmp_path / "chrome.json"))
+    assert json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
+    assert "over: success" in run("trace", "story", trace, "req-7")
+    assert json.loads(run("trace", "story", trace, "req-7", "--json"))[0]["type"] == "match"
+    shown = run(
+        "replay", trace, "--json", str(tmp_path / "report.json"), "--block-bytes", "4096",
+        "--trace-dir", str(tmp_path / "again"),
+    )  # fmt: skip
+    assert "hits in SSD" in shown
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["differing_gets"] == 0
+    assert report["trace"]["hit_blocks"] == report["replay"]["hit_blocks"]
+    assert RecordedTrace([tmp_path / "again"]).header.block_bytes == 4096
+    for wrong in (
+        ["replay", trace, "--set", "num_cpu_block=3"],
+        ["replay", trace, "--set", "num_cpu_blocks"],
+        ["replay", str(tmp_path / "nothing")],
+        ["trace", "story", trace, "req-9"],
+    ):
+        done = CliRunner().invoke(app, wrong)
+        assert done.exit_code == 1
+        assert "error" in done.output and "Traceback" not in done.output
+
+
+def test_engines_at_a_server_are_traced_by_the_server(tmp_path: Path) -> None:
+    """Their prompts come through memory that the next call writes over."""
+    endpoint, directory = private_endpoint("traced"), tmp_path / "trace"
+    with serving(
+        "--endpoint", endpoint, FLEXCACHE_NUM_CPU_BLOCKS="64", FLEXCACHE_TRACE_DIR=str(directory)
+    ):
+        until(lambda: is_served(endpoint))
+        engines = [Member(CacheConfig(endpoint=endpoint), engine_id=name) for name in ("a", "b")]
+        for engine in engines:
+            engine.manager.wait_ready(60)
+        for prompt in range(8):
+            engines[prompt % 2].load.put(prompt, 12)
+            assert engines[1 - prompt % 2].load.get(prompt, 12) == 12
+        assert [engine.load.seen.wrong for engine in engines] == [[], []]
+        for engine in engines:
+            engine.close()
+    trace = RecordedTrace([directory])
+    matches = [record for record in trace.records() if isinstance(record, Matched)]
+    assert {match.engine for match in matches} == {"a/dp0", "b/dp0"}
+    report = replayed(trace)
+    assert report.differences == []
+    assert report.now.hit_blocks == {"CPU": 8 * 12}
+
+
+def test_a_trace_in_mooncakes_format_is_replayed(tmp_path: Path) -> None:
+    rng, path, capacity = np.random.default_rng(3), tmp_path / "requests.jsonl", 60
+    lines, numbers = [], iter(range(10_000))
+    chats: list[list[int]] = [[] for _ in range(12)]
+    for step in range(200):
+        chat = chats[rng.integers(len(chats))]
+        chat += [next(numbers) for _ in range(rng.integers(1, 4))]
+        lines.append(json.dumps({"timestamp": step * 100, "input_length": 1, "hash_ids": chat}))
+        if len(chat) > 15:
+            chat.clear()
+    path.write_text("\n".join(lines) + "\n")
+
+    tier = Tier(TierName.CPU, capacity, make_eviction_policy("lru", capacity))
+    planner, root, expected = GlobalCacheEngine([tier], 1000, capacity), make_root("m", (), "k"), 0
+    for request in read_requests(path):
+        keys = [number.to_bytes(8, "big") for number in request.hash_ids]
+        prompt = EngineBlockKeys(root, keys, len(keys))
+        planner.advance(request.time_s)
+        get = planner.plan_get(prompt, 0, len(keys))
+        expected += get.num_blocks
+        planner.finish(get)
+        put = planner.plan_put(prompt, 0, len(keys))
+        planner.publish_staging(put, put.num_blocks)
+        planner.finish(put)
+    report = replayed(MooncakeTrace(path), num_cpu_blocks=capacity, eviction_policy="lru")
+    assert report.then is None
+    assert 0 < expected < report.now.asked_blocks
+    assert report.now.hit_blocks == {"CPU": expected}
+    with pytest.raises(ConfigError, match="no tier to cache in"):
+        replayed(MooncakeTrace(path))
