@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
@@ -34,6 +35,7 @@ END_OF_REPLAY = _END_NUMBER.to_bytes(NUMBER_BYTES, "big")
 _SEND_QUEUE = 10_000  # batches that wait for one slow subscriber; later ones it has to ask for
 _REPLAY_BYTES = 256 << 20
 _BATCHES_A_TURN = 256  # between looks at who wants some again
+_MOST_GATHERED = 16
 _CLOSE_TIMEOUT_S = 1.0
 _LINGER_MS = 500
 
@@ -54,6 +56,15 @@ class Address:
     topic: str
 
 
+@dataclass(slots=True)
+class _Batch(Generic[Item]):
+    """A batch that waits: what was published under its number, in order."""
+
+    number: int
+    ts: float
+    parts: list[Sequence[Item]]
+
+
 class BatchPublisher(Generic[Item]):
     """Publishes what it is given, in order.
 
@@ -63,6 +74,8 @@ class BatchPublisher(Generic[Item]):
             publisher's thread.
         num_kept: Batches that can be asked for again, within 256 MiB.
         num_queued: Batches that may wait; beyond it the oldest are dropped.
+        gather_s: What is published within so long goes into one batch, up to 16 times: most of what
+            a batch costs is to wake the thread and to send it.
     """
 
     def __init__(
@@ -72,13 +85,15 @@ class BatchPublisher(Generic[Item]):
         *,
         num_kept: int,
         num_queued: int,
+        gather_s: float = 0.0,
     ) -> None:
         self.address = address
         self._encode = encode
         self._num_queued = num_queued
+        self._gather_s = gather_s
         self._topic = address.topic.encode()
         self._lock = threading.Lock()
-        self._queue: deque[tuple[int, float, Sequence[Item]]] = deque()
+        self._queue: deque[_Batch[Item]] = deque()
         self._next_number = 0
         self._num_kept = num_kept
         self._kept: deque[tuple[int, bytes]] = deque()
@@ -90,6 +105,7 @@ class BatchPublisher(Generic[Item]):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._socket_files: list[Path] = []
         self._poller = zmq.Poller()
         self._wake = -1
         self._thread: threading.Thread | None = None
@@ -117,6 +133,10 @@ class BatchPublisher(Generic[Item]):
             self._close_sockets()
             raise
         self.address = Address(endpoint, replay_endpoint, self.address.topic)
+        for bound in filter(None, (endpoint, replay_endpoint)):
+            if bound.startswith("ipc://"):
+                self._socket_files.append(Path(bound.removeprefix("ipc://")))
+                self._socket_files[-1].chmod(0o600)  # prompts are nobody else's to read
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="flexcache-events", daemon=True)
@@ -126,11 +146,15 @@ class BatchPublisher(Generic[Item]):
         """Queue a batch, which must not change any more. Takes microseconds, raises nothing; once
         closed it is dropped."""
         with self._lock:
+            last = self._queue[-1] if self._queue and self._gather_s else None
+            if last is not None and len(last.parts) < _MOST_GATHERED:
+                last.parts.append(items)
+                return
             number, self._next_number = self._next_number, self._next_number + 1
             if self._close_by is not None:
                 self._num_dropped += 1
                 return
-            self._queue.append((number, time.time(), items))
+            self._queue.append(_Batch(number, time.time(), [items]))
             if len(self._queue) > self._num_queued:
                 self._queue.popleft()
                 self._num_dropped += 1
@@ -169,6 +193,9 @@ class BatchPublisher(Generic[Item]):
             if socket is not None:
                 socket.close(linger=_LINGER_MS)
         self._context.term()  # then the addresses are free again
+        for path in self._socket_files:
+            path.unlink(missing_ok=True)
+        self._socket_files.clear()
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -179,6 +206,8 @@ class BatchPublisher(Generic[Item]):
             ready = dict(self._poller.poll(0 if has_more or is_closing else None))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+                if self._close_by is None:
+                    time.sleep(self._gather_s)
             if self._router in ready:
                 self._send_again()
             has_more = self._send_some()
@@ -194,8 +223,10 @@ class BatchPublisher(Generic[Item]):
             with self._lock:
                 if not self._queue:
                     return False
-                number, ts, items = self._queue.popleft()
-            self._send(number, ts, items)
+                batch = self._queue.popleft()
+            parts = batch.parts
+            items = parts[0] if len(parts) == 1 else [item for part in parts for item in part]
+            self._send(batch.number, batch.ts, items)
         return True
 
     def _send(self, number: int, ts: float, items: Sequence[Item]) -> None:

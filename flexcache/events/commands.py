@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexcache.errors import ConfigError
+from flexcache.terminal import errors_named
 
 if TYPE_CHECKING:
     from flexcache.events.subscriber import News
@@ -34,7 +33,11 @@ def tail(
     """Show events as they come, one a line."""
     from flexcache.events.subscriber import KVEventSubscriber
 
-    with _ended_by_signals(), KVEventSubscriber(endpoint, replay, topic) as subscriber:
+    with (
+        errors_named(),
+        _ended_by_signals(),
+        KVEventSubscriber(endpoint, replay, topic) as subscriber,
+    ):
         for number, news in enumerate(subscriber, 1):
             for line in _as_json(news) if as_json else _in_words(news):
                 print(line, flush=True)
@@ -71,13 +74,8 @@ def consolidate(
 def _ended_by_signals() -> Iterator[None]:
     """Ctrl-C and SIGTERM are the orderly end; what the user can mend is said in a line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with errors_named(), contextlib.suppress(KeyboardInterrupt):
         yield
-    except KeyboardInterrupt:
-        pass
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 def _as_json(news: News) -> Iterator[str]:

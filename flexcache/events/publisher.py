@@ -12,6 +12,9 @@ from flexcache.events.batch_publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, describe
 
 
+_GATHER_S = 0.005  # a router does not mind
+
+
 class KVEventPublisher(BatchPublisher[Change]):
     """Publishes changes at the config's ``kv_events_endpoint``.
 
@@ -42,6 +45,7 @@ class KVEventPublisher(BatchPublisher[Change]):
             self._encode_changes,
             num_kept=config.kv_events_buffer,
             num_queued=config.kv_events_queue,
+            gather_s=_GATHER_S,
         )
 
     def _encode_changes(self, ts: float, changes: Sequence[Change]) -> bytes:

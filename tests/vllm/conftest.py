@@ -35,13 +35,23 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     os.environ.update(ENGINE_ENV, VLLM_ENABLE_V1_MULTIPROCESSING="0", KV_PROBE_DIR=str(probe_dir))
     from make_models import make_model
     from vllm import LLM
+    from vllm.config import KVEventsConfig
 
     make_model(MODELS, "tiny")
+    sockets = f"ipc://{tmp_path_factory.mktemp('events')}"
     extra = {
+        "kv_events_endpoint": f"{sockets}/ours",
+        "kv_events_replay_endpoint": f"{sockets}/ours-again",
         "cpu_cache_gb": 0.05,
         "ssd_cache_gb": 0.1,
         "ssd_cache_dirs": [str(tmp_path_factory.mktemp("ssd"))],
     }
-    llm = LLM(**engine_arguments("tiny", extra))
+    events = KVEventsConfig(
+        enable_kv_cache_events=True,
+        endpoint=f"{sockets}/vllms",
+        replay_endpoint=f"{sockets}/vllms-again",
+        topic="kv@pod@tiny",
+    )
+    llm = LLM(**engine_arguments("tiny", extra, kv_events_config=events))
     yield Engine(llm, probe_dir)
     llm.llm_engine.engine_core.shutdown()

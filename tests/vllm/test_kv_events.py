@@ -1,0 +1,299 @@
+"""KV events of a real vLLM engine: FlexCache's own publisher, and vLLM's, which has ours too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from socket import gethostname
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from engines import Engine, make_prompt
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+from flexcache.events.subscriber import KVEventSubscriber, Received
+
+BLOCK = 32
+PATIENCE_MS = 20_000
+_seeds = itertools.count(10_000)
+_decode_as_vllm = msgspec.msgpack.Decoder(KVEventBatch).decode
+
+
+@pytest.fixture(autouse=True)
+def _clean(engine: Engine) -> Any:
+    engine.forget_all()
+    yield
+    engine.drain()
+    engine.manager.check()
+
+
+class Shelves:
+    """What somebody believes who reads nothing but events, in order, from an empty cache on."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        self.told: dict[str, dict[int, tuple[Any, ...]]] = {medium: {} for medium in self.blocks}
+        """By medium and hash: parent, tokens, extra keys."""
+        self.num_removed = dict.fromkeys(self.blocks, 0)
+
+    def store(
+        self, medium: str, hashes: Sequence[int], parent: int | None, tokens: Sequence[int],
+        extra_keys: Sequence[Any] | None,
+    ) -> None:  # fmt: skip
+        assert len(tokens) == BLOCK * len(hashes)
+        if medium != "GPU":  # vLLM may have a block twice
+            assert self.blocks[medium].isdisjoint(hashes)
+        self.blocks[medium] |= set(hashes)
+        for i, block in enumerate(hashes):
+            extra = None if extra_keys is None else extra_keys[i]
+            self.told[medium][block] = (
+                parent, list(tokens[i * BLOCK : (i + 1) * BLOCK]), list(extra) if extra else None
+            )  # fmt: skip
+            parent = block
+
+    def remove(self, medium: str, hashes: Sequence[int]) -> None:
+        assert self.blocks[medium] >= set(hashes)
+        self.blocks[medium] -= set(hashes)
+        self.num_removed[medium] += len(hashes)
+
+    def clear(self) -> None:
+        self.blocks = {medium: set() for medium in self.blocks}
+
+
+def follow_as_vllm(shelves: Shelves, payload: bytes) -> None:
+    for event in _decode_as_vllm(payload).events:
+        match event:
+            case BlockStored():
+                shelves.store(
+                    event.medium, event.block_hashes, event.parent_block_hash, event.token_ids,
+                    event.extra_keys,
+                )  # fmt: skip
+            case BlockRemoved():
+                shelves.remove(event.medium, event.block_hashes)
+            case AllBlocksCleared():
+                shelves.clear()
+
+
+def follow_plainly(shelves: Shelves, payload: bytes) -> None:
+    _, events, _ = msgspec.msgpack.decode(payload)
+    for event in events:
+        match event:
+            case {"type": "BlockStored", "medium": medium, "block_hashes": hashes}:
+                shelves.store(
+                    medium, hashes, event["parent_block_hash"], event["token_ids"],
+                    event.get("extra_keys"),
+                )  # fmt: skip
+            case {"type": "BlockRemoved", "medium": medium, "block_hashes": hashes}:
+                shelves.remove(medium, hashes)
+            case {"type": "AllBlocksCleared"}:
+                shelves.clear()
+            case _:
+                raise AssertionError(event)
+
+
+class Reader:
+    """A plain SUB socket, whose messages are followed by each decoder."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.by_vllm, self.by_hand = Shelves(), Shelves()
+        self.topics: set[bytes] = set()
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.connect(endpoint)
+        self._last: int | None = None
+
+    def hears_something(self) -> bool:
+        return bool(self._socket.poll(20))
+
+    def skip(self, until: int) -> None:
+        """Forget all up to a batch, which was published already."""
+        while self._last != until:
+            self._receive(until)
+
+    def follow(self, until: int) -> None:
+        """All up to a batch, in order and without a gap."""
+        while self._last != until:
+            payload = self._receive(until)
+            follow_as_vllm(self.by_vllm, payload)
+            follow_plainly(self.by_hand, payload)
+        assert self.by_vllm.blocks == self.by_hand.blocks
+        assert self.by_vllm.told == self.by_hand.told
+
+    def _receive(self, until: int) -> bytes:
+        assert self._socket.poll(PATIENCE_MS)
+        topic, number_bytes, payload = self._socket.recv_multipart()
+        number = int.from_bytes(number_bytes, "big")
+        assert self._last in (None, number - 1) and number <= until
+        self._last = number
+        self.topics.add(topic)
+        return payload
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+def last_of_ours(engine: Engine) -> int:
+    return int(engine.manager.stats()["events"]["sequence"]) - 1
+
+
+def last_of_vllms(engine: Engine) -> int:
+    """What changes after a step's end is published by the next."""
+    engine.generate(make_prompt(5, 1), max_tokens=1)
+    engine.drain()
+    publisher = engine.scheduler.kv_event_publisher
+    publisher._event_queue.join()
+    return int(publisher._buffer[-1][0])
+
+
+@contextmanager
+def readers(engine: Engine) -> Iterator[tuple[Reader, Reader]]:
+    """Of FlexCache's publisher and of vLLM's, from an empty cache on."""
+    ours = Reader(engine.server.config.kv_events_endpoint or "")
+    vllms = Reader(engine.scheduler.kv_events_config.endpoint)
+    heard = [False, False]
+    while not all(heard):  # to subscribe takes a moment of which nobody is told
+        engine.generate(make_prompt(40, next(_seeds)))
+        engine.settle()
+        heard = [heard[0] or ours.hears_something(), heard[1] or vllms.hears_something()]
+    engine.forget_all()
+    ours.skip(last_of_ours(engine))
+    vllms.skip(last_of_vllms(engine))
+    try:
+        yield ours, vllms
+    finally:
+        ours.close()
+        vllms.close()
+
+
+def held_by_tiers(engine: Engine) -> dict[str, set[int]]:
+    tiers = engine.server._store.engine.cache.tiers
+    held = [
+        {maybe_convert_block_hash(key) for keys in tier.index._directories.values() for key in keys}
+        for tier in tiers
+    ]
+    return {"CPU": held[0], "STORAGE": set().union(*held[1:])}
+
+
+def held_by_gpu(engine: Engine) -> set[int]:
+    cached = engine.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+    return {maybe_convert_block_hash(get_block_hash(key)) for key in cached}
+
+
+def exercise(engine: Engine) -> None:
+    """Store, share, load from each tier, clear one, and evict from every tier.
+
+    The GPU is emptied by other prompts only: vLLM tells of its own clearing that *all* is cleared.
+    """
+    shared = make_prompt(300, next(_seeds))
+    prompts = [shared + make_prompt(200, next(_seeds)) for _ in range(3)]
+    for prompt in prompts:
+        engine.generate(prompt)
+    displace(engine)
+    assert engine.generate(prompts[0]).num_cached_tokens == 480
+    engine.settle()
+    assert engine.manager.clear("CPU") > 0
+    displace(engine)
+    assert engine.generate(prompts[1]).num_cached_tokens == 480
+    while not engine.manager.stats()["tiers"]["SSD"]["evicted_blocks"]:
+        displace(engine)
+
+
+def displace(engine: Engine) -> None:
+    """Fill the GPU with prompts that nobody has seen."""
+    engine.generate_all([make_prompt(1900, next(_seeds)) for _ in range(9)], max_tokens=2)
+    engine.settle()
+
+
+def test_events_tell_what_every_tier_stored_and_lost_in_order(engine: Engine) -> None:
+    with readers(engine) as (ours, vllms):
+        exercise(engine)
+        ours.follow(last_of_ours(engine))
+        model_id = engine.manager.model_config.model_id
+        assert ours.topics == {f"kv@{gethostname()}@{model_id}".encode()}
+        held = held_by_tiers(engine)
+        assert ours.by_vllm.blocks == {"GPU": set(), **held}
+        assert held["CPU"] and held["STORAGE"]
+        assert ours.by_vllm.num_removed["CPU"] and ours.by_vllm.num_removed["STORAGE"]
+
+        vllms.follow(last_of_vllms(engine))
+        assert vllms.by_vllm.blocks == {"GPU": held_by_gpu(engine), **held_by_tiers(engine)}
+        assert vllms.topics == {b"kv@pod@tiny"}
+
+        # What both tell of a block's parent, tokens and extra keys is the same.
+        on_gpu, below = vllms.by_vllm.told["GPU"], ours.by_vllm.told
+        for medium in ("CPU", "STORAGE"):
+            assert len(below[medium]) > 100
+            assert {block: on_gpu[block] for block in below[medium]} == below[medium]
+            assert vllms.by_vllm.told[medium] == below[medium]
+
+
+def test_a_salted_prompt_is_told_with_its_salt(engine: Engine) -> None:
+    with readers(engine) as (ours, vllms):
+        prompt = make_prompt(100, next(_seeds))
+        engine.generate(prompt, cache_salt="alice")
+        engine.settle()
+        ours.follow(last_of_ours(engine))
+        vllms.follow(last_of_vllms(engine))
+        told = ours.by_vllm.told["CPU"]
+        assert len(told) == 3
+        assert sorted(str(extra) for _, _, extra in told.values()) == ["None", "None", "['alice']"]
+        for block, what in told.items():
+            assert vllms.by_vllm.told["GPU"][block] == what
+
+
+@pytest.mark.parametrize("whose", ["ours", "vllms"])
+def test_a_lost_message_is_found_by_its_gap_and_repaired_by_replay(
+    engine: Engine, whose: str
+) -> None:
+    config, events = engine.server.config, engine.scheduler.kv_events_config
+    endpoints, last_number = {
+        "ours": ((config.kv_events_endpoint, config.kv_events_replay_endpoint), last_of_ours),
+        "vllms": ((events.endpoint, events.replay_endpoint), last_of_vllms),
+    }[whose]
+
+    with KVEventSubscriber(*endpoints) as subscriber:  # type: ignore[arg-type]
+        receive_until(subscriber, last_number(engine))
+        engine.forget_all()
+        receive_until(subscriber, last_number(engine))
+        replayed = subscriber.counters.replayed
+
+        first = last_number(engine) + 1
+        engine.generate(make_prompt(300, next(_seeds)))
+        engine.settle()
+        assert last_number(engine) > first
+        lost = 0
+        while lost < 2:  # the two that come first
+            number_bytes = subscriber._socket.recv_multipart()[1]
+            lost += int.from_bytes(number_bytes, "big") >= first
+        engine.generate(make_prompt(200, next(_seeds)))
+        engine.settle()
+
+        shelves = Shelves()
+        for news in receive_until(subscriber, last_number(engine)):
+            follow_plainly(shelves, as_payload(news))
+        held = held_by_tiers(engine)
+        assert {name: shelves.blocks[name] for name in held} == held
+        assert subscriber.counters.replayed - replayed >= 2
+        assert subscriber.counters.lost == 0
+
+
+def receive_until(subscriber: KVEventSubscriber, last: int) -> list[Received]:
+    got: list[Received] = []
+    while not got or got[-1].number < last:
+        news = subscriber.receive(PATIENCE_MS / 1000)
+        assert isinstance(news, Received)
+        got.append(news)
+    return got
+
+
+def as_payload(news: Received) -> bytes:
+    return msgspec.msgpack.encode((news.batch.ts, news.batch.events, None))
