@@ -11,7 +11,6 @@ from flexcache.errors import ConfigError
 from flexcache.events.batch_publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, describe
 
-
 _GATHER_S = 0.005  # a router does not mind
 
 
