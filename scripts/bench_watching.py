@@ -107,6 +107,7 @@ def watched_engine(model: str, work_dir: str, say: Say) -> Iterator[tuple[Engine
 def run(model: str, rounds: int, directory: Path, say: Say) -> Iterator[Result]:
     """Throughput watched as a ratio to unwatched, round by round."""
     ratios: list[float] = []
+    more_cpu_s = 0.0
     source = rounds_of(LOADS[model], seed=6)
     with (
         tempfile.TemporaryDirectory(dir=directory) as work_dir,
@@ -114,21 +115,27 @@ def run(model: str, rounds: int, directory: Path, say: Say) -> Iterator[Result]:
     ):
         for number in range(-WARM_UP_ROUNDS, rounds):
             say(f"round {number + 1} of {rounds}")
-            took = {True: 0.0, False: 0.0}
+            took, cpu = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
             first = bool(number % 2)
             for watched, prompts in zip([first, not first, not first, first], next(source),
                                         strict=True):  # fmt: skip
                 without = None if watched else "watchers"
-                took[watched] += engine.serve(prompts, NUM_GENERATED, without)["wall_s"]
+                batch = engine.serve(prompts, NUM_GENERATED, without)
+                took[watched] += batch["wall_s"]
+                cpu[watched] += batch["cpu_s"]
             if number >= 0:
                 ratios.append(took[False] / took[True])
+                more_cpu_s += cpu[True] - cpu[False]
         stats = engine.stats()
     events, trace = stats["events"], stats["trace"]
     assert watchers.num_events and trace["lines"], "nothing was watched"
     low, _, high = statistics.quantiles(ratios, n=4)
+    num_requests = 2 * LOADS[model].num_prompts * len(ratios)
     note = (
-        f"half of the rounds between {low:.3f} and {high:.3f}; {watchers.num_events:,} batches of "
-        f"events ({events['dropped_batches']} dropped), {trace['lines']:,} lines of trace "
+        f"half of the rounds between {low:.3f} and {high:.3f}; per request "
+        f"{more_cpu_s / num_requests * 1e3:.2f} ms more of CPU time; "
+        f"{watchers.num_events:,} batches of events "
+        f"({events['dropped_batches']} dropped), {trace['lines']:,} lines of trace "
         f"({trace['dropped_lines']} dropped)"
     )
     yield Result("throughput watched, of unwatched", "", ratios, limit=TO_REACH, note=note)

@@ -18,6 +18,9 @@ from load import LoadEngine, make_kv, make_model, tokens_of
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
 from flexcache.errors import ConfigError, RegistrationError, ServerLostError
+from flexcache.events.subscriber import KVEventSubscriber, Received
+from flexcache.events.wire import BlockStored
+from flexcache.request_info import RequestInfo
 from flexcache.server.runtime import is_served, private_endpoint, runtime_dir
 from flexcache.server.status import read_status
 
@@ -458,3 +461,41 @@ def _answers(endpoint: str) -> bool:
     except ServerLostError:
         return False
     return True
+
+
+def test_what_engines_store_is_published_by_their_server_with_what_it_is_about() -> None:
+    endpoint, events = private_endpoint("events"), private_endpoint("events-pub")
+    replay = private_endpoint("events-replay")
+    config = shared_config(
+        endpoint, kv_events_endpoint=events, kv_events_replay_endpoint=replay, kv_events=True
+    )
+    one, two = Member(config, engine_id="one"), Member(config, engine_id="two")
+    with members(one, two):
+        tokens = tokens_of(5, 6)
+        keys = [bytes([i]) * 32 for i in range(6)]
+        info = RequestInfo("a-request", 3, "an-adapter", [(f"block-{i}",) for i in range(6)])
+        own_key = {"block_keys": keys, "request_info": info}
+        slots = range(len(tokens))
+        put, _ = one.manager.put_async(tokens.tolist(), slots, **own_key)
+        one.manager.wait([put])
+        get, mask = two.manager.get_async(tokens, slots, **own_key)
+        two.manager.wait([get])
+        assert mask.all()
+        put, _ = two.manager.put_async(tokens_of(9, 2), range(32))  # keys made from tokens
+        two.manager.wait([put])
+        with KVEventSubscriber(events, replay) as subscriber:
+            told = []
+            while len(told) < 2:
+                news = subscriber.receive(20)
+                assert isinstance(news, Received)
+                told += news.batch.events
+        assert one.manager.take_changes() == []
+        stats = one.manager.stats()["events"]
+    first, second = told
+    assert isinstance(first, BlockStored) and isinstance(second, BlockStored)
+    assert first.block_hashes == [int.from_bytes(key[-8:], "big") for key in keys]
+    assert (first.token_ids, first.parent_block_hash) == (tokens.tolist(), None)
+    assert (first.lora_id, first.lora_name) == (3, "an-adapter")
+    assert first.extra_keys is not None and list(map(tuple, first.extra_keys)) == info.extra_keys
+    assert second.token_ids == tokens_of(9, 2).tolist() and second.lora_name is None
+    assert (stats["published_batches"], stats["untaken_batches"]) == (2, 0)

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError
 from flexcache.ids import KVStatus, TaskKind
 from flexcache.instructions import DISK, REMOTE, DropOp, LookUpEnded, RunLookUp, RunOp, device
+from flexcache.request_info import RequestInfo
 from flexcache.server.hub import Hub
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -84,12 +86,14 @@ class World:
     def unwatch(self, identity: bytes) -> None:
         self.watched.pop(identity, None)
 
-    def send(self, peer: bytes, message: ToServer, data: bytes | None = None) -> list[Any]:
+    def send(
+        self, peer: bytes, message: ToServer, data: bytes | memoryview | None = None
+    ) -> list[Any]:
         """What the peer is answered."""
         frames = [msgspec.msgpack.encode(message)] + ([] if data is None else [data])
         return self.send_raw(peer, frames)
 
-    def send_raw(self, peer: bytes, frames: list[bytes]) -> list[Any]:
+    def send_raw(self, peer: bytes, frames: list[Any]) -> list[Any]:
         before = len(self.inbox.get(peer, []))
         self.hub.take(peer, frames, self.now)
         self.settle()
@@ -460,6 +464,8 @@ def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: Wor
         (msgspec.structs.replace(good, start=2, stop=1), keys("ab")),
         (msgspec.structs.replace(good, key_bytes=-8), keys("ab")),
         (msgspec.structs.replace(good, key_bytes=0), b"odd"),
+        (msgspec.structs.replace(good, token_bytes=-8), keys("ab")),
+        (msgspec.structs.replace(good, token_bytes=999), keys("ab")),
         (msgspec.structs.replace(good, task_id=3), keys("ab")),
         (Clear(1, "NOWHERE"), None),
     ]
@@ -472,6 +478,36 @@ def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: Wor
     assert world.send(engine.calls, CheckInvariants(9)) == [Answer(9, None)]
     assert world.send(engine.calls, Clear(2, None)) == [Answer(2, 0)]
     assert isinstance(world.send(b"stranger", GetStats(3))[0], Answer)
+
+
+def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored(world: World) -> None:
+    world.hub.wants_content = True
+    engine = Engine(world)
+    engine.register()
+    assert world.hub.store is not None
+    cache = world.hub.store.engine.cache
+    cache.keep_journal(16)
+    tokens = np.arange(40, dtype="<i8")  # two blocks and a half
+    info = RequestInfo("a-request", 7, "an-adapter", [["x"], ["y"]])
+    task_id = engine.ids.next()
+    request = Match(
+        1, task_id, TaskKind.PUT, ROOT, 0, 2, 40, 8, token_bytes=tokens.nbytes, info=info
+    )
+    data = bytearray(keys("ab") + tokens.tobytes())
+    [matched] = world.send(engine.calls, request, memoryview(data))
+    assert isinstance(matched, Matched)
+    data[:] = bytes(len(data))  # the client may use its memory for something else by now
+    engine.launch(task_id, 2)
+    engine.work()
+    assert cache.journal is not None
+    [stored] = cache.journal.take()
+    assert isinstance(stored, Stored)
+    assert (stored.token_ids, stored.info) == (list(range(32)), info)
+    assert stored.extra_keys == [["x"], ["y"]]
+
+    torn = msgspec.structs.replace(request, task_id=engine.ids.next(), token_bytes=3)
+    [failed] = world.send(engine.calls, torn, keys("ab") + b"odd")
+    assert isinstance(failed, Failed)
 
 
 def test_a_launch_that_cannot_be_is_the_failure_of_its_task(world: World) -> None:
