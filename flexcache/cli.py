@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from flexcache.config import CacheConfig, ServerConfig, describe_settings
+from flexcache.config import ServerConfig, describe_settings
 from flexcache.doctor.command import doctor
-from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError
+from flexcache.errors import ConfigError
 from flexcache.events.commands import app as events
+from flexcache.status.command import status
+from flexcache.terminal import errors_named
 from flexcache.tracing.commands import app as trace
 from flexcache.tracing.commands import replay
 
@@ -49,10 +48,11 @@ def server(
 
     Without a `model` in the file, the first engine decides what is cached.
     """
+    from flexcache.logs import set_up_logging
     from flexcache.server.curve import make_keys
-    from flexcache.server.process import run_server, set_up_logging
+    from flexcache.server.process import run_server
 
-    with _errors_named():
+    with errors_named(_console):
         if keygen is not None:
             make_keys(keygen)
             _console.print(f"keys made; servers and clients set FLEXCACHE_CURVE_KEYS={keygen}")
@@ -60,57 +60,14 @@ def server(
         path = None if config is None else str(config)
         chosen = {"endpoint": endpoint} if endpoint else {}
         settings = ServerConfig.load(path, None, **chosen, default_endpoint=_default_endpoint())
-        set_up_logging(settings.cache.log_level)
+        set_up_logging(settings.cache.log_level, settings.cache.log_format)
         _console.print(
             f"serving; engines set FLEXCACHE_ENDPOINT={settings.cache.endpoint}", soft_wrap=True
         )
         run_server(settings)
 
 
-@app.command()
-def status(
-    endpoint: Annotated[str | None, typer.Option(help="Of the server to ask.")] = None,
-) -> None:
-    """Show who uses a server and what it holds."""
-    from flexcache.server.status import read_status
-
-    with _errors_named():
-        chosen = {"endpoint": endpoint} if endpoint else {}
-        settings = CacheConfig.from_env(defaults={"endpoint": _default_endpoint()}, **chosen)
-        assert settings.endpoint is not None
-        report = read_status(settings.endpoint, settings.curve_keys, settings.server_timeout_s)
-    _show_status(report)
-
-
-def _show_status(report: dict[str, Any]) -> None:
-    _console.print(
-        f"{report['endpoint']}, process {report['server_pid']}\n"
-        f"{report.get('fingerprint', 'no engine yet: nothing is decided')}",
-        soft_wrap=True,
-    )
-    tiers = Table("tier", "blocks", "indexed", "leased", "free", "hits", "misses", "evicted")
-    for name, tier in report["tiers"].items():
-        columns = ("capacity", "indexed", "leased", "free", "hit_blocks", "miss_blocks",
-                   "evicted_blocks")  # fmt: skip
-        tiers.add_row(name, *(f"{tier[column]:,}" for column in columns))
-    engines = Table("engine", "process", "ranks", "open tasks")
-    for name, engine in report["engines"].items():
-        engines.add_row(name, *(str(engine[k]) for k in ("pid", "ranks", "open_tasks")))
-    for table in (tiers, engines):
-        if table.row_count:
-            _console.print(table)
-    if "remote" in report:
-        breaker, lookups = report["remote"]["breaker"], report["remote"]["lookups"]
-        why = f" ({breaker['last_reason']})" if breaker["state"] != "closed" else ""
-        _console.print(
-            f"remote store: breaker {breaker['state']}{why}, opened {breaker['openings']:,} times; "
-            f"asked {lookups['asked']:,} times, {lookups['late']:,} answers late",
-            soft_wrap=True,
-        )
-    for title in ("dropped_blocks", "skipped_blocks", "counters"):
-        counts = report.get(title)
-        if counts:
-            _console.print(f"{title}: " + ", ".join(f"{k} {v:,}" for k, v in counts.items()))
+app.command()(status)
 
 
 @app.command()
@@ -161,7 +118,7 @@ def bench(
     from flexcache.bench.report import show_report, write_json
     from flexcache.bench.suite import SECTIONS, Settings, run_suite
 
-    with _errors_named():
+    with errors_named(_console):
         settings = Settings(
             tuple(sections or SECTIONS), only, thorough, directory, seed, remote_url
         )
@@ -194,16 +151,6 @@ def _default_endpoint() -> str:
     from flexcache.server.runtime import private_endpoint
 
     return private_endpoint("server")
-
-
-@contextlib.contextmanager
-def _errors_named() -> Iterator[None]:
-    """What the user can mend is said without a traceback."""
-    try:
-        yield
-    except (ConfigError, MissingDependencyError, ServerLostError) as error:
-        _console.print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

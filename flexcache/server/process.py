@@ -11,7 +11,10 @@ import msgspec
 
 from flexcache.config import ServerConfig
 from flexcache.errors import ConfigError
+from flexcache.logs import log_event, set_up_logging
 from flexcache.server.server import KVServer
+
+logger = logging.getLogger(__name__)
 
 
 def run_server(config: ServerConfig) -> None:
@@ -30,19 +33,12 @@ def run_server(config: ServerConfig) -> None:
 def main() -> None:
     """Entry of a server that an engine started; its config is on standard input."""
     config = ServerConfig.from_dict(msgspec.json.decode(sys.stdin.buffer.read()))
-    set_up_logging(config.cache.log_level)
+    set_up_logging(config.cache.log_level, config.cache.log_format)
     try:
         run_server(config)
     except ConfigError as error:
-        logging.getLogger(__name__).error("the server cannot start: %s", error)
+        log_event(logger, logging.ERROR, "server_not_started", error=error)
         sys.exit(1)
-
-
-def set_up_logging(level: str) -> None:
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("flexcache").setLevel(level)
 
 
 def _raise_descriptor_limit() -> None:

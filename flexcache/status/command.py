@@ -1,0 +1,51 @@
+"""`flexcache status`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flexcache.terminal import errors_named
+
+_UNBOUNDED_WIDTH = 160
+"""Of what goes to a file or a pipe."""
+
+
+def status(
+    endpoint: Annotated[str | None, typer.Option(help="Of the server to ask.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as one document.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, do not stay.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from look to look.")] = 1.0,
+) -> None:
+    """Show what a server holds and does, and who uses it.
+
+    In a terminal it stays and looks again every second, until Ctrl-C.
+    """
+    from flexcache.config import CacheConfig
+    from flexcache.server.runtime import private_endpoint
+    from flexcache.server.status import read_status
+    from flexcache.status.view import render
+    from flexcache.status.watch import watch
+
+    console = Console()
+    with errors_named(console):
+        chosen = {"endpoint": endpoint} if endpoint else {}
+        settings = CacheConfig.from_env(defaults={"endpoint": private_endpoint("server")}, **chosen)
+
+        def read() -> Mapping[str, Any]:
+            assert settings.endpoint is not None
+            return read_status(settings.endpoint, settings.curve_keys, settings.server_timeout_s)
+
+        if as_json:
+            typer.echo(json.dumps(read(), indent=1))
+        elif once or not console.is_terminal:
+            width = console.width if console.is_terminal else _UNBOUNDED_WIDTH
+            Console(width=width).print(render(read(), None, width), soft_wrap=False)
+        else:
+            with contextlib.suppress(KeyboardInterrupt):
+                watch(read, console, interval)

@@ -1,0 +1,41 @@
+"""Looks at a server again and again, also at one that goes and comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from flexcache.errors import ServerLostError
+from flexcache.status.rates import Stats, rates_between
+from flexcache.status.view import render
+
+
+def watch(
+    read: Callable[[], Stats], console: Console, interval_s: float, *, rounds: int | None = None
+) -> None:
+    """Show what ``read`` gives until interrupted.
+
+    Args:
+        read: May raise `ServerLostError`; it is called again then.
+        rounds: End after so many looks.
+    """
+    before: tuple[float, Stats] | None = None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while rounds is None or rounds > 0:
+            try:
+                stats = read()
+            except ServerLostError as lost:
+                before = None
+                live.update(Text(f"waiting for a server: {lost}", "yellow"), refresh=True)
+            else:
+                now = time.monotonic()
+                rates = before and rates_between(before[1], stats, now - before[0])
+                before = now, stats
+                live.update(render(stats, rates, console.width), refresh=True)
+            if rounds is not None:
+                rounds -= 1
+            time.sleep(interval_s)

@@ -1,0 +1,22 @@
+"""What the sub-commands of `flexcache` have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError
+
+
+@contextlib.contextmanager
+def errors_named(console: Console | None = None) -> Iterator[None]:
+    """What the user can mend is said without a traceback; the command ends with 1."""
+    try:
+        yield
+    except (ConfigError, MissingDependencyError, ServerLostError) as error:
+        (console or Console()).print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from None

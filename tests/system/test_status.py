@@ -1,0 +1,109 @@
+"""`flexcache status` at real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import running_cluster
+from rich.console import Console
+
+from flexcache.errors import ServerLostError
+from flexcache.server.status import read_status
+from flexcache.status.watch import watch
+
+STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")
+TOKENS = list(range(256))
+
+
+def test_one_look_and_its_figures(tmp_path: Path) -> None:
+    with running_cluster([tmp_path]) as cluster:
+        cluster.put(TOKENS, range(16))
+        cluster.get(TOKENS, range(20, 36))
+        command = [*STATUS, cluster.manager.endpoint]
+        looked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        figures = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+        stats = cluster.manager.stats()
+    assert looked.returncode == 0, looked.stdout
+    (cpu,) = (line for line in looked.stdout.splitlines() if line.startswith("CPU "))
+    assert cpu.split()[2:6] == ["33%", "48", "16", "0"]
+    assert "hit rate: 100.0% in 1m, 100.0% in 10m, 100.0% in 1h" in looked.stdout
+    assert "get success 1; put success 1" in looked.stdout
+    assert json.loads(figures.stdout)["tiers"] == stats["tiers"]
+
+
+@pytest.mark.parametrize("options", [[], ["--once"], ["--json"]])
+def test_one_look_where_nobody_serves_ends_with_an_error(
+    tmp_path: Path, options: list[str]
+) -> None:
+    command = [*STATUS, f"ipc://{tmp_path}/none", *options]
+    environ = {**os.environ, "FLEXCACHE_SERVER_TIMEOUT_S": "0.6"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode == 1
+    assert "nobody answers within 0.6 s" in done.stdout
+
+
+def test_watching_goes_on_over_a_server_that_is_lost_and_comes_back() -> None:
+    looks = 0
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120, height=50)
+
+    def drawn() -> str:
+        text = screen.getvalue()
+        screen.seek(0)
+        screen.truncate()
+        return text
+
+    def read() -> Mapping[str, Any]:
+        """Look, with what has to happen between two looks."""
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            drawn()
+            cluster.put(TOKENS, range(16))
+            cluster.get(TOKENS, range(20, 36))
+        elif looks == 3:
+            assert "tokens/s found" in drawn()
+            raise ServerLostError("it is gone")
+        elif looks == 4:
+            assert "waiting for a server: it is gone" in drawn()
+        return read_status(cluster.manager.endpoint, None, 30.0)
+
+    with running_cluster() as cluster:
+        watch(read, console, interval_s=0.01, rounds=4)
+    last = drawn()
+    assert f"process {os.getpid()}" in last
+    assert "tokens/s found" not in last  # there is nothing yet to compare with
+
+
+def test_in_a_terminal_it_stays_until_it_is_interrupted() -> None:
+    with running_cluster() as cluster:
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [*STATUS, cluster.manager.endpoint, "--interval", "0.1"],
+            stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(theirs)
+        try:
+            drawn = b""
+            while drawn.count(b"hit rate") < 3:  # that is, it looks again
+                drawn += os.read(ours, 65536)
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # so its end of the terminal being closed is told
+                while os.read(ours, 65536):
+                    pass
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(ours)

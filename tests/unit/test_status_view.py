@@ -1,0 +1,194 @@
+"""`flexcache status`: what it makes of a server's figures."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from flexcache.status.rates import Rates, rates_between
+from flexcache.status.view import render
+
+COUNT = st.integers(0, 1_000_000)
+SECONDS = 4.0
+
+
+def tier(**counts: int) -> dict[str, int]:
+    names = ("capacity", "free", "indexed", "leased", "hit_blocks", "miss_blocks", "stored_blocks",
+             "dropped_blocks", "evicted_blocks")  # fmt: skip
+    return {"capacity": 100, **dict.fromkeys(names[1:], 0), **counts}
+
+
+def op(**counts: float) -> dict[str, float]:
+    names = ("ops", "failed_ops", "blocks", "bytes", "seconds")
+    return {**dict.fromkeys(names, 0), **counts}
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    """Of a server with DRAM, SSD and a store."""
+    return {
+        "version": "1.2.3",
+        "uptime_s": 3723.0,
+        "endpoint": "ipc:///run/flexcache.sock",
+        "server_pid": 4242,
+        "fingerprint": "a-model|bfloat16|block=16",
+        "tokens_per_block": 16,
+        "tiers": {
+            "CPU": tier(indexed=50, leased=25, hit_blocks=1234),
+            "SSD": tier(capacity=100_000, evicted_blocks=7),
+            "REMOTE": tier(capacity=1 << 20, indexed=5),
+        },
+        "hit_blocks": {"CPU": 10, "SSD": 5},
+        "missed_blocks": 5,
+        "hit_rate": {
+            "1m": {"asked_blocks": 20, "hit_blocks": 15, "rate": 0.75},
+            "10m": {"asked_blocks": 0, "hit_blocks": 0, "rate": 0.0},
+        },
+        "ops": {
+            "H2D": op(ops=3, blocks=30, bytes=6_000_000_000, seconds=2.0),
+            "D2H": op(),
+        },
+        "tasks": {"created": 0, "running": 2},
+        "unlaunched_tasks": 1,
+        "ended_tasks": {"get_success": 4, "get_not_found": 1, "put_success": 2},
+        "queues": {
+            "disk": {"waiting": 3, "running": 1},
+            "remote": {"waiting": 0, "running": 0},
+            "device": {"running": 2, "waiting": 0},
+        },
+        "store_backlog_blocks": 9,
+        "open_lookups": 0,
+        "dropped_blocks": {"remote_write_failed": 8},
+        "skipped_blocks": {},
+        "counters": {"disk_worker_deaths": 1},
+        "load_decisions": {"SSD": {"load": 6, "recompute": 2}},
+        "workers": {"disk": 77},
+        "worker_restarts": {"disk": 1, "remote": 0},
+        "engines": {"an-engine": {"pid": 55, "ranks": 2, "open_tasks": 3}},
+        "remote": {
+            "available": False,
+            "breaker": {"state": "open", "openings": 2, "last_reason": "too slow"},
+            "lookups": {"asked": 11, "late": 1},
+        },
+        "events": {"published_batches": 12, "dropped_batches": 3},
+        "trace": {"lines": 99, "dropped_lines": 0, "bytes": 2_500_000, "file": "/t/trace.jsonl"},
+        **changes,
+    }
+
+
+def before_any_engine() -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in figures(tiers={}, tasks={}, engines={}, counters={}).items()
+        if key in ("version", "uptime_s", "endpoint", "server_pid", "tiers", "tasks", "engines",
+                   "counters", "workers", "worker_restarts")
+    }  # fmt: skip
+
+
+def shown(stats: dict[str, Any], rates: Rates | None = None, width: int = 140) -> str:
+    screen = io.StringIO()
+    Console(width=width, file=screen).print(render(stats, rates, width))
+    return screen.getvalue()
+
+
+@given(hits=COUNT, misses=COUNT, ended=COUNT, moved=COUNT, evicted=COUNT)
+def test_rates_are_what_was_added_by_the_second(
+    hits: int, misses: int, ended: int, moved: int, evicted: int
+) -> None:
+    before, after = figures(), copy.deepcopy(figures())
+    after["hit_blocks"]["SSD"] += hits
+    after["missed_blocks"] += misses
+    after["ended_tasks"]["get_cancelled"] = ended  # a kind that is new
+    after["ops"]["D2H"]["bytes"] += moved
+    after["tiers"]["SSD"]["evicted_blocks"] += evicted
+    rates = rates_between(before, after, SECONDS)
+    assert rates is not None
+    assert rates.hit_tokens * SECONDS == pytest.approx(hits * 16)
+    assert rates.missed_tokens * SECONDS == pytest.approx(misses * 16)
+    assert rates.ended_tasks * SECONDS == pytest.approx(ended)
+    assert rates.op_bytes == {"H2D": 0, "D2H": moved / SECONDS}
+    assert rates.evicted_blocks == {"CPU": 0, "SSD": evicted / SECONDS, "REMOTE": 0}
+
+
+def test_there_are_no_rates_over_a_restart_or_before_the_first_engine() -> None:
+    assert rates_between(figures(), figures(server_pid=4243), SECONDS) is None
+    assert rates_between(before_any_engine(), figures(), SECONDS) is None
+    assert rates_between(figures(), before_any_engine(), SECONDS) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ipc:///run/flexcache.sock, process 4242",
+        "flexcache 1.2.3, up 1 h 2 min",
+        "a-model|bfloat16|block=16",
+        "██████████·····",
+        " 75%",
+        "1,234",
+        "hit rate: 75.0% in 1m\n",
+        "tasks: running 2, not launched 1",
+        "ended: get not found 1, success 4; put success 2",
+        "waiting + running: disk 3 + 1, device 0 + 2, blocks to be stored 9",
+        "remote store: not available, breaker open (too slow), opened 2 times; "
+        "asked 11 times, 1 answers late",
+        "blocks not stored: remote write failed 8",
+        "counters: disk worker deaths 1",
+        "KV events: published batches 12, dropped batches 3",
+        "load or recompute, in blocks: SSD load 6, SSD recompute 2",
+        "trace: lines 99, 2.5 MB, /t/trace.jsonl",
+    ],
+)
+def test_all_that_matters_is_shown(text: str) -> None:
+    assert text in shown(figures())
+
+
+def row(text: str, name: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.split()[:1] == [name])
+    return line.split()
+
+
+def test_rows_of_tables() -> None:
+    text = shown(figures())
+    assert row(text, "H2D") == ["H2D", "-", "3.00", "6.00", "3", "30", "0"]
+    assert not [line for line in text.splitlines() if line.startswith("D2H")]
+    assert row(text, "disk") == ["disk", "77", "1"]
+    assert ["remote", "down", "0"] in [line.split() for line in text.splitlines()]
+    assert row(text, "an-engine") == ["an-engine", "55", "2", "3"]
+    assert row(text, "REMOTE")[1:5] == ["as", "known", "-", "5"]
+
+
+def test_rates_are_shown_once_they_are_known() -> None:
+    after = figures(hit_blocks={"CPU": 20, "SSD": 5}, missed_blocks=10)
+    after["ops"]["H2D"]["bytes"] += 2_000_000_000
+    rates = rates_between(figures(), after, 1.0)
+    text = shown(after, rates)
+    assert "last 1.0 s: 160 tokens/s found of 240 asked for, 0 tasks/s" in text
+    assert row(text, "H2D")[1] == "2.00"
+
+
+@pytest.mark.parametrize("width", range(40, 200, 7))
+def test_a_terminal_of_any_width_is_enough_for_what_matters_most(width: int) -> None:
+    text = shown(figures(), width=width)
+    assert max(map(len, text.splitlines())) <= width
+    for name in ("CPU", "SSD", "REMOTE", "H2D", "disk", "an-engine"):
+        row(text, name)
+    assert "1,234" in " ".join(row(text, "CPU"))
+
+
+def test_before_the_first_engine_it_says_so() -> None:
+    text = shown(before_any_engine())
+    assert "no engine yet: nothing is decided" in text
+    assert row(text, "disk") == ["disk", "77", "1"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5, "up 5 s"), (65, "up 1 min 5 s"), (7200, "up 2 h 0 min"), (200_000, "up 2 d 7 h")],
+)
+def test_how_long_it_is_up(seconds: float, text: str) -> None:
+    assert text in shown(figures(uptime_s=seconds))
