@@ -6,6 +6,7 @@ A batch is an array ``[time, events, data-parallel rank]``. Its events are maps 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,19 @@ def low_64_bits(block_hash: BlockHash) -> int:
 # -- to the wire ---------------------------------------------------------------------------------
 
 
-_HASH_OF: Mapping[str, Callable[[BlockKey], BlockHash]] = {"int": low_64_bits, "bytes": bytes}
+_HASH_BYTES = 8
+
+
+def _integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
+    """The last bytes of each key, big endian, in one pass."""
+    ends = b"".join([key[-_HASH_BYTES:].rjust(_HASH_BYTES, b"\0") for key in keys])
+    return list(struct.unpack(f">{len(keys)}Q", ends))
+
+
+_HASHES: Mapping[str, Callable[[Sequence[BlockKey]], list[BlockHash]]] = {
+    "int": _integers,
+    "bytes": list,
+}
 
 
 def describe(change: Change, hashes: str) -> Event:
@@ -93,12 +106,12 @@ def describe(change: Change, hashes: str) -> Event:
     Args:
         hashes: How blocks are named: int, as vLLM does by default, or bytes, the whole key.
     """
-    hash_of = _HASH_OF[hashes]
+    hashes_of = _HASHES[hashes]
     match change:
         case Stored():
             return BlockStored(
-                block_hashes=[hash_of(key) for key in change.keys],
-                parent_block_hash=None if change.parent is None else hash_of(change.parent),
+                block_hashes=hashes_of(change.keys),
+                parent_block_hash=None if change.parent is None else hashes_of([change.parent])[0],
                 token_ids=list(change.token_ids),
                 block_size=change.block_size,
                 lora_id=change.info.lora_id,
@@ -107,7 +120,7 @@ def describe(change: Change, hashes: str) -> Event:
                 extra_keys=change.extra_keys,
             )
         case Removed(medium, _, keys):
-            return BlockRemoved([hash_of(key) for key in keys], medium.value)
+            return BlockRemoved(hashes_of(keys), medium.value)
         case Cleared():
             return AllBlocksCleared()
 
