@@ -9,7 +9,7 @@ Pure: a list that somebody takes out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -61,7 +61,10 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """No block can be found."""
+    """No block can be found. Said at once of what is ``removed`` one by one where others share the
+    stream."""
+
+    removed: Sequence[Change] = field(default=(), compare=False, repr=False)
 
 
 Change = Stored | Removed | Cleared
@@ -82,7 +85,7 @@ class Journal:
 
     def cleared_since(self, mark: int) -> None:
         """What followed after the first ``mark`` changes came to this: no block is left."""
-        self._changes[mark:] = [Cleared()]
+        self._changes[mark:] = [Cleared(self._changes[mark:])]
 
     def take(self) -> list[Change]:
         changes, self._changes = self._changes, []

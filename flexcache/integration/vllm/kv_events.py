@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.distributed.kv_events import (
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVCacheEvent,
@@ -70,5 +69,5 @@ def to_vllm_events(changes: Iterable[Change]) -> Iterator[KVCacheEvent]:
             yield BlockRemoved(
                 block_hashes=[_hash(key) for key in change.keys], medium=change.medium.value
             )
-        else:
-            yield AllBlocksCleared()
+        else:  # that all is cleared would be taken to be said of the GPU's blocks too
+            yield from to_vllm_events(change.removed)
