@@ -1,7 +1,7 @@
 """Logs: one line per change of state, the same fields as text and as JSON.
 
-Text is `event key=value ...`, for the eye and for logfmt parsers. In an engine's process the engine's
-own handlers print that text; our own processes, a server and its workers, are set up here. What
+Text is `event key=value ...`, for the eye and for logfmt parsers. In an engine's process its own
+handlers print that text; processes of our own, a server and its workers, are set up here. What
 happens to each request is no change of state: that is for traces, or for DEBUG.
 """
 

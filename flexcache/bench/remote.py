@@ -159,6 +159,7 @@ class StoreBench:
             timeout_s=DEADLINE_S,
             concurrency=CONCURRENCY,
             log_level="INFO",
+            log_format="text",
         )
         opened: SimpleQueue[RemoteStore | Exception] = SimpleQueue()
 

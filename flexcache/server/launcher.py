@@ -14,6 +14,7 @@ import sys
 import msgspec
 
 from flexcache.config import ServerConfig
+from flexcache.logs import log_event
 from flexcache.server.runtime import is_served
 
 logger = logging.getLogger(__name__)
@@ -51,14 +52,14 @@ class ServerLauncher:
             return
         self._next_start_s = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
-        logger.info("nobody serves %s: starting a server", endpoint)
+        log_event(logger, logging.INFO, "server_starting", endpoint=endpoint)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _DETACH], stdin=subprocess.PIPE, start_new_session=True
             )
             process.communicate(msgspec.json.encode(self._config.to_dict()))
         except OSError as error:  # no more processes for now
-            logger.error("a server could not be started: %s", error)
+            log_event(logger, logging.ERROR, "server_not_started", error=error)
 
     def succeeded(self) -> None:
         """A server welcomed us: the next loss is answered at once again."""

@@ -242,6 +242,7 @@ class CacheStore:
             io_engine=config.io_engine,
             queue_depth=config.ssd_queue_depth,
             log_level=config.log_level,
+            log_format=config.log_format,
             sync=config.ssd_sync,
         )
 
@@ -260,6 +261,7 @@ class CacheStore:
             timeout_s=config.remote_timeout_s,
             concurrency=config.remote_concurrency,
             log_level=config.log_level,
+            log_format=config.log_format,
         )
 
     def close(self) -> None:

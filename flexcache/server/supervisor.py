@@ -12,6 +12,8 @@ from typing import IO
 
 import msgspec
 
+from flexcache.logs import log_event
+
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.1
@@ -57,7 +59,7 @@ class WorkerSupervisor:
         try:
             self._start(now)
         except OSError as error:
-            logger.error("the %s worker cannot be started: %s", self.name, error)
+            log_event(logger, logging.ERROR, "worker_not_started", worker=self.name, error=error)
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
@@ -117,7 +119,10 @@ class WorkerSupervisor:
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            logger.warning("the %s worker did not stop within %g s: killed", self.name, timeout)
+            log_event(
+                logger, logging.WARNING, "worker_killed", worker=self.name, pid=self.pid,
+                reason="did not stop", waited_s=timeout,
+            )  # fmt: skip
             self._process.kill()
             self._process.wait()
         assert self._process.stdin is not None

@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from flexcache.errors import ClosedError, FlexCacheError, RegistrationError, ServerLostError
+from flexcache.logs import log_event
 from flexcache.server.fence import Fence
 from flexcache.server.link import ServerLink
 from flexcache.server.messages import (
@@ -254,13 +255,16 @@ class KVTPClient:
                 try:
                     self._converse()
                 except ServerLostError as error:
-                    logger.warning("tp_rank %d: %s; waiting for another", self.tp_rank, error)
+                    log_event(
+                        logger, logging.WARNING, "rank_lost_server", tp_rank=self.tp_rank,
+                        error=error, effect="waits for another",
+                    )  # fmt: skip
                 self._let_go()
                 self._link.hang_up()
                 if not self._is_over():
                     self._set_state(ClientState.HELLO)
         except Exception as error:  # the engine must go on without us
-            logger.exception("tp_rank %d no longer serves FlexCache", self.tp_rank)
+            log_event(logger, logging.ERROR, "rank_failed", tp_rank=self.tp_rank, exc_info=True)
             self._let_go()  # whoever sees the state may reuse the blocks
             self._set_state(ClientState.REFUSED, str(error))
 
@@ -312,14 +316,20 @@ class KVTPClient:
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
             case Registered():
+                log_event(logger, logging.INFO, "rank_registered", tp_rank=self.tp_rank)
                 self._set_state(ClientState.SERVING)
             case Refused(reason, final):
                 if reason != self._error:
-                    logger.error("tp_rank %d: refused by the server: %s", self.tp_rank, reason)
+                    log_event(
+                        logger, logging.ERROR, "rank_refused", tp_rank=self.tp_rank, reason=reason
+                    )
                 self._set_state(ClientState.REFUSED if final else ClientState.HELLO, reason)
                 return not final
             case Rejected(reason):  # the server does not know us any more
-                logger.warning("tp_rank %d: %s; registering anew", self.tp_rank, reason)
+                log_event(
+                    logger, logging.WARNING, "rank_rejected", tp_rank=self.tp_rank, reason=reason,
+                    effect="registers anew",
+                )  # fmt: skip
                 return False
             case Stop():
                 return False

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from flexcache.errors import ConfigError
+from flexcache.logs import log_event
 from flexcache.storage.pool_directory import (
     PoolDirectory,
     PoolHeader,
@@ -61,9 +62,10 @@ class DiskPool:
             for opened in self._directories:
                 opened.fit(self.num_rows, slot_bytes)
                 if direct_io and not opened.set_direct():
-                    logger.warning(
-                        "O_DIRECT is refused in %s: I/O goes through the page cache", opened.path
-                    )
+                    log_event(
+                        logger, logging.WARNING, "direct_io_refused", directory=opened.path,
+                        effect="I/O goes through the page cache",
+                    )  # fmt: skip
         except OSError as error:
             self.close()
             raise _unusable(", ".join(directories), error) from None
@@ -96,7 +98,9 @@ class DiskPool:
             paths = ", ".join(str(directory.path) for directory in self._directories)
             raise _unusable(paths, error) from None
         if len(contents.torn):
-            logger.warning("%d records of the SSD tier are torn: dropped", len(contents.torn))
+            log_event(
+                logger, logging.WARNING, "ssd_records_torn", dropped_records=len(contents.torn)
+            )
         return contents.records
 
     def erase(self, slots: SlotIds) -> None:
@@ -178,8 +182,11 @@ class DiskPool:
         for directory in self._directories:
             directory.remove_old_version()
         for directory, mismatch in mismatches.items():
-            logger.warning("clearing %s, as ssd_on_mismatch says: %s", directory.path, mismatch)
             directory.clear()
+            log_event(
+                logger, logging.WARNING, "ssd_directory_cleared", directory=directory.path,
+                reason=mismatch,
+            )  # fmt: skip
 
 
 def _unusable(where: str, error: OSError) -> ConfigError:

@@ -26,6 +26,7 @@ from pathlib import Path
 import xxhash
 
 from flexcache.errors import ConfigError
+from flexcache.logs import log_event
 from flexcache.storage.alignment import PAGE_BYTES, align_up
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES
 
@@ -116,7 +117,10 @@ class PoolDirectory:
         data = self._parse(pages[1], DATA_FILE)
         if index is None:
             if data is not None:
-                logger.warning("%s has no index: what its slots hold is not known", self.path)
+                log_event(
+                    logger, logging.WARNING, "ssd_index_missing", directory=self.path,
+                    effect="what its slots hold is not known",
+                )  # fmt: skip
             return None
         if data is None:
             raise missing_data_file(self.path)
@@ -176,7 +180,9 @@ class PoolDirectory:
             fd = _open_locked(path)
             path.unlink()
             os.close(fd)
-            logger.info("removed %s, of FlexCache 0.1: it has no index", path)
+            log_event(
+                logger, logging.INFO, "ssd_old_file_removed", path=path, written_by="FlexCache 0.1"
+            )
 
     def fit(self, num_rows: int, slot_bytes: int) -> None:
         """Make the index as long as it must be, and cut off slots beyond the capacity.
@@ -231,7 +237,7 @@ def _reserve(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        logger.info("no fallocate here: writing zeros to reserve the space")
+        log_event(logger, logging.INFO, "ssd_fallocate_unsupported", effect="zeros are written")
         _fill_with_zeros(fd, size)
 
 

@@ -92,5 +92,5 @@ def test_another_block_size_is_refused_by_name_or_cleared(
         running_cluster([tmp_path], model=other, ssd_on_mismatch="clear") as cluster,
     ):
         assert cluster.manager.stats()["tiers"]["SSD"]["indexed"] == 0
-        assert "clearing" in caplog.text
+        assert "ssd_directory_cleared" in caplog.text
         assert cluster.put(TOKENS, SOURCE).mask.all()

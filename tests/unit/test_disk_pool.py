@@ -290,7 +290,7 @@ def test_torn_records_are_left_out_and_counted(
     flip(filled / INDEX_FILE, HEADER_BYTES + 3 * RECORD_BYTES + 20)
     with pool(filled) as opened:
         assert slots(opened) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
-    assert "1 records of the SSD tier are torn" in caplog.text
+    assert "ssd_records_torn dropped_records=1" in caplog.text
 
 
 @pytest.fixture

@@ -207,6 +207,7 @@ def config(segments: Sequence[HostSegment], url: str = "memory://", **changes: o
         "timeout_s": 10.0,
         "concurrency": 4,
         "log_level": "WARNING",
+        "log_format": "text",
     }
     return msgspec.convert(settings | changes, RemoteWorkerConfig)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.logs import log_event
 from flexcache.storage.block_io.base import BlockIO
 from flexcache.storage.block_io.threads import ThreadedBlockIO
 
@@ -56,5 +57,8 @@ def open_block_io(engine: str, depth: int) -> BlockIO:
         if problem.startswith(MissingDependencyError.__module__):
             raise MissingDependencyError(problem)
         raise ConfigError(f"io_engine = 'io_uring': cannot be used here: {problem}")
-    logger.warning("io_uring cannot be used, reading and writing on threads instead: %s", problem)
+    log_event(
+        logger, logging.WARNING, "io_uring_unusable", problem=problem, effect="I/O runs on threads",
+        remedy="flexcache doctor says more",
+    )  # fmt: skip
     return ThreadedBlockIO(depth)

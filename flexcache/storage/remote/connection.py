@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.logs import log_event
 from flexcache.storage.remote.base import RemoteStore, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,14 @@ class Connection:
                 self._store = self._open_store()
             except (ConfigError, MissingDependencyError) as error:  # waiting does not help
                 self._problem = str(error)
-                logger.error("the remote store cannot be used: %s", error)
+                log_event(logger, logging.ERROR, "remote_store_unusable", error=error)
                 return
             except Exception as error:
                 if str(error) != self._problem:
-                    logger.warning("no remote store yet: %s", error)
+                    log_event(logger, logging.WARNING, "remote_store_unreachable", error=error)
                 self._problem = str(error)
                 self._closing.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
             else:
-                logger.info("remote store at %s", self._store.name)
+                log_event(logger, logging.INFO, "remote_store_connected", store=self._store.name)
                 return

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.ids import OpKind
+from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
 
@@ -56,7 +57,10 @@ def load_copy_runs() -> CopyRuns:
     try:
         from flexcache.transfer.workers.copy_streams import copy_runs
     except ImportError:
-        logger.info("numba is not installed: copies on the CPU hold the interpreter lock")
+        log_event(
+            logger, logging.INFO, "numba_missing", effect="copies hold the interpreter lock",
+            remedy="pip install 'flexcache[cpu]'",
+        )  # fmt: skip
         return _copy_with_ctypes
     return copy_runs
 

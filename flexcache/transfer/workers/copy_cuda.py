@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from flexcache.ids import OpKind
+from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_choice import (
     PROBE_BYTES,
@@ -60,7 +61,10 @@ class CudaCopier:
         self._kernel: ModuleType | None = None
         self._choices: dict[OpKind, CopyChoice] = {}
         if not self._driver.has_batch_copy:
-            logger.info("the CUDA driver is older than 12.8: copies are handed to it one by one")
+            log_event(
+                logger, logging.INFO, "batch_copy_missing", effect="copies go one by one",
+                remedy="a CUDA driver of 12.8 or later",
+            )  # fmt: skip
 
     def attach(
         self, segment: HostSegment, after_each_step: Callable[[], None] = lambda: None
@@ -79,10 +83,15 @@ class CudaCopier:
             self._kernel = copy_kernel
             self._choices = {kind: self._measure(kind) for kind in _SOURCE_ORDER}
         except Exception as error:  # a compiler's: of Triton, of C, of the driver
-            logger.info("copies without the kernel: %s: %s", type(error).__name__, error)
+            log_event(
+                logger,
+                logging.INFO,
+                "copy_kernel_missing",
+                error=f"{type(error).__name__}: {error}",
+            )
             self._kernel = None
         for kind, choice in self._choices.items():
-            logger.info("%s: %s", kind.name, choice)
+            log_event(logger, logging.INFO, "copy_way_chosen", op=kind.name, choice=choice)
 
     def fence(self) -> torch.cuda.Event:
         """What the calling thread's current stream has been given up to now."""

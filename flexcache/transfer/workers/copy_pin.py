@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_driver import CudaDriver
 
@@ -49,12 +50,15 @@ class PinnedSegment:
         except RuntimeError as error:
             self._unregister(registered)
             registered = []
-            logger.warning(
-                "the host pool of %.1f GB is not pinned, copies will be slow: %s at %.1f GB; a "
-                "smaller cpu_cache_gb or a higher limit of locked memory (ulimit -l) may help",
-                segment.size / 1e9,
-                error,
-                (start - segment.address) / 1e9,
+            log_event(
+                logger,
+                logging.WARNING,
+                "host_pool_not_pinned",
+                size_gb=segment.size / 1e9,
+                pinned_gb=(start - segment.address) / 1e9,
+                error=error,
+                effect="copies are slow",
+                remedy="lower cpu_cache_gb, or raise the limit of locked memory (ulimit -l)",
             )
         self.starts: npt.NDArray[np.int64] = np.array(registered, np.int64)
         self.is_reachable = bool(registered) and all(

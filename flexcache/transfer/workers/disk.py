@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.ids import OpKind
+from flexcache.logs import log_event
 from flexcache.storage.block_io import BlockIO, Direction, Request, open_block_io
 from flexcache.storage.checksum import checksum
 from flexcache.storage.disk_pool import locate_slot
@@ -358,7 +359,10 @@ def _reserve_files(config: DiskWorkerConfig) -> None:
     wanted += [(fd, data_file_bytes(num_rows, config.slot_bytes)) for fd in config.data_fds]
     problems = [reserve_space(fd, size) for fd, size in wanted]
     for problem in dict.fromkeys(filter(None, problems)):
-        logger.warning("SSD space could not be reserved (%s): writes may fail later", problem)
+        log_event(
+            logger, logging.WARNING, "ssd_space_not_reserved", problem=problem,
+            effect="writes may fail later",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

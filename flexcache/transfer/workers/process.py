@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from flexcache.logs import set_up_logging
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.messages import Ready, Stop
 
@@ -26,6 +26,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     segment_stride: int
     num_host_blocks: int
     log_level: str
+    log_format: str
 
 
 Config = TypeVar("Config", bound=WorkerConfig)
@@ -36,7 +37,7 @@ def start_worker_process(config_type: type[Config]) -> Config:
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the parent's business
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
-    logging.basicConfig(level=config.log_level, format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging(config.log_level, config.log_format)
     return config
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.ids import OpKind
+from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import check_remote_url, open_remote_store
 from flexcache.storage.remote.base import (
@@ -230,7 +231,7 @@ class RemoteService:
             except StoreUnavailableError as error:
                 moved = Moved(0, str(error))
             except Exception as error:
-                logger.exception("op %d failed", op.op_id)
+                log_event(logger, logging.ERROR, "op_failed", op_id=op.op_id, exc_info=True)
                 moved = Moved(0, f"{type(error).__name__}: {error}")
             with self._changed:
                 self._answer(self._worker.end(op, moved))
@@ -254,7 +255,13 @@ class RemoteService:
             except StoreUnavailableError as error:
                 found = Presence(0, str(error))
             except Exception as error:
-                logger.exception("look-up %d failed", message.lookup_id)
+                log_event(
+                    logger,
+                    logging.ERROR,
+                    "look_up_failed",
+                    lookup_id=message.lookup_id,
+                    exc_info=True,
+                )
                 found = Presence(0, f"{type(error).__name__}: {error}")
             with self._changed:
                 self._num_lookups -= 1
