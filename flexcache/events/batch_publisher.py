@@ -38,6 +38,10 @@ _BATCHES_A_TURN = 256  # between looks at who wants some again
 _MOST_GATHERED = 16
 _CLOSE_TIMEOUT_S = 1.0
 _LINGER_MS = 500
+_NOT_FOR_US = {
+    "inproc:": "reaches nobody outside this process",
+    "ipc://@": "is open to every user of this host; use a path",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +150,13 @@ class BatchPublisher(Generic[Item]):
         """Queue a batch, which must not change any more. Takes microseconds, raises nothing; once
         closed it is dropped."""
         with self._lock:
-            last = self._queue[-1] if self._queue and self._gather_s else None
+            is_closing = self._close_by is not None
+            last = self._queue[-1] if self._queue and self._gather_s and not is_closing else None
             if last is not None and len(last.parts) < _MOST_GATHERED:
                 last.parts.append(items)
                 return
             number, self._next_number = self._next_number, self._next_number + 1
-            if self._close_by is not None:
+            if is_closing:
                 self._num_dropped += 1
                 return
             self._queue.append(_Batch(number, time.time(), [items]))
@@ -290,8 +295,9 @@ def is_bound(endpoint: str) -> bool:
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
     """Bind or connect; the address that it came to."""
-    if endpoint.startswith("inproc:"):
-        raise ConfigError(f"address of KV events {endpoint!r}: reaches nobody outside this process")
+    for scheme, objection in _NOT_FOR_US.items():
+        if endpoint.startswith(scheme):
+            raise ConfigError(f"address of KV events {endpoint!r}: {objection}")
     socket.ipv6 = "[" in endpoint
     try:
         if not bind:

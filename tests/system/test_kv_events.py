@@ -48,13 +48,14 @@ class Gate:
 @contextmanager
 def publishing(
     endpoint: str = ANY_PORT, replay_endpoint: str | None = ANY_PORT, *, num_kept: int = 1000,
-    num_queued: int = 1000, encode: Any = None,
+    num_queued: int = 1000, encode: Any = None, gather_s: float = 0.0,
 ) -> Iterator[BatchPublisher[Event]]:  # fmt: skip
     publisher: BatchPublisher[Event] = BatchPublisher(
         Address(endpoint, replay_endpoint, "kv@pod@model"),
         encode or BatchEncoder().encode,
         num_kept=num_kept,
         num_queued=num_queued,
+        gather_s=gather_s,
     )
     publisher.start()
     try:
@@ -273,6 +274,36 @@ def test_a_full_queue_drops_its_oldest_which_shows_as_a_gap_that_stays() -> None
         assert publisher.stats()["published_batches"] == 4
 
 
+def test_what_follows_soon_is_gathered_into_one_batch_and_never_too_much_of_it() -> None:
+    gate = Gate()
+    with publishing(encode=gate.encode, gather_s=0.001) as publisher:
+        publisher.publish(batch(0))
+        assert gate.entered.wait(PATIENCE_S)
+        for number in range(1, 41):  # while the thread is busy
+            publisher.publish(batch(number))
+        assert publisher.stats()["queued_batches"] == 3
+        gate.release.set()
+        settle(publisher)
+        with following(publisher) as subscriber:
+            told = []
+            for news in take(subscriber, 4):
+                assert isinstance(news, Received)
+                told.append(news.batch.events)
+    assert [len(events) for events in told] == [1, 16, 16, 8]
+    assert [event for events in told for event in events] == [
+        event for number in range(41) for event in batch(number)
+    ]
+
+
+def test_socket_files_are_the_users_alone_and_go_with_the_publisher(tmp_path: Path) -> None:
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("kv", "again")]
+    with publishing(*endpoints) as publisher, following(publisher) as subscriber:
+        assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600, 0o600]
+        publish(publisher, 1)
+        assert numbers(take(subscriber, 1)) == [0]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_publisher_that_began_anew_is_noticed_by_its_numbers() -> None:
     with publishing() as first:
         address = first.address
@@ -437,7 +468,7 @@ def test_an_address_that_is_taken_is_named() -> None:
         for endpoint, replay in ((taken.endpoint, None), (ANY_PORT, taken.replay_endpoint)):
             with pytest.raises(ConfigError, match="in use"), publishing(endpoint, replay):
                 pass
-    for endpoint in ("nonsense", "inproc://nonsense"):
+    for endpoint in ("nonsense", "inproc://nonsense", "ipc://@nonsense"):
         with pytest.raises(ConfigError, match="nonsense"), publishing(endpoint):
             pass
     with pytest.raises(ConfigError, match="nonsense"):
@@ -540,6 +571,7 @@ class Shelves:
         self.blocks: dict[str, set[int]] = {"CPU": set(), "STORAGE": set()}
         self.tokens: dict[int, list[int]] = {}
         self.parents: dict[int, int | None] = {}
+        self.num_stored = self.num_removed = 0
 
     def follow(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -548,6 +580,7 @@ class Shelves:
                     size = event.block_size
                     assert len(event.token_ids) == size * len(hashes)
                     assert self.blocks[medium].isdisjoint(hashes)
+                    self.num_stored += len(hashes)
                     self.blocks[medium] |= set(hashes)  # type: ignore[arg-type]
                     parent = event.parent_block_hash
                     for i, block in enumerate(hashes):
@@ -555,6 +588,7 @@ class Shelves:
                         self.parents[block], parent = parent, block  # type: ignore[index,assignment]
                 case BlockRemoved(hashes, str(medium)):
                     assert self.blocks[medium] >= set(hashes)
+                    self.num_removed += len(hashes)
                     self.blocks[medium] -= set(hashes)  # type: ignore[arg-type]
                 case _:
                     self.blocks = {medium: set() for medium in self.blocks}
@@ -597,7 +631,7 @@ def test_following_the_events_of_a_cache_tells_what_it_holds(tmp_path: Path) -> 
                     assert isinstance(news, Received)
                     shelves.follow(news.batch.events)
                 assert shelves.blocks == {"CPU": held(tiers[0]), "STORAGE": held(tiers[1])}
-            assert subscriber.counters.received > 50
+            assert shelves.num_stored > 100 and shelves.num_removed > 100
 
         for block in shelves.blocks["CPU"] | shelves.blocks["STORAGE"]:
             told: list[int] = []
