@@ -13,7 +13,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from flexcache.cache.block_keys import TokenBlockKeys
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.packed_keys import unpack_keys
 from flexcache.ids import RootId
 from flexcache.tracing.records import KEY_BYTES, Matched
 
@@ -46,10 +47,12 @@ class KeyWriter:
         self._bases.clear()
 
     def complete(self, match: Matched, prompt: PackedPrompt) -> Matched:
-        keys = self._keys(prompt)
-        base, base_blocks = self._find_base(match, prompt.root, keys)
-        if keys:
-            self._bases[prompt.root, keys[-KEY_BYTES:]] = (match.task, len(keys) // KEY_BYTES)
+        keys = unpack_keys(
+            prompt.root, memoryview(prompt.data), prompt.key_bytes, self._tokens_per_block
+        )
+        base, base_blocks = self._find_base(match, keys)
+        if match.stop:
+            self._bases[_end_of(keys, match.stop)] = (match.task, match.stop)
             if len(self._bases) > _MAX_BASES:
                 self._bases.popitem(last=False)
         return msgspec.structs.replace(
@@ -57,27 +60,28 @@ class KeyWriter:
             root=prompt.root[:_ROOT_BYTES].hex(),
             base=base,
             base_blocks=base_blocks,
-            keys=keys[base_blocks * KEY_BYTES :],
+            keys=_rest(prompt, keys, base_blocks, match.stop),
         )
 
-    def _find_base(self, match: Matched, root: RootId, keys: bytes) -> tuple[int, int]:
-        """Prompts end where this one does, or where what is cached of it does."""
+    def _find_base(self, match: Matched, keys: BlockKeys) -> tuple[int, int]:
+        """Prompts end where this one does, or where what is cached of it does. A key says all
+        that is before it, so of tokens no more than these few are hashed."""
         for count in (match.stop, match.found_start + match.num_blocks, match.found_start):
-            last = keys[(count - 1) * KEY_BYTES : count * KEY_BYTES] if count else b""
-            base, num_blocks = self._bases.get((root, last), (0, 0))
+            base, num_blocks = self._bases.get(_end_of(keys, count), (0, 0)) if count else (0, 0)
             if base and num_blocks == count:
                 return base, count
         return 0, 0
 
-    def _keys(self, prompt: PackedPrompt) -> bytes:
-        root, key_bytes, data = prompt
-        if key_bytes == 0:
-            hashed = TokenBlockKeys(root, np.frombuffer(data, dtype="<i8"), self._tokens_per_block)
-            return shorten(hashed.slice(0, hashed.num_blocks))
-        table = np.frombuffer(data, dtype=np.uint8).reshape(-1, key_bytes)
-        if key_bytes < KEY_BYTES:
-            table = np.pad(table, ((0, 0), (KEY_BYTES - key_bytes, 0)))
-        return table[:, -KEY_BYTES:].tobytes()
+
+def _end_of(keys: BlockKeys, count: int) -> tuple[RootId, bytes]:
+    return keys.root, keys.key(count - 1)[-KEY_BYTES:]
+
+
+def _rest(prompt: PackedPrompt, keys: BlockKeys, start: int, stop: int) -> bytes:
+    if prompt.key_bytes < KEY_BYTES:
+        return shorten(keys.slice(start, stop))
+    table = np.frombuffer(prompt.data, dtype=np.uint8).reshape(-1, prompt.key_bytes)
+    return table[start:stop, -KEY_BYTES:].tobytes()
 
 
 class _Keys(NamedTuple):

@@ -121,9 +121,7 @@ class Tracer:
 
     # -- what is told ----------------------------------------------------------------------------
 
-    def matched(
-        self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float
-    ) -> None:
+    def matched(self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float) -> None:
         plan, owner = task.plan, task.owner
         record = Matched(
             time=self._now(),
