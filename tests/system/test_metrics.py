@@ -12,6 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,49 +209,39 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
         client_timeout_s=2.0,
         http_endpoint=str(server.port),
     )
-    kv_server = KVServer(config)
-    kv_server.start()
-    try:
+    with ExitStack() as stack:
+        kv_server = KVServer(config)
+        kv_server.start()
+        stack.callback(kv_server.shutdown)
         server.look()
         assert json.loads(server.ask("/healthz"))["serving"]
         manager = KVManager(MODEL, CacheConfig(endpoint=config.endpoint), engine_id="a")
         client = KVTPClient(manager.endpoint, engine_id="a")
+        stack.callback(client.close)
         client.register_kv_caches(joined_kv(MODEL, 16))
         manager.start()
+        stack.callback(manager.shutdown)
         manager.wait_ready(30)
         manager.put_match(TOKENS)
         server.look()
-        with zmq.Context() as context:
-            be_silent(context, kv_server.endpoint)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
+            silent.connect(kv_server.endpoint)
+            spec = ModelSpec.of(MODEL, 16)
+            hello = HelloEngine("silent", "x", os.getpid(), spec, b"calls")
+            silent.send(msgspec.msgpack.encode(hello))
             server.look_until(lambda look: look["engines"] == 2)
             server.look_until(lambda look: look["expired_clients_total"] == 1)
-            talk_nonsense(context, kv_server.endpoint)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
+            deaf.linger = 0
+            deaf.rcvhwm = 1
+            deaf.connect(kv_server.endpoint)
+            for _ in range(40_000):
+                deaf.send(b"nonsense")  # and it never reads what the server says to that
             server.look_until(lambda look: look["unread_messages_total"] > 0)
         fail_at_a_message(kv_server)
         client.close()
         manager.shutdown()
         server.look_until(lambda look: look["engines"] == 0)
-    finally:
-        kv_server.shutdown()
-
-
-def be_silent(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-    """Open a session and say no more."""
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.connect(endpoint)
-    spec = ModelSpec.of(MODEL, 16)
-    socket.send(msgspec.msgpack.encode(HelloEngine("silent", "x", os.getpid(), spec, b"calls")))
-
-
-def talk_nonsense(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-    """And never read what the server says to it."""
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.rcvhwm = 1
-    socket.connect(endpoint)
-    for _ in range(40_000):
-        socket.send(b"nonsense")
 
 
 def fail_at_a_message(server: KVServer) -> None:
