@@ -143,7 +143,7 @@ class KVEventSubscriber:
     def catch_up(self) -> None:
         """Ask for all since the last batch. Without it, what is lost while a connection lasts is
         noticed when the next batch comes."""
-        self._take_replay(self._next)
+        self._take_replay()
 
     def register(self, poller: zmq.Poller) -> None:
         """Have a poller wake when `receive` may have something."""
@@ -170,7 +170,7 @@ class KVEventSubscriber:
                 return  # it was sent again before it came
             self._begin_anew()
         if number > self._next:
-            self._take_replay(number)
+            self._take_replay()
         if number >= self._next:
             self._replayed.clear()  # it is behind all that were sent again
             self._deliver(number, payload, topic)
@@ -211,8 +211,8 @@ class KVEventSubscriber:
 
     # -- replay ----------------------------------------------------------------------------------
 
-    def _take_replay(self, until: int) -> None:
-        """Have sent again what was not delivered; all before ``until`` is delivered or lost then.
+    def _take_replay(self) -> None:
+        """Have sent again what was not delivered.
 
         The last batch that we know is asked for as well. A publisher keeps its last one always, so
         if that is not there, or has other content now, the publisher has begun anew.
@@ -230,8 +230,6 @@ class KVEventSubscriber:
                 self.counters.replayed += 1
                 self._replayed[number] = hash(payload)
                 self._deliver(number, payload, topic)
-        if until > self._next:
-            self._lose(until)
 
     def _ask_again(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
         """Number, topic and payload of the batches from ``first`` on that are kept; and whether the

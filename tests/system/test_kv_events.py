@@ -451,6 +451,17 @@ def test_a_closed_publisher_has_sent_what_waited_and_drops_what_follows() -> Non
         assert (stats["queued_batches"], stats["sequence"]) == (0, 502)
 
 
+def test_what_is_published_before_the_start_is_sent_then() -> None:
+    publisher: BatchPublisher[Event] = BatchPublisher(
+        Address(ANY_PORT, ANY_PORT, "kv@pod@model"), BatchEncoder().encode, num_kept=9, num_queued=9
+    )
+    publish(publisher, 2)
+    publisher.start()
+    with following(publisher) as subscriber:
+        assert numbers(take(subscriber, 2)) == [0, 1]
+    publisher.close()
+
+
 def test_a_batch_that_cannot_be_encoded_is_one_gap() -> None:
     with publishing() as publisher, following(publisher) as subscriber:
         publisher.publish(batch(0))
@@ -583,6 +594,7 @@ class Shelves:
                     self.num_stored += len(hashes)
                     self.blocks[medium] |= set(hashes)  # type: ignore[arg-type]
                     parent = event.parent_block_hash
+                    assert parent is None or parent in self.blocks[medium]
                     for i, block in enumerate(hashes):
                         self.tokens[block] = event.token_ids[i * size : (i + 1) * size]  # type: ignore[index]
                         self.parents[block], parent = parent, block  # type: ignore[index,assignment]

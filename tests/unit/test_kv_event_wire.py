@@ -165,6 +165,11 @@ def test_hashes_are_whole_keys_on_request_and_name_the_same_blocks() -> None:
     assert decode_batch(BatchEncoder().encode(1.0, [event])).events == [event]
 
 
+def test_short_keys_are_hashes_too() -> None:
+    event = describe(Removed(Medium.CPU, ROOT, [BlockKey(b"\x01\x02"), BlockKey(b"")]), "int")
+    assert event == BlockRemoved([0x0102, 0], "CPU")
+
+
 @given(st.integers(-(1 << 63), (1 << 64) - 1))
 def test_integers_and_digests_of_a_block_have_the_same_low_bits(number: int) -> None:
     digest = b"first" + (number % (1 << 64)).to_bytes(8, "big")
