@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError
+from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError, TraceError
 
 
 @contextlib.contextmanager
@@ -17,6 +17,6 @@ def errors_named(console: Console | None = None) -> Iterator[None]:
     """What the user can mend is said without a traceback; the command ends with 1."""
     try:
         yield
-    except (ConfigError, MissingDependencyError, ServerLostError) as error:
+    except (ConfigError, MissingDependencyError, ServerLostError, TraceError) as error:
         (console or Console()).print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None

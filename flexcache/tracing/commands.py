@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.errors import FlexCacheError, TraceError
+from flexcache.errors import ConfigError, TraceError
+from flexcache.terminal import errors_named
 
 if TYPE_CHECKING:
     from flexcache.tracing.reader import Trace
@@ -43,9 +44,9 @@ def chrome(
     """Write a trace's tasks and ops for chrome://tracing or Perfetto."""
     from flexcache.tracing.chrome import chrome_trace
 
-    with _errors_named():
+    with errors_named(_console):
         events = chrome_trace(_open([trace]))
-        out.write_bytes(msgspec.json.encode(events))
+        _write(out, events)
         _console.print(f"{out}: {len(events['traceEvents']):,} events")
 
 
@@ -54,7 +55,7 @@ def overlap(trace: TracePath) -> None:
     """For how long copies to and from DRAM ran while the SSD was read or written."""
     from flexcache.tracing import overlap as ops
 
-    with _errors_named():
+    with errors_named(_console):
         opened = _open([trace])
         table = Table("DRAM copies", "beside", "for", "both at once", "of the shorter")
         for name, kinds in (("SSD reads", ops.SSD_READS), ("SSD writes", ops.SSD_WRITES)):
@@ -73,12 +74,12 @@ def story(
     wanted: Annotated[
         str, typer.Argument(metavar="ID", help="Of a task, or the engine's of a request.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """Tell all that became of a request, in order."""
     from flexcache.tracing.story import tell
 
-    with _errors_named():
+    with errors_named(_console):
         chapters = tell(_open([trace]), wanted)
         if not chapters:
             raise TraceError(f"{trace}: nothing is said of {wanted}")
@@ -105,7 +106,7 @@ def replay(
         typer.Option("--set", metavar="NAME=VALUE", help="A setting; `none` takes one away."),
     ] = None,
     speed: Annotated[
-        float, typer.Option(min=0, help="1: the trace's pace, 2: twice that. 0: all at once.")
+        float, typer.Option(min=0, help="1: the trace's pace, 2: twice that. 0: without a pause.")
     ] = 0.0,
     block_bytes: Annotated[
         int | None, typer.Option(min=1, help="Of a block; the trace's by default.")
@@ -122,7 +123,7 @@ def replay(
     By default it is the cache that was traced. Also takes traces of Mooncake's format, which need
     `--set num_cpu_blocks=...`.
     """
-    with _errors_named():
+    with errors_named(_console):
         from flexcache.tracing.replay import replay as run
         from flexcache.tracing.replay import replay_config
 
@@ -132,7 +133,7 @@ def replay(
         with _progress() as progress:
             report = run(opened, wanted, size, speed=speed, trace_dir=trace_dir, progress=progress)
         if json_file is not None:
-            json_file.write_bytes(msgspec.json.encode(report.report()))
+            _write(json_file, report.report())
     _show(report)
 
 
@@ -149,7 +150,7 @@ def _pairs(settings: Sequence[str]) -> dict[str, str]:
     pairs = [setting.partition("=") for setting in settings]
     for name, equals, _ in pairs:
         if not equals:
-            raise TraceError(f"--set {name}: must be NAME=VALUE")
+            raise ConfigError(f"--set {name}: must be NAME=VALUE")
     return {name: value for name, _, value in pairs}
 
 
@@ -223,11 +224,8 @@ def _times(summary: Summary, kind: str) -> str:
     return "" if half is None or most is None else f"{half * 1e3:.2f} / {most * 1e3:.2f} ms"
 
 
-@contextmanager
-def _errors_named() -> Iterator[None]:
-    """What the user can mend is said without a traceback."""
+def _write(path: Path, content: object) -> None:
     try:
-        yield
-    except (FlexCacheError, OSError) as error:
-        _console.print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from None
+        path.write_bytes(msgspec.json.encode(content))
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None

@@ -48,7 +48,7 @@ def is_mooncake(path: Path) -> bool:
     """Whether the file begins like such a trace."""
     try:
         return path.is_file() and next(read_requests(path), None) is not None
-    except TraceError:
+    except (TraceError, OSError):
         return False
 
 
