@@ -108,15 +108,18 @@ class Load:
         os.kill(self.manager.stats()["workers"]["disk"], signal.SIGKILL)
 
     def hold_store_up(self, seconds: float) -> None:
-        """Nothing of it answers; a worker that replaces one is stopped too."""
-        stopped = 0
+        """Nothing of it answers what is asked about new prompts; a worker that replaces one is
+        stopped too."""
+        stopped, prompt = 0, 1_000_000_000
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             pid = self.manager.stats()["workers"].get("remote", stopped)
             if pid != stopped:
                 os.kill(pid, signal.SIGSTOP)
                 stopped = pid
-            time.sleep(0.05)
+            prompt += 1_000_000
+            self.manager.get_match_by_tier(np.arange(BLOCK) + prompt)
+            time.sleep(0.1)
         with contextlib.suppress(ProcessLookupError):  # it is just being replaced
             os.kill(stopped, signal.SIGCONT)
 
