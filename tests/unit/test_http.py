@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -307,3 +309,23 @@ def test_closing_leaves_neither_thread_nor_port(server: PlayedServer) -> None:
     again = HttpService(server, service.address.removeprefix("http://"))
     again.start()
     again.close()
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra() -> None:
+    code = """
+import sys
+import flexcache, flexcache.server.server
+from flexcache.errors import MissingDependencyError
+for package in ("prometheus_client", "starlette", "uvicorn"):
+    sys.modules[package] = None
+    try:
+        import flexcache.server.http
+    except MissingDependencyError as error:
+        print(error)
+    del sys.modules[package]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    for line, package in zip(lines, ("prometheus-client", "starlette", "uvicorn"), strict=True):
+        assert f"the package {package}" in line
+        assert "flexcache[http]" in line
