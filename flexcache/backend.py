@@ -12,6 +12,7 @@ from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.journal import Change
 from flexcache.ids import TaskKind, TierName
 from flexcache.instructions import TaskResult
+from flexcache.request_info import Wanted
 
 
 class MatchedTask(NamedTuple):
@@ -35,8 +36,8 @@ class Backend(Protocol):
         """Of the model and block size."""
 
     @property
-    def wants_content(self) -> bool:
-        """Whether anybody is told what prompts are about."""
+    def wanted(self) -> Wanted:
+        """How much of what prompts are about somebody is told."""
 
     def start(self) -> None:
         """Begin; returns at once."""

@@ -22,6 +22,7 @@ import torch
 
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.remote_url import check_remote_url
+from flexcache.request_info import Wanted
 
 ENV_PREFIX = "FLEXCACHE_"
 CONFIG_FILE_ENV = ENV_PREFIX + "CONFIG"
@@ -378,6 +379,13 @@ class CacheConfig:
     def records_changes(self) -> bool:
         """Whether somebody is to be told what the tiers store and lose."""
         return self.kv_events or self.kv_events_endpoint is not None
+
+    @property
+    def wanted(self) -> Wanted:
+        """What of prompts is passed on."""
+        if self.records_changes:
+            return Wanted.TOKENS
+        return Wanted.INFO if self.trace_dir is not None else Wanted.NOTHING
 
     @property
     def has_workers(self) -> bool:

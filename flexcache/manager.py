@@ -26,7 +26,7 @@ from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.ids import MAX_KEY_BYTES, KVStatus, RootId, TaskKind, TierName
 from flexcache.instructions import TaskResult
-from flexcache.request_info import NO_INFO, RequestInfo
+from flexcache.request_info import NO_INFO, RequestInfo, Wanted
 from flexcache.server.dp_client import KVDPClient
 from flexcache.server.local import LocalCache
 from flexcache.server.names import engine_name
@@ -128,7 +128,7 @@ class KVManager:
     @property
     def wants_request_info(self) -> bool:
         """Whether KV events or traces are on, which a ``request_info`` is for."""
-        return self._backend.wants_content
+        return self._backend.wanted is not Wanted.NOTHING
 
     def start(self) -> None:
         """Begin to serve; returns at once. `wait_ready` says when every rank is there."""
@@ -402,8 +402,10 @@ class KVManager:
         num_tokens = len(token_ids)
         start, stop = self._block_range(num_tokens, token_mask)
         content = None
-        if self._backend.wants_content:
-            content = PromptContent(_own_copy(token_ids), info or NO_INFO)
+        wanted = self._backend.wanted
+        if wanted:
+            tokens = _own_copy(token_ids) if wanted is Wanted.TOKENS else ()
+            content = PromptContent(tokens, info or NO_INFO)
         keys = self._keys(token_ids, namespace, block_keys, content)
         stop = min(stop, keys.num_blocks)
         return _Prompt(keys, min(start, stop), stop, num_tokens)

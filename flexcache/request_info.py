@@ -3,6 +3,7 @@ into KV events and traces, for those who read them."""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -26,3 +27,13 @@ class RequestInfo(msgspec.Struct, frozen=True):
 
 
 NO_INFO = RequestInfo()
+
+
+class Wanted(IntEnum):
+    """How much of what prompts are about somebody is to be told."""
+
+    NOTHING = 0
+    INFO = 1
+    """Whose request it is: for a trace."""
+    TOKENS = 2
+    """And its token ids: for KV events."""

@@ -213,17 +213,19 @@ class Engine:
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """As if neither KV events nor a trace had been asked for."""
+        from flexcache.request_info import Wanted
+
         backend = self._manager._backend
         tasks = backend.server.hub.store.engine
-        tiers, before = tasks.cache.tiers, (backend.wants_content, tasks.recorder)
+        tiers, before = tasks.cache.tiers, (backend.wanted, tasks.recorder)
         journals = [(tier._journal, tier.index.on_removed) for tier in tiers]
-        backend.wants_content, tasks.recorder = False, None
+        backend.wanted, tasks.recorder = Wanted.NOTHING, None
         for tier in tiers:
             tier._journal = tier.index.on_removed = None
         try:
             yield
         finally:
-            backend.wants_content, tasks.recorder = before
+            backend.wanted, tasks.recorder = before
             for tier, (journal, on_removed) in zip(tiers, journals, strict=True):
                 tier._journal, tier.index.on_removed = journal, on_removed
 

@@ -38,6 +38,7 @@ from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ClosedError, InternalError, RegistrationError, ServerLostError
 from flexcache.ids import KVStatus, SessionId, TaskKind, TierName
 from flexcache.instructions import TaskResult
+from flexcache.request_info import Wanted
 from flexcache.server.client_tasks import ClientTask, ClientTasks
 from flexcache.server.fence import Fence
 from flexcache.server.launcher import ServerLauncher
@@ -134,8 +135,8 @@ class KVDPClient:
         self._calls_identity = b""
         self._scratch = Scratch.create(MAX_FRAME_BYTES)
         self._uses_scratch = False
-        self.wants_content = False
-        """Whether the server passes on what prompts are about."""
+        self.wanted = Wanted.NOTHING
+        """How much of what prompts are about the server passes on."""
         self._is_lost = threading.Event()
         self._request_id = 0
         self._prefill_blocks_per_s = 0.0
@@ -251,7 +252,7 @@ class KVDPClient:
         """The token ids of a prompt, where the server wants them, its keys do not tell, and they
         fit."""
         content = keys.content
-        if content is None or not self.wants_content or not key_bytes:
+        if content is None or self.wanted is not Wanted.TOKENS or not key_bytes:
             return b""
         if num_bytes + 8 * len(content.token_ids) > _MAX_PROMPT_BYTES:
             return b""
@@ -448,7 +449,7 @@ class KVDPClient:
             self._calls.rcvtimeo = _SLICE_MS
             self._ids = TaskIds(session)
             self._uses_scratch = welcome.uses_scratch
-            self.wants_content = welcome.wants_content
+            self.wanted = welcome.wanted
             self._is_lost.clear()
         if self._launcher is not None:
             self._launcher.succeeded()

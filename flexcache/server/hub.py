@@ -41,7 +41,7 @@ from flexcache.instructions import (
     TaskEnded,
     device,
 )
-from flexcache.request_info import NO_INFO
+from flexcache.request_info import NO_INFO, Wanted
 from flexcache.server.fence import Fence
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -170,7 +170,7 @@ class Hub:
         self._owners_session: SessionId | None = None
         self.server_pid = 0
         self.outgoing: list[tuple[bytes, ToClient]] = []
-        self.wants_content = False
+        self.wanted = Wanted.NOTHING
         """Whether somebody is told what prompts are about."""
         self.aside: list[Aside] = []
         """What takes too long to be done while others wait."""
@@ -467,7 +467,7 @@ class Hub:
         split = len(data) - request.token_bytes
         data, token_data = data[:split], data[split:]
         content = None
-        if self.wants_content:
+        if self.wanted:
             content = _read_content(request, data if request.key_bytes == 0 else token_data)
         keys = unpack_keys(request.root, data, request.key_bytes, size, content)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
@@ -643,7 +643,7 @@ class Hub:
         self._send(
             identity,
             WelcomeEngine(
-                session, self.server_pid, fence, missing, scratch is not None, self.wants_content
+                session, self.server_pid, fence, missing, scratch is not None, self.wanted
             ),
         )
         self._send(identity, Readiness(missing, problems))

@@ -18,7 +18,7 @@ class LocalCache(SessionCalls):
     ) -> None:
         super().__init__(KVServer(config, endpoint, model=model, engine=engine))
         self.fingerprint = model.fingerprint(config.tokens_per_block)
-        self.wants_content = config.records_changes or config.trace_dir is not None
+        self.wanted = config.wanted
         self._engine = engine
 
     @property

@@ -24,7 +24,7 @@ import msgspec
 from flexcache.config import ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, TaskKind
-from flexcache.request_info import RequestInfo
+from flexcache.request_info import RequestInfo, Wanted
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
@@ -146,8 +146,8 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     fence: str
     missing: list[str]
     uses_scratch: bool
-    wants_content: bool = False
-    """Whether the server passes on what prompts are about."""
+    wanted: Wanted = Wanted.NOTHING
+    """How much of what prompts are about the server passes on."""
 
 
 class Readiness(msgspec.Struct, tag=True, frozen=True):
@@ -163,7 +163,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     is 0 its token ids (int64). Answered with `Matched`: at once, unless the remote store is to be
     asked (``look_up``) and the client ``may_wait``.
 
-    Where the server ``wants_content`` the keys are followed by the prompt's token ids (int64,
+    Where they are ``wanted`` the keys are followed by the prompt's token ids (int64,
     ``token_bytes``), and ``info`` says whose request it is.
 
     ``retain_s``: what a put stores counts as used so much later. ``prefill_blocks_per_s``: how fast

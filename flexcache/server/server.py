@@ -117,7 +117,7 @@ class KVServer:
         self.hub = Hub(self._open_store, self, new_epoch(), config.client_timeout_s)
         self.hub.server_pid = os.getpid()
         self.hub.extra_stats = self._own_stats
-        self.hub.wants_content = config.records_changes or config.trace_dir is not None
+        self.hub.wanted = config.wanted
         self._store = CacheStore(model, config) if model is not None else None
         self._engine_name = self.hub.owner = engine
         self._idle_exit_s = idle_exit_s

@@ -19,7 +19,7 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError
 from flexcache.ids import KVStatus, TaskKind
 from flexcache.instructions import DISK, REMOTE, DropOp, LookUpEnded, RunLookUp, RunOp, device
-from flexcache.request_info import RequestInfo
+from flexcache.request_info import RequestInfo, Wanted
 from flexcache.server.hub import Hub
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -481,7 +481,7 @@ def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: Wor
 
 
 def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored(world: World) -> None:
-    world.hub.wants_content = True
+    world.hub.wanted = Wanted.TOKENS
     engine = Engine(world)
     engine.register()
     assert world.hub.store is not None
