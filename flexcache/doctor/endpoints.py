@@ -12,6 +12,7 @@ from flexcache.config import check_http_endpoint
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.subject import Subject
 from flexcache.errors import ConfigError
+from flexcache.events.batch_publisher import is_bound
 from flexcache.server.runtime import check_endpoint
 
 _CONNECT_TIMEOUT_S = 1.0
@@ -57,15 +58,10 @@ def check_event_endpoints(subject: Subject) -> Iterator[Finding]:
         address = getattr(config, name)
         if address is None:
             continue
-        if _is_bound(address):
+        if is_bound(address):
             yield _judge_bind(f"{name} {address}", _bind_problem(address), subject)
         else:
             yield _judge_connection(name, address)
-
-
-def _is_bound(address: str) -> bool:
-    """Others are connected to, as vLLM does."""
-    return "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
 
 
 def _judge_bind(what: str, code: int, subject: Subject) -> Finding:
@@ -95,8 +91,6 @@ def _judge_connection(name: str, address: str) -> Finding:
 
 def _bind_problem(address: str) -> int:
     """0 where the address can be bound, else the errno."""
-    if address.startswith("inproc://"):
-        return 0
     if address.startswith("ipc://"):
         parent = Path(address.removeprefix("ipc://")).parent
         if not parent.is_dir():
@@ -104,7 +98,9 @@ def _bind_problem(address: str) -> int:
         return 0 if os.access(parent, os.W_OK | os.X_OK) else errno.EACCES
     host, port = _host_and_port(address)
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=_PASSIVE)
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         family, kind, protocol, _, place = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -114,9 +110,6 @@ def _bind_problem(address: str) -> int:
     except OSError as failure:
         return failure.errno or errno.EIO
     return 0
-
-
-_PASSIVE = socket.AI_PASSIVE
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
