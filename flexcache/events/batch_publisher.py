@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 import zmq
 
 from flexcache.errors import ConfigError
+from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ class BatchPublisher(Generic[Item]):
         self._kept_bytes = 0
         self._num_published = 0
         self._num_dropped = 0
+        self._number_due = 0
+        self._is_behind = False
         self._num_sent_again = 0
         self._num_bad_requests = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -227,12 +230,25 @@ class BatchPublisher(Generic[Item]):
         for _ in range(_BATCHES_A_TURN):
             with self._lock:
                 if not self._queue:
+                    self._is_behind = False
                     return False
                 batch = self._queue.popleft()
+            self._tell_of_gap(batch.number)
             parts = batch.parts
             items = parts[0] if len(parts) == 1 else [item for part in parts for item in part]
             self._send(batch.number, batch.ts, items)
         return True
+
+    def _tell_of_gap(self, number: int) -> None:
+        """Log dropped batches once, until the queue has been empty again."""
+        num_missing = number - self._number_due
+        self._number_due = number + 1
+        if num_missing and not self._is_behind:
+            self._is_behind = True
+            log_event(
+                logger, logging.WARNING, "kv_events_dropped", batches=num_missing,
+                reason="more than kv_events_queue wait",
+            )  # fmt: skip
 
     def _send(self, number: int, ts: float, items: Sequence[Item]) -> None:
         assert self._pub is not None
@@ -240,7 +256,7 @@ class BatchPublisher(Generic[Item]):
             payload = self._encode(ts, items)
             self._pub.send_multipart([self._topic, _pack(number), payload])
         except Exception:  # one bad batch must not be the last
-            logger.exception("batch %d of KV events is lost", number)
+            log_event(logger, logging.ERROR, "kv_events_lost", batch=number, exc_info=True)
             with self._lock:
                 self._num_dropped += 1
             return
@@ -276,7 +292,7 @@ class BatchPublisher(Generic[Item]):
                 self._router.send_multipart(message, zmq.NOBLOCK)
             self._num_sent_again += num_batches
         except zmq.ZMQError as error:  # it has gone, or does not read
-            logger.debug("a replay from batch %d on was broken off: %s", first, error)
+            log_event(logger, logging.DEBUG, "kv_events_replay_ended", first=first, error=error)
 
 
 def is_bound(endpoint: str) -> bool:

@@ -19,6 +19,7 @@ import zmq
 from flexcache.errors import ConfigError
 from flexcache.events.batch_publisher import END_OF_REPLAY, NUMBER_BYTES
 from flexcache.events.wire import EventBatch, decode_batch
+from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,13 @@ class KVEventSubscriber:
 
     def _found_malformed(self, what: str) -> None:
         if self.counters.malformed == 0:
-            logger.warning("%s publishes what is not understood here: %s", self.endpoint, what)
+            log_event(
+                logger,
+                logging.WARNING,
+                "kv_events_not_understood",
+                endpoint=self.endpoint,
+                what=what,
+            )
         self.counters.malformed += 1
 
     def _lose(self, stop: int) -> None:
@@ -260,9 +267,9 @@ class KVEventSubscriber:
             ) from None
         finally:
             socket.close(linger=0)
-        logger.warning(
-            "%s did not answer to the end within %g s",
-            self._replay_endpoint, self._replay_timeout_s,
+        log_event(
+            logger, logging.WARNING, "kv_events_replay_incomplete", endpoint=self._replay_endpoint,
+            waited_s=self._replay_timeout_s,
         )  # fmt: skip
         return batches, False
 

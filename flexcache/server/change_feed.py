@@ -6,43 +6,50 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flexcache.cache.journal import Change
+from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
 
 if TYPE_CHECKING:
     from flexcache.events.publisher import KVEventPublisher
+
+_MAX_WAITING_TOKENS = 8 << 20  # some 300 MB
 
 
 class ChangeFeed:
     """Of one server. Not thread-safe; nothing here waits.
 
     Args:
-        config: Says who wants to be told.
-        model_id: Part of the topic.
+        config: Says whether they are taken, and how many may wait for it.
+        publisher: Started; None where nothing is published. Closed with the feed.
     """
 
-    def __init__(self, config: CacheConfig, model_id: str) -> None:
-        self._publisher: KVEventPublisher | None = None
-        if config.kv_events_endpoint is not None:
-            from flexcache.events.publisher import KVEventPublisher
-
-            self._publisher = KVEventPublisher(config, model_id)
-            self._publisher.start()
+    def __init__(self, config: CacheConfig, publisher: KVEventPublisher | None) -> None:
+        self._publisher = publisher
         self._is_taken = config.kv_events
-        self._waiting: deque[Sequence[Change]] = deque(maxlen=config.kv_events_queue)
+        self._max_waiting = config.kv_events_queue
+        self._waiting: deque[Sequence[Change]] = deque()
+        self._num_tokens = 0
         self._num_dropped = 0
 
     def pass_on(self, changes: Sequence[Change]) -> None:
         if self._publisher is not None:
             self._publisher.publish(changes)
-        if self._is_taken:
-            self._num_dropped += len(self._waiting) == self._waiting.maxlen
-            self._waiting.append(changes)
+        if not self._is_taken:
+            return
+        self._waiting.append(changes)
+        self._num_tokens += _num_tokens(changes)
+        while len(self._waiting) > 1 and (
+            len(self._waiting) > self._max_waiting or self._num_tokens > _MAX_WAITING_TOKENS
+        ):
+            self._num_tokens -= _num_tokens(self._waiting.popleft())
+            self._num_dropped += 1
 
     def take(self) -> list[Change]:
-        """What nobody has taken yet, in order. Beyond ``kv_events_queue`` the oldest are gone."""
+        """What nobody has taken yet, in order. Beyond ``kv_events_queue``, or eight million tokens,
+        the oldest are gone."""
         changes = [change for batch in self._waiting for change in batch]
         self._waiting.clear()
+        self._num_tokens = 0
         return changes
 
     def stats(self) -> dict[str, int]:
@@ -52,3 +59,7 @@ class ChangeFeed:
     def close(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _num_tokens(changes: Sequence[Change]) -> int:
+    return sum(len(change.token_ids) for change in changes if isinstance(change, Stored))

@@ -38,6 +38,7 @@ from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ClosedError, InternalError, RegistrationError, ServerLostError
 from flexcache.ids import KVStatus, SessionId, TaskKind, TierName
 from flexcache.instructions import TaskResult
+from flexcache.logs import log_event
 from flexcache.request_info import Wanted
 from flexcache.server.client_tasks import ClientTask, ClientTasks
 from flexcache.server.fence import Fence
@@ -374,7 +375,7 @@ class KVDPClient:
                     self._error = str(error)
                 self._end_session()
         except Exception as error:  # the engine must go on without us
-            logger.exception("engine %r no longer uses FlexCache", self._engine)
+            log_event(logger, logging.ERROR, "engine_failed", engine=self._engine, exc_info=True)
             self._error = str(error)
             self._set_state(SessionState.REFUSED)
             self._end_session()
@@ -424,7 +425,9 @@ class KVDPClient:
                     self._changed.notify_all()
             case Refused(reason, final):
                 if reason != self._error:
-                    logger.error("engine %r: refused by the server: %s", self._engine, reason)
+                    log_event(
+                        logger, logging.ERROR, "engine_refused", engine=self._engine, reason=reason
+                    )
                 self._error = reason
                 if final:
                     self._set_state(SessionState.REFUSED)
@@ -457,6 +460,10 @@ class KVDPClient:
         with self._changed:
             self._missing = welcome.missing
         self._set_state(SessionState.SERVING)
+        log_event(
+            logger, logging.INFO, "engine_found_server", engine=self._engine,
+            server_pid=welcome.server_pid,
+        )  # fmt: skip
 
     def _end_session(self) -> None:
         """Calls are misses from now on, and open tasks are over as soon as no rank copies."""
@@ -469,7 +476,10 @@ class KVDPClient:
         self._link.hang_up()
         if was_serving and not self._closing:
             self.num_losses += 1
-            logger.warning("engine %r goes on without its cache: %s", self._engine, self._error)
+            log_event(
+                logger, logging.WARNING, "engine_lost_server", engine=self._engine,
+                error=self._error, effect="all is missed until one is back",
+            )  # fmt: skip
         if self._state is SessionState.SERVING:
             with self._changed:
                 self._missing, self._problems = ["the server"], []
@@ -495,7 +505,10 @@ class KVDPClient:
         if not is_safe and not give_up and time.monotonic() < self._orphans_until_s:
             return
         if not is_safe and not self._closing:
-            logger.error("engine %r: a rank does not let go of its slots", self._engine)
+            log_event(
+                logger, logging.ERROR, "slots_not_let_go", engine=self._engine,
+                effect="their tasks are answered all the same",
+            )  # fmt: skip
         fence.close()
         self._orphans_fence = None
         self._tasks.fail(self._orphans, self._error or "the server was lost")

@@ -29,6 +29,7 @@ import msgspec
 
 from flexcache.config import check_http_endpoint
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
+from flexcache.logs import log_event
 from flexcache.metrics.collector import Exposition
 
 try:
@@ -134,7 +135,7 @@ class HttpService:
         self._loop = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._run, name="flexcache-http", daemon=True)
         self._thread.start()
-        logger.info("HTTP at %s", self.address)
+        log_event(logger, logging.INFO, "http_began", address=self.address)
 
     def _run(self) -> None:
         assert self._loop is not None
@@ -142,7 +143,7 @@ class HttpService:
         try:
             asyncio.run(self._loop.serve(sockets=[self._socket]))
         except Exception:  # the cache goes on without
-            logger.exception("HTTP at %s has ended", self.address)
+            log_event(logger, logging.ERROR, "http_failed", address=self.address, exc_info=True)
 
     def close(self) -> None:
         """Let what is being answered end, within a second or two, and stop. Idempotent."""
@@ -169,7 +170,8 @@ class _Gate:
     ) -> Response:
         if self._is_loopback and not _names_loopback(request.headers.get("host", "")):
             return _problem(403, "on loopback the Host header must name localhost")
-        if self._token is not None and request.url.path != "/healthz":
+        # Not `request.url`, which the Host header goes into: it is whatever the caller says.
+        if self._token is not None and request.scope["path"] != "/healthz":
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(given.strip().encode(), self._token)
             if scheme.lower() != "bearer" or not is_right:

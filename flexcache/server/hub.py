@@ -41,6 +41,7 @@ from flexcache.instructions import (
     TaskEnded,
     device,
 )
+from flexcache.logs import log_event
 from flexcache.request_info import NO_INFO, Wanted
 from flexcache.server.fence import Fence
 from flexcache.server.messages import (
@@ -214,7 +215,10 @@ class Hub:
         try:
             self._dispatch(identity, message, frames[-1], now)
         except Exception as error:  # one client's message must not cost the others their server
-            logger.exception("%s from %r failed", type(message).__name__, identity)
+            log_event(
+                logger, logging.ERROR, "message_failed", message=type(message).__name__,
+                identity=identity.hex(), exc_info=True,
+            )  # fmt: skip
             self.counters["failed_messages"] += 1
             if isinstance(message, Request):
                 self._send(identity, Failed(message.request_id, "internal", repr(error)))
@@ -272,7 +276,7 @@ class Hub:
                     )  # fmt: skip
                     self._send(scheduler.identity, answer)
             case ReplaceExecutor(executor, reason):
-                logger.error("%s: %s", executor, reason)
+                log_event(logger, logging.ERROR, "rank_is_late", executor=executor, reason=reason)
 
     # -- insight ---------------------------------------------------------------------------------
 
@@ -430,7 +434,13 @@ class Hub:
         except FlexCacheError as error:
             return Failed(request.request_id, "internal", str(error))
         except Exception as error:
-            logger.exception("%s failed", type(request).__name__)
+            log_event(
+                logger,
+                logging.ERROR,
+                "message_failed",
+                message=type(request).__name__,
+                exc_info=True,
+            )
             self.counters["failed_messages"] += 1
             return Failed(request.request_id, "internal", repr(error))
 
@@ -580,7 +590,7 @@ class Hub:
             self._problems[rank.engine, rank.tp_rank] = problem
             while len(self._problems) > _MAX_PROBLEMS:
                 del self._problems[next(iter(self._problems))]
-            logger.error("refused engine %r, %s", rank.engine, problem)
+            log_event(logger, logging.ERROR, "rank_refused", engine=rank.engine, reason=problem)
             self._send(rank.identity, Refused(problem))
             self._forget(rank)
         else:
@@ -590,9 +600,9 @@ class Hub:
             for ended in self._ended.get(rank.engine, ()):
                 self._send(rank.identity, ended)  # it may have missed some while it was away
             self._tasks.executor_up(rank.executor)
-            logger.info(
-                "engine %r, tp_rank %d (process %d) serves %d GPU blocks, layout %s",
-                rank.engine, rank.tp_rank, rank.pid, message.num_blocks, message.layout,
+            log_event(
+                logger, logging.INFO, "rank_began", engine=rank.engine, tp_rank=rank.tp_rank,
+                pid=rank.pid, gpu_blocks=message.num_blocks, layout=message.layout,
             )  # fmt: skip
         self.readiness_changed()
 
@@ -619,7 +629,7 @@ class Hub:
         fingerprint = model.fingerprint(hello.model.tokens_per_block)
         if fingerprint != self.store.fingerprint:
             reason = f"the engine's KV is {fingerprint}, the server holds {self.store.fingerprint}"
-            logger.error("refused engine %r: %s", hello.engine, reason)
+            log_event(logger, logging.ERROR, "engine_refused", engine=hello.engine, reason=reason)
             self._send(identity, Refused(reason))
             return
         holder = next((s for s in self._sessions.values() if s.engine == hello.engine), None)
@@ -638,7 +648,7 @@ class Hub:
         self._peers[identity] = self._callers[hello.calls] = scheduler
         self._sessions[session] = scheduler
         self._watcher.watch(identity, hello.pid)
-        logger.info("engine %r (process %d) is in session", hello.engine, hello.pid)
+        log_event(logger, logging.INFO, "session_began", engine=hello.engine, pid=hello.pid)
         missing, problems = self.missing(hello.engine), self.problems(hello.engine)
         self._send(
             identity,
@@ -693,11 +703,14 @@ class Hub:
         level = logging.INFO if self.last_left_orderly else logging.WARNING
         if isinstance(peer, Rank):
             if peer.serving:
-                logger.log(level, "engine %r, tp_rank %d: %s", peer.engine, peer.tp_rank, reason)
+                log_event(
+                    logger, level, "rank_ended", engine=peer.engine, tp_rank=peer.tp_rank,
+                    reason=reason,
+                )  # fmt: skip
             self._tasks.executor_down(peer.executor, reason, now)
             self.readiness_changed()
         else:
-            logger.log(level, "engine %r: %s", peer.engine, reason)
+            log_event(logger, level, "session_ended", engine=peer.engine, reason=reason)
             for place in [place for place in self._problems if place[0] == peer.engine]:
                 del self._problems[place]
             self._tasks.end_session(peer.session, now)

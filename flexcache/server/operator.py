@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from flexcache.cache.block_keys import (
     TokenBlockKeys,
     make_root,
 )
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import RegistrationError
 from flexcache.ids import MAX_KEY_BYTES, TaskKind
 from flexcache.server.server import KVServer
@@ -32,6 +34,7 @@ class Operator:
     def __init__(self, server: KVServer) -> None:
         self._server = server
         self._calls = SessionCalls(server)
+        self._opening = threading.Lock()
 
     def stats(self) -> dict[str, Any]:
         return self._server.stats()
@@ -73,8 +76,9 @@ class Operator:
         keys = self._keys(
             store.fingerprint, store.config.tokens_per_block, token_ids, block_keys, parts
         )
-        if self._calls.ids is None:
-            self._calls.ids = TaskIds(self._server.open_session(_NAME, _NUM_REMEMBERED))
+        with self._opening:
+            if self._calls.ids is None:
+                self._calls.ids = TaskIds(self._server.open_session(_NAME, _NUM_REMEMBERED))
         num_tokens = keys.num_blocks * store.config.tokens_per_block
         task = self._calls.match(TaskKind.PREFETCH, keys, 0, keys.num_blocks, num_tokens)
         assert task is not None  # it may wait
@@ -109,4 +113,4 @@ class Operator:
         if tokens.ndim != 1:
             raise ValueError("token_ids must be a list of integers")
         root = make_root(fingerprint, namespace, TOKEN_KEYS)
-        return TokenBlockKeys(root, tokens, tokens_per_block)
+        return TokenBlockKeys(root, tokens, tokens_per_block, PromptContent(tokens))

@@ -24,7 +24,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
@@ -34,7 +35,7 @@ from flexcache import __version__
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
-from flexcache.ids import OpId, SessionId
+from flexcache.ids import OpId, SessionId, TierName
 from flexcache.instructions import (
     DISK,
     REMOTE,
@@ -47,6 +48,7 @@ from flexcache.instructions import (
     TaskAnswered,
     TaskEnded,
 )
+from flexcache.logs import log_event
 from flexcache.server.change_feed import ChangeFeed
 from flexcache.server.curve import secure_server
 from flexcache.server.hub import Aside, Hub, make_execute
@@ -68,8 +70,11 @@ from flexcache.transfer.messages import (
 )
 
 if TYPE_CHECKING:
+    from flexcache.events.publisher import KVEventPublisher
     from flexcache.server.http import HttpService
     from flexcache.tracing.tracer import Tracer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +145,8 @@ class KVServer:
         self._feed: ChangeFeed | None = None
         self._tracer: Tracer | None = None
         self._http: HttpService | None = None
+        self._absent_observers: list[str] = []
+        self._clearing = threading.Lock()
         self._seen_ended = 0
         self._spin_s = 0.0
         self._spin_until_s = 0.0
@@ -149,6 +156,8 @@ class KVServer:
         self._stopping = False
         self._stopped = False
         self._failure: Exception | None = None
+        self._breaker_was_closed = True
+        self._remote_was_there = False
 
     # -- for the process that owns it ------------------------------------------------------------
 
@@ -198,20 +207,47 @@ class KVServer:
                 if self._engine_name is not None:
                     ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
             if self.config.http_endpoint is not None:
-                self._http = self._open_http(self.config.http_endpoint)
+                self._http = self._observer("HTTP", self._open_http)
         except BaseException:
             self._release()
             raise
         self._started_s = time.monotonic()
+        log_event(logger, logging.INFO, "server_began", endpoint=self.endpoint)
         return ids
 
-    def _open_http(self, endpoint: str) -> HttpService:
+    def _observer(self, name: str, start: Callable[[], T]) -> T | None:
+        """Start somebody who looks on. Where that fails, since a port is taken say, the cache goes
+        on without, and is not whole (`health`)."""
+        try:
+            return start()
+        except Exception as error:
+            log_event(
+                logger, logging.ERROR, "observer_not_started", observer=name, error=error,
+                effect="the cache goes on without",
+            )  # fmt: skip
+            self._absent_observers.append(name)
+            return None
+
+    def _open_http(self) -> HttpService:
         from flexcache.server.http import HttpService  # its packages are an extra
         from flexcache.server.operator import Operator
 
-        service = HttpService(Operator(self), endpoint, self.config.http_token)
+        assert self.config.http_endpoint is not None
+        service = HttpService(Operator(self), self.config.http_endpoint, self.config.http_token)
         service.start()
         return service
+
+    def _open_publisher(self, model_id: str) -> KVEventPublisher:
+        from flexcache.events.publisher import KVEventPublisher
+
+        publisher = KVEventPublisher(self.config, model_id)
+        publisher.start()
+        return publisher
+
+    def _open_tracer(self, store: CacheStore) -> Tracer:
+        from flexcache.tracing.tracer import Tracer, make_header
+
+        return Tracer(self.config, make_header(store))
 
     def _open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
         """The first engine says what is to be cached."""
@@ -228,11 +264,13 @@ class KVServer:
     def _adopt(self, store: CacheStore) -> None:
         self._store = store
         if self.config.records_changes:
-            self._feed = ChangeFeed(self.config, store.model.model_id)
+            publisher = None
+            if self.config.kv_events_endpoint is not None:
+                open_publisher = partial(self._open_publisher, store.model.model_id)
+                publisher = self._observer("KV events", open_publisher)
+            self._feed = ChangeFeed(self.config, publisher)
         if self.config.trace_dir is not None:
-            from flexcache.tracing.tracer import Tracer, make_header
-
-            self._tracer = Tracer(self.config, make_header(store))
+            self._tracer = self._observer("trace", partial(self._open_tracer, store))
             store.engine.recorder = self._tracer
         assert self._lock_file is not None
         endpoint = self._lock_file.worker_endpoint
@@ -337,12 +375,13 @@ class KVServer:
 
     def clear(self, tier: str | None) -> int:
         """Drop the blocks of one tier, or of all, that nobody holds; how many."""
-        with self.session():
-            assert self._store is not None
-            clearing = self._store.clear(tier)
-        error = _error_of(clearing.work)
-        with self.session():
-            return clearing.end(error)
+        with self._clearing:
+            with self.session():
+                assert self._store is not None
+                clearing = self._store.clear(tier)
+            error = _error_of(clearing.work)
+            with self.session():
+                return clearing.end(error)
 
     def stats(self, session: SessionId | None = None) -> dict[str, Any]:
         """Of the server as a whole and, if one is named, of a session."""
@@ -359,7 +398,8 @@ class KVServer:
                 for name in self._workers
                 if self._store is None or not self._store.engine.is_up(name)
             ]
-            return {"serving": not self._stopping, "missing": missing + self.hub.absentees()}
+            missing += self.hub.absentees() + self._absent_observers
+            return {"serving": not self._stopping, "missing": missing}
 
     def open_session(self, name: str, num_remembered: int) -> SessionId:
         """For calls from this process; there must be a model."""
@@ -413,13 +453,21 @@ class KVServer:
                 self._turn()
             self._drain()
         except Exception as error:
-            logger.exception("the cache server failed: every request is a miss from now on")
+            log_event(
+                logger,
+                logging.ERROR,
+                "server_failed",
+                effect="every request is a miss",
+                exc_info=True,
+            )
             self._failure = error
             with self._changed:
                 self._stopping = True
                 self._changed.notify_all()
             for identity in self.hub.peers:
                 self._send(identity, Stop())
+        else:
+            log_event(logger, logging.INFO, "server_ended", endpoint=self.endpoint)
 
     def _turn(self) -> None:
         """Wait for one batch of events and take it in."""
@@ -435,7 +483,7 @@ class KVServer:
             ready = {}
         self._take_events(ready)
         if self._is_idle_for_good(time.monotonic()):
-            logger.info("the last client has left")
+            log_event(logger, logging.INFO, "last_client_left")
             self._stopping = True
 
     def _message_comes_soon(self) -> bool:
@@ -463,11 +511,29 @@ class KVServer:
             if self._store is not None:
                 self._store.engine.tick(now)
                 self._route()
+                self._tell_of_remote(self._store.engine)
             if self.hub.outgoing:
                 self._changed.notify_all()  # somebody may be ready now
         self._send_outbox()
         if took_any:
             self._spin_until_s = time.monotonic() + self._spin_s
+
+    def _tell_of_remote(self, engine: KVTaskEngine) -> None:
+        """Log that the breaker has opened or closed, that the tier takes part or does not. A trial
+        that fails in between is no change."""
+        breaker = engine.breaker
+        if breaker.is_closed is not self._breaker_was_closed:
+            self._breaker_was_closed = breaker.is_closed
+            if breaker.is_closed:
+                log_event(logger, logging.INFO, "breaker_closed")
+            else:
+                log_event(logger, logging.WARNING, "breaker_opened", reason=breaker.last_reason)
+        is_there = REMOTE in self._workers and TierName.REMOTE not in engine.cache.unavailable
+        if is_there is not self._remote_was_there:
+            self._remote_was_there = is_there
+            level = logging.INFO if is_there else logging.WARNING
+            event = "tier_available" if is_there else "tier_unavailable"
+            log_event(logger, level, event, tier=TierName.REMOTE.value)
 
     def _patience_ms(self, now: float) -> int | None:
         times: list[float | None] = []
@@ -533,7 +599,9 @@ class KVServer:
                 case RunLookUp(lookup_id, root, keys):
                     self._send_to_worker(REMOTE, LookUp(lookup_id, root, list(keys)))
                 case ReplaceExecutor(executor, reason) if executor in self._workers:
-                    logger.error("%s worker: %s", executor, reason)
+                    log_event(
+                        logger, logging.ERROR, "worker_replaced", worker=executor, reason=reason
+                    )
                     self._workers[executor].kill()
                 case LookUpEnded(lookup_id):
                     with self._changed:
@@ -614,7 +682,10 @@ class KVServer:
                 worker = sender[0]
                 match self._worker_decoder.decode(data):
                     case Ready(detail):
-                        logger.info("%s worker %s is up: %s", worker.name, worker.pid, detail)
+                        log_event(
+                            logger, logging.INFO, "worker_began", worker=worker.name,
+                            pid=worker.pid, detail=detail,
+                        )  # fmt: skip
                         engine.executor_up(worker.name)
                         self.hub.readiness_changed()
                         self._changed.notify_all()
@@ -652,7 +723,10 @@ class KVServer:
                 continue
             self._poller.unregister(worker.pidfd)
             how = worker.died(now)
-            logger.error("%s worker %s: its ops fail, it is started anew", executor, how)
+            log_event(
+                logger, logging.ERROR, "worker_died", worker=executor, how=how,
+                effect="its ops fail, it is started anew",
+            )  # fmt: skip
             self.hub.counters[f"{executor}_worker_deaths"] += 1
             assert self._store is not None
             self._store.engine.executor_down(executor, f"{executor} worker {how}", now)
@@ -701,7 +775,8 @@ class KVServer:
         if self._tracer is not None:
             self._tracer.close()
         if self._store is not None:
-            self._store.close()
+            with self._clearing:  # it writes to the files, and HTTP does not wait for it
+                self._store.close()
         if self._lock_file is not None:
             self._lock_file.release()
 

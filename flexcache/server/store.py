@@ -17,6 +17,7 @@ from flexcache.cache.write_back import DirtyQueue
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, StorageError
 from flexcache.ids import TierName
+from flexcache.logs import log_event
 from flexcache.storage.alignment import align_up
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
@@ -188,11 +189,13 @@ class CacheStore:
         started = time.monotonic()
         report = self.engine.restore(pool.load())
         if report.num_restored or report.num_dropped:
-            logger.info(
-                "%d blocks of the SSD tier are back after %.1f s; %d were of no use any more",
-                report.num_restored,
-                time.monotonic() - started,
-                report.num_dropped,
+            log_event(
+                logger,
+                logging.INFO,
+                "ssd_restored",
+                blocks=report.num_restored,
+                useless_blocks=report.num_dropped,
+                seconds=time.monotonic() - started,
             )
 
     def clear(self, tier: str | None) -> Clearing:
@@ -206,6 +209,7 @@ class CacheStore:
         """
         cache = self.engine.cache
         num_dropped = sum(len(blocks) for blocks in cache.clear(tier).values())
+        log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
         if self.engine.recorder is not None:
             self.engine.recorder.cleared(tier, num_dropped)
         if tier is None:

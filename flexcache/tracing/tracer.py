@@ -23,6 +23,7 @@ from flexcache.cache.block_keys import PromptKeys
 from flexcache.config import CacheConfig
 from flexcache.ids import OpId, SessionId, TierName
 from flexcache.instructions import TaskResult
+from flexcache.logs import log_event
 from flexcache.sessions import Task
 from flexcache.tracing.files import RotatingFiles
 from flexcache.tracing.keys import KeyWriter, PackedPrompt, shorten
@@ -218,7 +219,10 @@ class Tracer:
             self._write_queued()
             self._files.close()
         except Exception as error:  # the cache goes on without a trace
-            logger.error("the trace ends: %s", error)
+            log_event(
+                logger, logging.ERROR, "trace_ended", file=self._files.path, error=error,
+                effect="the cache goes on untraced",
+            )  # fmt: skip
         self._is_over = True
         self._num_abandoned = len(self._queue)
         self._queue.clear()

@@ -469,7 +469,7 @@ def test_what_engines_store_is_published_by_their_server_with_what_it_is_about()
     config = shared_config(
         endpoint, kv_events_endpoint=events, kv_events_replay_endpoint=replay, kv_events=True
     )
-    one, two = Member(config, engine_id="one"), Member(config, engine_id="two")
+    one, two = Member(config, dp_rank=0), Member(config, dp_rank=1)
     with members(one, two):
         tokens = tokens_of(5, 6)
         keys = [bytes([i]) * 32 for i in range(6)]

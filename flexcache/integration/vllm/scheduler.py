@@ -38,6 +38,7 @@ from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.prefill import PrefillMeter
 from flexcache.integration.vllm.stats import FlexCacheStats, read_counters
+from flexcache.logs import log_event
 from flexcache.manager import KVManager
 from flexcache.request_info import RequestInfo
 
@@ -105,21 +106,25 @@ class FlexCacheScheduler:
             # vLLM makes the workers and has them register before it makes the scheduler.
             self.manager.wait_ready(_READY_TIMEOUT_S)
         except TimeoutError as error:
-            logger.error("FlexCache starts without all of its workers: %s", error)
+            log_event(
+                logger, logging.ERROR, "workers_missing", error=error, effect="starts without them"
+            )
         except BaseException:
             self.manager.shutdown()
             raise
         if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-            logger.warning(
-                "kv_load_failure_policy is %r: a request whose KV cannot be read back fails. "
-                'Set it to "recompute" to have vLLM compute it instead',
-                vllm_config.kv_transfer_config.kv_load_failure_policy,
-            )
+            log_event(
+                logger, logging.WARNING, "requests_may_fail",
+                kv_load_failure_policy=vllm_config.kv_transfer_config.kv_load_failure_policy,
+                effect="a request whose KV cannot be read back fails",
+                remedy="set kv_load_failure_policy to recompute",
+            )  # fmt: skip
         self._publishes = config.kv_events and place.endpoint is None
         if config.kv_events and place.endpoint is not None:
-            logger.info(
-                "KV events of a shared cache are published by its server, at kv_events_endpoint"
-            )
+            log_event(
+                logger, logging.INFO, "kv_events_elsewhere",
+                effect="a shared cache's are published by its server, at kv_events_endpoint",
+            )  # fmt: skip
         self._gets: dict[str, _Get] = {}
         self._puts: dict[str, int] = {}
         self._failed: set[str] = set()  # lost a load: to offer another could go on for ever
@@ -281,7 +286,9 @@ class FlexCacheScheduler:
         for request_id, load in in_step.items():
             if self.forget_blocks is None or not set(load.block_ids).intersection(bad_blocks):
                 continue
-            logger.warning("FlexCache lost a load of %s, vLLM computes it instead", request_id)
+            log_event(
+                logger, logging.WARNING, "load_lost", request=request_id, effect="vLLM computes it"
+            )
             if not load.has_ended:
                 self._failed.add(request_id)
             self.forget_blocks(set(load.block_ids))
@@ -334,7 +341,9 @@ class FlexCacheScheduler:
                 look_up=now - asked_s <= self._lookup_timeout_s,  # steps may take longer
             )
         except (FlexCacheError, ValueError) as error:
-            logger.warning("FlexCache cannot be asked: %s", error)
+            log_event(
+                logger, logging.WARNING, "match_failed", request=request.request_id, error=error
+            )
             return None
         if matched is None:  # the remote store has yet to answer
             self._undecided[request.request_id] = asked_s
@@ -368,7 +377,10 @@ class FlexCacheScheduler:
             return True  # nothing is known against it
         if int(response.mask.sum()) == get.num_tokens:
             return True
-        logger.warning("FlexCache lost part of a load, vLLM recomputes it: %s", response.error)
+        log_event(
+            logger, logging.WARNING, "load_lost", task=get.task_id, error=response.error,
+            effect="vLLM computes it",
+        )  # fmt: skip
         return False
 
     def _put(self, request: Any, block_ids: Sequence[int], num_blocks: int) -> int | None:
@@ -384,7 +396,9 @@ class FlexCacheScheduler:
                 **_retention(request),
             )
         except (FlexCacheError, ValueError) as error:
-            logger.warning("FlexCache cannot store: %s", error)
+            log_event(
+                logger, logging.WARNING, "put_failed", request=request.request_id, error=error
+            )
             return None
         if not wanted.any():
             return None
@@ -399,7 +413,7 @@ class FlexCacheScheduler:
             # What had ended before (the server was lost, say) was not launched at all.
             response = self.manager.try_wait([task_id]).get(task_id)
         except (FlexCacheError, ValueError, KeyError) as error:
-            logger.warning("FlexCache: a task could not be launched: %s", error)
+            log_event(logger, logging.WARNING, "launch_failed", task=task_id, error=error)
             self._safely(self.manager.cancel, [task_id])
             return None
         has_failed = response is not None and response.status is not KVStatus.SUCCESS
@@ -420,7 +434,7 @@ class FlexCacheScheduler:
         try:
             call(*arguments, **options)
         except (FlexCacheError, ValueError, KeyError) as error:
-            logger.warning("FlexCache: %s failed: %s", call.__name__, error)
+            log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
             return False
         return True
 
@@ -439,5 +453,8 @@ def _retention(request: Any) -> dict[str, Any]:
             if hint is not None and lowest <= (value := kind(hint)) <= highest:
                 hints[name] = value
         except (TypeError, ValueError, OverflowError):
-            logger.warning("flexcache_%s of request %s is no number", name, request.request_id)
+            log_event(
+                logger, logging.DEBUG, "hint_ignored", request=request.request_id,
+                hint=f"flexcache_{name}", reason="is no number",
+            )  # fmt: skip
     return hints

@@ -1,0 +1,86 @@
+"""What a running cache logs: changes of state, and nothing for a request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from cluster import READY_S, Cluster, running_cluster
+
+from flexcache.logs import LogEvent
+
+TOKENS_PER_BLOCK = 16
+
+
+def request(cluster: Cluster, number: int) -> None:
+    tokens = [number] * TOKENS_PER_BLOCK
+    cluster.put(tokens, [number % 8])
+    cluster.get(tokens, [8 + number % 8])
+    cluster.get([-1 - number] * TOKENS_PER_BLOCK, [0])  # what nobody has stored
+
+
+def events_in(caplog: pytest.LogCaptureFixture) -> list[LogEvent]:
+    """All that was logged: a record of another kind fails here."""
+    said = [record.msg for record in caplog.records if record.name.startswith("flexcache")]
+    assert all(isinstance(event, LogEvent) for event in said), said
+    return said
+
+
+def test_two_hundred_requests_at_info_leave_no_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flexcache")
+    with running_cluster([tmp_path], remote_url="memory://") as cluster:
+        request(cluster, 0)
+        before = {str(event) for event in events_in(caplog)}
+        caplog.clear()
+        for number in range(1, 201):
+            request(cluster, number)
+        assert cluster.manager.stats()["ended_tasks"]["get_success"] == 201
+        # The remote worker may only now have come up: a change of state, said once.
+        late = {event.name for event in events_in(caplog)}
+    assert before
+    assert late <= {"worker_began", "tier_available"}
+
+
+def test_changes_of_state_are_said_once_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "flexcache")
+    with running_cluster([tmp_path]) as cluster:
+        request(cluster, 1)
+        cluster.manager.clear("CPU")
+        os.kill(cluster.manager.stats()["workers"]["disk"], signal.SIGKILL)
+        while cluster.manager.stats()["worker_restarts"]["disk"] == 0:
+            with cluster.server.session():
+                cluster.server.wait_for_change(0.05)
+        cluster.manager.wait_ready(READY_S)
+    names = [event.name for event in events_in(caplog)]
+    assert names.count("server_began") == names.count("server_ended") == 1
+    assert names.count("rank_began") == names.count("rank_ended") == 1
+    assert names.count("worker_began") == 2
+    (died_event,) = (event for event in events_in(caplog) if event.name == "worker_died")
+    assert died_event.fields["how"] == "killed by signal 9"
+    (cleared,) = (event for event in events_in(caplog) if event.name == "tier_cleared")
+    assert cleared.fields == {"tier": "CPU", "blocks": 1}
+
+
+def test_a_store_that_is_lost_and_comes_back_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "flexcache")
+
+    def names() -> list[str]:
+        return [event.name for event in events_in(caplog)]
+
+    with running_cluster(remote_url="memory://") as cluster:
+        os.kill(cluster.manager.stats()["workers"]["remote"], signal.SIGKILL)
+        while not {"breaker_opened", "breaker_closed"} <= set(names()):
+            with cluster.server.session():
+                cluster.server.wait_for_change(0.05)
+    said = [name for name in names() if name.startswith(("breaker_", "tier_"))]
+    assert said[-4:] == ["breaker_opened", "tier_unavailable", "breaker_closed", "tier_available"]
+    assert said[:-4] in ([], ["tier_available"])
