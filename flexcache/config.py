@@ -343,6 +343,10 @@ class CacheConfig:
                 raise _reject(name, getattr(self, name), f"must be one of {', '.join(allowed)}")
         if self.remote_url is not None:
             check_remote_url(self.remote_url)
+        if self.http_token is not None and not _is_visible(self.http_token):
+            raise _reject(
+                "http_token", "...", "must be visible ASCII characters, no spaces; one at least"
+            )
         if self.http_endpoint is not None:
             check_http_endpoint(self.http_endpoint, has_token=self.http_token is not None)
         if self.kv_events_replay_endpoint is not None and self.kv_events_endpoint is None:
@@ -548,6 +552,10 @@ def _typed(name: str, value: Any) -> Any:
         return msgspec.convert(value, _field_types()[name], strict=not isinstance(value, str))
     except msgspec.ValidationError as error:
         raise _reject(name, value, str(error)) from None
+
+
+def _is_visible(text: str) -> bool:
+    return bool(text) and all("!" <= character <= "~" for character in text)
 
 
 def check_http_endpoint(endpoint: str, has_token: bool) -> tuple[str, int]:

@@ -79,6 +79,9 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "op_timeout_s": 0}, "op_timeout_s"),
         ({**BASE, "direct_io": "maybe"}, "direct_io = 'maybe'"),
         ({**BASE, "log_level": "LOUD"}, "log_level"),
+        ({**BASE, "http_endpoint": "0.0.0.0:1"}, "http_token must be set"),
+        ({**BASE, "http_endpoint": "0.0.0.0:1", "http_token": ""}, "http_token = .*one at least"),
+        ({**BASE, "http_endpoint": "1", "http_token": "a secret"}, "http_token = .*no spaces"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(settings: dict[str, Any], named: str) -> None:

@@ -241,6 +241,8 @@ def test_with_a_token_all_but_health_needs_it(server: PlayedServer) -> None:
                           {"Authorization": "Bearer \xe9"}):  # fmt: skip
                 status, _, headers = ask(service, "GET", path, headers=given)
                 assert (status, headers["WWW-Authenticate"]) == (401, "Bearer"), (path, given)
+        for host in ("localhost/healthz?", "localhost/healthz#"):  # no path is read off this
+            assert ask(service, "GET", "/metrics", headers={"Host": host})[0] == 401
         for scheme in ("Bearer", "bearer"):
             good = {"Authorization": f"{scheme} {TOKEN}"}
             assert ask(service, "GET", "/metrics", headers=good)[0] == 200

@@ -1,0 +1,65 @@
+"""Who only looks on, and cannot, does the cache no harm."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from cluster import running_cluster
+from test_faults import until
+
+from flexcache import CacheConfig, KVManager, ModelConfig
+from flexcache.server.runtime import private_endpoint
+from flexcache.server.server import KVServer
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+TOKENS = np.arange(64)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """Another engine's, say."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+def test_an_engine_whose_ports_are_taken_has_its_cache(
+    taken_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {
+        "http_endpoint": str(taken_port),
+        "kv_events": True,
+        "kv_events_endpoint": f"tcp://127.0.0.1:{taken_port}",
+    }
+    with caplog.at_level(logging.ERROR, "flexcache"), running_cluster(**settings) as cluster:
+        cluster.put(TOKENS, range(4))
+        assert cluster.get(TOKENS, range(4)).mask.all()
+        health = cluster.server.health()
+        assert health == {"serving": True, "missing": ["KV events", "HTTP"]}
+        assert cluster.manager.take_changes()  # whoever takes them is told all the same
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert all("observer_not_started" in line and str(taken_port) in line for line in lines)
+
+
+def test_the_first_engine_of_a_server_is_served_though_its_events_cannot_be(
+    taken_port: int,
+) -> None:
+    config = CacheConfig(num_cpu_blocks=8, kv_events_endpoint=f"tcp://127.0.0.1:{taken_port}")
+    server = KVServer(config, private_endpoint("unseen"))
+    server.start()
+    model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
+    try:
+        with KVManager(model, config, endpoint=server.endpoint) as manager:
+            until(lambda: bool(manager.stats()["tiers"]))
+            assert server.health()["missing"][-1] == "KV events"
+            store = server.hub.store
+            assert store is not None and store.engine.cache.journal is not None
+    finally:
+        server.shutdown()

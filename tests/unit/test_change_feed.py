@@ -1,0 +1,59 @@
+"""What nobody takes is bounded, by batches and by tokens; the oldest goes first."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexcache.cache.journal import Change, Medium, Stored
+from flexcache.config import CacheConfig
+from flexcache.ids import BlockKey, RootId
+from flexcache.server import change_feed
+from flexcache.server.change_feed import ChangeFeed
+
+
+def stored(number: int, num_tokens: int = 4) -> Change:
+    key = BlockKey(number.to_bytes(8, "big"))
+    return Stored(Medium.CPU, RootId(bytes(16)), None, [key], 4, range(num_tokens))
+
+
+def feed_of(**settings: object) -> ChangeFeed:
+    return ChangeFeed(CacheConfig(num_cpu_blocks=4, **settings), None)  # type: ignore[arg-type]
+
+
+def test_what_is_taken_is_in_order_and_gone() -> None:
+    feed = feed_of(kv_events=True)
+    changes = [stored(number) for number in range(5)]
+    feed.pass_on(changes[:2])
+    feed.pass_on(changes[2:])
+    assert feed.take() == changes
+    assert feed.take() == []
+    assert feed.stats() == {"untaken_batches": 0, "lost_batches": 0}
+
+
+def test_beyond_the_bound_the_oldest_batches_are_gone() -> None:
+    feed = feed_of(kv_events=True, kv_events_queue=3)
+    changes = [stored(number) for number in range(5)]
+    for change in changes:
+        feed.pass_on([change])
+    assert feed.stats() == {"untaken_batches": 3, "lost_batches": 2}
+    assert feed.take() == changes[2:]
+
+
+def test_few_batches_of_many_tokens_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_feed, "_MAX_WAITING_TOKENS", 10)
+    feed = feed_of(kv_events=True)
+    for round_ in range(2):  # what was taken does not count any more
+        changes = [stored(3 * round_ + number) for number in range(3)]
+        for change in changes:
+            feed.pass_on([change])
+        assert feed.take() == changes[1:]
+    feed.pass_on([stored(7, 100)])
+    assert feed.stats() == {"untaken_batches": 1, "lost_batches": 2}  # the last is always kept
+    feed.pass_on([stored(8)])
+    assert feed.take() == [stored(8)]
+
+
+def test_nothing_is_kept_for_nobody() -> None:
+    feed = feed_of()
+    feed.pass_on([stored(1)])
+    assert feed.take() == []
