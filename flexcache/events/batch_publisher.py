@@ -35,6 +35,7 @@ END_OF_REPLAY = _END_NUMBER.to_bytes(NUMBER_BYTES, "big")
 
 _SEND_QUEUE = 10_000  # batches that wait for one slow subscriber; later ones it has to ask for
 _REPLAY_BYTES = 256 << 20
+_MAX_REQUEST_BYTES = 4096  # subscriptions as well; the connection of who sends more is cut
 _BATCHES_A_TURN = 256  # between looks at who wants some again
 _MOST_GATHERED = 16
 _CLOSE_TIMEOUT_S = 1.0
@@ -127,12 +128,14 @@ class BatchPublisher(Generic[Item]):
         try:
             self._pub = self._context.socket(zmq.PUB)
             self._pub.sndhwm = _SEND_QUEUE
+            self._pub.maxmsgsize = _MAX_REQUEST_BYTES
             endpoint = _open(self._pub, self.address.endpoint, is_bound(self.address.endpoint))
             replay_endpoint = self.address.replay_endpoint
             if replay_endpoint is not None:
                 self._router = self._context.socket(zmq.ROUTER)
                 # Whoever asks and does not read costs no more than this, and does not hold us up.
                 self._router.router_mandatory = True
+                self._router.maxmsgsize = _MAX_REQUEST_BYTES
                 self._router.sndhwm = self._num_kept + 1
                 replay_endpoint = _open(self._router, replay_endpoint, bind=True)
                 self._poller.register(self._router, zmq.POLLIN)

@@ -12,6 +12,7 @@ from flexcache.events.batch_publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, describe
 
 _GATHER_S = 0.005  # a router does not mind
+_MORE_THAN_A_NAME = "|"  # begins what else an engine's KV depends on: revision, dtypes
 
 
 class KVEventPublisher(BatchPublisher[Change]):
@@ -19,7 +20,7 @@ class KVEventPublisher(BatchPublisher[Change]):
 
     Args:
         config: Addresses, format and bounds (``kv_events_*``).
-        model_id: Names the model in the topic.
+        model_id: Names the model in the topic, by what is before the first ``|``.
         pod: Names this publisher in the topic, as routers know it; the host's name (in Kubernetes
             the pod's) if None. The config's ``kv_events_topic`` replaces all of it.
         data_parallel_rank: Goes into every batch. A cache that ranks share has none.
@@ -36,7 +37,8 @@ class KVEventPublisher(BatchPublisher[Change]):
             raise ConfigError("kv_events_endpoint = None: needed to publish KV events")
         topic = config.kv_events_topic
         if topic is None:
-            topic = f"kv@{pod or socket.gethostname()}@{model_id}"
+            name = model_id.partition(_MORE_THAN_A_NAME)[0]
+            topic = f"kv@{pod or socket.gethostname()}@{name}"
         self._hashes = config.kv_events_hashes
         self._encoder = BatchEncoder(config.kv_events_format, data_parallel_rank)
         super().__init__(

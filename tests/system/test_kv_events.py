@@ -388,6 +388,20 @@ def test_malformed_requests_are_counted_and_harm_nobody() -> None:
             socket.close()
 
 
+def test_who_sends_more_than_a_request_is_cut_off() -> None:
+    with publishing() as publisher:
+        publish(publisher, 2)
+        assert publisher.address.replay_endpoint is not None
+        huge = zmq.Context.instance().socket(zmq.DEALER)
+        monitor = huge.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        huge.connect(publisher.address.replay_endpoint)
+        huge.send_multipart([b"", bytes(8 << 20)])
+        assert monitor.poll(20_000)
+        assert ask(publisher, 0) == [0, 1]
+        huge.disable_monitor()
+        huge.close(linger=0)
+
+
 def test_who_asks_and_does_not_read_holds_up_nobody() -> None:
     large: list[Event] = [BlockStored([1], None, [1 << 20] * 50_000, 50_000, None, "CPU", None)]
     with publishing(num_kept=8) as publisher:
