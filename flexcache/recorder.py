@@ -17,9 +17,7 @@ class Recorder(Protocol):
     """Called by `KVTaskEngine` under the server's lock: takes microseconds, raises nothing, and
     reads the clock itself."""
 
-    def matched(
-        self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float
-    ) -> None:
+    def matched(self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float) -> None:
         """Blocks ``[start, stop)`` of a prompt were asked for; ``task.plan`` is what came of it.
 
         ``keys`` may be a view of memory that changes after the call.
