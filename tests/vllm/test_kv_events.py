@@ -253,6 +253,10 @@ def test_a_salted_prompt_is_told_with_its_salt(engine: Engine) -> None:
             assert vllms.by_vllm.told["GPU"][block] == what
 
 
+def test_a_salted_prompt_of_less_than_a_block_is_served(engine: Engine) -> None:
+    assert engine.generate(make_prompt(10, next(_seeds)), cache_salt="bob").num_cached_tokens == 0
+
+
 @pytest.mark.parametrize("whose", ["ours", "vllms"])
 def test_a_lost_message_is_found_by_its_gap_and_repaired_by_replay(
     engine: Engine, whose: str

@@ -39,7 +39,7 @@ def _extra_keys(request: Any, block_size: int) -> list[Any] | None:
         or request.cache_salt
         or getattr(request, "prompt_embeds", None) is not None
     )
-    if not has_more:
+    if not has_more or not request.block_hashes:
         return None
     extra_keys, image = [], 0
     for index in range(len(request.block_hashes)):

@@ -356,7 +356,16 @@ class FlexCacheScheduler:
         """What KV events and traces shall say of the request, where there are any."""
         if not self.manager.wants_request_info:
             return None
-        return read_request_info(request, self._block_size)
+        try:
+            return read_request_info(request, self._block_size)
+        except (
+            Exception
+        ) as error:  # much of vLLM's inside is looked at; no request is to fail by it
+            log_event(
+                logger, logging.WARNING, "request_not_described", request=request.request_id,
+                error=error,
+            )  # fmt: skip
+            return None
 
     def _launch(self, get: _Get | None, block_ids: list[int]) -> int | None:
         """Start a get; None if it cannot be."""
