@@ -286,7 +286,7 @@ class BatchPublisher(Generic[Item]):
         answers = [(self._topic, *batch) for batch in self._kept if batch[0] >= first]
         num_batches = len(answers)
         answers.append((b"", _END_NUMBER, b""))
-        if frames[-1].get("Socket-Type") == "REQ":
+        if _is_of_req(frames[-1]):
             del answers[1:]
             num_batches = min(num_batches, 1)
         try:
@@ -296,6 +296,13 @@ class BatchPublisher(Generic[Item]):
             self._num_sent_again += num_batches
         except zmq.ZMQError as error:  # it has gone, or does not read
             log_event(logger, logging.DEBUG, "kv_events_replay_ended", first=first, error=error)
+
+
+def _is_of_req(frame: zmq.Frame) -> bool:
+    try:
+        return frame.get("Socket-Type") == "REQ"
+    except zmq.ZMQError:  # peers of ZMTP 1 and 2 do not say what they are
+        return False
 
 
 def is_bound(endpoint: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -386,6 +387,20 @@ def test_malformed_requests_are_counted_and_harm_nobody() -> None:
         for socket in sockets:
             assert not socket.poll(0)
             socket.close()
+
+
+def test_a_peer_of_the_oldest_protocol_is_answered_too() -> None:
+    """It does not say what kind of socket it is."""
+    with publishing() as publisher:
+        publish(publisher, 2)
+        assert publisher.address.replay_endpoint is not None
+        host, port = publisher.address.replay_endpoint.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as peer:
+            peer.sendall(b"\x01\x00" + b"\x01\x01" + b"\x09\x00" + bytes(8))  # ZMTP 1.0
+            told = b""
+            while END_OF_REPLAY not in told:
+                told += peer.recv(1 << 16)
+        assert ask(publisher, 0) == [0, 1]
 
 
 def test_who_sends_more_than_a_request_is_cut_off() -> None:
