@@ -39,7 +39,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
 except ImportError as error:
@@ -252,6 +252,8 @@ async def _read(request: Request, kind: type[T]) -> T:
         body = await asyncio.wait_for(_read_body(request), _BODY_PATIENCE_S)
     except asyncio.TimeoutError:
         raise HTTPException(408, f"no whole body within {_BODY_PATIENCE_S:g} s") from None
+    except ClientDisconnect:  # nobody reads this, but a stranger's leaving is no error of ours
+        raise HTTPException(400, "the body was broken off") from None
     return msgspec.json.decode(body, type=kind)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -230,6 +231,22 @@ def test_a_body_without_bound_is_cut_off(server: PlayedServer, service: HttpServ
     assert not answer or b" 413 " in answer.split(b"\r\n")[0]
     assert not server.prefetched
     assert ask(service, "GET", "/status")[0] == 200
+
+
+def test_who_leaves_in_the_middle_of_a_body_is_not_logged_as_an_error(
+    service: HttpService, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = service.address.removeprefix("http://")
+    host, port = address.split(":")
+    head = (
+        f"POST /cache/clear HTTP/1.1\r\nHost: {address}\r\nContent-Length: 99\r\n"
+        "Content-Type: application/json\r\nExpect: 100-continue\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(head.encode())
+        assert client.recv(100).startswith(b"HTTP/1.1 100")  # the body is waited for now
+    service.close()  # waits for what is under way
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_with_a_token_all_but_health_needs_it(server: PlayedServer) -> None:
