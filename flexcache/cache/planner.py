@@ -26,6 +26,7 @@ from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.write_back import DirtyPrompt, DirtyQueue
@@ -345,10 +346,11 @@ class GlobalCacheEngine:
         self.host.publish(plan.staging, num_ok)
         if not num_ok or not plan.staging.keys:
             return
-        prompt = DirtyPrompt(plan.root, plan.staging.keys[:num_ok], plan.staging.content)
         for name, dirty in self._write_back.items():
             if name not in plan.sources:  # else that is where they came from
-                dirty.add(prompt)
+                staging = plan.staging
+                content = self._content_of(staging.content, staging.first, staging.first + num_ok)
+                dirty.add(DirtyPrompt(plan.root, staging.keys[:num_ok], content))
 
     def publish_store(self, plan: Plan, name: TierName, num_ok: int) -> None:
         """The first ``num_ok`` blocks of a write-through hold their bytes."""
@@ -530,7 +532,16 @@ class GlobalCacheEngine:
         """A tier with write-back lacks what the host has had for longer: it failed once, say."""
         dirty = self._write_back.get(tier.name)
         if dirty is not None:
-            dirty.add(DirtyPrompt(keys.root, keys.slice(begin, end), keys.content))
+            content = self._content_of(keys.content, begin, end)
+            dirty.add(DirtyPrompt(keys.root, keys.slice(begin, end), content))
+
+    def _content_of(
+        self, content: PromptContent | None, start: int, stop: int
+    ) -> PromptContent | None:
+        """Of these blocks alone, for the journal; a prompt may be dirty for long."""
+        if content is None or self.journal is None:
+            return None
+        return content.part(start, stop, self.journal.tokens_per_block)
 
     def _admitted(self, tier: Tier, keys: BlockKeys, stop: int) -> int:
         """How many blocks of a prompt, from the first on, the tier's policy writes now."""

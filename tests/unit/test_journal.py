@@ -176,3 +176,25 @@ def test_emptying_everything_is_told_in_one_word() -> None:
     cache.journal.take()
     cache.clear(None)
     assert cache.journal.take() == [Cleared()]
+
+
+def test_what_waits_to_be_written_back_is_told_with_its_tokens_and_keeps_no_others() -> None:
+    dirty = DirtyQueue(2, 6)
+    tiers = [Tier(TierName.CPU, 6), Tier(TierName.SSD, 6)]
+    cache = GlobalCacheEngine(tiers, 2, 100, write_back={TierName.SSD: dirty})
+    cache.keep_journal(SIZE)
+    for word in ("a", "ab", "aba"):  # one conversation, that goes on
+        plan = cache.plan_put(described(word), 0, len(word))
+        cache.publish_staging(plan, plan.num_blocks)
+        cache.finish(plan)
+    contents = [prompt.content for prompt in dirty._prompts.values()]
+    assert [len(content.token_ids) for content in contents if content] == [SIZE, SIZE, SIZE]
+    reader = Reader()
+    while (store := cache.plan_write_back()) is not None:
+        cache.publish_store(store, TierName.SSD, len(store.stores[TierName.SSD]))
+        cache.finish(store)
+    assert cache.journal is not None
+    changes = cache.journal.take()
+    reader.read(changes)
+    written = [change for change in changes if change.medium is Medium.STORAGE]  # type: ignore[union-attr]
+    assert written and all(isinstance(change, Stored) and change.token_ids for change in written)
