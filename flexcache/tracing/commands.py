@@ -29,7 +29,6 @@ _LATE_S = 0.01
 TracePaths = Annotated[
     list[Path], typer.Argument(help="Files of one trace, or the directory that has them.")
 ]
-TracePath = Annotated[Path, typer.Argument(help="A file of a trace, or the directory of one.")]
 
 
 @app.callback()
@@ -39,24 +38,26 @@ def _main() -> None:
 
 @app.command()
 def chrome(
-    trace: TracePath, out: Annotated[Path, typer.Argument(help="The file to write.")]
+    trace: TracePaths, out: Annotated[Path, typer.Argument(help="The file to write.")]
 ) -> None:
     """Write a trace's tasks and ops for chrome://tracing or Perfetto."""
     from flexcache.tracing.chrome import chrome_trace
 
     with errors_named(_console):
-        events = chrome_trace(_open([trace]))
+        if out.suffix == ".jsonl":
+            raise TraceError(f"{out}: this is where a trace is, name the file to write last")
+        events = chrome_trace(_open(trace))
         _write(out, events)
-        _console.print(f"{out}: {len(events['traceEvents']):,} events")
+        _console.print(f"{escape(str(out))}: {len(events['traceEvents']):,} events")
 
 
 @app.command()
-def overlap(trace: TracePath) -> None:
+def overlap(trace: TracePaths) -> None:
     """For how long copies to and from DRAM ran while the SSD was read or written."""
     from flexcache.tracing import overlap as ops
 
     with errors_named(_console):
-        opened = _open([trace])
+        opened = _open(trace)
         table = Table("DRAM copies", "beside", "for", "both at once", "of the shorter")
         for name, kinds in (("SSD reads", ops.SSD_READS), ("SSD writes", ops.SSD_WRITES)):
             seen = ops.overlap(opened, ops.DRAM_COPIES, kinds)
@@ -70,7 +71,7 @@ def overlap(trace: TracePath) -> None:
 
 @app.command()
 def story(
-    trace: TracePath,
+    trace: TracePaths,
     wanted: Annotated[
         str, typer.Argument(metavar="ID", help="Of a task, or the engine's of a request.")
     ],
@@ -80,9 +81,9 @@ def story(
     from flexcache.tracing.story import tell
 
     with errors_named(_console):
-        chapters = tell(_open([trace]), wanted)
+        chapters = tell(_open(trace), wanted)
         if not chapters:
-            raise TraceError(f"{trace}: nothing is said of {wanted}")
+            raise TraceError(f"{', '.join(map(str, trace))}: nothing is said of {wanted}")
     if as_json:
         print(msgspec.json.encode([chapter.report() for chapter in chapters]).decode())
         return
@@ -132,9 +133,9 @@ def replay(
         wanted = replay_config(opened.header, config, _pairs(settings or []), size)
         with _progress() as progress:
             report = run(opened, wanted, size, speed=speed, trace_dir=trace_dir, progress=progress)
+        _show(report)
         if json_file is not None:
             _write(json_file, report.report())
-    _show(report)
 
 
 def _open(paths: Sequence[Path]) -> Trace:
@@ -167,7 +168,7 @@ def _show(report: ReplayReport) -> None:
         summaries = {"trace": report.then, **summaries}
     table = Table("", *summaries)
     for row in _rows(list(summaries.values())):
-        table.add_row(*row)
+        table.add_row(*map(escape, row))  # reasons and tiers are as the trace has them
     _console.print(table)
     evicted = ", ".join(f"{t} {n['evicted_blocks']:,}" for t, n in report.tiers.items())
     _console.print(f"evicted blocks in the replay: {evicted}", highlight=False)

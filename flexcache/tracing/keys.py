@@ -97,7 +97,7 @@ class KeyReader:
         self._prompts: dict[int, _Keys] = {}
 
     def complete(self, match: Matched) -> Matched:
-        """Raises `ValueError` if a line is missing that this one refers to."""
+        """Raises `ValueError` if a line is missing that this one refers to, or keys are."""
         if match.base and match.base not in self._prompts:
             raise ValueError(f"task {match.task} begins like task {match.base}, which is not there")
         base = self._prompts.get(match.base)
@@ -108,4 +108,6 @@ class KeyReader:
             wanted = min(wanted, base.base_blocks)
             base = base.base
         keys = b"".join(reversed(pieces))
+        if len(keys) != match.stop * KEY_BYTES:
+            raise ValueError(f"task {match.task} has {match.stop} blocks and {len(keys)} key bytes")
         return msgspec.structs.replace(match, base=0, base_blocks=0, keys=keys)

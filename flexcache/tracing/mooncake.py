@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from flexcache.errors import TraceError
 from flexcache.ids import TaskKind
-from flexcache.tracing.records import KEY_BYTES, Matched, Record, TraceHeader
+from flexcache.tracing.records import DECODE_ERRORS, KEY_BYTES, Matched, Record, TraceHeader
 
 TOKENS_PER_ID = 512
 DEFAULT_BLOCK_BYTES = 8192
@@ -19,7 +20,7 @@ DEFAULT_BLOCK_BYTES = 8192
 
 class MooncakeRequest(msgspec.Struct, frozen=True):
     timestamp: float
-    hash_ids: list[int]
+    hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
 
     @property
     def time_s(self) -> float:
@@ -40,7 +41,7 @@ def read_requests(path: Path) -> Iterator[MooncakeRequest]:
         for number, line in enumerate(file, 1):
             try:
                 yield _decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except DECODE_ERRORS as error:
                 raise TraceError(f"{path}, line {number}: {error}") from None
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 
 from flexcache.errors import TraceError
 from flexcache.tracing.keys import KeyReader
-from flexcache.tracing.records import FORMAT, Matched, Record, TraceHeader
+from flexcache.tracing.records import DECODE_ERRORS, FORMAT, Matched, Record, TraceHeader
 
 _header_decoder = msgspec.json.Decoder(TraceHeader)
 _record_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -41,7 +41,8 @@ class RecordedTrace:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        headers = {path: _read_header(path) for path in _files_of(paths)}
+        files = {path.resolve(): path for path in _files_of(paths)}
+        headers = {path: _read_header(path) for path in files.values()}
         if not headers:
             raise TraceError(f"no trace in {', '.join(map(str, paths))}")
         names = {(header.pid, header.began_unix_s) for header in headers.values()}
@@ -71,26 +72,32 @@ def _files_of(paths: Iterable[Path]) -> Iterator[Path]:
 
 def _read_header(path: Path) -> TraceHeader:
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             header = _header_decoder.decode(file.readline())
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except DECODE_ERRORS as error:
         raise TraceError(f"{path} is no trace: {error}") from None
     if header.format > FORMAT:
         raise TraceError(f"{path} has format {header.format}; {FORMAT} is the last known here")
     return header
 
 
+def _open(path: Path) -> BinaryIO:
+    """Files of a trace that goes on may be gone by the time that they are read."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}") from None
+
+
 def _read_lines(path: Path) -> Iterator[tuple[int, Record]]:
     """All but the first, with their numbers."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         file.readline()
         for number, line in enumerate(file, 2):
             if not line.endswith(b"\n"):
                 return  # whoever wrote it was killed, or the disk was full
             try:
                 record = _record_decoder.decode(line)
-            except msgspec.MsgspecError as error:
+            except DECODE_ERRORS as error:
                 raise TraceError(f"{path}, line {number}: {error}") from None
             yield number, record

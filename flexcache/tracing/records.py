@@ -6,7 +6,7 @@ which things happened, an op where it ended. Fields that have their default are 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,6 +17,19 @@ FORMAT = 1
 
 KEY_BYTES = 8
 
+SETTINGS = (
+    "eviction_policy", "ssd_write_policy", "remote_write_policy", "write_min_sightings",
+    "write_back_max_dirty", "priority_step_s", "skip_slow_loads", "transfer_chunk_mb",
+    "max_open_tasks", "match_ttl_s",
+)  # fmt: skip
+"""Those of `CacheConfig` that decide what is moved and kept."""
+
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding a line may raise that somebody else has written."""
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Size = Annotated[int, msgspec.Meta(gt=0)]
+
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whose trace it is, and which of its files this one is.
@@ -26,7 +39,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         block_bytes: Of one block over all ranks.
         capacities: Blocks of each tier. The remote store has no limit of ours: 0.
         indexed: Blocks that each tier held when the trace began.
-        settings: Those of `CacheConfig` that decide what is moved and kept.
+        settings: Those of `SETTINGS`.
         began_unix_s: When the trace began. With ``pid`` it names the trace.
         file: Number of the file, from 1 on.
     """
@@ -34,8 +47,8 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     format: int = FORMAT
     version: str = ""
     fingerprint: str = ""
-    block_bytes: int
-    tokens_per_block: int
+    block_bytes: _Size
+    tokens_per_block: _Size
     capacities: dict[str, int] = {}
     indexed: dict[str, int] = {}
     settings: dict[str, Any] = {}
@@ -70,16 +83,16 @@ class Matched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="match")
     engine: str = ""
     request: str = ""
     root: str = ""
-    start: int
-    stop: int
-    num_tokens: int
+    start: _Count
+    stop: _Count
+    num_tokens: _Count
     retain_s: float = 0.0
     prefill_blocks_per_s: float = 0.0
     base: int = 0
-    base_blocks: int = 0
+    base_blocks: _Count = 0
     keys: bytes = b""
-    found_start: int
-    num_blocks: int
+    found_start: _Count
+    num_blocks: _Count
     sources: dict[str, int] = {}
     dropped: dict[str, int] = {}
     skipped: dict[str, int] = {}

@@ -11,6 +11,7 @@ A replay is traced too, and what came of both is read off the traces by the same
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections import Counter
@@ -26,12 +27,13 @@ import torch
 from flexcache.config import CONFIG_FILE_ENV, CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind, TaskKind, TierName
-from flexcache.manager import KVManager
+from flexcache.manager import MAX_PRIORITY, KVManager
 from flexcache.request_info import RequestInfo
 from flexcache.server.tp_client import KVTPClient
 from flexcache.tracing.reader import RecordedTrace, Trace
 from flexcache.tracing.records import (
     KEY_BYTES,
+    SETTINGS,
     Cancelled,
     ClearedTier,
     Ended,
@@ -102,10 +104,11 @@ def replay_config(
     Raises:
         ConfigError: A setting is wrong, or there is no size to take from the trace.
     """
-    own: dict[str, Any] = {"tokens_per_block": header.tokens_per_block, **header.settings}
+    own: dict[str, Any] = {"tokens_per_block": header.tokens_per_block}
+    own |= {name: value for name, value in header.settings.items() if name in SETTINGS}
     sizes = {"num_cpu_blocks": TierName.CPU, "num_ssd_blocks": TierName.SSD}
     own |= {name: header.capacities[t] for name, t in sizes.items() if t in header.capacities}
-    if "transfer_chunk_mb" in own:  # as many blocks to a chunk as then
+    if isinstance(own.get("transfer_chunk_mb"), int | float):  # as many blocks to a chunk as then
         own["transfer_chunk_mb"] *= block_bytes / header.block_bytes
     wanted: dict[str, Any] = {}
     for name, value in chosen.items():
@@ -143,6 +146,10 @@ def replay(
         speed: 1 is the trace's pace, 2 twice that; 0 is as fast as can be.
         trace_dir: Where the trace of the replay is to stay.
         progress: Told now and then of how many records how many are done.
+
+    Raises:
+        ConfigError: The cache cannot be made so.
+        TraceError: A line of the trace is wrong.
     """
     if block_bytes <= 0 or block_bytes % config.tokens_per_block:
         raise ConfigError(
@@ -178,10 +185,12 @@ def _apart(config: CacheConfig, stack: ExitStack, trace_dir: Path | None) -> Cac
 
     def make_directory(parent: str | None) -> str:
         if parent is not None:
-            Path(parent).mkdir(parents=True, exist_ok=True)
+            _make_writable(Path(parent))
         made = tempfile.TemporaryDirectory(prefix="flexcache-replay-", dir=parent)
         return stack.enter_context(made)
 
+    if trace_dir is not None:
+        _make_writable(trace_dir)
     return replace(
         config,
         ssd_cache_dirs=tuple(make_directory(parent) for parent in config.ssd_cache_dirs),
@@ -193,6 +202,15 @@ def _apart(config: CacheConfig, stack: ExitStack, trace_dir: Path | None) -> Cac
         kv_events_endpoint=None,
         kv_events_replay_endpoint=None,
     )
+
+
+def _make_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror}") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"{directory}: cannot be written")
 
 
 @contextmanager
@@ -342,9 +360,11 @@ class _Player:
             self._manager.report_prefill(blocks_per_s * self._size)
 
     def _retention(self, retain_s: float) -> dict[str, Any]:
-        """The hints of a put that come to so many seconds."""
-        priority = min(0, int(retain_s // self._priority_step_s))
-        return {"priority": priority, "ttl_s": retain_s - priority * self._priority_step_s}
+        """The hints of a put that come to so many seconds; with a smaller step than the trace's the
+        lowest priority may not be as low."""
+        priority = max(-MAX_PRIORITY, min(0, int(retain_s // self._priority_step_s)))
+        ttl_s = max(0.0, retain_s - priority * self._priority_step_s)
+        return {"priority": priority, "ttl_s": ttl_s}
 
     def _launch(self, task: int) -> None:
         opened = self._open.get(task)

@@ -29,6 +29,7 @@ from flexcache.tracing.files import RotatingFiles
 from flexcache.tracing.keys import KeyWriter, PackedPrompt, shorten
 from flexcache.tracing.records import (
     KEY_BYTES,
+    SETTINGS,
     Cancelled,
     ClearedTier,
     Ended,
@@ -51,11 +52,6 @@ _WRITE_INTERVAL_S = 0.1
 _MAX_QUEUED = 100_000
 _MAX_QUEUED_BYTES = 64 << 20  # of keys and tokens
 _MAX_CHUNK = 1 << 20
-_SETTINGS = (
-    "eviction_policy", "ssd_write_policy", "remote_write_policy", "write_min_sightings",
-    "write_back_max_dirty", "priority_step_s", "skip_slow_loads", "transfer_chunk_mb",
-    "max_open_tasks", "match_ttl_s",
-)  # fmt: skip
 
 
 def make_header(store: CacheStore) -> TraceHeader:
@@ -71,7 +67,7 @@ def make_header(store: CacheStore) -> TraceHeader:
             tier.name.value: 0 if tier.name is TierName.REMOTE else tier.capacity for tier in tiers
         },
         indexed={tier.name.value: tier.index.num_blocks for tier in tiers},
-        settings={name: settings[name] for name in _SETTINGS},
+        settings={name: settings[name] for name in SETTINGS},
         began_unix_s=round(time.time(), 3),
         pid=os.getpid(),
     )
@@ -148,9 +144,7 @@ class Tracer:
         if self._bytes_queued - self._bytes_written > _MAX_QUEUED_BYTES:
             self._num_dropped += 1
             return
-        data = bytes(packed)
-        self._bytes_queued += len(data)
-        self._add(record, PackedPrompt(keys.root, key_bytes, data))
+        self._add(record, PackedPrompt(keys.root, key_bytes, bytes(packed)))
 
     def launched(self, task: Task) -> None:
         self._add(
@@ -205,8 +199,10 @@ class Tracer:
     def _add(self, record: Record, prompt: PackedPrompt | None = None) -> None:
         if self._is_over or len(self._queue) >= _MAX_QUEUED:
             self._num_dropped += 1
-        else:
-            self._queue.append((record, prompt))
+            return
+        if prompt is not None:
+            self._bytes_queued += len(prompt.data)
+        self._queue.append((record, prompt))
 
     # -- the thread ------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
 from flexcache.cli import app
 from flexcache.config import ModelConfig
-from flexcache.errors import ConfigError
+from flexcache.errors import ConfigError, TraceError
 from flexcache.ids import OpKind, TaskKind, TierName
 from flexcache.request_info import RequestInfo
 from flexcache.server.runtime import is_served, private_endpoint
@@ -33,7 +33,7 @@ from flexcache.tracing.history import histories
 from flexcache.tracing.mooncake import MooncakeTrace, read_requests
 from flexcache.tracing.overlap import DRAM_COPIES, SSD_READS, overlap
 from flexcache.tracing.reader import RecordedTrace
-from flexcache.tracing.records import Matched
+from flexcache.tracing.records import Matched, TraceHeader
 from flexcache.tracing.replay import ReplayReport, replay, replay_config
 from flexcache.tracing.story import tell
 
@@ -303,6 +303,8 @@ def test_the_commands_show_all_of_it(half_and_half: RecordedTrace, tmp_path: Pat
     assert json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
     assert "over: success" in run("trace", "story", trace, "req-7")
     assert json.loads(run("trace", "story", trace, "req-7", "--json"))[0]["type"] == "match"
+    files = [str(path) for path in sorted((tmp_path / "trace").iterdir())]
+    assert "over: success" in run("trace", "story", *files, *files, "req-7")
     shown = run(
         "replay", trace, "--json", str(tmp_path / "report.json"), "--block-bytes", "4096",
         "--trace-dir", str(tmp_path / "again"),
@@ -316,11 +318,38 @@ def test_the_commands_show_all_of_it(half_and_half: RecordedTrace, tmp_path: Pat
         ["replay", trace, "--set", "num_cpu_block=3"],
         ["replay", trace, "--set", "num_cpu_blocks"],
         ["replay", str(tmp_path / "nothing")],
+        ["replay", trace, "--trace-dir", "/proc/nothing"],
+        ["replay", trace, "--set", "ssd_cache_dirs=/proc/nothing"],
         ["trace", "story", trace, "req-9"],
+        ["trace", "chrome", *files, *files],
     ):
         done = CliRunner().invoke(app, wrong)
         assert done.exit_code == 1
         assert "error" in done.output and "Traceback" not in done.output
+
+
+def test_a_traces_settings_decide_what_is_kept_and_nothing_else(tmp_path: Path) -> None:
+    header = TraceHeader(
+        block_bytes=1024, tokens_per_block=BLOCK, capacities={"CPU": 8},
+        settings={"eviction_policy": "lru", "remote_url": f"file://{tmp_path}", "of_later": 1},
+    )  # fmt: skip
+    config = replay_config(header, None, {}, 1024)
+    assert (config.eviction_policy, config.remote_url) == ("lru", None)
+
+
+def test_a_put_of_the_lowest_priority_is_replayed_with_a_smaller_step(tmp_path: Path) -> None:
+    with traced_cluster(tmp_path, ssd=False) as cluster:
+        cluster.manager.put_match(range(64), priority=-1000)
+    report = replayed(opened(tmp_path), priority_step_s=60)
+    assert report.now.calls["put"] == 1
+
+
+@pytest.mark.parametrize("number", [-1, 2**64])
+def test_an_id_that_is_no_hash_is_no_trace_of_mooncakes(tmp_path: Path, number: int) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps({"timestamp": 0, "hash_ids": [number]}))
+    with pytest.raises(TraceError, match="line 1"):
+        list(read_requests(path))
 
 
 def test_engines_at_a_server_are_traced_by_the_server(tmp_path: Path) -> None:

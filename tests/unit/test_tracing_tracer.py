@@ -239,6 +239,25 @@ def test_prompts_that_wait_to_be_written_are_bounded_in_bytes(
     assert tracer.stats()["dropped_lines"] == 2
 
 
+def test_prompts_that_a_full_queue_drops_take_none_of_these_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracer_module, "_WRITE_INTERVAL_S", 3600.0)
+    monkeypatch.setattr(tracer_module, "_MAX_QUEUED", 0)
+    monkeypatch.setattr(tracer_module, "_MAX_QUEUED_BYTES", 300)
+    world, tracer = traced_world(tmp_path)
+
+    def match() -> None:  # 128 bytes
+        world.engine.match(world.ids.next(), TaskKind.GET, engine_keys(), 0, 8, 128, world.now)
+
+    for _ in range(5):
+        match()
+    monkeypatch.setattr(tracer_module, "_MAX_QUEUED", 100)
+    match()
+    tracer.close()
+    assert sum(isinstance(r, Matched) for r in RecordedTrace([tmp_path]).records()) == 1
+
+
 _FILLS_THE_DISK = """
 import logging, resource, sys
 from pathlib import Path
@@ -320,6 +339,61 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
     newer.write_text('{"block_bytes": 1, "tokens_per_block": 1}\n{"type": "what"}\n')
     with pytest.raises(TraceError, match=r"newer\.jsonl, line 2"):
         list(RecordedTrace([newer]).records())
+
+
+_MATCH = (
+    '{"type": "match", "time": 0, "task": 1, "kind": "get", "start": 0, "stop": %s, '
+    '"num_tokens": 16, "found_start": 0, "num_blocks": 0, "keys": "AAAAAAAAAAA="}\n'
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type": "session", "time": 0, "session": 1, "engine": "\xff"}\n',
+        b'{"type": ' + b"[" * 100_000 + b"\n",
+        _MATCH.encode() % b"-1",
+        _MATCH.encode() % b"1000000000",  # of which it has one key
+    ],
+)
+def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "trace.jsonl"
+    header = b'{"block_bytes": 1, "tokens_per_block": 1}\n'
+    file.write_bytes(header + _MATCH.encode() % b"1" + line)
+    with pytest.raises(TraceError, match=r"trace\.jsonl, line 3"):
+        list(RecordedTrace([file]).records(with_keys=True))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"block_bytes": 0, "tokens_per_block": 1}\n',
+        b'{"block_bytes": 1, "tokens_per_block": 1, "version": "\xff"}\n',
+        b'{"settings": ' + b"[" * 100_000 + b"\n",
+    ],
+)
+def test_a_header_that_is_wrong_is_named(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(header)
+    with pytest.raises(TraceError, match=r"trace\.jsonl is no trace"):
+        RecordedTrace([file])
+
+
+def test_a_file_that_goes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    make_tracer(tmp_path).close()
+    trace = RecordedTrace([tmp_path])
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    with pytest.raises(TraceError, match="No such file"):
+        list(trace.records())
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path) -> None:
+    tracer = make_tracer(tmp_path)
+    tracer.cleared("CPU", 1)
+    tracer.close()
+    (file,) = tmp_path.iterdir()
+    assert len(list(RecordedTrace([tmp_path, file]).records())) == 1
 
 
 def test_two_traces_in_a_directory_are_not_mixed(tmp_path: Path) -> None:
