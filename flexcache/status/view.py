@@ -80,8 +80,13 @@ def _table(
         justify: Literal["right", "left"] = "right" if column.is_number else "left"
         table.add_column(column.title, justify=justify, no_wrap=True, overflow="ellipsis")
     for row in zip(*(cells[column] for column in shown), strict=True):
-        table.add_row(*row)
+        table.add_row(*map(_plain, row))
     return table
+
+
+def _plain(cell: str | Text) -> Text:
+    """Names come from engines: what looks like markup in them is none."""
+    return cell if isinstance(cell, Text) else Text(cell)
 
 
 def _name(name: str, _: Mapping[str, Any]) -> str:

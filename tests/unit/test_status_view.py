@@ -117,6 +117,7 @@ def test_rates_are_what_was_added_by_the_second(
 
 def test_there_are_no_rates_over_a_restart_or_before_the_first_engine() -> None:
     assert rates_between(figures(), figures(server_pid=4243), SECONDS) is None
+    assert rates_between(figures(), figures(uptime_s=SECONDS / 2), SECONDS) is None
     assert rates_between(before_any_engine(), figures(), SECONDS) is None
     assert rates_between(figures(), before_any_engine(), SECONDS) is None
 
@@ -150,6 +151,11 @@ def test_all_that_matters_is_shown(text: str) -> None:
 def row(text: str, name: str) -> list[str]:
     (line,) = (line for line in text.splitlines() if line.split()[:1] == [name])
     return line.split()
+
+
+def test_a_name_with_markup_in_it_is_shown_as_it_is() -> None:
+    engines = {"[/a] [red]": {"pid": 55, "ranks": 2, "open_tasks": 3}}
+    assert "[/a] [red]" in shown(figures(engines=engines))
 
 
 def test_rows_of_tables() -> None:
