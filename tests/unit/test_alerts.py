@@ -29,6 +29,8 @@ WELL: Mapping[str, str] = {
     "flexcache_late_remote_lookups_total": "0+1x90",
     'flexcache_ops_total{op="DISK2H"}': "0+600x90",
     'flexcache_failed_ops_total{op="DISK2H"}': "0+1x90",
+    'flexcache_ops_total{op="REMOTE2H"}': "0+600x90",
+    'flexcache_failed_ops_total{op="REMOTE2H"}': "0+60x90",
     'flexcache_op_blocks_total{op="D2H"}': "0+600x90",
     'flexcache_dropped_blocks_total{reason="ssd_bad_block"}': "0x90",
     'flexcache_dropped_blocks_total{reason="ssd_write_backlog"}': "0+60x90",
