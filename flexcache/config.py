@@ -579,7 +579,7 @@ def check_http_endpoint(endpoint: str, has_token: bool) -> tuple[str, int]:
 
 def _check_writable(name: str, directory: str) -> None:
     existing = Path(directory).absolute()
-    while not existing.exists() and existing != existing.parent:
+    while not os.access(existing, os.F_OK) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
         raise _reject(name, directory, f"{existing} is not a directory")

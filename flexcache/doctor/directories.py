@@ -20,7 +20,7 @@ _VOLUME = "mount a volume that is on NVMe: docker run -v /nvme0/kv:/kv; Kubernet
 
 def check_file_systems(subject: Subject) -> Iterator[Finding]:
     for path in [*subject.directories, *_missing(subject)]:
-        if path in subject.named_directories and not path.exists():
+        if path in subject.named_directories and not os.access(path, os.F_OK):
             continue  # which is said where it is opened
         mount = mount_of(_nearest(path))
         if mount is not None:
@@ -79,9 +79,9 @@ def _missing(subject: Subject) -> list[Path]:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or of those above it the first that is there."""
+    """The path, or of those above it the first that is there and may be looked at."""
     path = path.absolute()
-    while not path.exists():
+    while not os.access(path, os.F_OK):
         path = path.parent
     return path
 

@@ -74,7 +74,12 @@ def _judge_bind(what: str, code: int, subject: Subject) -> Finding:
             f"{what}: in use by another process",
             "name another port, or end who has it (`ss -ltnp` says)",
         )
-    return error(f"{what}: {os.strerror(code)}", "name an address of this host")
+    remedies = {
+        errno.EACCES: "name a port from 1024 on, or a socket in a directory that is yours",
+        errno.ENOENT: "make the socket's directory, or name another",
+    }
+    remedy = remedies.get(code, "name an address of this host")
+    return error(f"{what}: {os.strerror(code)}", remedy)
 
 
 def _judge_connection(name: str, address: str) -> Finding:

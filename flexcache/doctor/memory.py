@@ -27,10 +27,14 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     fields = dict(re.findall(r"(\w+):\s+(\d+) kB", subject.read("/proc/meminfo")))
     total, free = (int(fields.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
     there_is = f"{in_gb(total)} of memory, {in_gb(free)} available"
-    if pool is None:
+    if not total:
+        yield warning("/proc/meminfo does not say how much memory there is", "mount /proc")
+    elif pool is None:
         yield ok(there_is)
     elif pool > total:
         yield error(f"{there_is}: the DRAM tier takes {in_gb(pool)}", "lower cpu_cache_gb")
+    elif _is_reserved(subject):  # and so not among what is available
+        yield ok(f"{there_is}; the DRAM tier takes reserved huge pages")
     elif pool > free and not subject.is_served:  # whose pool is what makes the memory scarce
         yield warning(
             f"{there_is}: the DRAM tier takes {in_gb(pool)}",
@@ -45,7 +49,7 @@ def check_container_limit(subject: Subject) -> Iterator[Finding]:
     if limit is None:
         yield ok("no limit of memory by a container or control group")
         return
-    pool = subject.pool_bytes or 0
+    pool = 0 if _is_reserved(subject) else subject.pool_bytes or 0
     text = f"a control group limits memory to {in_gb(limit)}"
     if pool:
         text += f"; the DRAM tier takes {in_gb(pool)} of it"
@@ -127,9 +131,8 @@ def _uses_rdma(subject: Subject) -> bool:
 
 
 def check_huge_pages(subject: Subject) -> Iterator[Finding]:
-    config, pool = subject.config, subject.pool_bytes
-    if config is not None and config.hugepages == "reserved":
-        yield from _check_reserved(subject, pool)
+    if _is_reserved(subject):
+        yield from _check_reserved(subject, subject.pool_bytes)
         return
     chosen = re.search(
         r"\[(\w+)\]", subject.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -141,6 +144,11 @@ def check_huge_pages(subject: Subject) -> Iterator[Finding]:
             "huge pages: none for shared memory; steadier SSD I/O with hugepages = 'reserved', or "
             "with `advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled"
         )
+
+
+def _is_reserved(subject: Subject) -> bool:
+    """Whether the DRAM tier is of reserved huge pages, which control groups do not count."""
+    return subject.config is not None and subject.config.hugepages == "reserved"
 
 
 def _check_reserved(subject: Subject, pool: int | None) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def in_own_mounts(setup: str, command: Sequence[str]) -> list[str]:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("may not mount anything here")
     return ["unshare", "-m", "sh", "-c", f"{setup} && exec {shlex.join(command)}"]
+
+
+def without_privileges(command: Sequence[str]) -> list[str]:
+    """The command as one that may not look into every directory, as root may."""
+    if os.geteuid():
+        return list(command)
+    if shutil.which("setpriv") is None:
+        pytest.skip("root may look at everything, and there is no setpriv to change that")
+    return ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", *command]
 
 
 def test_a_healthy_machine(tmp_path: Path) -> None:
@@ -127,6 +137,20 @@ def test_a_disk_that_is_too_small_is_an_error(tmp_path: Path) -> None:
     assert (found["level"], found["remedy"]) == ("error", "lower ssd_cache_gb, or make room")
 
 
+def test_a_directory_that_may_not_be_looked_at_is_an_error(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir(mode=0o000)
+    path = str(hidden / "kv")
+    report = Report(without_privileges([*DOCTOR, path]))
+    assert report.code == 1
+    assert report.the("pool", f"{path}: Permission denied")["level"] == "error"
+    assert not [finding for finding in report.findings if "this is a bug" in finding["remedy"]]
+    settings = {"CPU_CACHE_GB": "0.01", "SSD_CACHE_GB": "0.1", "SSD_CACHE_DIRS": path}
+    environ = {f"FLEXCACHE_{name}": value for name, value in settings.items()}
+    report = Report(without_privileges(DOCTOR), **environ)
+    assert report.the("settings", f"ssd_cache_dirs = '{path}'")["level"] == "error"
+
+
 def test_wrong_settings_are_an_error_and_the_rest_is_looked_at() -> None:
     report = Report(DOCTOR, FLEXCACHE_CPU_CACHE_GB="-1")
     assert report.code == 1
@@ -201,6 +225,12 @@ def test_a_port_that_another_process_has_is_an_error(taken_port: int, free_port:
         ]
         assert [finding.level for finding in found] == [level] * 4
         assert all(str(port) in finding.text for finding in found)
+
+
+def test_a_socket_whose_directory_is_missing_is_told_to_get_one(tmp_path: Path) -> None:
+    subject = subject_with(kv_events_endpoint=f"ipc://{tmp_path}/none/events")
+    found = one(check_event_endpoints(subject))
+    assert (found.level, "directory" in found.remedy) == (Level.ERROR, True)
 
 
 def test_events_that_go_to_a_broker_need_one(taken_port: int, free_port: int) -> None:

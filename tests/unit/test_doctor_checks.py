@@ -159,6 +159,22 @@ def test_the_pool_and_the_memory(machine: Machine, wanted_gb: str, level: Level)
     assert "8.2 GB of memory, 4.1 GB available" in found.text
 
 
+def test_reserved_huge_pages_are_not_among_the_available_memory(machine: Machine) -> None:
+    machine.write("proc/meminfo", "MemTotal: 8000000 kB\nMemAvailable: 1000000 kB\n")
+    machine.write("proc/self/cgroup", "0::/\n")
+    machine.write("sys/fs/cgroup/memory.max", "2000000000")
+    subject = machine.with_settings(cpu_cache_gb="5", hugepages="reserved")
+    for check in (memory.check_memory, memory.check_container_limit):
+        assert levels(check(subject)) == [OK]
+
+
+def test_a_machine_that_does_not_tell_its_memory_is_not_taken_for_one_without(
+    machine: Machine,
+) -> None:
+    (found,) = memory.check_memory(machine.with_settings(cpu_cache_gb="5"))
+    assert (found.level, found.remedy) == (WARNING, "mount /proc")
+
+
 V2 = ("0::/kubepods/pod1\n", "sys/fs/cgroup/kubepods/pod1/memory.max")
 V2_ABOVE = ("0::/kubepods/pod1\n", "sys/fs/cgroup/kubepods/memory.max")
 V2_INSIDE = ("0::/\n", "sys/fs/cgroup/memory.max")
