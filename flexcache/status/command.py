@@ -32,7 +32,7 @@ def status(
     from flexcache.status.view import render
     from flexcache.status.watch import watch
 
-    console = Console()
+    console = Console(stderr=as_json)
     with errors_named(console):
         chosen = {"endpoint": endpoint} if endpoint else {}
         settings = CacheConfig.from_env(defaults={"endpoint": private_endpoint("server")}, **chosen)

@@ -7,6 +7,7 @@ its ops. Below are how many ops wait for each worker and how many it has.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,7 +26,6 @@ _WORKERS = {
     OpKind.REMOTE2H: "remote",
     OpKind.H2REMOTE: "remote",
 }
-_ROWS_PER_GROUP = 1000
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
@@ -60,26 +60,25 @@ class _Rows:
 
     def __init__(self) -> None:
         self._free_at: dict[str, list[tuple[float, int]]] = {}
-        self._groups: dict[str, int] = {}
-        self._num_rows: Counter[str] = Counter()
+        self._rows: dict[str, list[int]] = {}
+        self._numbers = itertools.count(1)
 
     def take(self, group: str, start: float, stop: float) -> int:
         """Slices must come in the order of their starts."""
-        first = self._groups.setdefault(group, 1 + _ROWS_PER_GROUP * len(self._groups))
         rows = self._free_at.setdefault(group, [])
         if rows and rows[0][0] <= start:
             _, row = heapq.heappop(rows)
         else:
-            row = first + self._num_rows[group]
-            self._num_rows[group] += 1
+            row = next(self._numbers)
+            self._rows.setdefault(group, []).append(row)
         heapq.heappush(rows, (stop, row))
         return row
 
     def names(self, process: int) -> Iterator[dict[str, Any]]:
-        for group, first in self._groups.items():
-            for row in range(first, first + self._num_rows[group]):
-                yield _metadata("thread_name", process, row, {"name": group})
-                yield _metadata("thread_sort_index", process, row, {"sort_index": row})
+        of_groups = [(group, row) for group, rows in self._rows.items() for row in rows]
+        for place, (group, row) in enumerate(of_groups):
+            yield _metadata("thread_name", process, row, {"name": group})
+            yield _metadata("thread_sort_index", process, row, {"sort_index": place})
 
 
 def _names(process: int, name: str) -> Iterator[dict[str, Any]]:

@@ -80,7 +80,7 @@ def story(
     """Tell all that became of a request, in order."""
     from flexcache.tracing.story import tell
 
-    with errors_named(_console):
+    with errors_named(Console(stderr=as_json)):
         chapters = tell(_open(trace), wanted)
         if not chapters:
             raise TraceError(f"{', '.join(map(str, trace))}: nothing is said of {wanted}")

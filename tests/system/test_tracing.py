@@ -270,6 +270,20 @@ def test_the_chrome_trace_is_whole(half_and_half: RecordedTrace) -> None:
     assert all(args == {"waiting": 0, "running": 0} for args in last.values())
 
 
+def test_rows_of_a_chrome_trace_belong_to_one_kind_however_many_overlap(tmp_path: Path) -> None:
+    lines = ['{"block_bytes": 1, "tokens_per_block": 1}']
+    for task in range(1, 1200):
+        kind = "put" if task % 100 == 0 else "get"
+        for time, what in ((0, "launch"), (1, "cancel")):
+            lines.append(json.dumps({"type": what, "time": time, "task": task, "kind": kind}))
+    (tmp_path / "many.jsonl").write_text("\n".join(lines) + "\n")
+    events = chrome_trace(RecordedTrace([tmp_path]))["traceEvents"]
+    rows = [event["tid"] for event in events if event["ph"] == "X"]
+    named = [event["tid"] for event in events if event["name"] == "thread_name"]
+    assert len(set(rows)) == 1199
+    assert sorted(rows) == sorted(named)
+
+
 def test_a_requests_story_is_told_in_order(half_and_half: RecordedTrace) -> None:
     chapters = tell(half_and_half, "req-7")
     texts = [chapter.text for chapter in chapters]
