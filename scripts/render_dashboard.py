@@ -107,6 +107,16 @@ def read_series(prometheus: Prometheus, target: dict[str, Any], span: Span) -> l
     return found
 
 
+def queries_without_data(prometheus: Prometheus, span: Span) -> list[str]:
+    """Of all panels."""
+    return [
+        target["expr"]
+        for panel in read_dashboard()
+        for target in panel.get("targets", ())
+        if not any(series.has_data for series in read_series(prometheus, target, span))
+    ]
+
+
 def draw(prometheus: Prometheus, span: Span, out: Path) -> list[str]:
     """Draw all panels into ``out``; returns the queries that had no data."""
     import matplotlib

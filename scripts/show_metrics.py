@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
-from render_dashboard import Prometheus, Span, draw
+from render_dashboard import Prometheus, Span, draw, queries_without_data
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 
@@ -43,6 +43,7 @@ BLOCK, NUM_GPU_BLOCKS = 16, 64
 NUM_PROMPTS, PROMPT_BLOCKS = 60, 32
 MODEL = ModelConfig("show-metrics", 4, 8, 128, torch.bfloat16)
 READY_S = 60.0
+DATA_PATIENCE_S = 40.0
 
 
 # -- a load ---------------------------------------------------------------------------------------
@@ -221,6 +222,11 @@ def main() -> int:
         else:
             load.go_through_trouble(arguments.seconds)
         prometheus = Prometheus(address)
+        patience_ends = time.monotonic() + DATA_PATIENCE_S
+        while time.monotonic() < patience_ends and queries_without_data(
+            prometheus, Span(started, time.time(), SCRAPE_S)
+        ):
+            time.sleep(SCRAPE_S)  # a slow machine needs longer for the same load
         wrong = check_alerts(prometheus)
         empty = draw(prometheus, Span(started, time.time(), SCRAPE_S), arguments.out)
     for problem in wrong + [f"no data: {query}" for query in empty]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,9 @@ class RotatingFiles:
         self._number += 1
         self._directory.mkdir(parents=True, exist_ok=True)
         self.path = self._directory / f"{self._stem}.{self._number:04}.jsonl"
-        self._file = self.path.open("xb", buffering=0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, 0o600)  # what is asked is nobody else's to know
+        self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115
         self._kept.append(self.path)
         self._size = 0
         while len(self._kept) > self._max_files:

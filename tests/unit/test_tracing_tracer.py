@@ -179,6 +179,7 @@ def test_the_oldest_files_go_and_the_others_are_read_in_order(tmp_path: Path) ->
     tracer.close()
     files = sorted(tmp_path.iterdir())
     assert len(files) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
     headers = [json.loads(file.read_bytes().splitlines()[0]) for file in files]
     assert [header["file"] for header in headers] == list(
         range(headers[0]["file"], headers[0]["file"] + 3)
