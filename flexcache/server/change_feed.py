@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
-
-if TYPE_CHECKING:
-    from flexcache.events.publisher import KVEventPublisher
+from flexcache.events.publisher import KVEventPublisher
 
 _MAX_WAITING_TOKENS = 8 << 20  # some 300 MB
 

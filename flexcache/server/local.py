@@ -6,6 +6,7 @@ from typing import Any
 
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 from flexcache.server.session_calls import SessionCalls
 
@@ -16,7 +17,9 @@ class LocalCache(SessionCalls):
     def __init__(
         self, endpoint: str | None, model: ModelConfig, config: CacheConfig, engine: str
     ) -> None:
-        super().__init__(KVServer(config, endpoint, model=model, engine=engine))
+        super().__init__(
+            KVServer(config, endpoint, model=model, engine=engine, open_http=open_http)
+        )
         self.fingerprint = model.fingerprint(config.tokens_per_block)
         self.wanted = config.wanted
         self._engine = engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from flexcache.server.server import KVServer
 from flexcache.server.session_calls import SessionCalls
 from flexcache.server.store import CacheStore
 from flexcache.task_ids import TaskIds
+
+if TYPE_CHECKING:
+    from flexcache.server.http import HttpService
 
 _NAME = "operator"
 _NUM_REMEMBERED = 1024
@@ -114,3 +117,18 @@ class Operator:
             raise ValueError("token_ids must be a list of integers")
         root = make_root(fingerprint, namespace, TOKEN_KEYS)
         return TokenBlockKeys(root, tokens, tokens_per_block, PromptContent(tokens))
+
+
+def open_http(server: KVServer) -> HttpService:
+    """Serve it at its ``http_endpoint``. See `server.http`, whose packages are an extra.
+
+    Raises:
+        ConfigError: The address cannot be used.
+        MissingDependencyError: A package is not installed.
+    """
+    from flexcache.server.http import HttpService
+
+    assert server.config.http_endpoint is not None
+    service = HttpService(Operator(server), server.config.http_endpoint, server.config.http_token)
+    service.start()
+    return service

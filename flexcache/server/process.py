@@ -12,6 +12,7 @@ import msgspec
 from flexcache.config import ServerConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
+from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,9 @@ def run_server(config: ServerConfig) -> None:
         ConfigError: The endpoint or a directory cannot be used.
     """
     _raise_descriptor_limit()
-    server = KVServer(config.cache, model=config.model, idle_exit_s=config.idle_exit_s)
+    server = KVServer(
+        config.cache, model=config.model, idle_exit_s=config.idle_exit_s, open_http=open_http
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     server.serve()

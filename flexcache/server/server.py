@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -35,6 +35,7 @@ from flexcache import __version__
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
+from flexcache.events.publisher import KVEventPublisher
 from flexcache.ids import OpId, SessionId, TierName
 from flexcache.instructions import (
     DISK,
@@ -59,6 +60,7 @@ from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.task import NUM_REMEMBERED, KVTaskEngine
 from flexcache.task_ids import TaskIds, new_epoch
+from flexcache.tracing.tracer import Tracer, make_header
 from flexcache.transfer.messages import (
     Done,
     Drop,
@@ -68,11 +70,6 @@ from flexcache.transfer.messages import (
     Stop,
     unpack_checksums,
 )
-
-if TYPE_CHECKING:
-    from flexcache.events.publisher import KVEventPublisher
-    from flexcache.server.http import HttpService
-    from flexcache.tracing.tracer import Tracer
 
 T = TypeVar("T")
 
@@ -91,6 +88,11 @@ _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLL_INTERVAL_S = 0.002  # how late a death or a worker is seen while clients keep us busy
 
 
+class Closing(Protocol):
+    def close(self) -> None:
+        """Serve no more. Idempotent."""
+
+
 class KVServer:
     """Serves one model's KV cache.
 
@@ -100,6 +102,7 @@ class KVServer:
         model: What the KV looks like; None to take it from the first engine that comes.
         engine: Name of the engine in this process that calls by `session`, if there is one.
         idle_exit_s: Stop once the last client has left, or this long after it has died.
+        open_http: Serves the server by HTTP, where the config has an ``http_endpoint``.
 
     Raises:
         ConfigError: The endpoint must not be served, or a size fits neither model nor machine.
@@ -113,6 +116,7 @@ class KVServer:
         model: ModelConfig | None = None,
         engine: str | None = None,
         idle_exit_s: float | None = None,
+        open_http: Callable[[KVServer], Closing] | None = None,
     ) -> None:
         if engine is None:  # nobody is here to take them; they are published, or not told at all
             config = dataclasses.replace(config, kv_events=False)
@@ -144,7 +148,8 @@ class KVServer:
         self._asides: list[threading.Thread] = []
         self._feed: ChangeFeed | None = None
         self._tracer: Tracer | None = None
-        self._http: HttpService | None = None
+        self._open_http = open_http
+        self._http: Closing | None = None
         self._absent_observers: list[str] = []
         self._clearing = threading.Lock()
         self._seen_ended = 0
@@ -206,8 +211,8 @@ class KVServer:
                 self.hub.store = self._store
                 if self._engine_name is not None:
                     ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
-            if self.config.http_endpoint is not None:
-                self._http = self._observer("HTTP", self._open_http)
+            if self._open_http is not None and self.config.http_endpoint is not None:
+                self._http = self._observer("HTTP", partial(self._open_http, self))
         except BaseException:
             self._release()
             raise
@@ -228,26 +233,10 @@ class KVServer:
             self._absent_observers.append(name)
             return None
 
-    def _open_http(self) -> HttpService:
-        from flexcache.server.http import HttpService  # its packages are an extra
-        from flexcache.server.operator import Operator
-
-        assert self.config.http_endpoint is not None
-        service = HttpService(Operator(self), self.config.http_endpoint, self.config.http_token)
-        service.start()
-        return service
-
     def _open_publisher(self, model_id: str) -> KVEventPublisher:
-        from flexcache.events.publisher import KVEventPublisher
-
         publisher = KVEventPublisher(self.config, model_id)
         publisher.start()
         return publisher
-
-    def _open_tracer(self, store: CacheStore) -> Tracer:
-        from flexcache.tracing.tracer import Tracer, make_header
-
-        return Tracer(self.config, make_header(store))
 
     def _open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
         """The first engine says what is to be cached."""
@@ -270,7 +259,7 @@ class KVServer:
                 publisher = self._observer("KV events", open_publisher)
             self._feed = ChangeFeed(self.config, publisher)
         if self.config.trace_dir is not None:
-            self._tracer = self._observer("trace", partial(self._open_tracer, store))
+            self._tracer = self._observer("trace", lambda: Tracer(self.config, make_header(store)))
             store.engine.recorder = self._tracer
         assert self._lock_file is not None
         endpoint = self._lock_file.worker_endpoint

@@ -35,6 +35,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
 from flexcache.metrics.catalog import CATALOG
 from flexcache.server.messages import HelloEngine, ModelSpec
+from flexcache.server.operator import open_http
 from flexcache.server.runtime import private_endpoint
 from flexcache.server.server import KVServer
 from flexcache.storage.pool_directory import DATA_FILE
@@ -210,7 +211,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
         http_endpoint=str(server.port),
     )
     with ExitStack() as stack:
-        kv_server = KVServer(config)
+        kv_server = KVServer(config, open_http=open_http)
         kv_server.start()
         stack.callback(kv_server.shutdown)
         server.look()

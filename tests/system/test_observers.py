@@ -13,6 +13,7 @@ from cluster import running_cluster
 from test_faults import until
 
 from flexcache import CacheConfig, KVManager, ModelConfig
+from flexcache.server.operator import open_http
 from flexcache.server.runtime import private_endpoint
 from flexcache.server.server import KVServer
 
@@ -52,7 +53,7 @@ def test_the_first_engine_of_a_server_is_served_though_its_events_cannot_be(
     taken_port: int,
 ) -> None:
     config = CacheConfig(num_cpu_blocks=8, kv_events_endpoint=f"tcp://127.0.0.1:{taken_port}")
-    server = KVServer(config, private_endpoint("unseen"))
+    server = KVServer(config, private_endpoint("unseen"), open_http=open_http)
     server.start()
     model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
     try:
