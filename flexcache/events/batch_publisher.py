@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket as sockets
 import threading
 import time
 from collections import deque
@@ -329,10 +330,22 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
         if not bind:
             socket.connect(endpoint)
             return endpoint
+        if endpoint.startswith("ipc://") and _has_listener(endpoint.removeprefix("ipc://")):
+            raise ConfigError(f"address of KV events {endpoint!r}: in use")  # ZMQ would take it
         socket.bind(endpoint)
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
         raise ConfigError(f"address of KV events {endpoint!r}: {error.strerror}") from None
+
+
+def _has_listener(path: str) -> bool:
+    """Whether somebody serves the socket file; one that was left behind serves nobody."""
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
 
 
 def _pack(number: int) -> bytes:

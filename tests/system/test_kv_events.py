@@ -502,6 +502,21 @@ def test_a_batch_that_cannot_be_encoded_is_one_gap() -> None:
         assert publisher.stats()["dropped_batches"] == 1
 
 
+def test_a_socket_file_is_not_taken_from_who_serves_it(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path / 'kv'}"
+    with publishing(endpoint) as publisher:
+        with pytest.raises(ConfigError, match="in use"), publishing(endpoint):
+            pass
+        with following(publisher, replay=False) as subscriber:
+            while subscriber.receive(0.05) is None:  # to subscribe takes a moment
+                publish(publisher, 1)
+    left_behind = tmp_path / "kv"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(left_behind))
+    with publishing(endpoint):
+        pass
+
+
 def test_an_address_that_is_taken_is_named() -> None:
     with publishing() as publisher:
         taken = publisher.address
