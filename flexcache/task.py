@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.hit_rate import HitRates
+from flexcache.cache.load_cost import why_recomputed
 from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
 from flexcache.cache.restore import Records, RestoreReport, restore_tier
 from flexcache.errors import InternalError
@@ -888,7 +889,7 @@ class KVTaskEngine:
         return {
             tier.name.value: {
                 "load": hits[tier.name.value],
-                "recompute": skipped[f"{tier.name.value.lower()}_slower_than_recompute"],
+                "recompute": skipped[why_recomputed(tier.name)],
             }
             for tier in self.cache.lower
         }

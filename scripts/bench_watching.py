@@ -12,7 +12,6 @@ so that drift cancels. The scraping goes on in both: the time that a scrape take
 
 from __future__ import annotations
 
-import socket
 import statistics
 import tempfile
 import threading
@@ -28,6 +27,7 @@ import typer
 import zmq
 from bench_overhead import LOADS, NUM_GENERATED, rounds_of
 from engine_process import EngineProcess, Settings, running
+from ports import free_port
 from reporting import Say, run_and_show
 
 from flexcache.bench.results import Case, Result
@@ -37,12 +37,6 @@ DRAM_GB = 0.1
 SCRAPE_INTERVAL_S = 1.0
 WARM_UP_ROUNDS = 1
 ROUNDS = 9
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Watchers:

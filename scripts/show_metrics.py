@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
+from ports import free_port
 from render_dashboard import Prometheus, Span, draw, queries_without_data
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
@@ -142,12 +142,6 @@ class Load:
 
 
 # -- Prometheus -----------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

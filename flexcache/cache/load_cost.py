@@ -20,6 +20,11 @@ _STALE_AFTER_S = 30.0
 _MIN_OPS = 4
 
 
+def why_recomputed(tier: TierName) -> str:
+    """The reason that is counted where blocks of a tier are not loaded for their cost."""
+    return f"{tier.value.lower()}_slower_than_recompute"
+
+
 @dataclass(slots=True)
 class _Lane:
     running: int = 0

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
-from flexcache.cache.load_cost import LoadCost
+from flexcache.cache.load_cost import LoadCost, why_recomputed
 from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.remote_tier import RemoteTier
@@ -408,7 +408,7 @@ class GlobalCacheEngine:
             if begin >= end:
                 continue
             if not self._pays(tier.name, end - begin, prefill_blocks_per_s):
-                plan.skipped[f"{tier.name.value.lower()}_slower_than_recompute"] = end - begin
+                plan.skipped[why_recomputed(tier.name)] = end - begin
                 continue
             segments.append((tier, match, begin, end))
             covered = end

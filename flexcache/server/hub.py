@@ -312,12 +312,9 @@ class Hub:
 
     def absentees(self) -> list[str]:
         """Ranks that engines in session still await."""
-        engines = {scheduler.engine for scheduler in self._sessions.values()}
-        if self.owner is not None:
-            engines.add(self.owner)
         return [
             f"{name} of engine {engine!r}"
-            for engine in sorted(engines)
+            for engine in sorted({engine for engine, _, _ in self._engines()})
             for name in self.missing(engine)
             if name.startswith("tp_rank")
         ]

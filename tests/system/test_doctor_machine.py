@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cluster import running_cluster
+from stores import free_ports
 
 from flexcache.doctor.endpoints import check_event_endpoints, check_http, check_server_endpoint
 from flexcache.doctor.findings import Finding, Level
@@ -183,9 +184,7 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+    return free_ports(1)[0]
 
 
 def one(findings: Iterator[Finding]) -> Finding:

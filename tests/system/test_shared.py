@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from load import LoadEngine, make_kv, make_model, tokens_of
+from stores import free_ports
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
 from flexcache.errors import ConfigError, RegistrationError, ServerLostError
@@ -394,7 +395,7 @@ def test_over_tcp_with_keys_only_their_holders_are_served(tmp_path: Path) -> Non
             check=True, capture_output=True,
         )  # fmt: skip
         assert (directory / "server.key_secret").stat().st_mode & 0o077 == 0
-    endpoint = f"tcp://0.0.0.0:{free_port()}"
+    endpoint = f"tcp://0.0.0.0:{free_ports(1)[0]}"
     local = endpoint.replace("0.0.0.0", "127.0.0.1")
     environment = {"FLEXCACHE_CURVE_KEYS": str(keys), "FLEXCACHE_NUM_CPU_BLOCKS": "64"}
     with serving("--endpoint", endpoint, **environment) as process:
@@ -415,14 +416,6 @@ def test_over_tcp_with_keys_only_their_holders_are_served(tmp_path: Path) -> Non
                     stranger.wait_ready(1)
             assert mine.get_match(tokens_of(1, 4))[1].all()
         client.close()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_server_without_a_size_is_refused_by_name() -> None:
