@@ -33,6 +33,10 @@ class StorageError(FlexCacheError):
     """A device or file system refused what was asked of it."""
 
 
+class DeviceLostError(FlexCacheError, RuntimeError):
+    """A GPU does no work any more, for this process at least. None of its copies is under way."""
+
+
 class TraceError(FlexCacheError, ValueError):
     """A file is not the trace that was asked for. Says what it is or where it goes wrong."""
 

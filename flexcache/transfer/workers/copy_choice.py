@@ -23,9 +23,10 @@ _CLEARLY_QUICKER = 0.8
 
 
 class CopyWay(Enum):
-    """Who carries out an op's copies."""
+    """What carries out an op's copies: a copy engine, given all at once or each alone; a kernel."""
 
-    ENGINE = "copy engine"
+    BATCH = "batched copy"
+    SINGLE = "single copies"
     KERNEL = "kernel"
 
 
@@ -56,11 +57,11 @@ class CopyChoice:
     engine: CopyCost
     kernel: CopyCost
 
-    def way(self, num_runs: int, num_bytes: int) -> CopyWay:
-        """The quicker one, the engine unless the kernel is clearly so."""
+    def prefers_kernel(self, num_runs: int, num_bytes: int) -> bool:
+        """Whether the kernel is clearly quicker."""
         engine_s = self.engine.estimate(num_runs, num_bytes)
         kernel_s = self.kernel.estimate(num_runs, num_bytes)
-        return CopyWay.KERNEL if kernel_s < _CLEARLY_QUICKER * engine_s else CopyWay.ENGINE
+        return kernel_s < _CLEARLY_QUICKER * engine_s
 
 
 def measure_cost(

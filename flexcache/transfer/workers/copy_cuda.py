@@ -2,9 +2,10 @@
 
 An op is three arrays of addresses and sizes, made by numpy and handed over in one call: to the copy
 engines (`copy_driver`), which take no multiprocessor from the model, or to a kernel (`copy_kernel`)
-where many small copies make that clearly quicker (`copy_choice`). Loads and stores have a stream
-each, so that both directions of the link are used at once; each op is ordered behind an event of
-the compute stream, and another event says when it has landed. The engine's thread never waits.
+where many small copies make that clearly quicker (`copy_choice`). Only ways that passed a self-test
+(`copy_check`) are used. Loads and stores have a stream each, so that both directions of the link
+are used at once; each op is ordered behind an event of the compute stream, and another event says
+when it has landed. The engine's thread never waits.
 
 Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 """
@@ -13,22 +14,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexcache.errors import DeviceLostError, StorageError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copy_choice import (
-    PROBE_BYTES,
-    CopyChoice,
-    CopyCost,
-    CopyWay,
-    measure_cost,
+from flexcache.transfer.workers.copy_check import (
+    Scratch,
+    Verdict,
+    check_way,
+    describe,
+    open_scratch,
 )
+from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay, measure_cost
 from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
@@ -39,6 +43,7 @@ Addresses = npt.NDArray[np.int64]
 Runs = tuple[Addresses, Addresses, Addresses]
 
 _PIN_STEP = 1 << 30
+_LIFE_INTERVAL_S = 0.2
 
 # What a load reads was complete before it was ordered; what a store reads the model may still be
 # writing, up to the event it is ordered behind.
@@ -48,16 +53,24 @@ _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 class CudaCopier:
     """A `Copier` for one device. All but `fence` belongs to one thread, which it sets up for CUDA.
 
+    Attributes:
+        verdicts: How each way did in the self-test, once attached.
+
     Raises:
         MissingDependencyError: There is no driver by NVIDIA.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.verdicts: Sequence[Verdict] = ()
         self._driver = CudaDriver.load()
+        # A thread begins on device 0, and torch goes back to it after each use of another one,
+        # which would make a context there, of some hundred MB, and later calls work in it.
+        torch.cuda.set_device(device)
         self._streams = {kind: torch.cuda.Stream(device) for kind in _SOURCE_ORDER}
         self._context = self._driver.context_of(self._streams[OpKind.H2D].cuda_stream)
         self._pinned: PinnedSegment | None = None
+        self._engine: CopyWay | None = None
         self._kernel: ModuleType | None = None
         self._choices: dict[OpKind, CopyChoice] = {}
         if not self._driver.has_batch_copy:
@@ -69,29 +82,22 @@ class CudaCopier:
     def attach(
         self, segment: HostSegment, after_each_step: Callable[[], None] = lambda: None
     ) -> None:
-        """Pin the segment and find out when the kernel is quicker than the copy engine.
+        """Pin the segment, test the ways of copying, and time those between which is a choice.
 
-        Takes a second per some GB. What is missing is logged and done without.
+        Takes a second per some GB. What is missing is logged and done without. If it raises,
+        nothing stays pinned.
+
+        Raises:
+            StorageError: No way of copying passed the self-test. Says what each did.
+            DeviceLostError: The device does no work any more.
         """
-        self._driver.bind(self._context)
-        self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
-        if not self._pinned.is_reachable:
-            return
         try:
-            from flexcache.transfer.workers import copy_kernel
-
-            self._kernel = copy_kernel
-            self._choices = {kind: self._measure(kind) for kind in _SOURCE_ORDER}
-        except Exception as error:  # a compiler's: of Triton, of C, of the driver
-            log_event(
-                logger,
-                logging.INFO,
-                "copy_kernel_missing",
-                error=f"{type(error).__name__}: {error}",
-            )
-            self._kernel = None
-        for kind, choice in self._choices.items():
-            log_event(logger, logging.INFO, "copy_way_chosen", op=kind.name, choice=choice)
+            self._bind()
+            self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
+            _show_life_during(self._find_ways, after_each_step)
+        except BaseException:
+            self.close()
+            raise
 
     def fence(self) -> torch.cuda.Event:
         """What the calling thread's current stream has been given up to now."""
@@ -106,24 +112,30 @@ class CudaCopier:
         """Queue the copies behind ``after``; the event returned fires when they have landed.
 
         Args:
-            way: One of `ways`; None for the one that should be quickest.
+            way: One that passed the self-test; None for the one that should be quickest.
 
         Raises:
-            RuntimeError: The driver refused them. None is under way any more.
+            DeviceLostError: The device does no work any more, this or other.
+            RuntimeError: The copies failed, and none is under way any more. Others may go well.
         """
-        self._driver.bind(self._context)
         assert self._pinned is not None
-        runs = merge_runs(destinations, sources, sizes, self._pinned.starts)
         stream = self._streams[kind]
-        if after is not None:
-            stream.wait_event(after)
         try:
-            self._queue(runs, kind, way or self.choose(*runs, kind))
+            self._bind()
+            runs = merge_runs(destinations, sources, sizes, self._pinned.starts)
+            if after is not None:
+                stream.wait_event(after)
+            if way is not None:
+                self._queue(runs, kind, way)
+            else:
+                self._queue_as_chosen(runs, kind)
             landed = torch.cuda.Event()
             landed.record(stream)
-        except RuntimeError:
-            stream.synchronize()  # slots of an op that failed are used again at once
-            raise
+        except Exception as error:
+            self._settle(kind)  # slots of an op that failed are used again at once
+            if isinstance(error, RuntimeError):
+                raise
+            raise RuntimeError(describe(error)) from error
         return landed
 
     @property
@@ -133,54 +145,171 @@ class CudaCopier:
 
     @property
     def ways(self) -> Sequence[CopyWay]:
-        """What can carry out copies here, of whole words of 16 bytes at least."""
-        return (CopyWay.ENGINE,) if self._kernel is None else (CopyWay.ENGINE, CopyWay.KERNEL)
+        """Those that ops go; the kernel's copies are of whole words of 16 bytes."""
+        kernel = None if self._kernel is None else CopyWay.KERNEL
+        return tuple(way for way in (self._engine, kernel) if way is not None)
 
     def choose(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind
     ) -> CopyWay:
-        """The way that such copies go."""
-        if self._kernel is None or len(sizes) < self._kernel.MIN_RUNS:
-            return CopyWay.ENGINE
-        if not self._kernel.takes(destinations, sources, sizes):
-            return CopyWay.ENGINE
-        return self._choices[kind].way(len(sizes), int(sizes.sum()))
+        """The way that such copies go.
+
+        Raises:
+            RuntimeError: None takes them.
+        """
+        can_kernel = self._kernel is not None and self._kernel.takes(destinations, sources, sizes)
+        if self._engine is None:
+            if not can_kernel:
+                raise RuntimeError("only the kernel copies here, and not what is no whole words")
+            return CopyWay.KERNEL
+        if self._kernel is None or not can_kernel or len(sizes) < self._kernel.MIN_RUNS:
+            return self._engine
+        is_quicker = self._choices[kind].prefers_kernel(len(sizes), int(sizes.sum()))
+        return CopyWay.KERNEL if is_quicker else self._engine
 
     def close(self) -> None:
-        """Wait for what is under way, and unpin. Idempotent."""
+        """Wait for what is under way, and unpin. Never raises: errors are logged. Idempotent."""
         if self._pinned is None:
             return
+        pinned, self._pinned = self._pinned, None
+        for step in (self._bind, *(s.synchronize for s in self._streams.values()), pinned.close):
+            try:
+                step()
+            except Exception as error:  # a device that is lost; what can be undone is
+                log_event(
+                    logger, logging.WARNING, "copier_not_closed_cleanly", error=describe(error)
+                )
+
+    def _bind(self) -> None:
+        """Have the calling thread work on the device, as torch sees it and as the driver does."""
+        torch.cuda.set_device(self.device)
         self._driver.bind(self._context)
-        for stream in self._streams.values():
-            stream.synchronize()
-        self._pinned.close()
-        self._pinned = None
+
+    def _settle(self, kind: OpKind) -> None:
+        """Wait until nothing of the direction is under way."""
+        try:
+            self._streams[kind].synchronize()
+        except Exception as error:
+            raise DeviceLostError(f"{self.device} does no work any more: {error}") from error
+
+    def _queue_as_chosen(self, runs: Runs, kind: OpKind) -> None:
+        """What the kernel fails to take, the copy engine does, and from then on all.
+
+        A table that finds no memory is not tried again either: torch's allocator would give back
+        its cache each time, and hold up the model for that.
+        """
+        way = self.choose(*runs, kind)
+        try:
+            self._queue(runs, kind, way)
+        except Exception as error:
+            if way is not CopyWay.KERNEL or self._engine is None:
+                raise
+            self._settle(kind)
+            self._kernel = None
+            log_event(
+                logger, logging.WARNING, "copy_way_given_up", way=way.value,
+                error=describe(error), effect=f"all copies go by {self._engine.value}",
+            )  # fmt: skip
+            self._queue(runs, kind, self._engine)
 
     def _queue(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
         stream = self._streams[kind]
-        if way is CopyWay.ENGINE:
-            self._driver.copy_runs(*runs, _SOURCE_ORDER[kind], stream.cuda_stream)
-            return
-        assert self._kernel is not None
-        with torch.cuda.stream(stream):
-            self._kernel.copy_runs(*runs, self.device)
+        match way:
+            case CopyWay.BATCH:
+                self._driver.copy_batch(*runs, _SOURCE_ORDER[kind], stream.cuda_stream)
+            case CopyWay.SINGLE:
+                self._driver.copy_singly(*runs, stream.cuda_stream)
+            case CopyWay.KERNEL:
+                assert self._kernel is not None
+                with torch.cuda.stream(stream):
+                    self._kernel.copy_runs(*runs, self.device)
 
-    def _measure(self, kind: OpKind) -> CopyChoice:
-        """Time both on memory of our own: the pool may hold blocks of another engine's life."""
-        on_host = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-        on_device = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self.device)
-        target, source = (on_device, on_host) if kind is OpKind.H2D else (on_host, on_device)
-        stream = self._streams[kind]
-        stream.wait_event(self.fence())  # behind what the device memory served before
+    def _find_ways(self) -> None:
+        """Test all ways, and keep those that passed."""
+        self._bind()
+        is_pinned = self.is_pinned
+        with (
+            torch.cuda.stream(self._streams[OpKind.H2D]),
+            open_scratch(self._driver, self.device, pinned=is_pinned) as scratch,
+        ):
+            self.verdicts = [self._test(way, scratch) for way in CopyWay]
+            passed = [verdict.way for verdict in self.verdicts if verdict.passed]
+            if not passed:
+                said = "; ".join(map(str, self.verdicts))
+                raise StorageError(f"nothing copies to and from {self.device} rightly: {said}")
+            self._engine = passed[0] if passed[0] is not CopyWay.KERNEL else None
+            if CopyWay.KERNEL not in passed:
+                self._kernel = None
+            elif self._engine is not None:
+                self._time(self._engine, scratch)
 
-        def cost(way: CopyWay) -> CopyCost:
+    def _test(self, way: CopyWay, scratch: Scratch) -> Verdict:
+        missing = self._missing(way, scratch)
+        if missing:
+            if way is CopyWay.KERNEL:
+                log_event(logger, logging.INFO, "copy_kernel_missing", reason=missing)
+            return Verdict(way, missing)
+        verdict = check_way(way, lambda runs, kind: self._copy_now(runs, kind, way), scratch)
+        for kind, failure in verdict.failures.items():
+            log_event(
+                logger, logging.WARNING, "copy_way_failed", way=way.value, op=kind.name,
+                error=failure, effect="it is not used",
+            )  # fmt: skip
+        return verdict
+
+    def _missing(self, way: CopyWay, scratch: Scratch) -> str:
+        """Why a way cannot be tried here; "" if it can. Loads the kernel."""
+        if way is CopyWay.BATCH and not self._driver.has_batch_copy:
+            return "it takes a CUDA driver of 12.8 or later"
+        if way is not CopyWay.KERNEL:
+            return ""
+        if not (self._pinned and self._pinned.is_reachable and scratch.is_reachable):
+            return "the device does not reach the host pool by itself"
+        try:
+            from flexcache.transfer.workers import copy_kernel
+        except Exception as error:  # no Triton, or one that does not start
+            return describe(error)
+        self._kernel = copy_kernel
+        return ""
+
+    def _time(self, engine: CopyWay, scratch: Scratch) -> None:
+        """Time the kernel beside the engine; without figures the kernel is not used."""
+
+        def cost(kind: OpKind, way: CopyWay) -> CopyCost:
             def copy(count: int, size: int) -> None:
                 offsets = np.arange(count, dtype=np.int64) * size
-                sizes = np.full(count, size, np.int64)
-                runs = (target.data_ptr() + offsets, source.data_ptr() + offsets, sizes)
-                self._queue(runs, kind, way)
-                stream.synchronize()
+                runs = scratch.runs(kind, offsets, offsets, np.full(count, size, np.int64))
+                self._copy_now(runs, kind, way)
 
             return measure_cost(copy)
 
-        return CopyChoice(engine=cost(CopyWay.ENGINE), kernel=cost(CopyWay.KERNEL))
+        for kind in _SOURCE_ORDER:
+            try:
+                choice = CopyChoice(cost(kind, engine), cost(kind, CopyWay.KERNEL))
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                log_event(
+                    logger, logging.WARNING, "copies_not_timed", op=kind.name,
+                    error=describe(error), effect="the kernel is not used",
+                )  # fmt: skip
+                self._kernel = None
+                return
+            self._choices[kind] = choice
+            log_event(logger, logging.INFO, "copy_way_chosen", op=kind.name, choice=choice)
+
+    def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
+        """Copy, and wait until nothing is under way, also after an error."""
+        try:
+            self._queue(runs, kind, way)
+        finally:
+            self._settle(kind)
+
+
+def _show_life_during(work: Callable[[], None], show_life: Callable[[], None]) -> None:
+    """Do the work on a thread of its own, since a compiler may take longer than any patience."""
+    with ThreadPoolExecutor(1, "flexcache-copies") as threads:
+        done = threads.submit(work)
+        while not wait([done], _LIFE_INTERVAL_S).done:
+            show_life()
+        done.result()

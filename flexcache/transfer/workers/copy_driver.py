@@ -135,20 +135,27 @@ class CudaDriver:
         )
         return seen.value or 0
 
-    def copy_runs(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder,
-        stream: int,
-    ) -> None:  # fmt: skip
-        """Queue copies between host and device on a stream, in no order among themselves.
+    def copy_singly(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int
+    ) -> None:
+        """Queue copies between host and device on a stream, one call for each.
 
         Raises:
             RuntimeError: A copy was refused. Those before it may be under way.
         """
-        if self._batch_copy is None:
-            runs = zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True)
-            for destination, source, size in runs:
-                self._check("cuMemcpyAsync", self._copy(destination, source, size, stream))
-            return
+        runs = zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True)
+        for destination, source, size in runs:
+            self._check("cuMemcpyAsync", self._copy(destination, source, size, stream))
+
+    def copy_batch(
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Queue copies on a stream in one call, in no order among themselves; see `has_batch_copy`.
+
+        Raises:
+            RuntimeError: A copy was refused. Those before it may be under way.
+        """
         if not len(sizes):
             return  # it refuses an empty batch
         arrays = [np.ascontiguousarray(array, np.int64) for array in (destinations, sources, sizes)]

@@ -8,6 +8,8 @@ slower, and the planner, which measures them, then loads only what is still wort
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 class PinnedSegment:
     """A mapped segment as the device sees it. The context must be bound; see `CudaDriver.bind`.
+
+    If the constructor raises, which only ``after_each_step`` makes it do, nothing stays pinned.
 
     Args:
         step: Bytes to be pinned at a time, about.
@@ -38,39 +42,64 @@ class PinnedSegment:
         after_each_step: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._driver = driver
-        step = max(step // segment.stride, 1) * segment.stride
-        starts = range(segment.address, segment.address + segment.size, step)
-        registered: list[int] = []
+        self._registered: list[int] = []
+        self.is_reachable = False
         try:
-            for start in starts:
-                size = min(step, segment.address + segment.size - start)
-                driver.register(start, size)
-                registered.append(start)
-                after_each_step()
-        except RuntimeError as error:
-            self._unregister(registered)
-            registered = []
+            self._pin(segment, step, after_each_step)
+        except BaseException as error:
+            done_gb = len(self._registered) * _whole_blocks(segment, step) / 1e9
+            self.close()
+            if not isinstance(error, RuntimeError):
+                raise
             log_event(
                 logger,
                 logging.WARNING,
                 "host_pool_not_pinned",
                 size_gb=segment.size / 1e9,
-                pinned_gb=(start - segment.address) / 1e9,
+                pinned_gb=done_gb,
                 error=error,
                 effect="copies are slow",
-                remedy="lower cpu_cache_gb, or raise the limit of locked memory (ulimit -l)",
+                remedy="lower cpu_cache_gb; or look at the container's memory limit (cgroup), the "
+                "IOMMU's settings, and on WSL at what Windows lets be pinned",
             )
-        self.starts: npt.NDArray[np.int64] = np.array(registered, np.int64)
-        self.is_reachable = bool(registered) and all(
-            driver.device_address(start) == start for start in registered
-        )
+        self.starts: npt.NDArray[np.int64] = np.array(self._registered, np.int64)
+        self.is_reachable = bool(self._registered) and all(map(self._is_seen, self._registered))
 
     def close(self) -> None:
-        """Unpin. Copies must have ended. Idempotent."""
-        self._unregister(self.starts.tolist())
-        self.starts = self.starts[:0]
+        """Unpin. Copies must have ended. Never raises: what stays pinned is logged. Idempotent."""
+        errors = []
+        for start in self._registered:
+            try:
+                self._driver.unregister(start)
+            except RuntimeError as error:  # the other pieces go all the same
+                errors.append(error)
+        if errors:
+            log_event(
+                logger, logging.WARNING, "host_pool_still_pinned",
+                pieces=f"{len(errors)} of {len(self._registered)}", error=errors[0],
+                effect="its memory is not free before this process ends",
+            )  # fmt: skip
+        self._registered = []
+        self.starts = np.empty(0, np.int64)
         self.is_reachable = False
 
-    def _unregister(self, starts: list[int]) -> None:
-        for start in starts:
-            self._driver.unregister(start)
+    def _pin(self, segment: HostSegment, step: int, after_each_step: Callable[[], None]) -> None:
+        step = _whole_blocks(segment, step)
+        end = segment.address + segment.size
+        for start in range(segment.address, end, step):
+            self._driver.register(start, min(step, end - start))
+            self._registered.append(start)
+            after_each_step()
+
+    def _is_seen(self, start: int) -> bool:
+        """Whether the device sees registered memory under the same address."""
+        try:
+            return self._driver.device_address(start) == start
+        except RuntimeError:  # a device that cannot map it copies it all the same
+            return False
+
+
+def _whole_blocks(segment: HostSegment, step: int) -> int:
+    """The step in blocks, and in the system's pages: no page can be registered twice."""
+    unit = math.lcm(segment.stride, mmap.PAGESIZE)
+    return max(step // unit, 1) * unit

@@ -1,0 +1,150 @@
+"""The self-test of copying: by each way a pattern must arrive byte for byte, both ways.
+
+Made when a rank attaches, in milliseconds, on memory of our own: the host pool may hold blocks of
+others, and the KV tensors are the engine's. The memory is of the same kinds as those: a segment
+like the pool's, pinned if and as the pool is, and a tensor of torch's.
+
+It proves that this driver, this GPU and our calls move all the bytes asked for and no others, for
+one run and for many. It does not prove that each address of the pool is as good as the scratch
+memory's (reserved huge pages, say), nor the order behind the model's work, nor that a device goes
+on as it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import c_uint8
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexcache.errors import DeviceLostError
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.workers.copy_choice import PROBE_BYTES, CopyWay
+from flexcache.transfer.workers.copy_driver import CudaDriver
+from flexcache.transfer.workers.copy_pin import PinnedSegment
+
+Bytes = npt.NDArray[np.uint8]
+Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+Copy = Callable[[Runs, OpKind], object]
+
+_KINDS = (OpKind.H2D, OpKind.D2H)
+_RUN_COUNTS = (1, 77)  # of which a kernel's program gets several, and a last tile is not full
+_NUM_SLOTS = 128
+_SLOT_BYTES = 8 << 10
+_WORD_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a way of copying did.
+
+    Attributes:
+        missing: Why it could not be tried; "" if it was.
+        failures: What went wrong, for each direction in which something did.
+    """
+
+    way: CopyWay
+    missing: str = ""
+    failures: Mapping[OpKind, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return not self.missing and not self.failures
+
+    def __str__(self) -> str:
+        if self.missing:
+            return f"{self.way.value} not available: {self.missing}"
+        said = (f"{kind.name} {self.failures.get(kind, 'passed')}" for kind in _KINDS)
+        return f"{self.way.value}: {', '.join(said)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory of our own on both sides, of `PROBE_BYTES` each.
+
+    Attributes:
+        is_reachable: Whether a kernel may use the host's addresses.
+    """
+
+    host: Bytes
+    device: torch.Tensor
+    is_reachable: bool
+
+    def runs(
+        self, kind: OpKind,
+        to: npt.NDArray[np.int64], start: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64],
+    ) -> Runs:  # fmt: skip
+        """Copies from and to these offsets."""
+        host, device = self.host.ctypes.data, self.device.data_ptr()
+        target, source = (device, host) if kind is OpKind.H2D else (host, device)
+        return target + to, source + start, sizes
+
+
+@contextmanager
+def open_scratch(driver: CudaDriver, device: torch.device, *, pinned: bool) -> Iterator[Scratch]:
+    """Scratch memory, on the calling thread's current stream. Copies must end before it does."""
+    with HostSegment.create(PROBE_BYTES, 1) as segment:
+        segment.map()
+        pin = PinnedSegment(driver, segment, PROBE_BYTES) if pinned else None
+        try:
+            memory = (c_uint8 * PROBE_BYTES).from_address(segment.address)
+            on_device = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
+            is_reachable = pin is not None and pin.is_reachable
+            yield Scratch(np.ctypeslib.as_array(memory), on_device, is_reachable)
+        finally:
+            if pin is not None:
+                pin.close()
+
+
+def check_way(way: CopyWay, copy: Copy, scratch: Scratch) -> Verdict:
+    """Copy patterns by one way.
+
+    Args:
+        copy: Makes the copies and waits until they have landed.
+
+    Raises:
+        DeviceLostError: The device works no more after it.
+    """
+    failures = {}
+    for kind in _KINDS:
+        for count in _RUN_COUNTS:
+            try:
+                fault = _find_fault(copy, scratch, kind, count)
+            except DeviceLostError as error:
+                raise DeviceLostError(f"{way.value}, {kind.name}: {error}") from error
+            except Exception as error:  # the driver's, Triton's, a compiler's
+                fault = describe(error)
+            if fault:
+                failures[kind] = f"of {count} runs failed: {fault}"
+                break
+    return Verdict(way, failures=failures)
+
+
+def describe(error: Exception) -> str:
+    """The error in one line, with its class unless that says nothing."""
+    text = " ".join(str(error).split())
+    return text if type(error) is RuntimeError else f"{type(error).__name__}: {text}"
+
+
+def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
+    """What is wrong after copies of ``count`` runs; "" if nothing is."""
+    random = np.random.default_rng(count)
+    size = _NUM_SLOTS * _SLOT_BYTES
+    pattern, expected = (np.frombuffer(random.bytes(size), np.uint8).copy() for _ in range(2))
+    to, start = (random.permutation(_NUM_SLOTS)[:count] * _SLOT_BYTES for _ in range(2))
+    sizes = random.integers(1, _SLOT_BYTES // _WORD_BYTES, count) * _WORD_BYTES
+    on_host, on_device = (pattern, expected) if kind is OpKind.H2D else (expected, pattern)
+    host, device = scratch.host[:size], scratch.device[:size]
+    host[:] = on_host
+    device.copy_(torch.from_numpy(on_device))  # by torch, which is not what is tested
+    copy(scratch.runs(kind, to, start, sizes), kind)
+    for first, source, length in zip(to.tolist(), start.tolist(), sizes.tolist(), strict=True):
+        expected[first : first + length] = pattern[source : source + length]
+    found = device.cpu().numpy() if kind is OpKind.H2D else host
+    num_wrong = int((found != expected).sum())
+    return f"{num_wrong:,} bytes are wrong" if num_wrong else ""
