@@ -57,7 +57,7 @@ class FakeTorchCuda:
         """Have torch use it, with device memory from `torch.empty`."""
         real_empty = torch.empty
 
-        def empty(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        def empty(*size: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> Any:
             if device is None or torch.device(device).type != "cuda":
                 return real_empty(*size, device=device, **options)
             made = real_empty(*size, **options)

@@ -414,7 +414,7 @@ def test_a_rank_shows_signs_of_life_while_a_kernel_compiles(rig: Rig) -> None:
         threads.add(threading.get_ident())
         life.release()
 
-    # It ends only when that was seen: two are of the pinning and one of what comes before it.
+    # It ends only when that was seen; one sign is of the pinning before it.
     rig.add_kernel().compile = lambda: lived.extend(life.acquire(timeout=60) for _ in range(4))
     rig.copier.attach(rig.segment, show_life)
     assert lived == [True] * 4
