@@ -8,7 +8,6 @@ from flexcache.transfer.workers.copy_choice import (
     PROBES,
     CopyChoice,
     CopyCost,
-    CopyWay,
     measure_cost,
 )
 
@@ -46,28 +45,28 @@ def test_a_cost_is_never_negative_whatever_noise_the_times_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_runs", "size", "way"),
+    ("num_runs", "size", "by_kernel"),
     [
-        (1, 4096, CopyWay.ENGINE),  # starting a kernel takes longer
-        (64, 4096, CopyWay.ENGINE),
-        (512, 4096, CopyWay.KERNEL),  # handing over so many takes longer
-        (4096, 16 << 10, CopyWay.KERNEL),
-        (4096, 256 << 10, CopyWay.ENGINE),  # the link is what takes the time
-        (32, 4 << 20, CopyWay.ENGINE),
+        (1, 4096, False),  # starting a kernel takes longer
+        (64, 4096, False),
+        (512, 4096, True),  # handing over so many takes longer
+        (4096, 16 << 10, True),
+        (4096, 256 << 10, False),  # the link is what takes the time
+        (32, 4 << 20, False),
     ],
 )
 def test_the_kernel_gets_many_small_copies_and_the_engine_the_rest(
-    num_runs: int, size: int, way: CopyWay
+    num_runs: int, size: int, by_kernel: bool
 ) -> None:
-    assert CopyChoice(ENGINE, KERNEL).way(num_runs, num_runs * size) is way
+    assert CopyChoice(ENGINE, KERNEL).prefers_kernel(num_runs, num_runs * size) is by_kernel
 
 
 def test_a_kernel_that_is_hardly_quicker_is_not_worth_its_multiprocessors() -> None:
     quicker = CopyCost(ENGINE.start_s * 0.9, ENGINE.run_s * 0.9, ENGINE.byte_s * 0.9)
-    assert CopyChoice(ENGINE, quicker).way(4096, 4096 * 4096) is CopyWay.ENGINE
+    assert not CopyChoice(ENGINE, quicker).prefers_kernel(4096, 4096 * 4096)
 
 
 def test_a_driver_that_takes_copies_one_by_one_leaves_more_to_the_kernel() -> None:
     one_by_one = CopyCost(8e-6, 6e-6, 1 / 55e9)
-    assert CopyChoice(ENGINE, KERNEL).way(1000, 1000 * 128 << 10) is CopyWay.ENGINE
-    assert CopyChoice(one_by_one, KERNEL).way(1000, 1000 * 128 << 10) is CopyWay.KERNEL
+    assert not CopyChoice(ENGINE, KERNEL).prefers_kernel(1000, 1000 * 128 << 10)
+    assert CopyChoice(one_by_one, KERNEL).prefers_kernel(1000, 1000 * 128 << 10)
