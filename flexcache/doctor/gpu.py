@@ -1,16 +1,26 @@
-"""NVIDIA's driver and what torch makes of it. GPUs need not reach each other (P2P)."""
+"""NVIDIA's driver, what torch makes of it, and whether bytes arrive on each GPU and come back.
+
+GPUs need not reach each other (P2P).
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.subject import Subject
+from flexcache.errors import FlexCacheError
+from flexcache.storage.host_pool import HostSegment
+
+if TYPE_CHECKING:  # it brings torch
+    from flexcache.transfer.workers.copy_check import Verdict
 
 _BATCH_COPY_VERSION = 12_080
 _DRIVER = "libcuda.so.1"
+_SEGMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,9 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
 
     version, problem, num_devices = _ask_driver()
     yield from judge_gpus(Gpus(has_gpu(subject), version, problem, num_devices, torch.version.cuda))
+    if num_devices and torch.version.cuda is not None:
+        for index in range(num_devices):
+            yield from _check_copies(index)
 
 
 def _ask_driver() -> tuple[int | None, str, int]:
@@ -52,6 +65,51 @@ def _ask_driver() -> tuple[int | None, str, int]:
     library.cuDriverGetVersion(ctypes.byref(version))
     code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     return version.value, f"CUDA error {code}" if code else "", count.value
+
+
+def _check_copies(index: int) -> Iterator[Finding]:
+    """Attach a small segment of our own, as a rank attaches its share of the pool."""
+    import torch
+
+    from flexcache.transfer.workers.copy_cuda import CudaCopier
+
+    with HostSegment.create(_SEGMENT_BYTES, 1) as segment:
+        segment.map()
+        try:
+            copier = CudaCopier(torch.device("cuda", index))
+            copier.attach(segment)
+        except (FlexCacheError, RuntimeError) as failure:
+            yield error(
+                f"GPU {index} cannot be used: {failure}",
+                "where its memory is full, end what uses it; else update the driver, and report "
+                "this with its version and the GPU's name",
+            )
+            return
+        verdicts, is_pinned = copier.verdicts, copier.is_pinned
+        copier.close()
+    yield from judge_copies(index, verdicts, is_pinned)
+
+
+def judge_copies(index: int, verdicts: Sequence[Verdict], is_pinned: bool) -> Iterator[Finding]:
+    """What the ways of copying did, of which at least one passed."""
+    if not is_pinned:
+        yield warning(
+            f"GPU {index}: the driver does not pin host memory, so that copies are slow",
+            "look at the container's memory limit, the IOMMU's settings, and on WSL at what "
+            "Windows lets be pinned",
+        )
+    for verdict in verdicts:
+        text = f"GPU {index}, {verdict}"
+        if verdict.passed:
+            yield ok(text)
+        elif verdict.missing:
+            yield warning(text, "not needed, but some copies are quicker with it")
+        else:
+            yield warning(
+                f"{text}; it is not used",
+                "update the driver and torch, and report this with their versions and the GPU's "
+                "name",
+            )
 
 
 def judge_gpus(gpus: Gpus) -> Iterator[Finding]:

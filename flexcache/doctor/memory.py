@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
 from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
-from flexcache.doctor.gpu import has_gpu
 from flexcache.doctor.subject import Subject
 from flexcache.remote_url import check_remote_url
 
@@ -106,18 +105,17 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_locked_memory(subject: Subject) -> Iterator[Finding]:
-    """Copies on a CPU lock nothing, nor does our use of io_uring from Linux 5.12 on: who does are
-    a GPU's driver, which pins the pool, and RDMA, which registers it."""
+    """RDMA registers the pool, which counts. Copies on a CPU lock nothing, nor does our use of
+    io_uring from Linux 5.12 on, and a GPU's driver pins outside of this limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         yield ok("any amount of memory may be locked")
         return
     text = f"{in_gb(soft)} of memory may be locked"
-    users = [*(["the GPU's driver"] * has_gpu(subject)), *(["RDMA"] * _uses_rdma(subject))]
     pool = subject.pool_bytes
-    if users and (pool is None or soft < pool):
+    if _uses_rdma(subject) and (pool is None or soft < pool):
         yield warning(
-            f"{text}: {' and '.join(users)} may fail to pin the DRAM tier",
+            f"{text}: RDMA may fail to pin the DRAM tier",
             "raise the limit: ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit "
             "memlock=-1",
         )

@@ -359,7 +359,7 @@ def test_a_device_that_no_way_copies_to_is_refused_with_what_each_did(
     with pytest.raises(StorageError) as caught:
         rig.copier.attach(rig.segment)
     said = str(caught.value)
-    what = "bytes are wrong" if fault == "bytes" else "CUDA_ERROR_NOT_SUPPORTED (801)"
+    what = "bytes differ" if fault == "bytes" else "CUDA_ERROR_NOT_SUPPORTED (801)"
     assert said.count(what) == 4
     for name in ("batched copy: H2D", "single copies: H2D", "kernel"):
         assert name in said

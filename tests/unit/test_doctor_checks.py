@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
+from fake_cuda import NOT_SUPPORTED, FakeCuda
+from fake_torch_cuda import FakeTorchCuda
 
-from flexcache.doctor import agreement, memory
+from flexcache.doctor import agreement, gpu, memory
 from flexcache.doctor.directories import judge_file_system
 from flexcache.doctor.examination import CHECKS, examine
 from flexcache.doctor.findings import Finding, Level
@@ -16,6 +20,7 @@ from flexcache.doctor.machine import explain_io_uring, judge_kernel
 from flexcache.doctor.packages import check_transfer_config, judge_vllm
 from flexcache.doctor.subject import Subject, VllmOptions
 from flexcache.storage.mounts import mount_of
+from flexcache.transfer.workers.copy_driver import CudaDriver
 
 EPERM = "PermissionError: [Errno 1] Operation not permitted"
 ENOSYS = "OSError: [Errno 38] Function not implemented"
@@ -81,6 +86,55 @@ def test_gpus(gpus: Gpus, expected: list[Level], text: str) -> None:
     found = list(judge_gpus(gpus))
     assert levels(found) == expected
     assert text in found[0].text
+
+
+def on_gpus(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, num_devices: int = 1) -> list[Finding]:
+    """What is found with a driver in host memory, where Triton is missing."""
+    FakeTorchCuda(cuda).install(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(CudaDriver, "load", lambda: CudaDriver(cuda))
+    monkeypatch.setattr(gpu, "_ask_driver", lambda: (cuda.version, "", num_devices))
+    monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.copy_kernel", None)
+    found = list(gpu.check_gpu(Subject(environ={})))
+    assert not cuda.registered
+    return found[1:]
+
+
+def test_copies_are_tried_on_each_gpu_by_each_way_and_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = on_gpus(FakeCuda(), monkeypatch, num_devices=2)
+    assert levels(found) == [OK, OK, WARNING] * 2
+    assert [finding.text for finding in found[3:5]] == [
+        "GPU 1, batched copy: H2D passed, D2H passed",
+        "GPU 1, single copies: H2D passed, D2H passed",
+    ]
+    assert "GPU 1, kernel not available: ModuleNotFoundError" in found[5].text
+
+
+def test_a_way_that_copies_wrong_bytes_in_one_direction_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda(corrupts={("cuMemcpyBatchAsync", "D2H")})
+    batch, single, _kernel = on_gpus(cuda, monkeypatch)
+    assert (batch.level, single.level) == (WARNING, OK)
+    assert "batched copy: H2D passed, D2H failed (runs: 1): 1 bytes differ" in batch.text
+
+
+def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = on_gpus(FakeCuda(most_registered=0), monkeypatch)
+    assert levels(found) == [WARNING, OK, OK, WARNING]
+    assert "does not pin host memory" in found[0].text
+
+
+def test_a_gpu_that_no_way_copies_to_is_an_error_and_the_next_is_tried_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("cuMemcpyBatchAsync", "cuMemcpyAsync")
+    found = on_gpus(FakeCuda(refuses=dict.fromkeys(names, NOT_SUPPORTED)), monkeypatch, 2)
+    assert levels(found) == [ERROR, ERROR]
+    assert "GPU 0 cannot be used" in found[0].text
+    assert "CUDA_ERROR_NOT_SUPPORTED (801)" in found[0].text
 
 
 @pytest.mark.parametrize(
@@ -212,21 +266,18 @@ def test_a_machine_without_dev_shm_is_told_to_have_one(machine: Machine) -> None
 
 
 @pytest.mark.parametrize(
-    ("settings", "has_gpu", "level"),
+    ("settings", "level"),
     [
-        ({}, False, OK),
-        ({}, True, WARNING),
-        ({"remote_url": "mooncake://h:1"}, False, OK),
-        ({"remote_url": "mooncake://h:1?protocol=rdma"}, False, WARNING),
+        ({}, OK),
+        ({"remote_url": "mooncake://h:1"}, OK),
+        ({"remote_url": "mooncake://h:1?protocol=rdma"}, WARNING),
     ],
 )
-def test_locked_memory_matters_for_who_pins_the_pool(
-    machine: Machine, settings: dict[str, str], has_gpu: bool, level: Level,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_locked_memory_matters_for_rdma_and_not_for_a_gpu(
+    machine: Machine, settings: dict[str, str], level: Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
-    if has_gpu:
-        machine.write("dev/nvidiactl", "")
+    machine.write("dev/nvidiactl", "")
     subject = machine.with_settings(cpu_cache_gb="1", **settings)
     (found,) = memory.check_locked_memory(subject)
     assert found.level is level

@@ -120,7 +120,7 @@ def check_way(way: CopyWay, copy: Copy, scratch: Scratch) -> Verdict:
             except Exception as error:  # the driver's, Triton's, a compiler's
                 fault = describe(error)
             if fault:
-                failures[kind] = f"of {count} runs failed: {fault}"
+                failures[kind] = f"failed (runs: {count}): {fault}"
                 break
     return Verdict(way, failures=failures)
 
@@ -135,7 +135,8 @@ def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
     """What is wrong after copies of ``count`` runs; "" if nothing is."""
     random = np.random.default_rng(count)
     size = _NUM_SLOTS * _SLOT_BYTES
-    pattern, expected = (np.frombuffer(random.bytes(size), np.uint8).copy() for _ in range(2))
+    pattern = np.frombuffer(random.bytes(size), np.uint8).copy()
+    expected = ~pattern
     to, start = (random.permutation(_NUM_SLOTS)[:count] * _SLOT_BYTES for _ in range(2))
     sizes = random.integers(1, _SLOT_BYTES // _WORD_BYTES, count) * _WORD_BYTES
     on_host, on_device = (pattern, expected) if kind is OpKind.H2D else (expected, pattern)
@@ -147,4 +148,4 @@ def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
         expected[first : first + length] = pattern[source : source + length]
     found = device.cpu().numpy() if kind is OpKind.H2D else host
     num_wrong = int((found != expected).sum())
-    return f"{num_wrong:,} bytes are wrong" if num_wrong else ""
+    return f"{num_wrong:,} bytes differ" if num_wrong else ""
