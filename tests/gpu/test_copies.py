@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +18,7 @@ from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_choice import CopyWay
 from flexcache.transfer.workers.copy_cuda import CudaCopier
+from flexcache.transfer.workers.copy_driver import CudaDriver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +66,12 @@ class Memory:
 
 @pytest.fixture
 def memory() -> Iterator[Memory]:
+    with open_memory() as memory:
+        yield memory
+
+
+@contextmanager
+def open_memory() -> Iterator[Memory]:
     torch.manual_seed(0)
     with HostSegment.create(SLOT, NUM_SLOTS) as segment:
         segment.map()
@@ -83,6 +93,19 @@ SIZES = {
 }
 
 
+def needs(copier: CudaCopier, way: CopyWay) -> None:
+    """Skip the test where the driver is too old for the way, or Triton is missing."""
+    (verdict,) = (verdict for verdict in copier.verdicts if verdict.way is way)
+    if verdict.missing:
+        pytest.skip(str(verdict))
+
+
+@pytest.mark.parametrize("way", CopyWay)
+def test_each_way_passes_the_self_test(memory: Memory, way: CopyWay) -> None:
+    needs(memory.copier, way)
+    assert [str(v) for v in memory.copier.verdicts if v.failures] == []
+
+
 @pytest.mark.parametrize("way", [None, *CopyWay])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 33, 500])
@@ -90,8 +113,8 @@ SIZES = {
 def test_the_bytes_arrive_and_no_others_change(
     memory: Memory, kind: OpKind, count: int, sizes: str, way: CopyWay | None
 ) -> None:
-    if way is CopyWay.KERNEL and way not in memory.copier.ways:
-        pytest.skip("no copy kernel here: Triton or a C compiler is missing")
+    if way is not None:
+        needs(memory.copier, way)
     if way is CopyWay.KERNEL and sizes == "odd bytes":
         pytest.skip("the kernel takes whole words only")
     runs = memory.runs(kind, count, SIZES[sizes](count).astype(np.int64))
@@ -103,7 +126,7 @@ def test_the_bytes_arrive_and_no_others_change(
 
 def test_odd_bytes_are_never_given_to_the_kernel(memory: Memory) -> None:
     runs = memory.runs(OpKind.H2D, 500, np.full(500, 1001, np.int64))
-    assert memory.copier.choose(*runs, OpKind.H2D) is CopyWay.ENGINE
+    assert memory.copier.choose(*runs, OpKind.H2D) is not CopyWay.KERNEL
 
 
 def test_a_store_comes_behind_the_work_that_writes_its_source(memory: Memory) -> None:
@@ -208,3 +231,52 @@ def test_the_segment_is_pinned_until_the_copier_is_closed(memory: Memory) -> Non
     memory.copier.close()
     memory.copier.close()
     assert not memory.host.is_pinned()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_that_is_not_pinned_is_tested_and_copied_as_it_is(
+    kind: OpKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(driver: CudaDriver, address: int, size: int) -> None:
+        raise RuntimeError("refused by the test")
+
+    monkeypatch.setattr(CudaDriver, "register", refuse)
+    with open_memory() as memory:
+        assert not memory.copier.is_pinned
+        assert memory.copier.ways
+        runs = memory.runs(kind, 300, np.full(300, 8192, np.int64))
+        host, device = memory.expected(kind, runs)
+        memory.copier.start(*runs, kind, memory.copier.fence()).synchronize()
+        assert torch.equal(memory.device.cpu(), device)
+        assert torch.equal(memory.host, host)
+
+
+ON_THE_LAST_DEVICE = """
+import threading, torch
+from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.workers.copy_cuda import CudaCopier
+
+last = torch.cuda.device_count() - 1
+
+def serve():
+    with HostSegment.create(4096, 1024) as segment:
+        segment.map()
+        copier = CudaCopier(torch.device("cuda", last))
+        copier.attach(segment)
+        copier.close()
+
+torch.zeros(1, device=f"cuda:{last}")
+assert not torch._C._cuda_hasPrimaryContext(0)
+thread = threading.Thread(target=serve)
+thread.start()
+thread.join()
+assert not torch._C._cuda_hasPrimaryContext(0)
+print("no context on device 0")
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+def test_a_copier_of_another_gpu_makes_no_context_on_the_first() -> None:
+    program = [sys.executable, "-c", ON_THE_LAST_DEVICE]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "no context on device 0\n", done.stderr

@@ -33,7 +33,13 @@ class Copier(Protocol):
     """Moves bytes between address lists on one kind of device."""
 
     def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
-        """Get the host pool ready for copies, which may take long: a sign of life at each step."""
+        """Get the host pool ready for copies, which may take long: a sign of life meanwhile.
+
+        Whatever it raises, it has undone what it did.
+
+        Raises:
+            FlexCacheError: Nothing can be copied rightly here; says why.
+        """
 
     def fence(self) -> Fence | None:
         """The point that the engine's compute has reached. Called on the engine's thread."""
@@ -42,10 +48,15 @@ class Copier(Protocol):
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: Fence | None,
     ) -> Fence | None:  # fmt: skip
-        """Start the copies; None if they are done already."""
+        """Start the copies; None if they are done already.
+
+        Raises:
+            DeviceLostError: No copy will succeed any more.
+            RuntimeError: These failed. None of them is under way.
+        """
 
     def close(self) -> None:
-        """Wait for copies under way and let go of the host pool."""
+        """Wait for copies under way and let go of the host pool. Never raises. Idempotent."""
 
 
 def open_copier(device: torch.device) -> Copier:
