@@ -34,7 +34,7 @@ class StorageError(FlexCacheError):
 
 
 class DeviceLostError(FlexCacheError, RuntimeError):
-    """A GPU does no work any more, for this process at least. None of its copies is under way."""
+    """A GPU no longer works, for this process at least. None of its copies is under way."""
 
 
 class TraceError(FlexCacheError, ValueError):

@@ -57,6 +57,7 @@ class FakeCuda:
         refuses: What a function answers instead of doing its work.
         corrupts: Functions that report success and copy wrong bytes, with the direction.
         corrupts_from: The smallest batch that is copied wrong.
+        is_lazy: Whether copies are made only when their stream is waited for.
         stuck: Addresses that are not unregistered.
         page_bytes: No two registrations may share a page, counted from ``page_origin``.
         is_lost: Whether all calls fail, as after an illegal address.
@@ -72,6 +73,7 @@ class FakeCuda:
     refuses: dict[str, int] = field(default_factory=dict)
     corrupts: set[tuple[str, str]] = field(default_factory=set)
     corrupts_from: int = 1
+    is_lazy: bool = False
     stuck: set[int] = field(default_factory=set)
     page_bytes: int = 4096
     page_origin: int = 0
@@ -84,6 +86,7 @@ class FakeCuda:
     batches: list[tuple[int, int, int]] = field(default_factory=list)  # copies, order, flags
     batch_streams: list[int] = field(default_factory=list)
     num_single_copies: int = 0
+    _queued: dict[int, list[tuple[str, int, int, int, int]]] = field(default_factory=dict)
     _kept: list[Any] = field(default_factory=list)
     _thread: threading.local = field(default_factory=threading.local)
 
@@ -210,10 +213,22 @@ class FakeCuda:
         if self.context != CONTEXT + self.streams[stream]:
             return INVALID_CONTEXT
         self.num_single_copies += 1
-        self._move("cuMemcpyAsync", 1, destination, source, size)
+        self._move("cuMemcpyAsync", 1, destination, source, size, stream)
         return 0
 
-    def _move(self, name: str, count: int, destination: int, source: int, size: int) -> None:
+    def land(self, stream: int) -> None:
+        """Make the copies that were queued on the stream."""
+        for name, count, destination, source, size in self._queued.pop(stream, []):
+            self._copy_bytes(name, count, destination, source, size)
+
+    def _move(
+        self, name: str, count: int, destination: int, source: int, size: int, stream: int
+    ) -> None:
+        self._queued.setdefault(stream, []).append((name, count, destination, source, size))
+        if not self.is_lazy:
+            self.land(stream)
+
+    def _copy_bytes(self, name: str, count: int, destination: int, source: int, size: int) -> None:
         to_device = any(a <= destination < a + n for a, n in self.device_memory)
         ctypes.memmove(destination, source, size)
         if (name, "H2D" if to_device else "D2H") in self.corrupts and count >= self.corrupts_from:
@@ -235,7 +250,7 @@ class FakeCuda:
             failed[0] = self.refused_copy
             return INVALID_VALUE
         for i in range(count):
-            self._move("cuMemcpyBatchAsync", count, to[i], source[i], sizes[i])
+            self._move("cuMemcpyBatchAsync", count, to[i], source[i], sizes[i], stream)
         self.batch_streams.append(stream)
         self.batches.append((count, attributes[0].srcAccessOrder, attributes[0].flags))
         return 0

@@ -1,8 +1,8 @@
-"""`torch.cuda` over `FakeCuda`: which device a thread is on is modelled as c10 has it.
+"""`torch.cuda` over `FakeCuda`, with c10's notion of a thread's current device.
 
-A device that a thread leaves another one for is made current again only if it has a context
-already; else it is only noted (`target`), and made current, context and all, by the next call that
-uses it. Streams and events take notes. Device memory is host memory.
+When a thread leaves a device, the one before it becomes current again only if it has a context.
+If not, it is noted (`_target`), and the next call that uses it makes it current, context and all.
+Streams and events take notes. Device memory is host memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class FakeStream:
 
     def synchronize(self) -> None:
         self._owner.check()
+        self._owner.cuda.land(self.cuda_stream)
         self._owner.notes.append(("synchronize", self.cuda_stream))
 
 

@@ -270,6 +270,16 @@ def test_all_ways_that_pass_are_known_and_the_batch_comes_before_single_copies(r
     assert len(rig.cuda.batches) == 2
 
 
+def test_the_self_test_looks_at_bytes_only_when_they_have_landed(rig: Rig) -> None:
+    rig.cuda.is_lazy = True
+    rig.attach()
+    assert failed(rig) == {}
+    rig.start(OpKind.D2H, [4], [2])
+    assert not any(rig.segment.block(2))
+    rig.copier.close()
+    assert bytes(rig.segment.block(2)) == rig.device[4 * BLOCK : 5 * BLOCK].tobytes()
+
+
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, 1])
 @pytest.mark.parametrize("has_kernel", [False, True])
 def test_a_batch_that_is_refused_leaves_single_copies_and_is_named(
@@ -394,7 +404,7 @@ def test_where_the_kernel_cannot_be_tried_the_reason_is_kept(rig: Rig, lacks: st
     rig.attach()
     (kernel,) = (v for v in rig.copier.verdicts if v.way is CopyWay.KERNEL)
     assert ("copy_kernel" in kernel.missing) is (lacks == "Triton")
-    assert ("does not reach" in kernel.missing) is (lacks != "Triton")
+    assert ("cannot map" in kernel.missing) is (lacks != "Triton")
     rig.check_copies()
 
 
@@ -419,6 +429,20 @@ def test_a_rank_shows_signs_of_life_while_a_kernel_compiles(rig: Rig) -> None:
     rig.copier.attach(rig.segment, show_life)
     assert lived == [True] * 4
     assert threads == {threading.get_ident()}
+
+
+def test_a_batch_that_fails_while_it_is_timed_is_named_and_the_kernel_is_not_used(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.add_kernel()
+    rig.cuda.refused_copy = 200  # so many are in no batch of the self-test
+    rig.attach()
+    assert failed(rig) == {}
+    assert rig.copier.ways == (CopyWay.BATCH,)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "copies_not_timed" in line
+    assert "cuMemcpyBatchAsync of 256 copies" in line
+    rig.check_copies()
 
 
 # -- what fails ----------------------------------------------------------------------------------
@@ -460,7 +484,7 @@ def test_a_device_that_is_lost_is_named_so_and_closing_the_copier_does_not_raise
     rig.attach()
     rig.cuda.is_lost = True
     for _ in range(2):
-        with pytest.raises(DeviceLostError, match="cuda:0 does no work any more"):
+        with pytest.raises(DeviceLostError, match="cuda:0 no longer works"):
             rig.start(OpKind.H2D, [0], [0])
     caplog.clear()
     rig.copier.close()
@@ -473,7 +497,7 @@ def test_a_device_that_is_lost_is_named_so_and_closing_the_copier_does_not_raise
 def test_a_kernel_that_kills_the_device_in_the_self_test_fails_the_attach(rig: Rig) -> None:
     kernel = rig.add_kernel()
     kernel.compile = lambda: setattr(rig.cuda, "is_lost", True)
-    with pytest.raises(DeviceLostError, match="kernel, H2D: cuda:0 does no work any more"):
+    with pytest.raises(DeviceLostError, match="kernel, H2D: cuda:0 no longer works"):
         rig.copier.attach(rig.segment)
     rig.copier.close()
 

@@ -35,10 +35,10 @@ class Copier(Protocol):
     def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
         """Get the host pool ready for copies, which may take long: a sign of life meanwhile.
 
-        Whatever it raises, it has undone what it did.
+        If it raises, it has undone what it did.
 
         Raises:
-            FlexCacheError: Nothing can be copied rightly here; says why.
+            FlexCacheError: No way of copying works here; says why.
         """
 
     def fence(self) -> Fence | None:

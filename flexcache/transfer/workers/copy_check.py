@@ -1,13 +1,13 @@
-"""The self-test of copying: by each way a pattern must arrive byte for byte, both ways.
+"""Self-test of the ways of copying: each must move a pattern byte for byte, in both directions.
 
-Made when a rank attaches, in milliseconds, on memory of our own: the host pool may hold blocks of
-others, and the KV tensors are the engine's. The memory is of the same kinds as those: a segment
-like the pool's, pinned if and as the pool is, and a tensor of torch's.
+Runs when a rank attaches, in milliseconds, on scratch memory: the host pool may hold blocks of
+other engines, and the KV tensors are the engine's. Scratch memory is of the same kinds: a segment
+like the pool's, pinned if the pool is, and a tensor of torch's.
 
 It proves that this driver, this GPU and our calls move all the bytes asked for and no others, for
-one run and for many. It does not prove that each address of the pool is as good as the scratch
-memory's (reserved huge pages, say), nor the order behind the model's work, nor that a device goes
-on as it began.
+one run and for many. It does not prove that every address of the pool works as the scratch memory
+does (reserved huge pages, for example), that copies keep their order behind the model's work, or
+that the device will not fail later.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WORD_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a way of copying did.
+    """Result of one way of copying.
 
     Attributes:
         missing: Why it could not be tried; "" if it was.
@@ -65,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory of our own on both sides, of `PROBE_BYTES` each.
+    """Memory of our own on the host and on the device, `PROBE_BYTES` each.
 
     Attributes:
         is_reachable: Whether a kernel may use the host's addresses.
@@ -79,7 +79,7 @@ class Scratch:
         self, kind: OpKind,
         to: npt.NDArray[np.int64], start: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64],
     ) -> Runs:  # fmt: skip
-        """Copies from and to these offsets."""
+        """Turn offsets into the addresses of copies."""
         host, device = self.host.ctypes.data, self.device.data_ptr()
         target, source = (device, host) if kind is OpKind.H2D else (host, device)
         return target + to, source + start, sizes
@@ -87,7 +87,8 @@ class Scratch:
 
 @contextmanager
 def open_scratch(driver: CudaDriver, device: torch.device, *, pinned: bool) -> Iterator[Scratch]:
-    """Scratch memory, on the calling thread's current stream. Copies must end before it does."""
+    """Make scratch memory, used from the calling thread's current stream. Copies must have ended
+    when the context is left."""
     with HostSegment.create(PROBE_BYTES, 1) as segment:
         segment.map()
         pin = PinnedSegment(driver, segment, PROBE_BYTES) if pinned else None
@@ -108,7 +109,7 @@ def check_way(way: CopyWay, copy: Copy, scratch: Scratch) -> Verdict:
         copy: Makes the copies and waits until they have landed.
 
     Raises:
-        DeviceLostError: The device works no more after it.
+        DeviceLostError: The device no longer works.
     """
     failures = {}
     for kind in _KINDS:
@@ -126,13 +127,13 @@ def check_way(way: CopyWay, copy: Copy, scratch: Scratch) -> Verdict:
 
 
 def describe(error: Exception) -> str:
-    """The error in one line, with its class unless that says nothing."""
+    """Put an error on one line, with its class unless it is a plain `RuntimeError`."""
     text = " ".join(str(error).split())
     return text if type(error) is RuntimeError else f"{type(error).__name__}: {text}"
 
 
 def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
-    """What is wrong after copies of ``count`` runs; "" if nothing is."""
+    """Copy ``count`` runs and say what is wrong afterwards; "" if nothing is."""
     random = np.random.default_rng(count)
     size = _NUM_SLOTS * _SLOT_BYTES
     pattern = np.frombuffer(random.bytes(size), np.uint8).copy()
@@ -142,7 +143,7 @@ def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
     on_host, on_device = (pattern, expected) if kind is OpKind.H2D else (expected, pattern)
     host, device = scratch.host[:size], scratch.device[:size]
     host[:] = on_host
-    device.copy_(torch.from_numpy(on_device))  # by torch, which is not what is tested
+    device.copy_(torch.from_numpy(on_device))  # by torch's own copy, which is not under test
     copy(scratch.runs(kind, to, start, sizes), kind)
     for first, source, length in zip(to.tolist(), start.tolist(), sizes.tolist(), strict=True):
         expected[first : first + length] = pattern[source : source + length]

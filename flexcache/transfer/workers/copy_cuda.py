@@ -54,7 +54,7 @@ class CudaCopier:
     """A `Copier` for one device. All but `fence` belongs to one thread, which it sets up for CUDA.
 
     Attributes:
-        verdicts: How each way did in the self-test, once attached.
+        verdicts: Results of the self-test, once attached.
 
     Raises:
         MissingDependencyError: There is no driver by NVIDIA.
@@ -64,8 +64,8 @@ class CudaCopier:
         self.device = device
         self.verdicts: Sequence[Verdict] = ()
         self._driver = CudaDriver.load()
-        # A thread begins on device 0, and torch goes back to it after each use of another one,
-        # which would make a context there, of some hundred MB, and later calls work in it.
+        # A thread begins on device 0, and torch returns to it after each use of another device:
+        # that would make a context there, of some hundred MB, in which later calls would work.
         torch.cuda.set_device(device)
         self._streams = {kind: torch.cuda.Stream(device) for kind in _SOURCE_ORDER}
         self._context = self._driver.context_of(self._streams[OpKind.H2D].cuda_stream)
@@ -89,7 +89,7 @@ class CudaCopier:
 
         Raises:
             StorageError: No way of copying passed the self-test. Says what each did.
-            DeviceLostError: The device does no work any more.
+            DeviceLostError: The device no longer works.
         """
         try:
             self._bind()
@@ -115,8 +115,8 @@ class CudaCopier:
             way: One that passed the self-test; None for the one that should be quickest.
 
         Raises:
-            DeviceLostError: The device does no work any more, this or other.
-            RuntimeError: The copies failed, and none is under way any more. Others may go well.
+            DeviceLostError: The device no longer works: all other copies will fail too.
+            RuntimeError: These copies failed, and none is under way. Others may succeed.
         """
         assert self._pinned is not None
         stream = self._streams[kind]
@@ -145,7 +145,7 @@ class CudaCopier:
 
     @property
     def ways(self) -> Sequence[CopyWay]:
-        """Those that ops go; the kernel's copies are of whole words of 16 bytes."""
+        """Ways that ops may take; the kernel copies whole words of 16 bytes only."""
         kernel = None if self._kernel is None else CopyWay.KERNEL
         return tuple(way for way in (self._engine, kernel) if way is not None)
 
@@ -160,7 +160,7 @@ class CudaCopier:
         can_kernel = self._kernel is not None and self._kernel.takes(destinations, sources, sizes)
         if self._engine is None:
             if not can_kernel:
-                raise RuntimeError("only the kernel copies here, and not what is no whole words")
+                raise RuntimeError("only the kernel can copy here, and it takes whole words")
             return CopyWay.KERNEL
         if self._kernel is None or not can_kernel or len(sizes) < self._kernel.MIN_RUNS:
             return self._engine
@@ -190,13 +190,14 @@ class CudaCopier:
         try:
             self._streams[kind].synchronize()
         except Exception as error:
-            raise DeviceLostError(f"{self.device} does no work any more: {error}") from error
+            raise DeviceLostError(f"{self.device} no longer works: {error}") from error
 
     def _queue_as_chosen(self, runs: Runs, kind: OpKind) -> None:
-        """What the kernel fails to take, the copy engine does, and from then on all.
+        """Queue the copies the way that `choose` says. A kernel that fails is given up for good,
+        and the copy engine takes over.
 
-        A table that finds no memory is not tried again either: torch's allocator would give back
-        its cache each time, and hold up the model for that.
+        Also if there was no memory for its table: on each further try torch's allocator would
+        empty its cache first, which stalls the model.
         """
         way = self.choose(*runs, kind)
         try:
@@ -225,7 +226,7 @@ class CudaCopier:
                     self._kernel.copy_runs(*runs, self.device)
 
     def _find_ways(self) -> None:
-        """Test all ways, and keep those that passed."""
+        """Test all ways and keep those that pass."""
         self._bind()
         is_pinned = self.is_pinned
         with (
@@ -236,7 +237,7 @@ class CudaCopier:
             passed = [verdict.way for verdict in self.verdicts if verdict.passed]
             if not passed:
                 said = "; ".join(map(str, self.verdicts))
-                raise StorageError(f"nothing copies to and from {self.device} rightly: {said}")
+                raise StorageError(f"no way of copying to {self.device} and back is sound: {said}")
             self._engine = passed[0] if passed[0] is not CopyWay.KERNEL else None
             if CopyWay.KERNEL not in passed:
                 self._kernel = None
@@ -258,13 +259,13 @@ class CudaCopier:
         return verdict
 
     def _missing(self, way: CopyWay, scratch: Scratch) -> str:
-        """Why a way cannot be tried here; "" if it can. Loads the kernel."""
+        """Say why a way cannot be tried here; "" if it can. Loads the kernel."""
         if way is CopyWay.BATCH and not self._driver.has_batch_copy:
-            return "it takes a CUDA driver of 12.8 or later"
+            return "it needs a CUDA driver of 12.8 or later"
         if way is not CopyWay.KERNEL:
             return ""
         if not (self._pinned and self._pinned.is_reachable and scratch.is_reachable):
-            return "the device does not reach the host pool by itself"
+            return "the device cannot map the host pool"
         try:
             from flexcache.transfer.workers import copy_kernel
         except Exception as error:  # no Triton, or one that does not start
@@ -307,7 +308,7 @@ class CudaCopier:
 
 
 def _show_life_during(work: Callable[[], None], show_life: Callable[[], None]) -> None:
-    """Do the work on a thread of its own, since a compiler may take longer than any patience."""
+    """Run the work on another thread: a compiler may take longer than the server's patience."""
     with ThreadPoolExecutor(1, "flexcache-copies") as threads:
         done = threads.submit(work)
         while not wait([done], _LIFE_INTERVAL_S).done:
