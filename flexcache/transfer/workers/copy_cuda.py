@@ -157,15 +157,17 @@ class CudaCopier:
         Raises:
             RuntimeError: None takes them.
         """
-        can_kernel = self._kernel is not None and self._kernel.takes(destinations, sources, sizes)
-        if self._engine is None:
-            if not can_kernel:
+        engine, kernel = self._engine, self._kernel
+        if engine is not None and (kernel is None or len(sizes) < kernel.MIN_RUNS):
+            return engine
+        assert kernel is not None
+        if not kernel.takes(destinations, sources, sizes):
+            if engine is None:
                 raise RuntimeError("only the kernel can copy here, and it takes whole words")
+            return engine
+        if engine is None or self._choices[kind].prefers_kernel(len(sizes), int(sizes.sum())):
             return CopyWay.KERNEL
-        if self._kernel is None or not can_kernel or len(sizes) < self._kernel.MIN_RUNS:
-            return self._engine
-        is_quicker = self._choices[kind].prefers_kernel(len(sizes), int(sizes.sum()))
-        return CopyWay.KERNEL if is_quicker else self._engine
+        return engine
 
     def close(self) -> None:
         """Wait for what is under way, and unpin. Never raises: errors are logged. Idempotent."""
