@@ -5,7 +5,8 @@ prompt come out of one streaming pass, and the key of any single block can be ha
 before it. That is what makes a match a bisection: see `prefix_index`.
 
 Model fingerprint, namespace and kind of key are digested once into a root. For tokens the root is
-what the hash starts from; the engine's own keys are used as they are, in a directory per root.
+what the hash starts from; the engine's own keys are used as they are, in a directory per root. The
+layout of the bytes inside a block is mixed into the root under which the block is kept (`layout_roots`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def make_root(fingerprint: str, namespace: Sequence[str], kind: str) -> RootId:
 class BlockKeys(Protocol):
     """The keys of one prompt's whole blocks, computed no sooner than asked for."""
 
+    prompt_root: RootId
+    """Of model, namespace and kind of key; for tokens, what the hash starts from."""
     root: RootId
+    """Under which the blocks are kept: `prompt_root`, and the layout of their bytes."""
     num_blocks: int
     content: PromptContent | None
     """What they stand for, where somebody wants to know."""
@@ -60,7 +64,7 @@ class PromptKeys(BlockKeys, Protocol):
 class EngineBlockKeys:
     """Keys that the engine has computed already, one per whole block."""
 
-    __slots__ = ("_keys", "content", "num_blocks", "root")
+    __slots__ = ("_keys", "content", "num_blocks", "prompt_root", "root")
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class EngineBlockKeys:
         num_blocks: int,
         content: PromptContent | None = None,
     ) -> None:
-        self.root = root
+        self.prompt_root = self.root = root
         self.content = content
         self.num_blocks = min(num_blocks, len(keys))
         self._keys = keys
@@ -97,7 +101,8 @@ class TokenBlockKeys:
     """
 
     __slots__ = (
-        "_bytes_per_block", "_checkpoints", "_data", "_probed", "content", "num_blocks", "root",
+        "_bytes_per_block", "_checkpoints", "_data", "_probed", "content", "num_blocks",
+        "prompt_root", "root",
     )  # fmt: skip
 
     def __init__(
@@ -107,7 +112,7 @@ class TokenBlockKeys:
         tokens_per_block: int,
         content: PromptContent | None = None,
     ) -> None:
-        self.root = root
+        self.prompt_root = self.root = root
         self.content = content
         self.num_blocks = len(tokens) // tokens_per_block
         self._bytes_per_block = 8 * tokens_per_block
