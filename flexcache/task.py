@@ -243,7 +243,7 @@ class KVTaskEngine:
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
-    def look_up(self, kind: TaskKind, keys: BlockKeys, stop: int, now: float) -> int | None:
+    def look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, now: float) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a `match`.
 
         Returns:

@@ -6,7 +6,7 @@ before it. That is what makes a match a bisection: see `prefix_index`.
 
 Model fingerprint, namespace and kind of key are digested once into a root. For tokens the root is
 what the hash starts from; the engine's own keys are used as they are, in a directory per root. The
-layout of the bytes inside a block is mixed into the root under which the block is kept (`layout_roots`).
+layout of a block's bytes is mixed into the root under which it is kept (`layout_roots`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ def make_root(fingerprint: str, namespace: Sequence[str], kind: str) -> RootId:
 class BlockKeys(Protocol):
     """The keys of one prompt's whole blocks, computed no sooner than asked for."""
 
-    prompt_root: RootId
-    """Of model, namespace and kind of key; for tokens, what the hash starts from."""
     root: RootId
-    """Under which the blocks are kept: `prompt_root`, and the layout of their bytes."""
+    """Under which the blocks are kept."""
     num_blocks: int
     content: PromptContent | None
     """What they stand for, where somebody wants to know."""
@@ -52,6 +50,10 @@ class BlockKeys(Protocol):
 
 class PromptKeys(BlockKeys, Protocol):
     """Keys of a prompt that an engine asks about: they can be handed on as a whole."""
+
+    prompt_root: RootId
+    """Digest of model, namespace and kind of key; for tokens, what the hash starts from. `root`
+    has the layout of the blocks' bytes mixed in (`layout_roots`)."""
 
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
         """What the keys of the first ``stop`` blocks are made from, as one binary array.

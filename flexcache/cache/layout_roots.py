@@ -1,7 +1,7 @@
 """Roots under which the blocks of one KV layout are kept.
 
-A prompt's root rests on what an engine's scheduler knows: model, block size, namespace, kind of key.
-How the bytes inside a block are laid out is known only to the ranks that move them, so it is mixed in
+A prompt's root rests on what an engine's scheduler knows: model, block size, namespace and kind of
+key. Only the ranks that move a block know how its bytes are laid out, so the layout is mixed in
 here, once the first rank has registered. Blocks of another layout are under other roots, in every
 tier, and are not found.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import xxhash
 
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import PromptKeys
 from flexcache.ids import RootId
 
 _MAX_ROOTS = 4096
@@ -28,7 +28,7 @@ class LayoutRoots:
         self.layout = layout
         self._roots: dict[RootId, RootId] = {}
 
-    def place(self, keys: BlockKeys) -> None:
+    def place(self, keys: PromptKeys) -> None:
         """Set the root of ``keys`` to that of the layout. Idempotent. O(1)."""
         if not self.layout:
             keys.root = keys.prompt_root

@@ -704,7 +704,7 @@ class Hub:
         return True
 
     def _refuse_other_version(self, identity: bytes, frame: Buffer) -> bool:
-        """Answer a greeting of a version whose messages cannot be decoded here; whether it is one."""
+        """Answer a greeting of another version that cannot be decoded here; whether it is one."""
         try:
             greeting = self._greeting_decoder.decode(frame)
         except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What decides which KV bytes are interchangeable: the model's fingerprint and the layout in a block."""
+"""What decides which KV bytes are interchangeable: the model and the layout within a block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KVIdentity:
 
     @classmethod
     def of(cls, fingerprint: str, layout: str) -> KVIdentity:
-        """Digest a model's fingerprint (`ModelConfig.fingerprint`) and a `BlockLayout.signature`."""
+        """Digest a `ModelConfig.fingerprint` and a `BlockLayout.signature`."""
         return cls(digest(fingerprint), digest(layout), f"{fingerprint} as {layout}")
 
 

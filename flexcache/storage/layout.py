@@ -129,7 +129,7 @@ def describe_kv_caches(
 
 def _signature(forms: list[str], layers: Iterable[str], description: str) -> str:
     """Names count too: the same layers in another order would have the same forms."""
-    names = xxhash.xxh3_64_hexdigest("\n".join(layers))
+    names = xxhash.xxh3_64_hexdigest("\n".join(layers).encode())
     parts = [",".join(forms), f"layers {names}", description]
     return "; ".join(part for part in parts if part)
 

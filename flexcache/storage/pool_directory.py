@@ -3,9 +3,10 @@
     flexcache-ssd.slots    header page, then the slots' bytes
     flexcache-ssd.index    header page, then the slots' records (`slot_index`)
 
-Both headers say the same and carry the pool's id, so that the pair is known to belong together. The
-index's header also says whose KV the slots hold (`KVIdentity`), once that is known. The index is made after the data file's header is on the device: a directory that has no index yet holds
-nothing, and one that was left half made is made anew. Files are emptied, never removed, since the
+Both headers say the same and carry the pool's id, so that the pair is known to belong together.
+The index's header also says whose KV the slots hold (`KVIdentity`), once that is known. The index
+is made after the data file's header is on the device: a directory that has no index yet holds
+nothing, and one that was left half made is made again. Files are emptied, never removed, since the
 lock is on the data file itself.
 """
 
@@ -168,7 +169,8 @@ class PoolDirectory:
         if version < FORMAT_VERSION:
             log_event(
                 logger, logging.WARNING, "ssd_old_format", directory=self.path, file=name,
-                format=version, effect="counts as empty: it does not say how its bytes are laid out",
+                format=version,
+                effect="counts as empty: it does not say how its bytes are laid out",
             )  # fmt: skip
             return None
         if version > FORMAT_VERSION:
