@@ -329,6 +329,7 @@ class Hub:
         tasks = self.store.engine
         report |= {
             "fingerprint": self.store.fingerprint,
+            "layout": self.store.layout or "",
             "block_bytes": self.store.block_bytes,
             "tokens_per_block": self.store.config.tokens_per_block,
             "tiers": tasks.cache.stats(),

@@ -89,6 +89,8 @@ def test_a_directory_of_another_layout_is_cleared_where_that_was_asked_for(tmp_p
     clear = {"make_kv": heads_first_kv, "ssd_on_mismatch": "clear"}
     with running_cluster([tmp_path], model=MODEL, **clear) as cluster:  # type: ignore[arg-type]
         assert not cluster.manager.get_match(TOKENS)[1].any()
+        ssd = cluster.manager.stats()["tiers"]["SSD"]
+        until(lambda: cluster.manager.stats()["tiers"]["SSD"]["free"] == ssd["capacity"])
         expected = put_and_get_back(cluster)
     with running_cluster([tmp_path], model=MODEL, make_kv=heads_first_kv) as cluster:
         get_back(cluster, expected)
