@@ -39,7 +39,8 @@ def loop_disk(directory: Path, size: int) -> Iterator[LoopDisk]:
     image.touch()
     os.truncate(image, size)
     path.mkdir()
-    _run("mkfs.ext4", "-q", "-b", str(PAGE_BYTES), "-N", "16", "-m", "0", "-O", "^has_journal", image)
+    layout = ("-b", str(PAGE_BYTES), "-N", "16", "-m", "0", "-O", "^has_journal")
+    _run("mkfs.ext4", "-q", *layout, image)
     device = _run("losetup", "--find", "--show", image).strip()
     try:
         _run("mount", device, path)

@@ -80,6 +80,31 @@ def test_a_disk_that_lost_its_end_costs_the_blocks_there_and_no_worker(
         assert cluster.num_leased() == 0
 
 
+def test_a_disk_that_is_lost_altogether_is_a_miss_and_no_workers_end(
+    engine: str, tmp_path: Path
+) -> None:
+    with (
+        loop_disk(tmp_path, 16 << 20) as disk,
+        running_cluster([disk.path], io_engine=engine) as cluster,
+    ):
+        manager, worker, expected = cluster.manager, worker_of(cluster), cluster.read(SOURCE)
+        cluster.put(TOKENS, SOURCE)
+        manager.clear("CPU")
+        disk.cut_at(disk.path / DATA_FILE, 0)
+        response = cluster.get(TOKENS, TARGET)
+        assert not response.mask.any()
+        assert "Input/output error" in (response.error or "")
+        assert manager.stats()["tiers"]["SSD"]["indexed"] == 0
+        assert cluster.get(TOKENS, TARGET).status is KVStatus.NOT_FOUND
+
+        assert cluster.put(TOKENS, SOURCE).mask.all()
+        assert manager.stats()["dropped_blocks"]["ssd_write_failed"] == 24
+        assert cluster.get(TOKENS, TARGET).mask.all()
+        assert cluster.read(TARGET) == expected
+        assert worker_of(cluster) == worker
+        assert cluster.num_leased() == 0
+
+
 def test_a_disk_without_room_keeps_what_fits_and_the_worker(engine: str, tmp_path: Path) -> None:
     with (
         loop_disk(tmp_path, 1 << 19) as disk,

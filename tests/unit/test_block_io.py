@@ -44,7 +44,11 @@ def results(io: BlockIO, *requests: Request) -> list[int]:
 
 
 def request(
-    token: int, direction: Direction, fd: int, offset: int = 0, pages: list[memoryview] | None = None
+    token: int,
+    direction: Direction,
+    fd: int,
+    offset: int = 0,
+    pages: list[memoryview] | None = None,
 ) -> Request:
     return Request(token, direction, fd, offset, pages or [memoryview(bytearray(PAGE))])
 

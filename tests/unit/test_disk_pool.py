@@ -227,7 +227,7 @@ def test_a_foreign_file_is_never_touched(
 
 @pytest.mark.parametrize("name", [DATA_FILE, INDEX_FILE])
 @pytest.mark.parametrize("on_mismatch", ["refuse", "clear"])
-@pytest.mark.parametrize("content", [None, b"", b"somebody's file"])
+@pytest.mark.parametrize("content", [None, b"", b"another program's file"])
 def test_a_symbolic_link_in_place_of_a_file_is_refused_by_name_and_not_followed(
     name: str, on_mismatch: str, content: bytes | None, tmp_path: Path
 ) -> None:
