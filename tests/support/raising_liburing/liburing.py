@@ -7,7 +7,6 @@ older generation knows fails.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
@@ -82,10 +81,3 @@ def io_uring_prep_writev(sqe: Any, fd: int, iovec: Any, offset: int = 0) -> None
 
 def io_uring_peek_cqe(ring: Any, cqe: Cqe) -> int:
     return trap_error(_liburing.io_uring_peek_cqe(ring, cqe.entries))
-
-
-def io_uring_wait_cqe(ring: Any, cqe: Cqe) -> int:
-    number = -errno.EINTR
-    while number == -errno.EINTR:
-        number = _liburing.io_uring_wait_cqe(ring, cqe.entries)
-    return trap_error(number)
