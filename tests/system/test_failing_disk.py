@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster import Cluster, running_cluster
 from io_kinds import IO_KINDS, io_engine
-from loop_disk import loop_disk
+from loop_disk import loop_disk, unmount
 
 from flexcache import KVStatus
 from flexcache.storage.disk_pool import locate_slot
@@ -125,3 +126,29 @@ def test_a_disk_without_room_keeps_what_fits_and_the_worker(engine: str, tmp_pat
         assert cluster.read(SOURCE) == expected
         assert worker_of(cluster) == worker
         assert cluster.num_leased() == 0
+
+
+def test_a_full_tmpfs_drops_what_did_not_fit_and_keeps_the_rest(
+    engine: str, tmp_path: Path
+) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        with running_cluster([tmp_path], io_engine=engine, direct_io=False) as cluster:
+            worker, expected = worker_of(cluster), cluster.read(SOURCE)
+            response = cluster.put(TOKENS, SOURCE)
+            assert response.mask.all()  # DRAM took all of it
+            stats = cluster.manager.stats()
+            kept = stats["tiers"]["SSD"]["indexed"]
+            assert 0 < kept < 24
+            assert stats["dropped_blocks"]["ssd_write_failed"] > 0
+            cluster.wipe(SOURCE)
+            assert cluster.get(TOKENS, SOURCE).mask.all()
+            assert cluster.read(SOURCE) == expected
+            cluster.manager.clear("CPU")
+            assert cluster.get(TOKENS, SOURCE).mask.sum() == kept * 16
+            assert worker_of(cluster) == worker
+            assert cluster.num_leased() == 0
+    finally:
+        unmount(tmp_path)

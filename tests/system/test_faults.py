@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, joined_kv, random_like, running_cluster
-from io_kinds import IO_KINDS, io_engine
-from loop_disk import unmount
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import ConfigError, RegistrationError, UnsupportedLayoutError
@@ -99,39 +97,6 @@ def test_swapped_slots_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
                 file.seek(here)
                 file.write(content[there : there + size])
         assert cluster.get(TOKENS, SOURCE).mask.sum() == 2 * 16
-
-
-@pytest.mark.parametrize("io_kind", IO_KINDS)
-def test_a_full_disk_drops_what_did_not_fit_and_keeps_the_rest(
-    io_kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    engine = io_engine(io_kind, monkeypatch)
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    try:
-        with running_cluster([mount], io_engine=engine, direct_io=False) as cluster:
-            worker = cluster.manager.stats()["workers"]["disk"]
-            expected = cluster.read(SOURCE)
-            response = cluster.put(TOKENS, SOURCE)
-            assert response.mask.all()  # DRAM took all of it
-            stats = cluster.manager.stats()
-            kept = stats["tiers"]["SSD"]["indexed"]
-            assert 0 < kept < 24
-            assert stats["dropped_blocks"]["ssd_write_failed"] > 0
-            cluster.wipe(SOURCE)
-            assert cluster.get(TOKENS, SOURCE).mask.all()
-            assert cluster.read(SOURCE) == expected
-            cluster.manager.clear("CPU")
-            assert cluster.get(TOKENS, SOURCE).mask.sum() == kept * 16
-            assert cluster.manager.stats()["workers"]["disk"] == worker
-            assert cluster.num_leased() == 0
-    finally:
-        unmount(mount)
 
 
 def test_killing_the_disk_worker_is_a_miss_and_then_a_restart(tmp_path: Path) -> None:
