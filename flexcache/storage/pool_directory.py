@@ -252,7 +252,7 @@ def data_file_bytes(num_rows: int, slot_bytes: int) -> int:
 
 def files_in(path: Path) -> list[str]:
     """Which of a pool's two files are there."""
-    return [name for name in (DATA_FILE, INDEX_FILE) if (path / name).exists()]
+    return [name for name in (DATA_FILE, INDEX_FILE) if os.path.lexists(path / name)]
 
 
 def reserve_space(fd: int, size: int) -> str | None:
@@ -305,7 +305,17 @@ def _fill_with_zeros(fd: int, size: int) -> None:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Open or make a file. What a symbolic link names is not FlexCache's to write to."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP or not path.is_symlink():
+            raise
+        raise OSError(
+            errno.ELOOP,
+            f"{path.name} is a symbolic link, which is not followed; move it away, or use another "
+            "directory",
+        ) from None
 
 
 def _open_locked(path: Path) -> int:

@@ -144,6 +144,18 @@ def test_a_damaged_pool_is_named_and_cleared_on_request_only(filled: Path) -> No
     fill(filled)  # as good as new
 
 
+def test_a_symbolic_link_in_place_of_a_file_is_named_and_never_cleared(filled: Path) -> None:
+    moved = filled.parent / "moved"
+    (filled / INDEX_FILE).rename(moved)
+    (filled / INDEX_FILE).symlink_to(moved)
+    before = moved.read_bytes()
+    for options in ((), ("--clear",)):
+        code, said = doctor(filled, *options)
+        assert code == 1
+        assert f"{INDEX_FILE} is a symbolic link" in said
+    assert moved.read_bytes() == before
+
+
 def test_a_foreign_file_is_never_cleared(filled: Path) -> None:
     (filled / DATA_FILE).write_bytes(b"my thesis")
     code, said = doctor(filled, "--clear")

@@ -99,36 +99,6 @@ def test_swapped_slots_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
         assert cluster.get(TOKENS, SOURCE).mask.sum() == 2 * 16
 
 
-@pytest.mark.parametrize("io_engine", ["auto", "threads"])
-def test_a_full_disk_drops_what_did_not_fit_and_keeps_the_rest(
-    io_engine: str, tmp_path: Path
-) -> None:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)], capture_output=True
-    )
-    if made.returncode:
-        pytest.skip("mounting a small tmpfs needs root")
-    try:
-        with running_cluster([mount], io_engine=io_engine, direct_io=False) as cluster:
-            expected = cluster.read(SOURCE)
-            response = cluster.put(TOKENS, SOURCE)
-            assert response.mask.all()  # DRAM took all of it
-            stats = cluster.manager.stats()
-            kept = stats["tiers"]["SSD"]["indexed"]
-            assert 0 < kept < 24
-            assert stats["dropped_blocks"]["ssd_write_failed"] > 0
-            cluster.wipe(SOURCE)
-            assert cluster.get(TOKENS, SOURCE).mask.all()
-            assert cluster.read(SOURCE) == expected
-            cluster.manager.clear("CPU")
-            assert cluster.get(TOKENS, SOURCE).mask.sum() == kept * 16
-            assert cluster.num_leased() == 0
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
-
-
 def test_killing_the_disk_worker_is_a_miss_and_then_a_restart(tmp_path: Path) -> None:
     with running_cluster([tmp_path]) as cluster:
         expected = cluster.read(SOURCE)

@@ -231,6 +231,31 @@ def test_a_foreign_file_is_never_touched(
     assert (filled / other).read_bytes() == before
 
 
+@pytest.mark.parametrize("name", [DATA_FILE, INDEX_FILE])
+@pytest.mark.parametrize("on_mismatch", ["refuse", "clear"])
+@pytest.mark.parametrize("content", [None, b"", b"another program's file"])
+def test_a_symbolic_link_in_place_of_a_file_is_refused_by_name_and_not_followed(
+    name: str, on_mismatch: str, content: bytes | None, tmp_path: Path
+) -> None:
+    directory, elsewhere = tmp_path / "ssd", tmp_path / "elsewhere"
+    directory.mkdir()
+    (directory / name).symlink_to(elsewhere)
+    if content is not None:
+        elsewhere.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{directory}.*{name} is a symbolic link"):
+        DiskPool([str(directory)], SLOT_BYTES, 10, False, on_mismatch)
+    assert (directory / name).is_symlink()
+    assert elsewhere.exists() is (content is not None)
+    assert content is None or elsewhere.read_bytes() == content
+
+
+def test_a_directory_may_be_reached_by_a_symbolic_link(filled: Path) -> None:
+    link = filled / "link"
+    link.symlink_to(filled)
+    with pool(link) as opened:
+        assert slots(opened) == list(range(10))
+
+
 def test_a_refused_pool_is_not_cleared_in_part(tmp_path: Path) -> None:
     one, two, three = (tmp_path / name for name in ("one", "two", "three"))
     with pool(one, two, three) as made:

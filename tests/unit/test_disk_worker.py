@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from io_kinds import IO_KINDS, io_engine
 
 from flexcache.ids import MAX_KEY_BYTES, OpKind
 from flexcache.storage.block_io import (
@@ -19,7 +20,6 @@ from flexcache.storage.block_io import (
     Completion,
     Direction,
     Request,
-    io_uring_problem,
     open_block_io,
 )
 from flexcache.storage.host_pool import HostSegment
@@ -77,14 +77,22 @@ def store(op_id: int, blocks: Sequence[int], slots: Sequence[int], first: int = 
     return order(op_id, OpKind.H2DISK, blocks, slots, names=names)
 
 
-def engines() -> list[str]:
-    return ["threads"] if io_uring_problem() else ["threads", "io_uring"]
+@pytest.fixture
+def bad_slots() -> Iterator[dict[int, tuple[int, int]]]:
+    """Slots that lie elsewhere: 13 is where reads fail, 14 where writes do."""
+    unreadable = os.open("/proc/self/mem", os.O_RDONLY)  # nothing is mapped at its beginning
+    full = os.open("/dev/full", os.O_RDWR)
+    yield {13: (unreadable, 0), 14: (full, 0)}
+    os.close(unreadable)
+    os.close(full)
 
 
-@pytest.fixture(params=engines())
+@pytest.fixture(params=IO_KINDS)
 def worker(
-    request: pytest.FixtureRequest, segments: list[HostSegment], tmp_path: Path
-) -> Iterator[DiskWorker]:
+    request: pytest.FixtureRequest, segments: list[HostSegment], tmp_path: Path,
+    bad_slots: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[DiskWorker]:  # fmt: skip
+    engine = io_engine(request.param, monkeypatch)
     data, index_fd = (
         os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("data", "index")
     )
@@ -92,9 +100,13 @@ def worker(
     os.ftruncate(index_fd, index_file_bytes(NUM_BLOCKS))
     index = SlotIndex([index_fd], POOL_ID)
     commit = GroupCommit([data], [index_fd], index, "group")
-    io = open_block_io(request.param, 4)
-    assert io.name == request.param
-    yield DiskWorker(io, segments, lambda slot: (data, slot * SLOT_BYTES), index, commit)
+    io = open_block_io(engine, 4)
+    assert io.name == engine
+
+    def locate(slot: int) -> tuple[int, int]:
+        return bad_slots.get(slot, (data, slot * SLOT_BYTES))
+
+    yield DiskWorker(io, segments, locate, index, commit)
     for closing in (io, io, commit, commit):
         closing.close()
     os.close(data)
@@ -111,6 +123,52 @@ def test_blocks_of_all_ranks_go_out_and_come_back(
     read = run(worker, order(2, OpKind.DISK2H, slots, target, written.checksums))[2]
     assert (read.num_ok, read.error) == (6, None)
     assert blocks_of(segments, target) == expected
+
+
+def test_a_block_that_cannot_be_read_ends_its_op_and_the_others_go_on(
+    worker: DiskWorker, segments: list[HostSegment]
+) -> None:
+    expected = blocks_of(segments, [0, 1, 2])
+    written = run(worker, order(1, OpKind.H2DISK, [0, 1, 2], [0, 1, 2]))[1]
+    sums = written.checksums
+    done = run(
+        worker,
+        order(2, OpKind.DISK2H, [0, 13, 2], [8, 9, 10], sums),
+        order(3, OpKind.DISK2H, [0, 1, 2], [11, 12, 13], sums),
+    )
+    assert (done[2].num_ok, done[2].bad_block) == (1, True)
+    assert "Input/output error" in (done[2].error or "")
+    assert (done[3].num_ok, done[3].error) == (3, None)
+    assert blocks_of(segments, [11, 12, 13]) == expected
+
+
+def test_a_block_that_finds_no_room_ends_its_op_and_the_others_go_on(worker: DiskWorker) -> None:
+    done = run(worker, store(1, [0, 1, 2], [0, 14, 2]), store(2, [3, 4], [3, 4]))
+    assert done[1].num_ok == 1
+    assert "No space left" in (done[1].error or "")
+    assert (done[2].num_ok, done[2].error) == (2, None)
+
+
+MALFORMED = [
+    order(1, OpKind.H2DISK, [0, 1], [0]),
+    order(1, OpKind.H2DISK, [NUM_BLOCKS], [0]),
+    order(1, OpKind.H2DISK, [-1], [0]),
+    order(1, OpKind.H2DISK, [0], [-1]),
+    order(1, OpKind.H2DISK, [0, 1], [0, 1], names=BlockNames(ROOT, 0, b"", [b"key"])),
+    order(1, OpKind.DISK2H, [0, 1], [0, 1], bytes(8)),
+    order(1, OpKind.DISK2H, [0], [0], b"odd"),
+    Execute(1, OpKind.H2DISK, b"odd", b"odd", 1),
+]
+
+
+@pytest.mark.parametrize("malformed", MALFORMED)
+def test_a_malformed_op_is_refused_and_the_others_go_on(bench: Bench, malformed: Execute) -> None:
+    bench.worker.execute(malformed)
+    bench.worker.execute(store(2, [0], [0]))
+    done = bench.finish()
+    assert (done[1].num_ok, done[1].bad_block) == (0, False)
+    assert "malformed op" in (done[1].error or "")
+    assert done[2].num_ok == 1
 
 
 def test_a_wrong_checksum_ends_the_useful_prefix(

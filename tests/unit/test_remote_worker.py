@@ -272,6 +272,24 @@ def test_blocks_of_all_ranks_go_out_and_come_back(
     assert padding == [bytes(segment.block(13)[BLOCK_BYTES:]) for segment in segments]
 
 
+def test_a_malformed_op_is_refused_and_the_others_go_on(running: Running) -> None:
+    ids = pack_ids(np.array([0, 1]))
+    for number, malformed in enumerate(
+        [
+            Execute(1, OpKind.H2REMOTE, ids, ids, 1),
+            Execute(2, OpKind.H2REMOTE, b"odd", b"odd", 1, names=BlockNames(ROOT, 0, b"", [])),
+            store_op(3, [0, 1], 1),
+            load_op(4, [0, NUM_BLOCKS], 1, 2),
+        ],
+        start=1,
+    ):
+        answer = running.ask(malformed)
+        assert isinstance(answer, Done)
+        assert (answer.op_id, answer.num_ok) == (number, 0)
+        assert answer.error
+    assert running.ask(store_op(5, [0, 1], 1, 2)) == Done(5, 2)
+
+
 def test_a_missing_block_ends_a_load_and_is_to_be_forgotten(running: Running) -> None:
     running.ask(store_op(1, [0, 1], 20, 22))
     done = running.ask(load_op(2, [8, 9, 10], 20, 21, 22))
@@ -612,7 +630,10 @@ class Process:
         self._child.stdin.flush()
 
     def send(self, message: msgspec.Struct) -> None:
-        self._socket.send_multipart([b"remote-1", msgspec.msgpack.encode(message)])
+        self.send_frames(msgspec.msgpack.encode(message))
+
+    def send_frames(self, *frames: bytes) -> None:
+        self._socket.send_multipart([b"remote-1", *frames])
 
     def receive(self) -> Ready | Done | LookedUp:
         assert self._socket.poll(WAIT_S * 1e3), "no answer"
@@ -669,6 +690,15 @@ def test_without_a_store_the_process_is_up_and_answers_with_errors(process: Proc
     process.send(LookUp(2, ROOT, keys(1)))
     answers = [process.receive(), process.receive()]
     assert all(not isinstance(answer, Ready) and answer.error for answer in answers)
+
+
+def test_the_process_goes_on_after_a_message_that_is_none(process: Process) -> None:
+    assert isinstance(process.receive(), Ready)
+    for frames in ((b"",), (b"\xc1",), (b"", os.urandom(300)), (msgspec.msgpack.encode([1]),)):
+        process.send_frames(*frames)
+    process.send(LookUp(1, ROOT, keys(1)))
+    answer = process.receive()
+    assert isinstance(answer, LookedUp) and answer.lookup_id == 1
 
 
 def test_the_process_ends_with_its_parents_end_of_the_pipe(process: Process) -> None:

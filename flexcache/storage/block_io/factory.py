@@ -15,13 +15,20 @@ from flexcache.storage.block_io.threads import ThreadedBlockIO
 logger = logging.getLogger(__name__)
 
 _PROBE = """
-import tempfile
+import errno, select, tempfile
 from flexcache.storage.block_io.base import Direction, Request
 from flexcache.storage.block_io.uring import UringBlockIO
-io = UringBlockIO(2)
+io, page, results = UringBlockIO(2), [memoryview(bytearray(16))], {}
 with tempfile.TemporaryFile() as file:
-    io.submit([Request(1, Direction.WRITE, file.fileno(), 0, [memoryview(bytearray(16))])])
+    io.submit([
+        Request(1, Direction.WRITE, file.fileno(), 0, page), Request(2, Direction.READ, -1, 0, page)
+    ])
+    while len(results) < 2:
+        select.select([io.fileno()], [], [])
+        results.update((completion.token, completion.result) for completion in io.reap())
     io.close()
+if results != {1: 16, 2: -errno.EBADF}:
+    raise RuntimeError(f"the liburing binding reports wrong results: {results}")
 """
 
 

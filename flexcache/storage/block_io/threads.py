@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ class ThreadedBlockIO(BlockIO):
         call = os.preadv if request.direction is Direction.READ else os.pwritev
         try:
             result = call(request.fd, request.pieces, request.offset)
-        except OSError as error:
-            result = -(error.errno or 5)
+        except Exception as error:  # whatever it is, it belongs to this I/O
+            result = -(getattr(error, "errno", None) or errno.EIO)
         self._completed.append(Completion(request.token, result))
         os.eventfd_write(self._event, 1)
 

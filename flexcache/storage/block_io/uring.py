@@ -1,7 +1,8 @@
 """Block I/O with io_uring, through the `liburing` Python binding.
 
 Two generations of the binding are in use: the Cython one (2024.5) and the Zig one (2026.3), whose
-wheels need a CPU with AVX-512. They differ in names and in `writev`; `_Binding` evens that out.
+wheels need a CPU with AVX-512. They differ in names, in `writev`, and in how an error arrives: as a
+negative number, or raised where it is read. `_Binding` evens that out.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+import select
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexcache.errors import MissingDependencyError
@@ -44,6 +46,22 @@ class _Binding:
         else:
             self.lib.io_uring_prep_writev(sqe, request.fd, iovec, request.offset)
 
+    def peek(self, ring: Any, cqe: Any) -> int:
+        """Point ``cqe`` to the oldest completion; minus EAGAIN where there is none."""
+        return _number(lambda: self.lib.io_uring_peek_cqe(ring, cqe))
+
+    def result(self, entry: Any) -> int:
+        """Bytes moved, or minus an errno."""
+        return _number(lambda: entry.res)
+
+
+def _number(read: Callable[[], int]) -> int:
+    """What the binding returns; minus the errno of what it raises instead."""
+    try:
+        return read()
+    except Exception as error:  # whatever it is, it belongs to one I/O
+        return -(getattr(error, "errno", None) or errno.EIO)
+
 
 class UringBlockIO(BlockIO):
     """One ring, an eventfd that tells of completions, and the iovecs of what is in flight."""
@@ -55,9 +73,7 @@ class UringBlockIO(BlockIO):
         self._binding = _Binding()
         self._lib = self._binding.lib
         self._ring = self._binding.new_ring()
-        result = self._lib.io_uring_queue_init(1 << (depth - 1).bit_length(), self._ring)
-        if result:
-            raise OSError(-result, os.strerror(-result))
+        self._lib.io_uring_queue_init(1 << (depth - 1).bit_length(), self._ring)
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lib.io_uring_register_eventfd(self._ring, self._event)
         self._cqe = self._binding.new_cqe()
@@ -72,7 +88,8 @@ class UringBlockIO(BlockIO):
             sqe = self._lib.io_uring_get_sqe(self._ring)
             self._binding.prepare(sqe, request, iovec)
             self._lib.io_uring_sqe_set_data64(sqe, request.token)
-        self._lib.io_uring_submit(self._ring)
+        while self._lib.io_uring_sq_ready(self._ring):
+            self._lib.io_uring_submit(self._ring)  # stops behind a request that the kernel refuses
 
     def reap(self) -> list[Completion]:
         with contextlib.suppress(BlockingIOError):
@@ -81,17 +98,14 @@ class UringBlockIO(BlockIO):
         # One entry at a time: indexing further ones is unreliable in the 2026 binding.
         while self._peek():
             entry = self._cqe[0]
-            completion = Completion(entry.user_data, entry.res)
+            completion = Completion(entry.user_data, self._binding.result(entry))
             self._lib.io_uring_cq_advance(self._ring, 1)
             del self._in_flight[completion.token]
             reaped.append(completion)
         return reaped
 
     def _peek(self) -> bool:
-        try:
-            result = self._lib.io_uring_peek_cqe(self._ring, self._cqe)
-        except BlockingIOError:
-            return False
+        result = self._binding.peek(self._ring, self._cqe)
         if result and result != -errno.EAGAIN:
             raise OSError(-result, os.strerror(-result))
         return not result
@@ -102,8 +116,10 @@ class UringBlockIO(BlockIO):
     def close(self) -> None:
         if self._event < 0:
             return
+        completions = select.poll()  # waiting in the binding would keep the interpreter
+        completions.register(self._event, select.POLLIN)
         while self._in_flight:  # the kernel writes into our memory until they are done
-            self._lib.io_uring_wait_cqe(self._ring, self._cqe)
+            completions.poll()
             self.reap()
         self._lib.io_uring_queue_exit(self._ring)
         os.close(self._event)

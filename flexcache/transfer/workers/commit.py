@@ -91,8 +91,8 @@ class GroupCommit:
         try:
             for part in parts:
                 part.result()
-        except OSError as error:
-            return CommitResult(error.strerror or str(error))
+        except Exception as error:
+            return CommitResult(getattr(error, "strerror", None) or f"{error!r}")
         return CommitResult(None)
 
     def fileno(self) -> int:

@@ -71,6 +71,38 @@ class _DiskOp:
     bad_block: int | None = None
     error: str | None = None
 
+    @classmethod
+    def of(cls, message: Execute) -> _DiskOp:
+        is_read = message.kind is OpKind.DISK2H
+        src, dst = unpack_ids(message.src), unpack_ids(message.dst)
+        return cls(
+            message.op_id,
+            Direction.READ if is_read else Direction.WRITE,
+            slots=src if is_read else dst,
+            host_blocks=dst if is_read else src,
+            expected=unpack_checksums(message.checksums),
+            checksums=np.zeros(len(src), dtype=np.uint64),
+            ok=np.zeros(len(src), dtype=np.bool_),
+            names=message.names,
+        )
+
+    def check(self, num_host_blocks: int) -> None:
+        """Refuse what would fail in the middle.
+
+        Raises:
+            ValueError: Says what does not fit.
+        """
+        if len(self.host_blocks) != len(self.slots):
+            raise ValueError(f"{len(self.slots)} slots, {len(self.host_blocks)} host blocks")
+        if self.direction is Direction.READ and len(self.expected) != len(self.slots):
+            raise ValueError(f"{len(self.slots)} slots, {len(self.expected)} checksums")
+        if self.names is not None and len(self.names.keys) != len(self.slots):
+            raise ValueError(f"{len(self.slots)} slots, {len(self.names.keys)} keys")
+        if (self.slots < 0).any():
+            raise ValueError("a slot is negative")
+        if ((self.host_blocks < 0) | (self.host_blocks >= num_host_blocks)).any():
+            raise ValueError(f"a host block is not one of {num_host_blocks}")
+
     @property
     def is_over(self) -> bool:
         return self.in_flight == 0 and (self.dropped or self.next_block == len(self.slots))
@@ -155,6 +187,7 @@ class DiskWorker:
         self._index = index
         self._commit = commit
         self._last_generation = last_generation
+        self._refused: list[Done] = []
         self._moving: dict[int, _DiskOp] = {}
         self._written: list[_DiskOp] = []
         self._group: list[_DiskOp] = []
@@ -164,7 +197,7 @@ class DiskWorker:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._moving or self._written or self._group)
+        return not (self._refused or self._moving or self._written or self._group)
 
     def take(self, message: Execute | Drop) -> None:
         """Begin with an op, or let one go."""
@@ -174,19 +207,14 @@ class DiskWorker:
             self.drop(message.op_id)
 
     def execute(self, message: Execute) -> None:
-        is_read = message.kind is OpKind.DISK2H
-        src, dst = unpack_ids(message.src), unpack_ids(message.dst)
-        op = _DiskOp(
-            message.op_id,
-            Direction.READ if is_read else Direction.WRITE,
-            slots=src if is_read else dst,
-            host_blocks=dst if is_read else src,
-            expected=unpack_checksums(message.checksums),
-            checksums=np.zeros(len(src), dtype=np.uint64),
-            ok=np.zeros(len(src), dtype=np.bool_),
-            names=message.names,
-        )
+        try:
+            op = _DiskOp.of(message)
+            op.check(self._segments[0].num_blocks)
+        except ValueError as error:
+            self._refused.append(Done(message.op_id, 0, error=f"malformed op: {error}"))
+            return
         self._moving[op.op_id] = op
+        is_read = op.direction is Direction.READ
         (self._queue.reads if is_read else self._queue.writes).append(op)
         if not is_read:
             self._forget(op.slots)
@@ -206,7 +234,8 @@ class DiskWorker:
             del self._moving[op.op_id]
             (self._written if op.is_to_be_recorded else over).append(op)
         over += self._commit_written()
-        return [op.done() for op in over]
+        refused, self._refused = self._refused, []
+        return refused + [op.done() for op in over]
 
     def _commit_written(self) -> list[_DiskOp]:
         """Start on the next group unless one is under way; returns ops that cannot be recorded."""

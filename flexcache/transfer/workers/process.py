@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -12,9 +13,11 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from flexcache.logs import set_up_logging
+from flexcache.logs import log_event, set_up_logging
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.messages import Ready, Stop
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -85,7 +88,12 @@ def serve(
                 return
             with contextlib.suppress(zmq.Again):
                 while True:
-                    message = decoder.decode(socket.recv(zmq.NOBLOCK))
+                    data = socket.recv(zmq.NOBLOCK)
+                    try:
+                        message = decoder.decode(data)
+                    except msgspec.MsgspecError as error:
+                        log_event(logger, logging.ERROR, "message_rejected", problem=error)
+                        continue
                     if isinstance(message, Stop):
                         stopping = True
                     else:

@@ -97,9 +97,15 @@ class RemoteWorker:
         return all(not (lane.waiting or lane.num_running) for lane in (self._loads, self._stores))
 
     def execute(self, message: Execute, deadline: float) -> None:
-        assert message.names is not None
+        """Take in an op.
+
+        Raises:
+            ValueError: It is malformed.
+        """
         is_load = message.kind is OpKind.REMOTE2H
         host_blocks = unpack_ids(message.dst if is_load else message.src)
+        if message.names is None or len(message.names.keys) != len(host_blocks):
+            raise ValueError(f"malformed op: {len(host_blocks)} blocks without a name for each")
         op = RemoteOp(message.op_id, is_load, message.names, host_blocks, deadline)
         self._lane(op).waiting[op.op_id] = op
 
@@ -199,7 +205,10 @@ class RemoteService:
                 self._num_lookups += 1
                 self._lookups.put((message, deadline))
             elif isinstance(message, Execute):
-                self._worker.execute(message, deadline)
+                try:
+                    self._worker.execute(message, deadline)
+                except ValueError as error:
+                    self._answer(Done(message.op_id, 0, error=str(error)))
                 self._changed.notify()
             elif (done := self._worker.drop(message.op_id)) is not None:
                 self._answer(done)

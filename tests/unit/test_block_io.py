@@ -1,0 +1,93 @@
+"""The contract of block I/O, in each way that there is of doing it, over files that really fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from io_kinds import IO_KINDS, io_engine
+
+from flexcache.storage.block_io import BlockIO, Direction, Request, open_block_io
+
+PAGE = 4096
+
+
+@pytest.fixture(params=IO_KINDS)
+def io(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockIO]:
+    engine = io_engine(request.param, monkeypatch)
+    opened = open_block_io(engine, 8)
+    assert opened.name == engine
+    yield opened
+    opened.close()
+    opened.close()
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    opened = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield opened
+    os.close(opened)
+
+
+def results(io: BlockIO, *requests: Request) -> list[int]:
+    io.submit(requests)
+    found: dict[int, int] = {}
+    while len(found) < len(requests):
+        assert select.select([io.fileno()], [], [], 30)[0]
+        found.update((completion.token, completion.result) for completion in io.reap())
+    assert io.reap() == []
+    return [found[request.token] for request in requests]
+
+
+def request(
+    token: int,
+    direction: Direction,
+    fd: int,
+    offset: int = 0,
+    pages: list[memoryview] | None = None,
+) -> Request:
+    return Request(token, direction, fd, offset, pages or [memoryview(bytearray(PAGE))])
+
+
+def test_pieces_go_out_one_behind_the_other_and_come_back(io: BlockIO, fd: int) -> None:
+    written = [memoryview(bytearray(os.urandom(PAGE))) for _ in range(3)]
+    read = [memoryview(bytearray(PAGE)) for _ in range(3)]
+    assert results(io, request(0, Direction.WRITE, fd, PAGE, written)) == [3 * PAGE]
+    assert results(io, request(1, Direction.READ, fd, PAGE, read)) == [3 * PAGE]
+    assert read == written
+
+
+def test_a_read_across_the_end_is_short(io: BlockIO, fd: int) -> None:
+    os.ftruncate(fd, PAGE + 100)
+    assert results(io, request(1, Direction.READ, fd, PAGE)) == [100]
+
+
+def test_each_io_that_fails_is_an_errno_and_the_others_of_its_batch_go_on(
+    io: BlockIO, fd: int
+) -> None:
+    unreadable = os.open("/proc/self/mem", os.O_RDONLY)  # nothing is mapped at its beginning
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        assert results(
+            io,
+            request(1, Direction.WRITE, fd),
+            request(2, Direction.READ, unreadable),
+            request(3, Direction.READ, -1),
+            request(4, Direction.WRITE, full),
+            request(5, Direction.READ, unreadable),
+            request(6, Direction.WRITE, fd, PAGE),
+        ) == [PAGE, -errno.EIO, -errno.EBADF, -errno.ENOSPC, -errno.EIO, PAGE]
+        assert results(io, request(7, Direction.READ, fd)) == [PAGE]
+    finally:
+        os.close(unreadable)
+        os.close(full)
+
+
+def test_closing_waits_for_what_fails_too(io: BlockIO, fd: int) -> None:
+    io.submit([request(1, Direction.READ, -1), request(2, Direction.WRITE, fd)])
+    io.close()
+    assert os.fstat(fd).st_size == PAGE
