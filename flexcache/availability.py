@@ -1,8 +1,8 @@
 """Which of the lower tiers take part: one rule for SSD and the remote store.
 
-A tier takes part while its worker is up and its breaker, if it has one, is closed. One that does not
-is neither read nor written: gets plan what the other tiers have, write-throughs skip it, and what is
-dirty stays dirty.
+A tier takes part while its worker is up and its breaker, if it has one, is closed. One that does
+not is neither read nor written: gets plan what the other tiers have, write-throughs skip it, and
+what is dirty stays dirty.
 """
 
 from __future__ import annotations

@@ -533,6 +533,7 @@ class KVTaskEngine:
         if checksums is not None and op.kind is OpKind.H2DISK and op.dst is not None:
             count = min(len(checksums), len(op.dst))
             self._checksums[op.dst[:count]] = checksums[:count]
+            num_ok = min(num_ok, count)
         num_ok = max(0, min(num_ok, len(op)))
         self._one_done(running, executor, num_ok, error, bad_block, now)
 

@@ -23,7 +23,10 @@ Sample = tuple[Labels, Any]
 Reader = Callable[[Report], Iterator[Sample]]
 
 _WORKERS = ("disk", "remote")
-_WHY_REJECTED = ("malformed", "oversized", "misplaced", "without_session", "version", "crowded")
+_WHY_REJECTED = (
+    "malformed", "oversized", "misplaced", "without_session", "version", "crowded",
+    "unknown_worker",
+)  # fmt: skip
 _WHY_DROPPED = (
     "host_tier_full", "prefix_not_cached", "session_task_limit",
     *(
