@@ -910,8 +910,8 @@ class KVTaskEngine:
             report["load_cost"] = self.cache.load_cost.report()
         return report
 
-    def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold. O(everything)."""
+    def check(self, max_blocks: int | None = None) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(everything); see `Tier.check`."""
         if self.lookups is not None and not self.lookups.check():
             raise InternalError("an open question to the store cannot be found or has no deadline")
         if not self._availability.check(self._up):
@@ -919,7 +919,7 @@ class KVTaskEngine:
         for tier in self.cache.unavailable:
             if len(self._lanes[WORKERS[tier]].queue):
                 raise InternalError(f"ops wait for {tier.value}, which is unavailable")
-        self.cache.check()
+        self.cache.check(max_blocks)
         self._scheduler.check()
         owned = [task_id for owner in self._owners.values() for task_id in owner.tasks]
         if sorted(owned) != sorted(self._tasks):

@@ -640,10 +640,10 @@ class GlobalCacheEngine:
     def _op_id(self) -> OpId:
         return OpId(next(self._op_ids))
 
-    def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold. O(capacity)."""
+    def check(self, max_blocks: int | None = None) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(capacity); see `Tier.check`."""
         for tier in self.tiers:
-            tier.check()
+            tier.check(max_blocks)
         if self._open_plans == 0:
             if any(self._backlog.values()):
                 raise InternalError(f"backlog without a plan: {self._backlog}")

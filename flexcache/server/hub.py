@@ -89,6 +89,8 @@ _MAX_PROBLEMS = 256
 _NUM_REPLAYED = 1024
 _MAX_NAME_LENGTH = 256
 _MAX_PARKED = 1024
+_MAX_BLOCKS_WALKED = 1 << 15
+"""In a tier that one client has checked: some 10 ms, for which the others wait."""
 
 PeerInstruction = RunOp | DropOp | TaskEnded | TaskAnswered | ReplaceExecutor
 
@@ -398,7 +400,7 @@ class Hub:
                 case Clear():
                     return self._clear(caller, request)
                 case CheckInvariants(request_id):
-                    self._tasks.check()
+                    self._tasks.check(_MAX_BLOCKS_WALKED)
                     return Answer(request_id, None)
 
         return self._guarded(request, answer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 
@@ -15,12 +14,13 @@ from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.errors import ConfigError, StorageError
+from flexcache.errors import StorageError
 from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.storage.alignment import align_up
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.memory_limit import check_pool_fits
 from flexcache.storage.remote import check_packages
 from flexcache.task import KVTaskEngine
 from flexcache.transfer.workers.disk import DiskWorkerConfig
@@ -102,13 +102,8 @@ class CacheStore:
         self.disk_pool: DiskPool | None = None
 
     def _check_memory(self, wanted: int) -> None:
-        """A pool beyond the machine's memory would end some process without a word."""
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if wanted > installed:
-            raise ConfigError(
-                f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than this machine's memory, "
-                f"{installed / 1e9:.1f} GB: lower cpu_cache_gb or num_cpu_blocks"
-            )
+        """Control groups do not count reserved huge pages."""
+        check_pool_fits(wanted, in_control_group=self.config.hugepages != "reserved")
 
     def _make_engine(self) -> KVTaskEngine:
         config = self.config
