@@ -365,7 +365,11 @@ class KVManager:
         return self._backend.stats()
 
     def check(self) -> None:
-        """Raise `InternalError` if an invariant of the control plane does not hold."""
+        """Raise `InternalError` if an invariant of the control plane does not hold.
+
+        Where the cache is shared, tiers of more than 32,768 blocks are checked by their counts
+        alone: to walk them would hold up the other engines.
+        """
         self._backend.check()
 
     def shutdown(self) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.availability import WORKERS, Availability
 from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.hit_rate import HitRates
 from flexcache.cache.layout_roots import LayoutRoots
@@ -69,12 +70,7 @@ from flexcache.transfer.totals import Totals
 
 _LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
 _STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
-_EXECUTORS = {
-    OpKind.DISK2H: DISK,
-    OpKind.H2DISK: DISK,
-    OpKind.REMOTE2H: REMOTE,
-    OpKind.H2REMOTE: REMOTE,
-}
+_EXECUTORS = {kind: WORKERS[tier] for kind, tier in {**_LOAD_TIER, **_STORE_TIER}.items()}
 _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough that a read need not
 # wait behind many writes, and that a deadline means what it says
 _OWN_SESSION = make_session(0, 0xFFFF)  # no server has the epoch 0
@@ -157,7 +153,9 @@ class KVTaskEngine:
         self.lookups: RemoteLookUps | None = None
         if cache.remote is not None:
             self.lookups = RemoteLookUps(cache.remote, self.breaker, lookup_timeout_s)
-            cache.unavailable.add(TierName.REMOTE)  # until its worker is there
+        self._availability = Availability(
+            (tier.name for tier in cache.lower), {TierName.REMOTE: self.breaker}, cache.unavailable
+        )
         self._outcomes: deque[Outcome] = deque()
         self._instructions: list[Instruction] = []
         disk = cache.by_name.get(TierName.SSD)
@@ -439,6 +437,13 @@ class KVTaskEngine:
     def num_open_tasks(self) -> int:
         return len(self._tasks)
 
+    @property
+    def num_awaiting_worker(self) -> int:
+        """Dirty blocks that are not written because the worker of their tier is down."""
+        return sum(
+            self.cache.num_dirty(tier) for tier, worker in WORKERS.items() if worker not in self._up
+        )
+
     def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
         """How the task ended; None while it goes on. Without ``completely``, the GPU side counts.
 
@@ -475,18 +480,17 @@ class KVTaskEngine:
         return restore_tier(self.cache.by_name[TierName.SSD], records)
 
     def executor_up(self, executor: str) -> None:
+        """An executor serves. What waited for its tier starts with the next `tick`."""
         self._up[executor] = None
-        self._follow_the_store()
+        self._availability.sync(self._up)
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
         self._up.pop(executor, None)
-        if executor in self._lanes:
-            self._give_up_waiting(executor, reason, now)
         if executor == REMOTE and self.lookups is not None:
             self.breaker.trip(reason, now)
             self.lookups.give_up(now, self._instructions)
-            self._follow_the_store()
+        self._sync_availability(now, reason)
         for running in list(self._running.values()):
             if executor in running.waiting_for:
                 self._one_done(running, executor, 0, f"{executor}: {reason}", False, now)
@@ -501,30 +505,21 @@ class KVTaskEngine:
         self._follow([], now)
 
     def _end_undone(self, task: Task, op: TransferOp) -> None:
-        """An op that could start ends without having been given to anybody."""
+        """An op that could start ends without having been given to any executor."""
         if op.kind in _STORE_TIER:
-            self._drop(task, f"{_STORE_TIER[op.kind].value.lower()}_unavailable", len(op))
+            self._not_stored(task, op.kind, "unavailable", len(op))
         self._outcomes.extend(self._scheduler.op_ended(op.op_id, 0))
 
-    def _follow_the_store(self) -> None:
-        """The remote tier takes part while its worker is there and its breaker closed."""
-        if self.lookups is None:
-            return
-        if self.breaker.is_closed and REMOTE in self._up:
-            self.cache.unavailable.discard(TierName.REMOTE)
-        else:
-            self.cache.unavailable.add(TierName.REMOTE)
+    def _sync_availability(self, now: float, reason: str = "") -> None:
+        """End what waits for a tier that has become unavailable."""
+        for tier in self._availability.sync(self._up):
+            self._give_up_waiting(WORKERS[tier], reason or self.breaker.last_reason, now)
 
     def looked_up(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
         """The remote worker has answered a question."""
         if self.lookups is not None:
-            self.lookups.looked_up(lookup_id, num_present, error, now, self._instructions)
-            self._heed_breaker(now)
-
-    def _heed_breaker(self, now: float) -> None:
-        self._follow_the_store()
-        if not self.breaker.is_closed:
-            self._give_up_waiting(REMOTE, self.breaker.last_reason, now)
+            self.lookups.looked_up(lookup_id, max(0, num_present), error, now, self._instructions)
+            self._sync_availability(now)
 
     def is_up(self, executor: str) -> bool:
         return executor in self._up
@@ -557,15 +552,17 @@ class KVTaskEngine:
         if checksums is not None and op.kind is OpKind.H2DISK and op.dst is not None:
             count = min(len(checksums), len(op.dst))
             self._checksums[op.dst[:count]] = checksums[:count]
+            num_ok = min(num_ok, count)
         num_ok = max(0, min(num_ok, len(op)))
         self._one_done(running, executor, num_ok, error, bad_block, now)
 
     def tick(self, now: float) -> None:
-        """Let deadlines pass."""
+        """Let deadlines pass, and write what is due to tiers that are available again."""
         self._give_up_late_loads(now)
         if self.lookups is not None:
             self.lookups.tick(now, REMOTE in self._up, self._instructions)
-            self._heed_breaker(now)
+        self._sync_availability(now)
+        self._follow([], now)
         while self._unlaunched and next(iter(self._unlaunched.values())) <= now:
             task = self._tasks[self._unlaunched.popitem(last=False)[0]]
             task.errors.append(f"not launched within {self._match_ttl_s:g} s")
@@ -739,8 +736,7 @@ class KVTaskEngine:
         if op.kind in _STORE_TIER:
             self.cache.by_name[_STORE_TIER[op.kind]].counters.written_bytes += moved
             if running.num_ok < len(op):
-                name = f"{_STORE_TIER[op.kind].value.lower()}_write_failed"
-                self._drop(running.task, name, len(op) - running.num_ok)
+                self._not_stored(running.task, op.kind, "write_failed", len(op) - running.num_ok)
 
     def _judge_store(self, running: RunningOp, error: str | None, now: float) -> None:
         """Tell the breaker how an op went: a block that is missing or bad is no failure."""
@@ -751,7 +747,13 @@ class KVTaskEngine:
             self.breaker.succeeded(now)
         elif error is not None:
             self.breaker.failed(f"{op.kind.value}: {error}", now)
-        self._heed_breaker(now)
+        self._sync_availability(now)
+
+    def _not_stored(self, task: Task, kind: OpKind, why: str, num_blocks: int) -> None:
+        """Count blocks that a store op lost, unless they stay dirty since their tier is away."""
+        tier = _STORE_TIER[kind]
+        if not self.cache.put_off(task.plan, tier):
+            self._drop(task, f"{tier.value.lower()}_{why}", num_blocks)
 
     def _drop(self, task: Task, reason: str, num_blocks: int) -> None:
         self.totals.dropped_blocks[reason] += num_blocks
@@ -927,11 +929,16 @@ class KVTaskEngine:
             report["load_cost"] = self.cache.load_cost.report()
         return report
 
-    def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold. O(everything)."""
+    def check(self, max_blocks: int | None = None) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(everything); see `Tier.check`."""
         if self.lookups is not None and not self.lookups.check():
             raise InternalError("an open question to the store cannot be found or has no deadline")
-        self.cache.check()
+        if not self._availability.check(self._up):
+            raise InternalError(f"the tiers {self.cache.unavailable} are not those that are away")
+        for tier in self.cache.unavailable:
+            if len(self._lanes[WORKERS[tier]].queue):
+                raise InternalError(f"ops wait for {tier.value}, which is unavailable")
+        self.cache.check(max_blocks)
         self._scheduler.check()
         owned = [task_id for owner in self._owners.values() for task_id in owner.tasks]
         if sorted(owned) != sorted(self._tasks):

@@ -50,6 +50,8 @@ class Plan:
         sources: For a get, how many of the blocks each tier supplies, in order.
         dropped: Blocks that a put could not take on, by reason.
         skipped: Blocks that are cached and are not loaded all the same, by reason.
+        is_write_back: Whether it writes what was dirty.
+        is_put_off: Whether what it does not get written becomes dirty again.
     """
 
     kind: TaskKind
@@ -69,6 +71,8 @@ class Plan:
     load_keys: Sequence[BlockKey] = ()
     """Keys of the blocks that are read from below the host, from position ``load_start`` on."""
     load_start: int = 0
+    is_write_back: bool = False
+    is_put_off: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -121,7 +125,7 @@ class GlobalCacheEngine:
         self.max_store_backlog = max_store_backlog
         self.load_cost = load_cost
         self.unavailable: set[TierName] = set()
-        """Tiers that are neither read nor written for the time being."""
+        """Tiers that are neither read nor written for the time being (`availability`)."""
         self.is_recording = True
         """Whether what is written to SSD is to outlive this process."""
         self._admissions = dict(admissions or {})
@@ -160,11 +164,11 @@ class GlobalCacheEngine:
             tier.advance(now)
 
     def num_local(self, keys: BlockKeys) -> int:
-        """Blocks of a prompt, from its first on, that the tiers on this machine have."""
+        """Blocks of a prompt, from its first on, that the tiers on this machine can supply."""
         return max(
             tier.index.match(keys).num_blocks
             for tier in self.tiers
-            if tier.name is not TierName.REMOTE
+            if tier.name is not TierName.REMOTE and tier.name not in self.unavailable
         )
 
     def plan_get(
@@ -274,10 +278,19 @@ class GlobalCacheEngine:
                     prompt.content,
                 )
                 plan = self.plan_store(keys, match.num_blocks, tiers=[tier])
+                plan.is_write_back = True
                 if plan.graph.ops or plan.dropped:
                     return plan
                 self.finish(plan)
         return None
+
+    def put_off(self, plan: Plan, name: TierName) -> bool:
+        """Whether what a plan does not get written to a tier is dirty again, instead of lost.
+
+        It is if the plan writes back and the tier is away.
+        """
+        plan.is_put_off |= plan.is_write_back and name in self.unavailable
+        return plan.is_put_off
 
     def _still_on_host(self, prompt: DirtyPrompt) -> PrefixMatch:
         """As far as DRAM has not evicted a prompt's last blocks."""
@@ -308,6 +321,7 @@ class GlobalCacheEngine:
         for tier in self.tiers:
             name = tier.name
             report[name.value] = tier.stats()
+            report[name.value]["available"] = int(name not in self.unavailable)
             if name in self._admissions:
                 report[name.value] |= self._admissions[name].stats()
             if name in self._write_back:
@@ -357,7 +371,11 @@ class GlobalCacheEngine:
         tier = self.by_name[name]
         if isinstance(tier, RemoteTier) and tier.root_at_store(plan.root) != plan.remote_root:
             num_ok = 0  # it was cleared meanwhile, and goes by other names now
-        tier.publish(plan.stores[name], num_ok)
+        lease = plan.stores[name]
+        tier.publish(lease, num_ok)
+        if plan.is_put_off and num_ok < len(lease.keys):
+            unwritten = DirtyPrompt(plan.root, lease.keys[num_ok:], lease.content)
+            self._write_back[name].add(unwritten)
 
     def discard_bad_block(self, plan: Plan, name: TierName, position: int) -> None:
         """A read of the task's block ``position`` from a tier failed: drop it there."""
@@ -622,10 +640,10 @@ class GlobalCacheEngine:
     def _op_id(self) -> OpId:
         return OpId(next(self._op_ids))
 
-    def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold. O(capacity)."""
+    def check(self, max_blocks: int | None = None) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(capacity); see `Tier.check`."""
         for tier in self.tiers:
-            tier.check()
+            tier.check(max_blocks)
         if self._open_plans == 0:
             if any(self._backlog.values()):
                 raise InternalError(f"backlog without a plan: {self._backlog}")

@@ -10,11 +10,11 @@ import os
 import re
 import resource
 from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
 
 from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
 from flexcache.doctor.subject import Subject
 from flexcache.remote_url import check_remote_url
+from flexcache.storage.memory_limit import memory_limits
 
 _MUCH_OF_LIMIT = 0.8
 _MIN_SHARED_BYTES = 1_000_000_000
@@ -44,10 +44,11 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_container_limit(subject: Subject) -> Iterator[Finding]:
-    limit = container_limit(subject)
-    if limit is None:
+    limits = memory_limits(subject.root)
+    if not limits:
         yield ok("no limit of memory by a container or control group")
         return
+    limit = min(found.limit for found in limits)
     pool = 0 if _is_reserved(subject) else subject.pool_bytes or 0
     text = f"a control group limits memory to {in_gb(limit)}"
     if pool:
@@ -62,25 +63,6 @@ def check_container_limit(subject: Subject) -> Iterator[Finding]:
         yield warning(text, remedy)
     else:
         yield ok(text)
-
-
-def container_limit(subject: Subject) -> int | None:
-    """The lowest limit of the control groups that this process is in, in bytes."""
-    limits = []
-    for line in subject.read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = "/sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path is often the host's; then its root is what can be seen.
-        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
-            text = subject.read(f"{base}{group}/{name}")
-            if text.isdecimal() and int(text) < 1 << 60:  # above: what v1 says for "none"
-                limits.append(int(text))
-    return min(limits, default=None)
 
 
 def check_shared_memory(subject: Subject) -> Iterator[Finding]:

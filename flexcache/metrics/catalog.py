@@ -23,7 +23,10 @@ Sample = tuple[Labels, Any]
 Reader = Callable[[Report], Iterator[Sample]]
 
 _WORKERS = ("disk", "remote")
-_WHY_REJECTED = ("malformed", "oversized", "misplaced", "without_session", "version", "crowded")
+_WHY_REJECTED = (
+    "malformed", "oversized", "misplaced", "without_session", "version", "crowded",
+    "unknown_worker",
+)  # fmt: skip
 _WHY_DROPPED = (
     "host_tier_full", "prefix_not_cached", "session_task_limit",
     *(
@@ -283,6 +286,12 @@ _TIERS = (
         _per_tier("dropped_blocks"),
         "tier",
     ),
+    _gauge(
+        "tier_available",
+        "1 while the tier takes part; 0 while its worker or its store is away and it answers miss.",
+        _each("tiers", of="available"),
+        "tier",
+    ),
     _counter("tier_read_bytes", "Bytes read from the tier.", _per_tier("read_bytes"), "tier"),
     _counter(
         "tier_written_bytes", "Bytes written to the tier.", _per_tier("written_bytes"), "tier"
@@ -362,11 +371,6 @@ _TASKS = (
 )
 
 _REMOTE = (
-    _gauge(
-        "remote_available",
-        "1 while the remote store is used; 0 while its tier answers miss.",
-        _one("remote", "available"),
-    ),
     _gauge(
         "breaker_state",
         "1 for the state that the remote store's circuit breaker is in, 0 for the others.",

@@ -44,6 +44,7 @@ from flexcache.instructions import (
 from flexcache.logs import log_event
 from flexcache.request_info import NO_INFO, Wanted
 from flexcache.server.fence import Fence
+from flexcache.server.guard import Buffer, SocketGuard
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -90,8 +91,9 @@ _MAX_PROBLEMS = 256
 _NUM_REPLAYED = 1024
 _MAX_NAME_LENGTH = 256
 _MAX_PARKED = 1024
+_MAX_BLOCKS_WALKED = 1 << 15
+"""In a tier that one client has checked: some 10 ms, for which the others wait."""
 
-Buffer = bytes | memoryview
 PeerInstruction = RunOp | DropOp | TaskEnded | TaskAnswered | ReplaceExecutor
 
 
@@ -194,36 +196,21 @@ class Hub:
         """Matches that wait for the remote store to be looked at."""
         self._num_parked = 0
         self._numbers = itertools.count(1)
-        self._decoder = msgspec.msgpack.Decoder(ToServer)
         self._greeting_decoder = msgspec.msgpack.Decoder(Greeting)
+        self._guard = SocketGuard[ToServer](
+            ToServer, self.counters, handle=self._dispatch, refuse=self._reject,
+            undecodable=self._refuse_other_version, failed=self._failed, has_data=_has_data,
+        )  # fmt: skip
 
     # -- events ----------------------------------------------------------------------------------
 
     def take(self, identity: bytes, frames: Sequence[Buffer], now: float) -> None:
         """A peer sent something. Never raises for what it sent."""
-        if sum(len(frame) for frame in frames) > MAX_FRAME_BYTES:
-            self._reject(identity, "oversized", f"more than {MAX_FRAME_BYTES} bytes")
-            return
-        try:
-            message = self._decoder.decode(frames[0]) if frames else None
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also of bad UTF-8
-            if not self._refuse_other_version(identity, frames[0]):
-                self._reject(identity, "malformed", str(error))
-            return
-        has_data = isinstance(message, Match) and not message.scratch_bytes
-        if message is None or len(frames) != 1 + has_data:
-            self._reject(identity, "malformed", f"{len(frames)} frames")
-            return
-        try:
-            self._dispatch(identity, message, frames[-1], now)
-        except Exception as error:  # one client's message must not cost the others their server
-            log_event(
-                logger, logging.ERROR, "message_failed", message=type(message).__name__,
-                identity=identity.hex(), exc_info=True,
-            )  # fmt: skip
-            self.counters["failed_messages"] += 1
-            if isinstance(message, Request):
-                self._send(identity, Failed(message.request_id, "internal", repr(error)))
+        self._guard.take(identity, frames, now)
+
+    def _failed(self, identity: bytes, message: ToServer, error: Exception) -> None:
+        if isinstance(message, Request):
+            self._send(identity, Failed(message.request_id, "internal", repr(error)))
 
     def does_not_read(self, identity: bytes, now: float) -> None:
         """Messages for a peer pile up. A scheduler is given up; a rank's ops have deadlines."""
@@ -416,7 +403,7 @@ class Hub:
                 case Clear():
                     return self._clear(caller, request)
                 case CheckInvariants(request_id):
-                    self._tasks.check()
+                    self._tasks.check(_MAX_BLOCKS_WALKED)
                     return Answer(request_id, None)
 
         return self._guarded(request, answer)
@@ -811,6 +798,10 @@ class Hub:
     def _reject(self, identity: bytes, why: str, text: str) -> None:
         self.counters[f"rejected_{why}"] += 1
         self._send(identity, Rejected(f"{why} message: {text}"))
+
+
+def _has_data(message: ToServer) -> bool:
+    return isinstance(message, Match) and not message.scratch_bytes
 
 
 def _read_content(request: Match, token_data: memoryview) -> PromptContent:

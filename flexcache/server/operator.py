@@ -89,7 +89,7 @@ class Operator:
         return task.num_blocks
 
     def _require_store(self) -> CacheStore:
-        store = self._server.hub.store
+        store = self._server.store
         if store is None:
             raise RegistrationError("no engine has said yet what is cached here")
         return store

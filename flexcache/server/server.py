@@ -8,8 +8,9 @@ follow are carried out by it too, so completions are applied though nobody asks.
                                                   +-- session(): callers in this process
 
 As a process of its own (`flexcache server`) it serves many engines, and its pump is the main
-thread. Inside an engine's scheduler it serves that one, whose calls come by `session`. One
-condition is held by every event and every session; its waiters are woken when a task ends.
+thread. Inside an engine's scheduler it serves that one, whose calls come by `session`. Hub, engine
+and outbox are used under one condition's lock only, by the pump and by every session; its waiters
+are woken when a task ends. The sockets are the pump's, which sends when it has let go of the lock.
 
     new --start()--> serving --stop(), SIGTERM, idle--> draining --> stopped
 """
@@ -23,7 +24,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -36,7 +37,7 @@ from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
 from flexcache.events.publisher import KVEventPublisher
-from flexcache.ids import OpId, SessionId, TierName
+from flexcache.ids import SessionId
 from flexcache.instructions import (
     DISK,
     REMOTE,
@@ -50,6 +51,7 @@ from flexcache.instructions import (
     TaskEnded,
 )
 from flexcache.logs import log_event
+from flexcache.server.availability_log import AvailabilityLog
 from flexcache.server.change_feed import ChangeFeed
 from flexcache.server.curve import secure_server
 from flexcache.server.hub import Aside, Hub, make_execute
@@ -57,19 +59,12 @@ from flexcache.server.messages import MAX_FRAME_BYTES
 from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint
 from flexcache.server.store import CacheStore
 from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.server.worker_messages import WorkerMessages
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.task import NUM_REMEMBERED, KVTaskEngine
 from flexcache.task_ids import TaskIds, new_epoch
 from flexcache.tracing.tracer import Tracer, make_header
-from flexcache.transfer.messages import (
-    Done,
-    Drop,
-    LookedUp,
-    LookUp,
-    Ready,
-    Stop,
-    unpack_checksums,
-)
+from flexcache.transfer.messages import Drop, LookUp, Stop
 
 T = TypeVar("T")
 
@@ -133,16 +128,18 @@ class KVServer:
         self._idle_since: float | None = None
         self._had_client = False
         self._changed = threading.Condition()
+        """Its lock is held wherever hub, engine or outbox are used."""
         self._outbox: deque[Instruction] = deque()
         self._lock_file: EndpointLock | None = None
         self._workers: dict[str, WorkerSupervisor] = {}  # by executor
+        self._worker_messages = WorkerMessages(self._workers, self.hub, self._changed.notify_all)
+        self._availability_log: AvailabilityLog | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._front: zmq.Socket[bytes] | None = None
         self._back: zmq.Socket[bytes] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         self._poller = zmq.Poller()
         self._watched: dict[bytes, int] = {}  # peer -> pidfd
-        self._worker_decoder = msgspec.msgpack.Decoder(Ready | Done | LookedUp)
         self._wake = -1
         self._thread: threading.Thread | None = None
         self._asides: list[threading.Thread] = []
@@ -161,8 +158,6 @@ class KVServer:
         self._stopping = False
         self._stopped = False
         self._failure: Exception | None = None
-        self._breaker_was_closed = True
-        self._remote_was_there = False
 
     # -- for the process that owns it ------------------------------------------------------------
 
@@ -206,11 +201,12 @@ class KVServer:
             self._lock_file = EndpointLock(self.endpoint)
             self._bind()
             if self._store is not None:
-                self._store.open()
-                self._adopt(self._store)
-                self.hub.store = self._store
-                if self._engine_name is not None:
-                    ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
+                with self._changed:
+                    self._store.open()
+                    self._adopt(self._store)
+                    self.hub.store = self._store
+                    if self._engine_name is not None:
+                        ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
             if self._open_http is not None and self.config.http_endpoint is not None:
                 self._http = self._observer("HTTP", partial(self._open_http, self))
         except BaseException:
@@ -252,6 +248,7 @@ class KVServer:
 
     def _adopt(self, store: CacheStore) -> None:
         self._store = store
+        self._availability_log = AvailabilityLog(store.engine)
         if self.config.records_changes:
             publisher = None
             if self.config.kv_events_endpoint is not None:
@@ -332,6 +329,12 @@ class KVServer:
     def wait_for_change(self, timeout: float | None) -> None:
         """Inside `session`: let go of the lock until some task ended, or for ``timeout`` s."""
         self._changed.wait(timeout)
+
+    @property
+    def store(self) -> CacheStore | None:
+        """None until an engine or the config has said what is cached."""
+        with self._changed:
+            return self.hub.store
 
     @property
     def stopping(self) -> bool:
@@ -453,17 +456,14 @@ class KVServer:
             with self._changed:
                 self._stopping = True
                 self._changed.notify_all()
-            for identity in self.hub.peers:
-                self._send(identity, Stop())
+            self._stop_peers()
         else:
             log_event(logger, logging.INFO, "server_ended", endpoint=self.endpoint)
 
     def _turn(self) -> None:
         """Wait for one batch of events and take it in."""
         now = time.monotonic()
-        for worker in self._workers.values():
-            if worker.restart_at is not None and now >= worker.restart_at and worker.start(now):
-                self._poller.register(worker.pidfd, zmq.POLLIN)
+        self._start_workers(now)
         is_due = now >= self._poll_due_s
         if is_due or not self._message_comes_soon():
             self._poll_due_s = now + _POLL_INTERVAL_S
@@ -474,6 +474,11 @@ class KVServer:
         if self._is_idle_for_good(time.monotonic()):
             log_event(logger, logging.INFO, "last_client_left")
             self._stopping = True
+
+    def _start_workers(self, now: float) -> None:
+        for worker in self._workers.values():
+            if worker.restart_at is not None and now >= worker.restart_at and worker.start(now):
+                self._poller.register(worker.pidfd, zmq.POLLIN)
 
     def _message_comes_soon(self) -> bool:
         """Look for a message without sleeping, for a moment after the last one: to be woken takes
@@ -500,29 +505,20 @@ class KVServer:
             if self._store is not None:
                 self._store.engine.tick(now)
                 self._route()
-                self._tell_of_remote(self._store.engine)
+            if self._availability_log is not None:
+                self._availability_log.update()
             if self.hub.outgoing:
-                self._changed.notify_all()  # somebody may be ready now
-        self._send_outbox()
+                self._changed.notify_all()  # an engine may be ready now
+            to_workers = self._carry_out()
+            to_peers, self.hub.outgoing = self.hub.outgoing, []
+            asides, self.hub.aside = self.hub.aside, []
+        for executor, message in to_workers:
+            self._send_to_worker(executor, message)
+        self._begin_asides(asides)
+        for identity, answer in to_peers:
+            self._send(identity, answer)
         if took_any:
             self._spin_until_s = time.monotonic() + self._spin_s
-
-    def _tell_of_remote(self, engine: KVTaskEngine) -> None:
-        """Log that the breaker has opened or closed, that the tier takes part or does not. A trial
-        that fails in between is no change."""
-        breaker = engine.breaker
-        if breaker.is_closed is not self._breaker_was_closed:
-            self._breaker_was_closed = breaker.is_closed
-            if breaker.is_closed:
-                log_event(logger, logging.INFO, "breaker_closed")
-            else:
-                log_event(logger, logging.WARNING, "breaker_opened", reason=breaker.last_reason)
-        is_there = REMOTE in self._workers and TierName.REMOTE not in engine.cache.unavailable
-        if is_there is not self._remote_was_there:
-            self._remote_was_there = is_there
-            level = logging.INFO if is_there else logging.WARNING
-            event = "tier_available" if is_there else "tier_unavailable"
-            log_event(logger, level, event, tier=TierName.REMOTE.value)
 
     def _patience_ms(self, now: float) -> int | None:
         times: list[float | None] = []
@@ -531,9 +527,9 @@ class KVServer:
                 times.append(self._census_due_s)
             if self._store is not None:
                 times.append(self._store.engine.next_deadline())
+            if self._idle_exit_s is not None and not self.hub.peers:
+                times.append(now + 0.1)
         times.extend(worker.restart_at for worker in self._workers.values())
-        if self._idle_exit_s is not None and not self.hub.peers:
-            times.append(now + 0.1)
         if self._spin_s:  # a process of our own: a signal may come to another thread than this
             times.append(now + _LONGEST_SLEEP_S)
         due = [moment for moment in times if moment is not None]
@@ -542,13 +538,15 @@ class KVServer:
     def _is_idle_for_good(self, now: float) -> bool:
         if self._idle_exit_s is None:
             return False
-        if self.hub.peers:
+        with self._changed:
+            has_clients, left_orderly = bool(self.hub.peers), self.hub.last_left_orderly
+        if has_clients:
             self._idle_since, self._had_client = None, True
             return False
         if not self._had_client:
             return now - self._started_s > max(self._idle_exit_s, _FIRST_CLIENT_PATIENCE_S)
         self._idle_since = self._idle_since or now
-        patience = 0.0 if self.hub.last_left_orderly else self._idle_exit_s
+        patience = 0.0 if left_orderly else self._idle_exit_s
         return now - self._idle_since >= patience
 
     def _route(self) -> bool:
@@ -577,38 +575,36 @@ class KVServer:
             return instruction.gated
         return self._engine_name is None or not isinstance(instruction, TaskAnswered)
 
-    def _send_outbox(self) -> None:
+    def _carry_out(self) -> list[tuple[str, object]]:
+        """Empty the outbox. Returns what is to be sent to workers, with the executor's name; what
+        is to be sent to peers is left in the hub."""
+        to_workers: list[tuple[str, object]] = []
         while self._outbox:
             instruction = self._outbox.popleft()
             match instruction:
                 case RunOp() if instruction.executor in self._workers:
-                    self._send_to_worker(instruction.executor, make_execute(instruction))
+                    to_workers.append((instruction.executor, make_execute(instruction)))
                 case DropOp(executor, op_id) if executor in self._workers:
-                    self._send_to_worker(executor, Drop(op_id))
+                    to_workers.append((executor, Drop(op_id)))
                 case RunLookUp(lookup_id, root, keys):
-                    self._send_to_worker(REMOTE, LookUp(lookup_id, root, list(keys)))
+                    to_workers.append((REMOTE, LookUp(lookup_id, root, list(keys))))
                 case ReplaceExecutor(executor, reason) if executor in self._workers:
                     log_event(
                         logger, logging.ERROR, "worker_replaced", worker=executor, reason=reason
                     )
                     self._workers[executor].kill()
                 case LookUpEnded(lookup_id):
-                    with self._changed:
-                        self.hub.look_up_ended(lookup_id, time.monotonic())
-                        self._route()
+                    self.hub.look_up_ended(lookup_id, time.monotonic())
+                    self._route()
                 case _:
                     self.hub.deliver(instruction)
         self.hub.end_sessions()
-        self._begin_asides()
-        outgoing, self.hub.outgoing = self.hub.outgoing, []
-        for identity, message in outgoing:
-            self._send(identity, message)
+        return to_workers
 
-    def _begin_asides(self) -> None:
-        """Have done on a thread what would hold up everybody."""
-        if not self.hub.aside:
+    def _begin_asides(self, asides: Sequence[Aside]) -> None:
+        """Run slow jobs off the pump."""
+        if not asides:
             return
-        asides, self.hub.aside = self.hub.aside, []
         self._asides = [thread for thread in self._asides if thread.is_alive()]
         for aside in asides:
             thread = threading.Thread(
@@ -659,33 +655,11 @@ class KVServer:
         return took_any
 
     def _take_worker_messages(self, now: float) -> None:
-        if self._back is None or self._store is None:
+        if self._back is None:
             return
-        engine = self._store.engine
         with contextlib.suppress(zmq.Again):
-            while True:
-                identity, data = self._back.recv_multipart(zmq.NOBLOCK)
-                sender = [w for w in self._workers.values() if w.identity.encode() == identity]
-                if not sender:
-                    continue  # one that was replaced
-                worker = sender[0]
-                match self._worker_decoder.decode(data):
-                    case Ready(detail):
-                        log_event(
-                            logger, logging.INFO, "worker_began", worker=worker.name,
-                            pid=worker.pid, detail=detail,
-                        )  # fmt: skip
-                        engine.executor_up(worker.name)
-                        self.hub.readiness_changed()
-                        self._changed.notify_all()
-                    case LookedUp(lookup_id, num_present, error):
-                        engine.looked_up(lookup_id, num_present, error, now)
-                    case Done() as done:
-                        sums = unpack_checksums(done.checksums) if done.checksums else None
-                        engine.op_done(
-                            worker.name, OpId(done.op_id), done.num_ok, now, error=done.error,
-                            bad_block=done.bad_block, checksums=sums,
-                        )  # fmt: skip
+            for _ in range(_MAX_MESSAGES_A_TURN):
+                self._worker_messages.take(self._back.recv_multipart(_NOW), now)
 
     # -- deaths ----------------------------------------------------------------------------------
 
@@ -730,23 +704,37 @@ class KVServer:
             with self._changed:
                 self._store.engine.close_down(time.monotonic())
                 self._route()
-            self._send_outbox()
-            while time.monotonic() < deadline and self._store.engine.num_open_tasks:
+            self._take_events({})
+            while time.monotonic() < deadline and self._is_unfinished():
+                self._start_workers(time.monotonic())
                 self._take_events(dict(self._poller.poll(50)))
-        for identity in self.hub.peers:
-            self._send(identity, Stop())
+        self._stop_peers()
         running = [name for name, worker in self._workers.items() if worker.pid is not None]
         for name in running:
             self._send_to_worker(name, Stop())
         for name in running:
             self._workers[name].stop(_DRAIN_TIMEOUT_S)
 
+    def _is_unfinished(self) -> bool:
+        """Whether bytes move, or dirty blocks wait for a worker that is being restarted."""
+        assert self._store is not None
+        with self._changed:
+            engine = self._store.engine
+            return engine.num_open_tasks > 0 or engine.num_awaiting_worker > 0
+
+    def _stop_peers(self) -> None:
+        with self._changed:
+            peers = self.hub.peers
+        for identity in peers:
+            self._send(identity, Stop())
+
     def _release(self) -> None:
         if self._http is not None:
             self._http.close()
         for thread in self._asides:
             thread.join()
-        self.hub.close()
+        with self._changed:
+            self.hub.close()
         for worker in self._workers.values():
             worker.stop(0)
         if self._authenticator is not None:

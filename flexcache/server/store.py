@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from flexcache.storage.alignment import align_up
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity
+from flexcache.storage.memory_limit import check_pool_fits
 from flexcache.storage.remote import check_packages
 from flexcache.task import KVTaskEngine
 from flexcache.transfer.workers.disk import DiskWorkerConfig
@@ -105,13 +105,8 @@ class CacheStore:
         """How the ranks lay out the bytes of a block; None until the first has registered."""
 
     def _check_memory(self, wanted: int) -> None:
-        """A pool beyond the machine's memory would end some process without a word."""
-        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if wanted > installed:
-            raise ConfigError(
-                f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than this machine's memory, "
-                f"{installed / 1e9:.1f} GB: lower cpu_cache_gb or num_cpu_blocks"
-            )
+        """Control groups do not count reserved huge pages."""
+        check_pool_fits(wanted, in_control_group=self.config.hugepages != "reserved")
 
     def _make_engine(self) -> KVTaskEngine:
         config = self.config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -75,7 +76,8 @@ class WorkerSupervisor:
         self.num_starts += 1
         self.restart_at = None
         self._started_s = now
-        self.identity = f"{self.name}-{self.num_starts}"
+        # It goes to the worker alone: no other process can speak in its name.
+        self.identity = f"{self.name}-{secrets.token_hex(16)}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,

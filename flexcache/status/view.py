@@ -102,6 +102,8 @@ def _tiers(stats: Stats, rates: Rates | None, width: int) -> Table:
         return "-" if name == _REMOTE else f"{tier['capacity']:,}"
 
     def occupancy(name: str, tier: Mapping[str, Any]) -> Text:
+        if not tier["available"]:
+            return Text("unavailable", "red")
         if name == _REMOTE:
             return Text("as known", "dim")
         return _bar(tier["indexed"], tier["leased"], tier["capacity"], _BAR[width >= _WIDE])

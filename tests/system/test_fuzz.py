@@ -1,4 +1,4 @@
-"""A server's socket under random and mutated frames, from strangers and from registered engines.
+"""A server's sockets under random and mutated frames, from strangers and from registered engines.
 
 FUZZ_FRAMES says how many of each kind (default 1,500).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket as sockets
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,8 +36,9 @@ from flexcache.server.messages import (
     Register,
     WelcomeEngine,
 )
+from flexcache.server.runtime import private_endpoint, runtime_dir
 from flexcache.task_ids import TaskIds
-from flexcache.transfer.messages import Done
+from flexcache.transfer.messages import Done, LookedUp, Ready, Stop
 
 FRAMES = int(os.environ.get("FUZZ_FRAMES", 1500))
 SPEC = ModelSpec.of(make_model(), 16)
@@ -102,6 +104,29 @@ def test_strangers_cost_nobody_anything() -> None:
             if number % 100 == 0:
                 mine.load.step()
         serves_on(mine)
+
+
+def test_strangers_at_the_workers_socket_cost_nobody_anything(tmp_path: Path) -> None:
+    rng = np.random.default_rng(14)
+    config = CacheConfig(
+        num_cpu_blocks=256, num_ssd_blocks=512, ssd_cache_dirs=[str(tmp_path)],
+        endpoint=private_endpoint("workers"),
+    )  # fmt: skip
+    mine = Member(config)
+    with members(mine), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        (path,) = runtime_dir().glob("*.work")
+        socket.linger = 0
+        socket.identity = b"disk-1"
+        socket.connect(f"ipc://{path}")
+        messages = [Ready("?"), Done(1, 1, checksums=bytes(8)), LookedUp(1, 1), Stop()]
+        for number in range(FRAMES):
+            send(socket, noise(rng) if number % 2 else mutated(rng, messages))
+            if number % 100 == 0:
+                mine.load.step()
+        serves_on(mine)
+        stats = mine.manager.stats()
+        assert stats["counters"]["rejected_unknown_worker"] > 0
+        assert stats["worker_restarts"] == {"disk": 0}
 
 
 def test_an_engine_that_talks_nonsense_costs_the_others_nothing() -> None:

@@ -394,7 +394,7 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "remote_lookups_total": 4,
         "late_remote_lookups_total": 4,
         "open_lookups": CHANGES,
-        "remote_available": CHANGES,
+        'tier_available{tier="REMOTE"}': CHANGES,
         "breaker_openings_total": 1,
         'breaker_state{state="open"}': CHANGES,
         'breaker_state{state="closed"}': CHANGES,

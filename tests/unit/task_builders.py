@@ -212,6 +212,7 @@ class World:
         count = 0 if kind is TaskKind.PREFETCH else plan.num_blocks
         slots = np.arange(self._next_slot, self._next_slot + count, dtype=np.int64)
         self._next_slot += count
+        assert not self.away & {*plan.sources, *plan.stores}, "a plan for a tier that is away"
         self.tasks[task_id] = info = TaskInfo(kind, engine, text, plan, slots)
         if kind is TaskKind.PUT:
             for index, slot in enumerate(slots.tolist()):
@@ -513,6 +514,15 @@ class World:
 
     # -- what must be true -----------------------------------------------------------------------
 
+    @property
+    def away(self) -> set[TierName]:
+        """Lower tiers whose worker is down or whose breaker is not closed."""
+        workers = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
+        away = {tier.name for tier in self.cache.lower if workers[tier.name] not in self.alive}
+        if self.cache.remote is not None and not self.engine.breaker.is_closed:
+            away.add(TierName.REMOTE)
+        return away
+
     def is_overdue(self, errand: Errand) -> bool:
         patience = self._op_timeout_s + (GATE_PATIENCE_S if errand.run.gated else 0)
         return self.now - errand.started_s >= patience
@@ -527,6 +537,7 @@ class World:
 
     def check(self) -> None:
         self.engine.check()
+        assert self.cache.unavailable == self.away
         for tier in self.cache.tiers:
             stats = tier.stats()
             assert stats["free"] + stats["indexed"] + stats["leased"] == stats["capacity"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -219,6 +220,26 @@ def up_with_store(world: World, name: str = "one") -> Engine:
     assert world.hub.store is not None
     world.hub.store.engine.executor_up(REMOTE)
     return engine
+
+
+def test_a_check_that_a_client_asks_for_does_not_walk_a_large_tier(asking: World) -> None:
+    engine = up_with_store(asking)
+    assert asking.hub.store is not None
+    host, large = asking.hub.store.engine.cache.tiers
+    assert large.capacity > 1 << 19
+    tracemalloc.start()
+    try:
+        assert asking.send(engine.calls, CheckInvariants(1)) == [Answer(1, None)]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20, "to walk it takes memory"
+    finally:
+        tracemalloc.stop()
+    for tier in (host, large):
+        lost = tier.pool.take(1)  # counted in every tier
+        [failed] = asking.send(engine.calls, CheckInvariants(2))
+        assert isinstance(failed, Failed)
+        tier.pool.give_back(lost)
+    host.pool._stack[0] = host.pool._stack[1]  # seen only by a walk
+    assert isinstance(asking.send(engine.calls, CheckInvariants(3))[0], Failed)
 
 
 def look_up_answered(world: World, num_present: int) -> None:

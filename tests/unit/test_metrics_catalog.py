@@ -21,7 +21,7 @@ from flexcache.metrics.page import render
 TIER = {
     "capacity": 10, "free": 5, "indexed": 3, "leased": 2, "hit_blocks": 7, "miss_blocks": 1,
     "stored_blocks": 4, "evicted_blocks": 1, "dropped_blocks": 0, "read_bytes": 70,
-    "written_bytes": 40,
+    "written_bytes": 40, "available": 1,
 }  # fmt: skip
 OPS = {"ops": 2, "failed_ops": 1, "blocks": 3, "bytes": 300, "seconds": 0.5}
 TIMES = {"bounds": [0.1, 1.0], "counts": [2, 3, 4], "sum": 12.5}
@@ -31,7 +31,7 @@ STATS: dict[str, Any] = {
     "block_bytes": 100,
     "tokens_per_block": 16,
     "counters": {"rejected_malformed": 3, "disk_worker_deaths": 1},
-    "tiers": {"CPU": TIER, "SSD": TIER, "REMOTE": TIER},
+    "tiers": {"CPU": TIER, "SSD": TIER, "REMOTE": TIER | {"available": 0}},
     "tasks": {"created": 1, "running": 2},
     "missed_blocks": 5,
     "ended_tasks": {"get_success": 4},
@@ -117,7 +117,8 @@ def test_states_are_one_of_several() -> None:
     states = [found[f"flexcache_breaker_state{{'state': '{s}'}}"]
               for s in ("closed", "half_open", "open")]  # fmt: skip
     assert states == [0, 1, 0]
-    assert found["flexcache_remote_available{}"] == 0
+    available = [found[f"flexcache_tier_available{{'tier': '{t}'}}"] for t in STATS["tiers"]]
+    assert available == [1, 1, 0]
     assert found["flexcache_worker_up{'worker': 'disk'}"] == 1
     assert found["flexcache_worker_up{'worker': 'remote'}"] == 0
 

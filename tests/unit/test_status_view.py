@@ -21,7 +21,7 @@ SECONDS = 4.0
 def tier(**counts: int) -> dict[str, int]:
     names = ("capacity", "free", "indexed", "leased", "hit_blocks", "miss_blocks", "stored_blocks",
              "dropped_blocks", "evicted_blocks")  # fmt: skip
-    return {"capacity": 100, **dict.fromkeys(names[1:], 0), **counts}
+    return {"capacity": 100, "available": 1, **dict.fromkeys(names[1:], 0), **counts}
 
 
 def op(**counts: float) -> dict[str, float]:
@@ -166,6 +166,13 @@ def test_rows_of_tables() -> None:
     assert ["remote", "down", "0"] in [line.split() for line in text.splitlines()]
     assert row(text, "an-engine") == ["an-engine", "55", "2", "3"]
     assert row(text, "REMOTE")[1:5] == ["as", "known", "-", "5"]
+
+
+def test_a_tier_that_is_away_says_so() -> None:
+    tiers = {"CPU": tier(indexed=50), "SSD": tier(indexed=50, available=0)}
+    text = shown(figures(tiers=tiers))
+    assert row(text, "SSD")[1] == "unavailable"
+    assert row(text, "CPU")[1] != "unavailable"
 
 
 def test_rates_are_shown_once_they_are_known() -> None:

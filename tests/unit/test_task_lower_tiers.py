@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from task_builders import ABSENT_TTL_S, ENGINE, ROOT, World
+from task_builders import ABSENT_TTL_S, ENGINE, ROOT, World, keys_of
 
 from flexcache.cache.load_cost import LoadCost
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
-from flexcache.instructions import REMOTE
+from flexcache.instructions import DISK, REMOTE
+from flexcache.task import KVTaskEngine
+from flexcache.task_ids import TaskIds, make_session
 from flexcache.transfer.breaker import BreakerState
 
 CPU, SSD = TierName.CPU, TierName.SSD
@@ -254,6 +256,145 @@ def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
     world.engine.report_prefill(world.ids.session, 100.0)
     assert world.final(world.get("aaa")).status is KVStatus.NOT_FOUND
     assert world.engine.totals.skipped_blocks == {"remote_slower_than_recompute": 3}
+
+
+# -- tiers whose worker is away --------------------------------------------------------------------
+
+AWAY = [pytest.param(SSD, DISK, id="ssd"), pytest.param(TierName.REMOTE, REMOTE, id="remote")]
+
+
+def below_only(tier: TierName, **options: object) -> World:
+    """A world with DRAM and one tier below it, which alone holds ``abcd``."""
+    is_remote = tier is TierName.REMOTE
+    world = World(remote=is_remote, ssd=0 if is_remote else 10, **options)  # type: ignore[arg-type]
+    world.put("abcd")
+    world.finish_all()
+    world.clear(CPU)
+    assert world.cached(tier, "abcd") == 4
+    return world
+
+
+def back(world: World, worker: str) -> None:
+    """The worker is up again, and the breaker, if the tier has one, has closed."""
+    world.up(worker)
+    for _ in range(20):
+        world.tick(0.2)
+        for trial in list(world.asked):
+            world.answer(trial)
+    assert not world.away
+
+
+@pytest.mark.parametrize(("tier", "worker"), AWAY)
+def test_a_tier_whose_worker_is_away_answers_miss_until_it_is_back(
+    tier: TierName, worker: str
+) -> None:
+    world = below_only(tier)
+    world.down(worker)
+    for _ in range(3):
+        assert world.final(world.get("abcd")).status is KVStatus.NOT_FOUND
+    assert not world.cache.stats()[tier.value]["available"]
+    back(world, worker)
+    task_id = world.get("abcd")
+    world.finish_all()
+    assert (world.final(task_id).status, world.final(task_id).num_ok) == (KVStatus.SUCCESS, 4)
+    assert world.cache.stats()[tier.value]["available"]
+
+
+def test_a_tier_answers_miss_until_its_worker_is_up_for_the_first_time() -> None:
+    world = below_only(SSD)
+    engine = KVTaskEngine(world.cache, block_bytes=1)
+    ids = TaskIds(make_session(0, 9))
+    engine.add_session(ids.session, ENGINE)
+    assert engine.match(ids.next(), TaskKind.GET, keys_of("abcd"), 0, 4, 64, 0.0).num_blocks == 0
+    engine.executor_up(DISK)
+    assert engine.match(ids.next(), TaskKind.GET, keys_of("abcd"), 0, 4, 64, 0.0).num_blocks == 4
+
+
+@pytest.mark.parametrize(("tier", "worker"), AWAY)
+def test_a_put_skips_a_tier_that_is_away_and_makes_up_for_it_later(
+    tier: TierName, worker: str
+) -> None:
+    world = below_only(tier)
+    world.down(worker)
+    task_id = world.put("xyz")
+    world.finish_all()
+    assert world.final(task_id).num_ok == 3
+    assert world.engine.totals.dropped_blocks == {f"{tier.value.lower()}_unavailable": 3}
+    back(world, worker)
+    world.put("xyz")
+    world.finish_all()
+    assert world.cached(tier, "xyz") == 3
+
+
+def test_a_get_that_was_matched_before_the_death_keeps_what_dram_has() -> None:
+    world = below_only(SSD)
+    world.get("ab")
+    world.finish_all()
+    task_id = world.match(TaskKind.GET, "abcd")
+    world.down(DISK)
+    world.launch(task_id)
+    world.finish_all()
+    assert (world.final(task_id).status, world.final(task_id).num_ok) == (KVStatus.SUCCESS, 2)
+    world.check_nothing_is_held()
+
+
+def test_the_remote_store_is_asked_for_what_an_ssd_that_is_away_holds() -> None:
+    world = with_store()
+    world.put("abcd")
+    world.finish_all()
+    world.clear(CPU)
+    world.clear(TierName.REMOTE)
+    assert world.look_up("abcd") is None, "the SSD has it"
+    world.down(DISK)
+    assert world.look_up("abcd") is not None
+
+
+@pytest.mark.parametrize(("tier", "worker"), AWAY)
+def test_with_write_back_what_is_dirty_stays_so_until_the_worker_is_back(
+    tier: TierName, worker: str
+) -> None:
+    is_remote = tier is TierName.REMOTE
+    world = World(policy="write_back", cpu=12, remote=is_remote, ssd=0 if is_remote else 12)
+    world.down(worker)
+    for text in ("ab", "xy", "pq"):
+        world.put(text)
+        world.finish_all()
+    assert world.cache.num_dirty(tier) == 6
+    assert world.engine.num_awaiting_worker == 6
+    world.engine.close_down(world.now)
+    assert world.cache.num_dirty(tier) == 6, "the worker may be back in time"
+    back(world, worker)
+    world.finish_all()
+    assert [world.cached(tier, text) for text in ("ab", "xy", "pq")] == [2, 2, 2]
+    assert world.engine.num_awaiting_worker == 0
+    assert not world.engine.totals.dropped_blocks
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("num_done", range(4))
+@pytest.mark.parametrize(("tier", "worker"), AWAY)
+def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
+    tier: TierName, worker: str, num_done: int
+) -> None:
+    is_remote = tier is TierName.REMOTE
+    world = World(
+        policy="write_back", cpu=12, remote=is_remote, ssd=0 if is_remote else 12, chunk=1
+    )
+    world.put("abcd")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    for _ in range(num_done):
+        world.finish(world.ops()[0])
+    world.down(worker)
+    assert world.cached(tier, "abcd") == num_done
+    assert world.cache.num_dirty(tier) == 4 - num_done
+    assert not world.engine.totals.dropped_blocks
+    back(world, worker)
+    world.engine.close_down(world.now)
+    world.tick()
+    world.finish_all()
+    assert world.cached(tier, "abcd") == 4
+    world.check_nothing_is_held()
 
 
 # -- writes on the cache's own account -------------------------------------------------------------

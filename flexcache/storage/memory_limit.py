@@ -1,0 +1,117 @@
+"""How much memory this process may use: what is installed, and the limits of its control groups.
+
+A container is a control group. When its memory exceeds the limit, the kernel ends one of its
+processes without a word; so a pool that cannot fit is refused beforehand.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from flexcache.errors import ConfigError
+from flexcache.logs import log_event
+
+logger = logging.getLogger(__name__)
+
+_NO_LIMIT = 1 << 60  # beyond it: what version 1 says for "none"
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Where a version of control groups has its files, and what it calls them."""
+
+    base: str
+    limit: str
+    usage: str
+    cache: str
+
+
+_V1 = _Version(
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+)
+_V2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit in bytes, and what is used of it but for the page cache, which makes room."""
+
+    limit: int
+    used: int
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """Limits of the control groups that this process is in, those above them included.
+
+    Args:
+        root: Where the system's files are looked for.
+    """
+    return list(_limits(root))
+
+
+def _limits(root: Path) -> Iterator[MemoryLimit]:
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = _V1 if controllers else _V2
+        # In a container the path is often the host's; then its root is what can be seen.
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+            place = root / version.base / str(group).lstrip("/")
+            limit = _number(_read(place / version.limit))
+            if 0 < limit < _NO_LIMIT:
+                usage = _number(_read(place / version.usage))
+                cache = re.search(rf"^{version.cache} (\d+)$", _read(place / "memory.stat"), re.M)
+                yield MemoryLimit(limit, max(0, usage - (int(cache[1]) if cache else 0)))
+
+
+def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = Path("/")) -> None:
+    """Refuse a pool that would have the kernel end some process; warn of one that may.
+
+    Args:
+        wanted: Bytes of the pool.
+        in_control_group: Whether control groups count its memory; of reserved huge pages they do
+            not.
+
+    Raises:
+        ConfigError: It is larger than the machine's memory, or than a control group's limit.
+    """
+    remedy = "lower cpu_cache_gb or num_cpu_blocks"
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted > installed:
+        raise ConfigError(
+            f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than this machine's memory, "
+            f"{installed / 1e9:.1f} GB: {remedy}"
+        )
+    limits = memory_limits(root) if in_control_group else []
+    lowest = min((limit.limit for limit in limits), default=wanted)
+    if wanted > lowest:
+        raise ConfigError(
+            f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than the memory limit of this "
+            f"container (control group), {lowest / 1e9:.1f} GB: {remedy}, or raise the limit"
+        )
+    left = min((limit.limit - limit.used for limit in limits), default=wanted)
+    if wanted > left:
+        log_event(
+            logger, logging.WARNING, "memory_limit_near", pool_gb=round(wanted / 1e9, 1),
+            left_gb=round(left / 1e9, 1), limit_gb=round(lowest / 1e9, 1),
+            effect="the kernel may end a process of this container",
+        )  # fmt: skip
+
+
+def _read(path: Path) -> str:
+    """The text of a file, "" if there is none."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _number(text: str) -> int:
+    """0 if it is none, such as ``max``."""
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,105 @@
+"""Every use of a server's hub, engine and outbox is under its lock."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import traceback
+import urllib.request
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import joined_kv
+from stores import free_ports
+from test_faults import TOKENS, until
+
+from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
+from flexcache.server.hub import Hub
+from flexcache.server.operator import open_http
+from flexcache.server.runtime import private_endpoint
+from flexcache.server.server import KVServer
+from flexcache.task import KVTaskEngine
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+
+class Watch:
+    """Notes from where something was used by a thread that does not hold the server's lock."""
+
+    def __init__(self) -> None:
+        self.server: KVServer | None = None
+        self.violations: dict[str, str] = {}
+
+    def used(self, name: str) -> None:
+        if self.server is None or self.server._changed._is_owned():  # type: ignore[attr-defined]
+            return
+        self.violations.setdefault(name, "".join(traceback.format_stack(limit=6)[:-2]))
+
+    def watched(self, base: type) -> type:
+        """A class whose attributes are all noted when they are used."""
+        watch = self
+
+        class Watched(base):  # type: ignore[misc]
+            def __getattribute__(self, name: str) -> Any:
+                if not name.startswith("__"):
+                    watch.used(f"{base.__name__}.{name}")
+                return super().__getattribute__(name)
+
+        return Watched
+
+
+def ask(port: int, path: str, body: object = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_hub_engine_and_outbox_are_used_under_the_lock_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch()
+    monkeypatch.setattr("flexcache.server.server.Hub", watch.watched(Hub))
+    monkeypatch.setattr("flexcache.server.store.KVTaskEngine", watch.watched(KVTaskEngine))
+    (port,) = free_ports(1)
+    config = CacheConfig(
+        num_cpu_blocks=48, num_ssd_blocks=96, ssd_cache_dirs=[str(tmp_path)],
+        remote_url="memory://", http_endpoint=str(port), ssd_write_policy="write_back",
+        endpoint=private_endpoint("locked"), trace_dir=str(tmp_path / "traces"),
+    )  # fmt: skip
+    server = KVServer(config, open_http=open_http)
+    server._outbox = watch.watched(deque)()
+    watch.server = server
+    server.start()
+    model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
+    client = KVTPClient(server.endpoint)
+    try:
+        with KVManager(model, config) as manager:
+            client.register_kv_caches(joined_kv(model, 16))
+            manager.wait_ready(60)
+            until(lambda: manager.stats()["remote"]["available"])
+            for number in range(4):
+                tokens = TOKENS + 10_000 * number
+                (task_id, _) = manager.put_async(tokens, TOKENS)
+                manager.wait([task_id], 60)
+            os.kill(manager.stats()["workers"]["disk"], signal.SIGKILL)
+            assert ask(port, "/cache/prefetch", {"token_ids": TOKENS.tolist()})["blocks"] >= 0
+            manager.clear("SSD")  # a background job
+            ask(port, "/cache/clear", {"tier": None})
+            assert ask(port, "/status")["tiers"]
+            ask(port, "/cache/prefetch", {"token_ids": (TOKENS + 7).tolist()})
+            manager.wait_ready(60)
+            task_id, _ = manager.get_async(tokens, TOKENS)
+            assert manager.wait([task_id], 60)[task_id].status is not KVStatus.FAILED
+            manager.check()
+    finally:
+        client.close()
+        server.shutdown()
+    assert not watch.violations, "\n".join(f"{k}\n{v}" for k, v in watch.violations.items())

@@ -1,0 +1,66 @@
+"""Limits of control groups, in a tree of files as the kernel has it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from flexcache.errors import ConfigError
+from flexcache.storage.memory_limit import MemoryLimit, check_pool_fits, memory_limits
+
+V1 = "sys/fs/cgroup/memory"
+V2 = "sys/fs/cgroup"
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+
+
+def limited(root: Path, limit: int, used: int = 0, cache: int = 0) -> None:
+    write(root, {
+        "proc/self/cgroup": "0::/pods/one",
+        f"{V2}/pods/one/memory.max": "max",
+        f"{V2}/pods/memory.max": str(limit),
+        f"{V2}/pods/memory.current": str(used),
+        f"{V2}/pods/memory.stat": f"anon 1\nactive_file 5\ninactive_file {cache}",
+    })  # fmt: skip
+
+
+def test_the_limits_of_both_versions_are_found_with_what_is_used(tmp_path: Path) -> None:
+    limited(tmp_path, 5000, used=900, cache=400)
+    write(tmp_path, {
+        "proc/self/cgroup": "3:cpu:/x\n2:memory:/docker/1\n0::/pods/one",
+        f"{V1}/docker/1/memory.limit_in_bytes": "4000",
+        f"{V1}/docker/1/memory.usage_in_bytes": "1000",
+        f"{V1}/docker/1/memory.stat": "cache 3\ntotal_inactive_file 300",
+        f"{V1}/memory.limit_in_bytes": "9223372036854771712",
+    })  # fmt: skip
+    assert memory_limits(tmp_path) == [MemoryLimit(4000, 700), MemoryLimit(5000, 500)]
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path: Path) -> None:
+    assert memory_limits(tmp_path) == []
+    check_pool_fits(1000, root=tmp_path)
+
+
+def test_a_pool_beyond_the_limit_of_a_group_above_is_refused_with_both_numbers(
+    tmp_path: Path,
+) -> None:
+    limited(tmp_path, 2_000_000_000)
+    with pytest.raises(ConfigError, match=r"3\.0 GB.*container.*2\.0 GB.*cpu_cache_gb"):
+        check_pool_fits(3_000_000_000, root=tmp_path)
+    check_pool_fits(3_000_000_000, in_control_group=False, root=tmp_path)
+
+
+@pytest.mark.parametrize(("cache", "warns"), [(0, True), (1_500_000_000, False)])
+def test_a_pool_beyond_what_is_left_is_warned_of_but_for_page_cache(
+    tmp_path: Path, cache: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    limited(tmp_path, 4_000_000_000, used=2_000_000_000, cache=cache)
+    with caplog.at_level(logging.WARNING, "flexcache"):
+        check_pool_fits(3_000_000_000, root=tmp_path)
+    assert ["memory_limit_near" in r.getMessage() for r in caplog.records] == [True] * warns
