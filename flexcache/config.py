@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 import msgspec
 import torch
 
+from flexcache.address import server_of
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.remote_url import check_remote_url
 from flexcache.request_info import Wanted
@@ -296,6 +297,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for spec in fields(self):
             object.__setattr__(self, spec.name, _typed(spec.name, getattr(self, spec.name)))
+        if self.endpoint is not None:  # what an engine's `KVManager.endpoint` says, maybe
+            object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _require_positive(
             self,
             "tokens_per_block", "num_cpu_blocks", "cpu_cache_gb", "num_ssd_blocks", "ssd_cache_gb",

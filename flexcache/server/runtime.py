@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from flexcache.address import server_of
 from flexcache.errors import ConfigError
 
 _numbers = count()
@@ -65,7 +66,8 @@ def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
     raise ConfigError(f"endpoint = {endpoint!r}: must be ipc://PATH or tcp://127.0.0.1:PORT")
 
 
-def _lock_path(endpoint: str) -> Path:
+def _lock_path(address: str) -> Path:
+    endpoint = server_of(address)
     if endpoint.startswith("ipc://"):
         return Path(endpoint.removeprefix("ipc://") + ".lock")
     return runtime_dir() / f"{_short(endpoint)}.tcp.lock"

@@ -7,17 +7,19 @@ from typing import Any
 
 import msgspec
 
+from flexcache.address import server_of
 from flexcache.errors import ServerLostError
 from flexcache.server.link import ServerLink
 from flexcache.server.messages import Answer, GetStats
 
 
-def read_status(endpoint: str, curve_keys: str | None, timeout_s: float) -> dict[str, Any]:
+def read_status(address: str, curve_keys: str | None, timeout_s: float) -> dict[str, Any]:
     """`KVManager.stats` of the server as a whole.
 
     Raises:
         ServerLostError: Nobody answers within ``timeout_s``.
     """
+    endpoint = server_of(address)
     link = ServerLink(endpoint, curve_keys, timeout_s)
     try:
         with link.connect(uuid.uuid4().hex.encode(), immediate=False) as socket:

@@ -25,6 +25,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from flexcache.address import split_address
 from flexcache.errors import ClosedError, FlexCacheError, RegistrationError, ServerLostError
 from flexcache.logs import log_event
 from flexcache.server.fence import Fence
@@ -71,10 +72,10 @@ class KVTPClient:
     """One rank's KV tensors, at the disposal of the server at ``endpoint``.
 
     Args:
-        endpoint: `KVManager.endpoint`, or the address of a server.
+        endpoint: `KVManager.endpoint`; or the address of a server, with an ``engine_id``.
         dp_rank: The engine's data-parallel rank.
         tp_rank: The worker's tensor-parallel rank.
-        engine_id: As for the engine's `KVManager`.
+        engine_id: As for the engine's `KVManager`; `KVManager.endpoint` names it, too.
         curve_keys: Directory of CURVE keys, where the server asks for them.
         server_timeout_s: A server silent for so long is taken for dead.
     """
@@ -89,6 +90,7 @@ class KVTPClient:
         curve_keys: str | None = None,
         server_timeout_s: float = 3.0,
     ) -> None:
+        endpoint, engine_id = split_address(endpoint, engine_id)
         self._link = ServerLink(endpoint, curve_keys, server_timeout_s)
         self._hello = HelloRank(
             engine_name(engine_id, dp_rank), tp_rank, uuid.uuid4().hex, os.getpid()
