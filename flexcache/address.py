@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from urllib.parse import quote, unquote
 
-from flexcache.errors import ConfigError
-
 _MARK = "#engine="
 
 
@@ -26,16 +24,6 @@ def server_of(address: str) -> str:
 
 
 def split_address(address: str, engine_id: str) -> tuple[str, str]:
-    """Endpoint and engine id, which the address or ``engine_id`` names.
-
-    Raises:
-        ConfigError: They name different engines.
-    """
+    """Endpoint of the server, and the engine: ``engine_id``, or else the one it was made for."""
     endpoint, _, quoted = address.partition(_MARK)
-    named = unquote(quoted)
-    if engine_id and named and engine_id != named:
-        raise ConfigError(
-            f"engine_id = {engine_id!r}: the endpoint was handed out for engine {named!r}; "
-            f"leave engine_id out, or connect to {endpoint}"
-        )
-    return endpoint, engine_id or named
+    return endpoint, engine_id or unquote(quoted)

@@ -14,6 +14,7 @@ No clock: time is handed in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 CLAIM_TTL_S = 3.0
@@ -21,9 +22,23 @@ CLAIM_TTL_S = 3.0
 _MAX_CLAIMANTS = 8  # of one place; more change nothing
 
 
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """A client that asks for a place that another one has.
+
+    Args:
+        identity: Of its conversation.
+        client: The same in all of its conversations.
+    """
+
+    identity: bytes
+    client: str
+    pid: int
+
+
 @dataclass(slots=True)
 class _Claim:
-    pid: int
+    claimant: Claimant
     heard_s: float
     is_repeated: bool = False
 
@@ -37,7 +52,7 @@ class _Dispute:
 
     @property
     def processes(self) -> str:
-        pids = [self.holder_pid, *(claim.pid for claim in self.claims.values())]
+        pids = [self.holder_pid, *(claim.claimant.pid for claim in self.claims.values())]
         return " and ".join(f"process {pid}" for pid in pids)
 
 
@@ -48,16 +63,17 @@ class Claims:
         self._disputes: dict[str, dict[str, _Dispute]] = {}
 
     def contest(
-        self, engine: str, place: str, holder_pid: int, client: str, pid: int, now: float
+        self, engine: str, place: str, holder_pid: int, claimant: Claimant, now: float
     ) -> bool:
         """A second client asks for a place that is held; whether that is news."""
         dispute = self._disputes.setdefault(engine, {}).setdefault(place, _Dispute(holder_pid, {}))
-        claim = dispute.claims.get(client)
+        claim = dispute.claims.get(claimant.client)
         if claim is None:
             if len(dispute.claims) >= _MAX_CLAIMANTS:
                 return False
-            dispute.claims[client] = _Claim(pid, now)
+            dispute.claims[claimant.client] = _Claim(claimant, now)
             return True
+        claim.claimant = claimant
         claim.heard_s = now
         is_news = not claim.is_repeated
         claim.is_repeated = True
@@ -72,22 +88,25 @@ class Claims:
             del self._disputes[engine]
         return True
 
+    def withdraw(self, identity: bytes) -> list[str]:
+        """A claimant leaves; the engines for which that changes something."""
+        return self._drop(lambda claim: claim.claimant.identity == identity)
+
     def expire(self, now: float) -> list[str]:
         """Forget claimants that are silent; the engines for which that changes something."""
-        changed = []
+        return self._drop(lambda claim: now - claim.heard_s >= CLAIM_TTL_S)
+
+    def _drop(self, is_over: Callable[[_Claim], bool]) -> list[str]:
+        changed: dict[str, None] = {}
         for engine, disputes in list(self._disputes.items()):
-            before = sum(len(dispute.claims) for dispute in disputes.values())
             for place, dispute in list(disputes.items()):
-                dispute.claims = {
-                    client: claim
-                    for client, claim in dispute.claims.items()
-                    if now - claim.heard_s < CLAIM_TTL_S
-                }
+                for client, claim in list(dispute.claims.items()):
+                    if is_over(claim):
+                        del dispute.claims[client]
+                        changed[engine] = None
                 if not dispute.claims:
                     self.settle(engine, place)
-            if sum(len(dispute.claims) for dispute in disputes.values()) != before:
-                changed.append(engine)
-        return changed
+        return list(changed)
 
     def is_disputed(self, engine: str) -> bool:
         return engine in self._disputes

@@ -43,7 +43,7 @@ from flexcache.instructions import (
 )
 from flexcache.logs import log_event
 from flexcache.request_info import NO_INFO, Wanted
-from flexcache.server.claims import Claims
+from flexcache.server.claims import Claimant, Claims
 from flexcache.server.fence import Fence
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -383,6 +383,9 @@ class Hub:
                 self._send(identity, Pong())
             case Goodbye() if peer is not None:
                 self._lose(peer, "closed", now)
+            case Goodbye() if left := self._claims.withdraw(identity):
+                for engine in left:
+                    self._dispute_changed(engine, now)
             case Register() if isinstance(peer, Rank) and not peer.serving:
                 self._register(peer, message)
             case Done() if isinstance(peer, Rank) and peer.serving:
@@ -728,7 +731,8 @@ class Hub:
             self._lose(holder, "registers anew", now)
             return True
         engine, place = holder.engine, holder.place
-        if self._claims.contest(engine, place, holder.pid, hello.client, hello.pid, now):
+        claimant = Claimant(identity, hello.client, hello.pid)
+        if self._claims.contest(engine, place, holder.pid, claimant, now):
             self._dispute_changed(engine, now)
         self._send(identity, Refused(self._claims.explain(engine, place), final=False))
         return False

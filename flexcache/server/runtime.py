@@ -15,7 +15,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from flexcache.address import server_of
-from flexcache.errors import ConfigError
+from flexcache.errors import ConfigError, UntrustedError
+from flexcache.server.trust import check_file, check_place
 
 _numbers = count()
 _PROBE_PATIENCE_S = 0.3
@@ -74,9 +75,13 @@ def _lock_path(address: str) -> Path:
 
 
 def is_served(endpoint: str) -> bool:
-    """Whether a living server of this host holds the endpoint."""
+    """Whether a living server of this host holds the endpoint.
+
+    Raises:
+        UntrustedError: Its lock is another user's.
+    """
     try:
-        fd = os.open(_lock_path(endpoint), os.O_RDWR | os.O_CLOEXEC)
+        fd = _open_lock(_lock_path(endpoint))
     except OSError:
         return False
     try:
@@ -98,6 +103,8 @@ class EndpointLock:
         self._path = _lock_path(endpoint)
         self._fd = -1
         try:
+            if endpoint.startswith("ipc://"):
+                check_place(Path(endpoint.removeprefix("ipc://")))
             fd = _lock_file(self._path, _PROBE_PATIENCE_S)
         except OSError as error:
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}") from None
@@ -134,12 +141,29 @@ def _remove(lock: Path, worker_socket: Path | None) -> None:
                 path.unlink()
 
 
+def _open_lock(path: Path, flags: int = 0) -> int:
+    """Open a lock of this user's. Another's is refused by name, in a shared directory say."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        check_file(path, path.lstat(), "lock")
+        raise
+    try:
+        check_file(path, os.fstat(fd), "lock")
+    except UntrustedError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _lock_file(path: Path, patience_s: float = 0.0) -> int | None:
     """Lock a file that others may remove meanwhile; None if somebody else has locked it for longer
     than `is_served` does."""
     deadline = time.monotonic() + patience_s
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = _open_lock(path, os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -159,7 +183,7 @@ def _remove_stale(ours: Path) -> None:
     for path in runtime_dir().glob("*.lock"):
         if path == ours:
             continue
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UntrustedError):
             fd = _lock_file(path)
             if fd is None:
                 continue

@@ -26,7 +26,13 @@ import msgspec
 import torch
 
 from flexcache.address import split_address
-from flexcache.errors import ClosedError, FlexCacheError, RegistrationError, ServerLostError
+from flexcache.errors import (
+    ClosedError,
+    FlexCacheError,
+    RegistrationError,
+    ServerLostError,
+    UntrustedError,
+)
 from flexcache.logs import log_event
 from flexcache.server.fence import Fence
 from flexcache.server.link import ServerLink
@@ -253,7 +259,6 @@ class KVTPClient:
     def _run(self) -> None:
         try:
             while not self._is_over():
-                self._link.open()
                 try:
                     self._converse()
                 except ServerLostError as error:
@@ -265,6 +270,10 @@ class KVTPClient:
                 self._link.hang_up()
                 if not self._is_over():
                     self._set_state(ClientState.HELLO)
+        except UntrustedError as error:
+            log_event(logger, logging.ERROR, "rank_refuses", tp_rank=self.tp_rank, reason=error)
+            self._let_go()
+            self._set_state(ClientState.REFUSED, str(error))
         except Exception as error:  # the engine must go on without us
             log_event(logger, logging.ERROR, "rank_failed", tp_rank=self.tp_rank, exc_info=True)
             self._let_go()  # whoever sees the state may reuse the blocks
@@ -277,7 +286,7 @@ class KVTPClient:
         """One registration, from Hello until either side leaves."""
         while not self._closing:
             if self._state is ClientState.HELLO:
-                self._link.offer(self._hello)
+                self._link.greet(self._hello)
             for data in self._link.receive(self._patience_s()):
                 if not self._take(self._decoder.decode(data)):
                     return
@@ -345,7 +354,7 @@ class KVTPClient:
                 self._worker.end_layer_load(task_id)
 
     def _register(self, welcome: WelcomeRank) -> None:
-        self._link.attend(welcome.server_pid)
+        self._link.attend(welcome.server_pid, [welcome.fence, welcome.segment.path])
         try:
             layout = describe_kv_caches(self._kv_caches, welcome.block_bytes, self._block_dim)
             self._fence = Fence.open(welcome.fence)
