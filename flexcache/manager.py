@@ -81,7 +81,7 @@ class KVManager:
 
     Args:
         model_config: What the model's KV looks like.
-        cache_config: How much is kept where.
+        cache_config: How much is kept where. Needs no size where an ``endpoint`` is given.
         endpoint: Address of the shared server, or the `endpoint` of another engine there; by
             default, all ranks of one ``engine_id`` and ``dp_size > 1`` find the same private one.
         dp_rank: The engine's data-parallel rank.
@@ -107,6 +107,8 @@ class KVManager:
         self.dp_rank = dp_rank
         self._tokens_per_block = cache_config.tokens_per_block
         self._engine_id = engine_id
+        if endpoint is None:
+            cache_config.check_has_tier()
         self._backend = self._make_backend(endpoint or cache_config.endpoint)
         self._roots: dict[tuple[Namespace, str], RootId] = {}
 

@@ -6,31 +6,67 @@ import contextlib
 import fcntl
 import hashlib
 import ipaddress
+import logging
 import os
 import stat
 import tempfile
 import time
+from functools import cache
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from flexcache.address import server_of
 from flexcache.errors import ConfigError, UntrustedError
+from flexcache.logs import log_event
 from flexcache.server.trust import check_file, check_place
+
+logger = logging.getLogger(__name__)
 
 _numbers = count()
 _PROBE_PATIENCE_S = 0.3
 
 
 def runtime_dir() -> Path:
-    """The user's private directory for sockets, 0700; made if it is not there."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    path = Path(base) / f"flexcache-{os.getuid()}"
+    """The user's private directory for sockets, 0700; made if it is not there.
+
+    It is in ``XDG_RUNTIME_DIR``, or where that cannot be used in the directory for temporary files.
+
+    Raises:
+        ConfigError: It cannot be made, or others may use it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base:
+        try:
+            return _private_dir(Path(base))
+        except OSError as error:
+            _log_unusable(base, str(error))
+    try:
+        return _private_dir(Path(tempfile.gettempdir()))
+    except OSError as error:
+        raise ConfigError(
+            f"no directory for sockets can be made ({error}): set XDG_RUNTIME_DIR to a directory "
+            "of this user's that can be written"
+        ) from None
+
+
+def _private_dir(base: Path) -> Path:
+    """Our directory in ``base``. Raises `OSError` where it can be neither found nor made."""
+    path = base / f"flexcache-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{path} must be a directory of this user's alone (mode 0700)")
     return path
+
+
+@cache
+def _log_unusable(base: str, reason: str) -> None:
+    """Log it once, however often the directory is asked for."""
+    log_event(
+        logger, logging.WARNING, "runtime_directory_unusable", XDG_RUNTIME_DIR=base, reason=reason,
+        effect="sockets go to the directory for temporary files",
+    )  # fmt: skip
 
 
 def private_endpoint(name: str | None = None) -> str:
