@@ -381,7 +381,7 @@ class KVDPClient:
                 self._end_session()
         except UntrustedError as error:
             log_event(
-                logger, logging.ERROR, "engine_refuses", engine=self._engine, reason=error
+                logger, logging.ERROR, "engine_refused", engine=self._engine, reason=error
             )  # fmt: skip
             self._error = str(error)
             self._set_state(SessionState.REFUSED)

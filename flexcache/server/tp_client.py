@@ -271,7 +271,7 @@ class KVTPClient:
                 if not self._is_over():
                     self._set_state(ClientState.HELLO)
         except UntrustedError as error:
-            log_event(logger, logging.ERROR, "rank_refuses", tp_rank=self.tp_rank, reason=error)
+            log_event(logger, logging.ERROR, "rank_refused", tp_rank=self.tp_rank, reason=error)
             self._let_go()
             self._set_state(ClientState.REFUSED, str(error))
         except Exception as error:  # the engine must go on without us

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -11,16 +12,19 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
+import torch
 
-from flexcache.errors import UntrustedError
+from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
+from flexcache.errors import RegistrationError, UntrustedError
 from flexcache.server.runtime import EndpointLock, is_served
+from flexcache.server.status import read_status
 from flexcache.server.trust import check_server_process, find_listener
 
 OTHER_USER = 65_534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 
 
-def _serve(endpoint: str, is_up: Event, is_over: Event) -> None:
+def _serve(endpoint: str, is_up: Event, is_over: Event, was_connected: Event) -> None:
     os.setgid(OTHER_USER)
     os.setuid(OTHER_USER)
     os.umask(0)
@@ -36,14 +40,18 @@ def _serve(endpoint: str, is_up: Event, is_over: Event) -> None:
         listener.listen()
         is_up.set()
         is_over.wait()
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            listener.accept()
+            was_connected.set()
 
 
 @contextmanager
 def another_user_serves(endpoint: str) -> Iterator[int]:
-    """The process that does."""
+    """A process of another user that listens there; nothing must connect to it."""
     context = get_context("fork")
-    is_up, is_over = context.Event(), context.Event()
-    process = context.Process(target=_serve, args=(endpoint, is_up, is_over))
+    is_up, is_over, was_connected = context.Event(), context.Event(), context.Event()
+    process = context.Process(target=_serve, args=(endpoint, is_up, is_over, was_connected))
     process.start()
     try:
         assert is_up.wait(60)
@@ -52,6 +60,7 @@ def another_user_serves(endpoint: str) -> Iterator[int]:
     finally:
         is_over.set()
         process.join()
+    assert not was_connected.is_set()
 
 
 @pytest.fixture
@@ -149,6 +158,30 @@ def test_another_users_port_and_process_are_refused_by_name() -> None:
         assert find_listener(endpoint, True) is not None  # keys prove who it is
         with pytest.raises(UntrustedError, match=rf"process {pid} belongs to .*{OTHER_USER}"):
             check_server_process(pid, [])
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_no_client_connects_to_what_another_user_serves(shared_dir: Path, kind: str) -> None:
+    place = f"{shared_dir}/s.sock" if kind == "ipc" else f"127.0.0.1:{free_port()}"
+    endpoint = f"{kind}://{place}"
+    with another_user_serves(endpoint):
+        model = ModelConfig("m", 1, 1, 8, torch.uint8)
+        manager = KVManager(model, CacheConfig(), endpoint=endpoint)
+        client = KVTPClient(manager.endpoint)
+        client.register_kv_caches({"layer": torch.zeros((4, 2, 16, 1, 8), dtype=torch.uint8)})
+        refused = rf"{place} .*{OTHER_USER}.*start the server as this user"
+        try:
+            manager.start()
+            with pytest.raises(RegistrationError, match=refused):
+                manager.wait_ready(60)
+            with pytest.raises(RegistrationError, match=refused):
+                client.wait_registered(60)
+        finally:
+            client.close()
+            manager.shutdown()
+        with pytest.raises(UntrustedError, match=refused):
+            read_status(endpoint, None, 1.0)
 
 
 @pytest.mark.parametrize(
