@@ -167,9 +167,9 @@ def test_a_name_that_two_engines_claim_moves_nothing_until_one_is_gone(endpoint:
                 mine.manager.wait_ready(60)
             assert mine.put(1) is KVStatus.NOT_FOUND
             assert third.get(1) is KVStatus.NOT_FOUND
-            assert third.put(2) is KVStatus.SUCCESS  # an engine of another name goes on
+            assert third.put(9) is KVStatus.SUCCESS  # an engine of another name goes on
             stored = mine.read()
-            assert mine.get(2) is KVStatus.NOT_FOUND
+            assert mine.get(9) is KVStatus.NOT_FOUND
             assert mine.read() == stored
             dropped = third.manager.stats()["dropped_blocks"]
             assert dropped == {"name_disputed": NUM_BLOCKS}
