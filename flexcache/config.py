@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 import msgspec
 import torch
 
+from flexcache.address import server_of
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.remote_url import check_remote_url
 from flexcache.request_info import Wanted
@@ -296,6 +297,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for spec in fields(self):
             object.__setattr__(self, spec.name, _typed(spec.name, getattr(self, spec.name)))
+        if self.endpoint is not None:  # what an engine's `KVManager.endpoint` says, maybe
+            object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _require_positive(
             self,
             "tokens_per_block", "num_cpu_blocks", "cpu_cache_gb", "num_ssd_blocks", "ssd_cache_gb",
@@ -306,13 +309,6 @@ class CacheConfig:
             "kv_events_queue", "trace_file_mb", "trace_files",
         )  # fmt: skip
         self._check_tier("num_cpu_blocks", "cpu_cache_gb")
-        if not self.has_cpu_tier and self.endpoint is None:
-            raise _reject(
-                "cpu_cache_gb",
-                None,
-                "no tier to cache in: set cpu_cache_gb or num_cpu_blocks, or the endpoint of a "
-                "server that has one",
-            )
         self._check_tier("num_ssd_blocks", "ssd_cache_gb")
         if self.has_ssd_tier and not self.ssd_cache_dirs:
             raise _reject("ssd_cache_dirs", (), "an SSD tier needs at least one directory")
@@ -365,6 +361,16 @@ class CacheConfig:
             )
         if self.write_back_max_dirty > 0.75:
             raise _reject("write_back_max_dirty", self.write_back_max_dirty, "must be at most 0.75")
+
+    def check_has_tier(self) -> None:
+        """Raise `ConfigError` if neither a size nor the endpoint of a server is set."""
+        if not self.has_cpu_tier and self.endpoint is None:
+            raise _reject(
+                "cpu_cache_gb",
+                None,
+                "no tier to cache in: set cpu_cache_gb or num_cpu_blocks, or the endpoint of a "
+                "server that has one",
+            )
 
     def _check_tier(self, blocks: str, gigabytes: str) -> None:
         if getattr(self, blocks) is not None and getattr(self, gigabytes) is not None:

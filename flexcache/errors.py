@@ -21,6 +21,10 @@ class RegistrationError(FlexCacheError):
     """The server refused a client. The message has both sides of what did not agree."""
 
 
+class UntrustedError(ConfigError, RegistrationError):
+    """Another user owns what was to be used, or could replace it. Names the owner and a remedy."""
+
+
 class MissingDependencyError(FlexCacheError, ImportError):
     """An optional package is needed for what was asked. Names the package and the extra."""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.address import server_of, with_engine
 from flexcache.backend import Backend, MatchedTask
 from flexcache.cache.block_keys import (
     ENGINE_KEYS,
@@ -29,7 +30,7 @@ from flexcache.instructions import TaskResult
 from flexcache.request_info import NO_INFO, RequestInfo, Wanted
 from flexcache.server.dp_client import KVDPClient
 from flexcache.server.local import LocalCache
-from flexcache.server.names import engine_name
+from flexcache.server.names import engine_name, new_engine_id
 from flexcache.server.runtime import check_endpoint, private_endpoint
 
 Mask = npt.NDArray[np.bool_]
@@ -80,12 +81,12 @@ class KVManager:
 
     Args:
         model_config: What the model's KV looks like.
-        cache_config: How much is kept where.
-        endpoint: Address of the shared server; by default, all ranks of one ``engine_id`` and
-            ``dp_size > 1`` find the same private one.
+        cache_config: How much is kept where. Needs no size where an ``endpoint`` is given.
+        endpoint: Address of the shared server, or the `endpoint` of another engine there; by
+            default, all ranks of one ``engine_id`` and ``dp_size > 1`` find the same private one.
         dp_rank: The engine's data-parallel rank.
-        engine_id: Tells engines with the same ``dp_rank`` at one server apart. The engine's
-            `KVTPClient`s must be given the same, and no other engine's: ranks are told by name.
+        engine_id: Tells engines at one server apart, by default a new one. `endpoint` hands it to
+            the engine's `KVTPClient`s; those that connect otherwise must be given the same.
 
     Thread-safe. A match reserves what it promises: launch it or cancel it. Without its server a
     shared cache answers every match with a miss, at once.
@@ -105,25 +106,32 @@ class KVManager:
         self.cache_config = cache_config
         self.dp_rank = dp_rank
         self._tokens_per_block = cache_config.tokens_per_block
-        self._backend = self._make_backend(endpoint or cache_config.endpoint, engine_id)
+        self._engine_id = engine_id
+        if endpoint is None:
+            cache_config.check_has_tier()
+        self._backend = self._make_backend(endpoint or cache_config.endpoint)
         self._roots: dict[tuple[Namespace, str], RootId] = {}
 
-    def _make_backend(self, endpoint: str | None, engine_id: str) -> Backend:
-        model, config = self.model_config, self.cache_config
-        name = engine_name(engine_id, self.dp_rank)
-        if endpoint is None and model.dp_size == 1:
+    def _make_backend(self, address: str | None) -> Backend:
+        model, config, engine_id = self.model_config, self.cache_config, self._engine_id
+        if address is None and model.dp_size == 1:
+            name = engine_name(engine_id, self.dp_rank)
             return LocalCache(local_endpoint(engine_id), model, config, name)
-        if endpoint is None:
+        if address is None:
             group = engine_id or model.fingerprint(config.tokens_per_block)
             endpoint = private_endpoint(f"group-{group}")
+        else:
+            endpoint = server_of(address)
         check_endpoint(endpoint, has_keys=config.curve_keys is not None)
+        self._engine_id = engine_id or new_engine_id()
+        name = engine_name(self._engine_id, self.dp_rank)
         patience_s = 0.0 if self.dp_rank == 0 else _OTHERS_START_AFTER_S
         return KVDPClient(endpoint, model, config, name, patience_s)
 
     @property
     def endpoint(self) -> str:
-        """What a `KVTPClient` connects to."""
-        return self._backend.endpoint
+        """What a `KVTPClient` connects to: the server, and which engine the client is of."""
+        return with_engine(self._backend.endpoint, self._engine_id)
 
     @property
     def wants_request_info(self) -> bool:

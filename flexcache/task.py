@@ -138,6 +138,8 @@ class KVTaskEngine:
         self._store_ranks = tuple(store_ranks)
         self._max_open_tasks = max_open_tasks
         self._owners: dict[SessionId, Session] = {}
+        self._disputed: set[str] = set()
+        """Engines whose tasks might move another engine's bytes."""
         self._op_timeout_s = op_timeout_s
         self._match_ttl_s = match_ttl_s
         self._up: dict[str, None] = {}
@@ -214,6 +216,16 @@ class KVTaskEngine:
         """Cancel what engines wait for, but not writes below the GPU."""
         for owner in list(self._owners.values()):
             if owner.session != _OWN_SESSION:
+                self._cancel_unanswered(owner, now)
+
+    def set_disputed(self, engine: str, is_disputed: bool, now: float) -> None:
+        """Cancel what sessions of this name have open, and match nothing for them meanwhile."""
+        if not is_disputed:
+            self._disputed.discard(engine)
+            return
+        self._disputed.add(engine)
+        for owner in list(self._owners.values()):
+            if owner.engine == engine:
                 self._cancel_unanswered(owner, now)
 
     def uses_gpu_of(self, engine: str) -> bool:
@@ -308,6 +320,8 @@ class KVTaskEngine:
     ) -> Plan:
         if len(owner.tasks) >= self._max_open_tasks:
             return self.cache.plan_nothing(kind, keys, start, stop, "session_task_limit")
+        if owner.engine in self._disputed:
+            return self.cache.plan_nothing(kind, keys, start, stop, "name_disputed")
         if kind is TaskKind.GET:
             return self.cache.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
         if kind is TaskKind.PREFETCH:

@@ -14,6 +14,7 @@ from flexcache.doctor.subject import Subject
 from flexcache.errors import ConfigError
 from flexcache.events.batch_publisher import is_bound
 from flexcache.server.runtime import check_endpoint
+from flexcache.server.trust import find_listener
 
 _CONNECT_TIMEOUT_S = 1.0
 
@@ -22,7 +23,9 @@ def check_server_endpoint(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     try:
         endpoint = subject.endpoint
-        check_endpoint(endpoint, has_keys=config is not None and config.curve_keys is not None)
+        has_keys = config is not None and config.curve_keys is not None
+        check_endpoint(endpoint, has_keys)
+        find_listener(endpoint, has_keys)
     except ConfigError as problem:
         yield error(str(problem), "set another endpoint, or mend the directory")
         return

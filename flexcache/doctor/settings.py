@@ -14,7 +14,7 @@ def check_settings(subject: Subject) -> Iterator[Finding]:
         yield ok("no settings: the machine is looked at without them (FLEXCACHE_*, or --config)")
         return
     try:
-        subject.read_config()
+        subject.read_config().check_has_tier()
     except FlexCacheError as problem:
         what, _, remedy = str(problem).partition(": ")
         yield error(f"the settings are not valid: {what}", remedy or "see `flexcache config`")

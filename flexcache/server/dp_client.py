@@ -35,7 +35,13 @@ from flexcache.backend import MatchedTask
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
-from flexcache.errors import ClosedError, InternalError, RegistrationError, ServerLostError
+from flexcache.errors import (
+    ClosedError,
+    InternalError,
+    RegistrationError,
+    ServerLostError,
+    UntrustedError,
+)
 from flexcache.ids import KVStatus, SessionId, TaskKind, TierName
 from flexcache.instructions import TaskResult
 from flexcache.logs import log_event
@@ -368,12 +374,18 @@ class KVDPClient:
     def _run(self) -> None:
         try:
             while not self._closing and self._state is not SessionState.REFUSED:
-                self._link.open()
                 try:
                     self._converse()
                 except ServerLostError as error:
                     self._error = str(error)
                 self._end_session()
+        except UntrustedError as error:
+            log_event(
+                logger, logging.ERROR, "engine_refused", engine=self._engine, reason=error
+            )  # fmt: skip
+            self._error = str(error)
+            self._set_state(SessionState.REFUSED)
+            self._end_session()
         except Exception as error:  # the engine must go on without us
             log_event(logger, logging.ERROR, "engine_failed", engine=self._engine, exc_info=True)
             self._error = str(error)
@@ -397,7 +409,7 @@ class KVDPClient:
                 hello_due_s = now + _HELLO_INTERVAL_S
                 if self._launcher is not None:
                     self._launcher.ensure(now)
-                self._link.offer(hello)
+                self._link.greet(hello)
             for data in self._link.receive(self._patience_s()):
                 if not self._take(self._decoder.decode(data)):
                     return
@@ -439,7 +451,7 @@ class KVDPClient:
         return True
 
     def _begin_session(self, welcome: WelcomeEngine) -> None:
-        self._link.attend(welcome.server_pid)
+        self._link.attend(welcome.server_pid, [welcome.fence])
         session = SessionId(welcome.session)
         if is_of_same_server(session, self._ids.session):
             self._settle_orphans(nothing_moves=True)

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import numpy as np
@@ -43,6 +43,7 @@ from flexcache.instructions import (
 )
 from flexcache.logs import log_event
 from flexcache.request_info import NO_INFO, Wanted
+from flexcache.server.claims import Claimant, Claims
 from flexcache.server.fence import Fence
 from flexcache.server.guard import Buffer, SocketGuard
 from flexcache.server.messages import (
@@ -78,6 +79,7 @@ from flexcache.server.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
+from flexcache.server.names import is_anonymous
 from flexcache.server.scratch import Scratch
 from flexcache.server.store import CacheStore, Clearing
 from flexcache.task import KVTaskEngine
@@ -123,6 +125,10 @@ class Rank:
     def executor(self) -> str:
         return device(self.engine, self.tp_rank)
 
+    @property
+    def place(self) -> str:
+        return f"tp_rank {self.tp_rank}"
+
 
 @dataclass(slots=True, eq=False)
 class Scheduler:
@@ -136,6 +142,7 @@ class Scheduler:
     session: SessionId
     scratch: Scratch | None
     heard_s: float
+    place: ClassVar[str] = "the scheduler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +198,7 @@ class Hub:
         self._ending: dict[SessionId, str] = {}
         """Sessions that are over but for copies that go on, and whose they are."""
         self._problems: dict[tuple[str, int], str] = {}  # by engine and rank
+        self._claims = Claims()
         self._unasked: set[TaskId] = set()
         self._parked: dict[int, list[tuple[Scheduler, Match, PromptKeys]]] = {}
         """Matches that wait for the remote store to be looked at."""
@@ -285,11 +293,12 @@ class Hub:
         ]
         if self.store.disk_pool is not None and not tasks.is_up(DISK):
             names.append("disk worker")
-        return names
+        return names + self._claims.places(engine)
 
     def problems(self, engine: str) -> list[str]:
-        """Which of an engine's ranks were refused, and why."""
-        return [text for (name, _), text in self._problems.items() if name == engine]
+        """Which of an engine's ranks were refused, and why; and who else has its name."""
+        refused = [text for (name, _), text in self._problems.items() if name == engine]
+        return refused + self._claims.problems(engine)
 
     def workers(self, engine: str | None = None) -> dict[str, int]:
         """Process id of every rank, of one engine or of all."""
@@ -353,6 +362,8 @@ class Hub:
         caller = self._callers.get(identity)
         if peer is not None:
             peer.heard_s = now
+        for engine in self._claims.expire(now):
+            self._dispute_changed(engine, now)
         match message:
             case HelloRank():
                 self._greet_rank(identity, message, now)
@@ -362,6 +373,9 @@ class Hub:
                 self._send(identity, Pong())
             case Goodbye() if peer is not None:
                 self._lose(peer, "closed", now)
+            case Goodbye() if left := self._claims.withdraw(identity):
+                for engine in left:
+                    self._dispute_changed(engine, now)
             case Register() if isinstance(peer, Rank) and not peer.serving:
                 self._register(peer, message, now)
             case Done() if isinstance(peer, Rank) and peer.serving:
@@ -548,13 +562,15 @@ class Hub:
         if self.store is None:
             return  # nobody said yet what is cached here: it asks again
         name = device(hello.engine, hello.tp_rank)
-        who = f"tp_rank {hello.tp_rank} of engine {hello.engine!r}"
         if not 0 <= hello.tp_rank < self.store.model.tp_size:
-            reason = f"{who} is not below tp_size = {self.store.model.tp_size}"
+            reason = (
+                f"tp_rank {hello.tp_rank} of engine {hello.engine!r} is not below "
+                f"tp_size = {self.store.model.tp_size}"
+            )
             self._send(identity, Refused(reason))
             return
         holder = self._ranks.get(name)
-        if not self._may_replace(identity, holder, hello.client, who, now):
+        if not self._may_replace(identity, holder, hello, now):
             return
         store = self.store
         welcome = WelcomeRank(
@@ -642,7 +658,7 @@ class Hub:
             self._send(identity, Refused(reason))
             return
         holder = next((s for s in self._sessions.values() if s.engine == hello.engine), None)
-        if not self._may_replace(identity, holder, hello.client, f"engine {hello.engine!r}", now):
+        if not self._may_replace(identity, holder, hello, now):
             return
         if self._tasks.uses_gpu_of(hello.engine):
             reason = f"tasks of the former engine {hello.engine!r} still move bytes"
@@ -685,6 +701,10 @@ class Hub:
         if hello.version != PROTOCOL_VERSION:
             self._refuse_version(identity, hello.version)
             return False
+        problem = self._wrong_name(hello)
+        if problem is not None:
+            self._send(identity, Refused(problem))
+            return False
         if len(self._peers) >= _MAX_PEERS:
             self.counters["rejected_crowded"] += 1
             self._send(identity, Refused(f"{_MAX_PEERS} clients are connected", final=False))
@@ -710,21 +730,56 @@ class Hub:
         )
         self._send(identity, Refused(reason))
 
+    def _wrong_name(self, hello: HelloRank | HelloEngine) -> str | None:
+        """Why a name cannot be one of an engine here."""
+        if self.owner is None and is_anonymous(hello.engine):
+            return (
+                "the client names no engine, and several share this server: connect to the "
+                "KVManager.endpoint of its engine, or give KVManager and its KVTPClients the same "
+                "engine_id"
+            )
+        if self.owner is not None and isinstance(hello, HelloRank) and hello.engine != self.owner:
+            return (
+                f"this cache is engine {self.owner!r}'s alone, the client says {hello.engine!r}: "
+                "connect to the KVManager.endpoint of its engine, with the same dp_rank"
+            )
+        return None
+
     def _may_replace(
-        self, identity: bytes, holder: Rank | Scheduler | None, client: str, who: str, now: float
+        self,
+        identity: bytes,
+        holder: Rank | Scheduler | None,
+        hello: HelloRank | HelloEngine,
+        now: float,
     ) -> bool:
-        """Whether a newcomer can have the place; its own former self makes room."""
+        """Whether a newcomer can have the place. Its own former self makes room; another living
+        client disputes it."""
         if holder is None:
             return True
-        if holder.client == client:
+        if holder.client == hello.client:
             self._lose(holder, "registers anew", now)
             return True
-        reason = f"{who} is served by process {holder.pid} already"
-        self._send(identity, Refused(reason, final=False))
+        engine, place = holder.engine, holder.place
+        claimant = Claimant(identity, hello.client, hello.pid)
+        if self._claims.contest(engine, place, holder.pid, claimant, now):
+            self._dispute_changed(engine, now)
+        self._send(identity, Refused(self._claims.explain(engine, place), final=False))
         return False
+
+    def _dispute_changed(self, engine: str, now: float) -> None:
+        is_disputed = self._claims.is_disputed(engine)
+        self._tasks.set_disputed(engine, is_disputed, now)
+        log_event(
+            logger, logging.ERROR if is_disputed else logging.INFO,
+            "name_disputed" if is_disputed else "name_settled",
+            engine=engine, reason="; ".join(self._claims.places(engine)),
+        )  # fmt: skip
+        self.readiness_changed()
 
     def _lose(self, peer: Rank | Scheduler, reason: str, now: float) -> None:
         self._forget(peer)
+        if self._claims.settle(peer.engine, peer.place):
+            self._dispute_changed(peer.engine, now)
         self.last_left_orderly = reason == "closed"
         level = logging.INFO if self.last_left_orderly else logging.WARNING
         if isinstance(peer, Rank):

@@ -18,7 +18,9 @@ import zmq
 
 from flexcache.errors import ServerLostError
 from flexcache.server.curve import secure_client
-from flexcache.server.messages import Ping, ToServer
+from flexcache.server.messages import HelloEngine, HelloRank, Ping, ToServer
+from flexcache.server.runtime import check_endpoint
+from flexcache.server.trust import Listener, check_server_process, find_listener
 
 _PING_INTERVAL_S = 0.5
 _RETRY_S = 0.01
@@ -35,11 +37,14 @@ class ServerLink:
     """
 
     def __init__(self, endpoint: str, curve_keys: str | None, timeout_s: float) -> None:
+        check_endpoint(endpoint, has_keys=curve_keys is not None)
         self.endpoint = endpoint
         self._curve_keys = curve_keys
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._listener: Listener | None = None
+        """What served the endpoint when we connected."""
         self._unsent: deque[bytes] = deque()
         self._poller = zmq.Poller()
         self._pidfd = -1
@@ -49,13 +54,36 @@ class ServerLink:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
 
-    def open(self) -> None:
-        """Begin a conversation, under an identity that nobody can guess."""
-        self._socket = self.connect(uuid.uuid4().hex.encode())
-        self._poller.register(self._socket, zmq.POLLIN)
+    def greet(self, hello: HelloRank | HelloEngine) -> None:
+        """Offer Hello to the server, if there is one: under an identity that nobody can guess, and
+        on a new connection if another server has taken the place.
+
+        Raises:
+            UntrustedError: Another user serves the endpoint, or could.
+        """
+        listener = find_listener(self.endpoint, self._curve_keys is not None)
+        if listener != self._listener:
+            self._disconnect()
+        if listener is None:
+            return
+        if self._socket is None:
+            self._socket = self.connect(uuid.uuid4().hex.encode())
+            self._listener = listener
+            self._poller.register(self._socket, zmq.POLLIN)
+        self.offer(hello)
+
+    def check_listener(self) -> None:
+        """Make sure that what was checked before the connection still serves.
+
+        Raises:
+            ServerLostError: Another server has taken its place.
+            UntrustedError: Another user has.
+        """
+        if find_listener(self.endpoint, self._curve_keys is not None) != self._listener:
+            raise ServerLostError("another server has taken the endpoint")
 
     def connect(self, identity: bytes, immediate: bool = True) -> zmq.Socket[bytes]:
-        """A socket to the server; the caller closes it.
+        """A socket to the server; the caller has made sure of it, and closes it.
 
         Unless ``immediate``, messages may be sent before the connection is there.
         """
@@ -72,8 +100,15 @@ class ServerLink:
             raise
         return socket
 
-    def attend(self, server_pid: int) -> None:
-        """The server welcomed us: watch for its end."""
+    def attend(self, server_pid: int, paths: list[str]) -> None:
+        """The server welcomed us, and shows memory at ``paths``: watch for its end.
+
+        Raises:
+            ServerLostError: It is not the one any more that we connected to.
+            UntrustedError: It is another user's, or the memory is not its own.
+        """
+        self.check_listener()
+        check_server_process(server_pid, paths)
         self._ping_due_s = time.monotonic() + _PING_INTERVAL_S
         self._asked_s = None
         # In another pid namespace only its silence tells.
@@ -83,7 +118,8 @@ class ServerLink:
 
     def offer(self, message: ToServer) -> None:
         """Send it now or not at all: it is repeated anyhow."""
-        assert self._socket is not None
+        if self._socket is None:
+            return
         with contextlib.suppress(zmq.Again):
             self._socket.send(_encode(message), zmq.NOBLOCK)
 
@@ -105,7 +141,6 @@ class ServerLink:
         Raises:
             ServerLostError: The server is dead or silent.
         """
-        assert self._socket is not None
         if self._unsent:
             self._flush()
         ready = dict(self._poller.poll(self._patience_ms(timeout_s)))
@@ -114,7 +149,7 @@ class ServerLink:
                 os.eventfd_read(self._wake)
         now, messages = time.monotonic(), []
         with contextlib.suppress(zmq.Again):
-            while self._socket in ready:
+            while self._socket is not None and self._socket in ready:
                 messages.append(self._socket.recv(zmq.NOBLOCK))
         if messages:
             self._asked_s = None
@@ -153,6 +188,10 @@ class ServerLink:
             self._pidfd = -1
         self._ping_due_s = None
         self._unsent.clear()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._listener = None
         if self._socket is not None:
             self._poller.unregister(self._socket)
             self._socket.close()

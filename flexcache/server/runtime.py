@@ -6,29 +6,67 @@ import contextlib
 import fcntl
 import hashlib
 import ipaddress
+import logging
 import os
 import stat
 import tempfile
 import time
+from functools import cache
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from flexcache.errors import ConfigError
+from flexcache.address import server_of
+from flexcache.errors import ConfigError, UntrustedError
+from flexcache.logs import log_event
+from flexcache.server.trust import check_file, check_place
+
+logger = logging.getLogger(__name__)
 
 _numbers = count()
 _PROBE_PATIENCE_S = 0.3
 
 
 def runtime_dir() -> Path:
-    """The user's private directory for sockets, 0700; made if it is not there."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    path = Path(base) / f"flexcache-{os.getuid()}"
+    """The user's private directory for sockets, 0700; made if it is not there.
+
+    It is in ``XDG_RUNTIME_DIR``, or where that cannot be used in the directory for temporary files.
+
+    Raises:
+        ConfigError: It cannot be made, or others may use it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base:
+        try:
+            return _private_dir(Path(base))
+        except OSError as error:
+            _log_unusable(base, str(error))
+    try:
+        return _private_dir(Path(tempfile.gettempdir()))
+    except OSError as error:
+        raise ConfigError(
+            f"no directory for sockets can be made ({error}): set XDG_RUNTIME_DIR to a directory "
+            "of this user's that can be written"
+        ) from None
+
+
+def _private_dir(base: Path) -> Path:
+    """Our directory in ``base``. Raises `OSError` where it can be neither found nor made."""
+    path = base / f"flexcache-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{path} must be a directory of this user's alone (mode 0700)")
     return path
+
+
+@cache
+def _log_unusable(base: str, reason: str) -> None:
+    """Log it once, however often the directory is asked for."""
+    log_event(
+        logger, logging.WARNING, "runtime_directory_unusable", XDG_RUNTIME_DIR=base, reason=reason,
+        effect="sockets go to the directory for temporary files",
+    )  # fmt: skip
 
 
 def private_endpoint(name: str | None = None) -> str:
@@ -65,16 +103,21 @@ def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
     raise ConfigError(f"endpoint = {endpoint!r}: must be ipc://PATH or tcp://127.0.0.1:PORT")
 
 
-def _lock_path(endpoint: str) -> Path:
+def _lock_path(address: str) -> Path:
+    endpoint = server_of(address)
     if endpoint.startswith("ipc://"):
         return Path(endpoint.removeprefix("ipc://") + ".lock")
     return runtime_dir() / f"{_short(endpoint)}.tcp.lock"
 
 
 def is_served(endpoint: str) -> bool:
-    """Whether a living server of this host holds the endpoint."""
+    """Whether a living server of this host holds the endpoint.
+
+    Raises:
+        UntrustedError: Its lock is another user's.
+    """
     try:
-        fd = os.open(_lock_path(endpoint), os.O_RDWR | os.O_CLOEXEC)
+        fd = _open_lock(_lock_path(endpoint))
     except OSError:
         return False
     try:
@@ -96,6 +139,8 @@ class EndpointLock:
         self._path = _lock_path(endpoint)
         self._fd = -1
         try:
+            if endpoint.startswith("ipc://"):
+                check_place(Path(endpoint.removeprefix("ipc://")))
             fd = _lock_file(self._path, _PROBE_PATIENCE_S)
         except OSError as error:
             raise ConfigError(f"endpoint = {endpoint!r}: {error.strerror}") from None
@@ -132,12 +177,29 @@ def _remove(lock: Path, worker_socket: Path | None) -> None:
                 path.unlink()
 
 
+def _open_lock(path: Path, flags: int = 0) -> int:
+    """Open a lock of this user's. Another's is refused by name, in a shared directory say."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        check_file(path, path.lstat(), "lock")
+        raise
+    try:
+        check_file(path, os.fstat(fd), "lock")
+    except UntrustedError:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _lock_file(path: Path, patience_s: float = 0.0) -> int | None:
     """Lock a file that others may remove meanwhile; None if somebody else has locked it for longer
     than `is_served` does."""
     deadline = time.monotonic() + patience_s
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = _open_lock(path, os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -157,7 +219,7 @@ def _remove_stale(ours: Path) -> None:
     for path in runtime_dir().glob("*.lock"):
         if path == ours:
             continue
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UntrustedError):
             fd = _lock_file(path)
             if fd is None:
                 continue

@@ -25,7 +25,14 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from flexcache.errors import ClosedError, FlexCacheError, RegistrationError, ServerLostError
+from flexcache.address import split_address
+from flexcache.errors import (
+    ClosedError,
+    FlexCacheError,
+    RegistrationError,
+    ServerLostError,
+    UntrustedError,
+)
 from flexcache.logs import log_event
 from flexcache.server.fence import Fence
 from flexcache.server.link import ServerLink
@@ -71,10 +78,10 @@ class KVTPClient:
     """One rank's KV tensors, at the disposal of the server at ``endpoint``.
 
     Args:
-        endpoint: `KVManager.endpoint`, or the address of a server.
+        endpoint: `KVManager.endpoint`; or the address of a server, with an ``engine_id``.
         dp_rank: The engine's data-parallel rank.
         tp_rank: The worker's tensor-parallel rank.
-        engine_id: As for the engine's `KVManager`.
+        engine_id: As for the engine's `KVManager`; `KVManager.endpoint` names it, too.
         curve_keys: Directory of CURVE keys, where the server asks for them.
         server_timeout_s: A server silent for so long is taken for dead.
     """
@@ -89,6 +96,7 @@ class KVTPClient:
         curve_keys: str | None = None,
         server_timeout_s: float = 3.0,
     ) -> None:
+        endpoint, engine_id = split_address(endpoint, engine_id)
         self._link = ServerLink(endpoint, curve_keys, server_timeout_s)
         self._hello = HelloRank(
             engine_name(engine_id, dp_rank), tp_rank, uuid.uuid4().hex, os.getpid()
@@ -260,7 +268,6 @@ class KVTPClient:
     def _run(self) -> None:
         try:
             while not self._is_over():
-                self._link.open()
                 try:
                     self._converse()
                 except ServerLostError as error:
@@ -272,6 +279,10 @@ class KVTPClient:
                 self._link.hang_up()
                 if not self._is_over():
                     self._set_state(ClientState.HELLO)
+        except UntrustedError as error:
+            log_event(logger, logging.ERROR, "rank_refused", tp_rank=self.tp_rank, reason=error)
+            self._let_go()
+            self._set_state(ClientState.REFUSED, str(error))
         except Exception as error:  # the engine must go on without us
             log_event(logger, logging.ERROR, "rank_failed", tp_rank=self.tp_rank, exc_info=True)
             self._let_go()  # whoever sees the state may reuse the blocks
@@ -284,7 +295,7 @@ class KVTPClient:
         """One registration, from Hello until either side leaves."""
         while not self._closing:
             if self._state is ClientState.HELLO:
-                self._link.offer(self._hello)
+                self._link.greet(self._hello)
             for data in self._link.receive(self._patience_s()):
                 if not self._take(self._decoder.decode(data)):
                     return
@@ -352,7 +363,7 @@ class KVTPClient:
                 self._worker.end_layer_load(task_id)
 
     def _register(self, welcome: WelcomeRank) -> None:
-        self._link.attend(welcome.server_pid)
+        self._link.attend(welcome.server_pid, [welcome.fence, welcome.segment.path])
         try:
             layout = describe_kv_caches(
                 self._kv_caches, welcome.block_bytes, self._block_dim, self._layout_description

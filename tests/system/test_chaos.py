@@ -96,7 +96,7 @@ def test_any_process_can_be_killed_at_any_moment(tmp_path: Path) -> None:
         num_cpu_blocks=256, num_ssd_blocks=512, ssd_cache_dirs=[str(tmp_path / "ssd")],
         transfer_chunk_mb=0.1,
     )  # fmt: skip
-    survivor = Member(config)
+    survivor = Member(config, engine_id="survivor")
     survivor.manager.wait_ready(60)
     endpoint = survivor.manager.endpoint
     victim = Victim(endpoint, tmp_path / "kv")
@@ -151,7 +151,7 @@ def bring_back(kind: str, killed: int, survivor: Member, victim: Victim) -> None
     else:
         until(lambda: process_ids(survivor).get(kind) not in (None, killed))
     survivor.manager.wait_ready(60)
-    until(lambda: set(engines(survivor)) == {"dp0", "victim/dp0"})
+    until(lambda: set(engines(survivor)) == {"survivor/dp0", "victim/dp0"})
 
 
 def process_ids(survivor: Member) -> dict[str, int]:
@@ -181,7 +181,7 @@ def exact_again(survivor: Member, turn: int) -> None:
 
 def settled(survivor: Member) -> None:
     """With nothing going on, nothing is leased, and what is counted adds up."""
-    until(lambda: engines(survivor) == ["dp0"])
+    until(lambda: engines(survivor) == ["survivor/dp0"])
     until(lambda: sum(survivor.manager.stats()["tasks"].values()) == 0)
     survivor.manager.check()
     for tier in survivor.manager.stats()["tiers"].values():

@@ -241,9 +241,15 @@ def test_a_second_client_for_a_rank_is_refused_by_name() -> None:
     with running_cluster() as cluster:
         second = KVTPClient(cluster.manager.endpoint)
         second.register_kv_caches(cluster.kv[0])
-        with pytest.raises(TimeoutError, match=f"process {os.getpid()} already"):
-            second.wait_registered(1)
+        claimed = f"tp_rank 0 of engine 'dp0' is claimed by process {os.getpid()} and process"
+        with pytest.raises(TimeoutError, match=claimed):
+            second.wait_registered(5)
+        with pytest.raises(RegistrationError, match=claimed):
+            cluster.manager.wait_ready(30)
+        assert not cluster.put(TOKENS, SOURCE).mask.any()
         second.close()
+        cluster.manager.wait_ready(30)
+        assert cluster.put(TOKENS, SOURCE).mask.all()
 
 
 def test_an_unknown_layout_is_refused_at_once_by_name() -> None:

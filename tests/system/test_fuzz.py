@@ -19,6 +19,7 @@ from test_shared import Member, members, until
 from test_soak import resident_mb
 
 from flexcache import CacheConfig
+from flexcache.address import server_of
 from flexcache.ids import TaskKind
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -96,7 +97,7 @@ def test_strangers_cost_nobody_anything() -> None:
     mine = Member(CacheConfig(num_cpu_blocks=256, client_timeout_s=2.0))
     with members(mine), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(mine.manager.endpoint)
+        socket.connect(server_of(mine.manager.endpoint))
         messages = [m for m in valid_messages(TaskIds(0)) if not isinstance(m, HelloEngine)]  # type: ignore[arg-type]
         for number in range(FRAMES):
             send(socket, noise(rng) if number % 2 else mutated(rng, messages))
@@ -137,7 +138,7 @@ def test_an_engine_that_talks_nonsense_costs_the_others_nothing() -> None:
         before, sent = resident_mb(pid), 0
         while sent < FRAMES:
             with context.socket(zmq.DEALER) as events, context.socket(zmq.DEALER) as calls:
-                ids = in_session(mine.manager.endpoint, events, calls)
+                ids = in_session(server_of(mine.manager.endpoint), events, calls)
                 for _ in range(100):
                     send(calls if rng.random() < 0.8 else events, mutated(rng, valid_messages(ids)))
                     drained(calls)
@@ -172,7 +173,7 @@ def test_an_oversized_frame_is_refused_and_a_huge_one_cut_off() -> None:
         for size in (MAX_FRAME_BYTES + 1, 3 * MAX_FRAME_BYTES):
             with context.socket(zmq.DEALER) as socket:
                 socket.linger = 2000
-                socket.connect(mine.manager.endpoint)
+                socket.connect(server_of(mine.manager.endpoint))
                 socket.send(bytes(size))
                 if size < 2 * MAX_FRAME_BYTES:
                     assert socket.poll(10_000)
@@ -186,7 +187,7 @@ def test_what_does_not_even_speak_zmq_is_ignored() -> None:
     rng = np.random.default_rng(13)
     mine = Member(CacheConfig(num_cpu_blocks=256, client_timeout_s=2.0))
     with members(mine):
-        path = mine.manager.endpoint.removeprefix("ipc://")
+        path = server_of(mine.manager.endpoint).removeprefix("ipc://")
         for _ in range(50):
             with sockets.socket(sockets.AF_UNIX) as raw:
                 raw.connect(path)

@@ -18,6 +18,7 @@ from load import LoadEngine, make_kv, make_model, tokens_of
 from stores import free_ports
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
+from flexcache.address import server_of
 from flexcache.errors import ConfigError, RegistrationError, ServerLostError
 from flexcache.events.subscriber import KVEventSubscriber, Received
 from flexcache.events.wire import BlockStored
@@ -99,7 +100,7 @@ def test_what_one_rank_stored_another_gets() -> None:
     config = CacheConfig(**CONFIG)
     zero, one = Member(config, dp_rank=0), Member(config, dp_rank=1)
     with members(zero, one):
-        assert zero.manager.endpoint == one.manager.endpoint
+        assert server_of(zero.manager.endpoint) == server_of(one.manager.endpoint)
         zero.load.put(3, 20)
         assert one.load.get(3, 20) == 20
         one.load.put(7, 12)
@@ -108,7 +109,7 @@ def test_what_one_rank_stored_another_gets() -> None:
         assert zero.load.seen.wrong == one.load.seen.wrong == []
         stats = one.manager.stats()
         assert stats["engine"]["hit_blocks"] == {"CPU": 20}
-        assert set(stats["engines"]) == {"dp0", "dp1"}
+        assert {name.split("/")[1] for name in stats["engines"]} == {"dp0", "dp1"}
         zero.manager.check()
 
 
@@ -159,16 +160,19 @@ def test_another_model_is_refused_with_both_sides_named() -> None:
         assert mine.load.get(1, 4) == 4
 
 
-def test_a_name_that_is_taken_is_named_and_free_again_when_its_holder_leaves() -> None:
+def test_a_name_that_is_taken_is_disputed_and_free_again_when_its_holder_leaves() -> None:
     config = CacheConfig(**CONFIG)
-    holder = Member(config)
+    holder = Member(config, engine_id="e")
     with members(holder):
-        second = KVManager(make_model(), config)
+        second = KVManager(make_model(), config, engine_id="e")
         second.start()
-        with pytest.raises(TimeoutError, match=f"'dp0' is served by process {os.getpid()}"):
-            second.wait_ready(1)
+        claimed = f"the scheduler of engine 'e/dp0' is claimed by process {os.getpid()} and process"
+        with pytest.raises(TimeoutError, match=claimed):
+            second.wait_ready(5)
+        with pytest.raises(RegistrationError, match=claimed):
+            holder.manager.wait_ready(30)
         holder.manager.shutdown()
-        second.wait_ready(10)
+        second.wait_ready(30)
         second.shutdown()
 
 
@@ -290,7 +294,7 @@ sys.stdin.read()
         until(lambda: zero.manager.stats()["tiers"]["CPU"]["leased"] == 0)
         stats = zero.manager.stats()
         assert sum(stats["tasks"].values()) == 0
-        assert list(stats["engines"]) == ["dp0"]
+        assert len(stats["engines"]) == 1
         zero.manager.check()
 
 
@@ -402,7 +406,7 @@ def test_over_tcp_with_keys_only_their_holders_are_served(tmp_path: Path) -> Non
         assert process.stdout is not None
         process.stdout.readline()
         mine = KVManager(make_model(), CacheConfig(endpoint=local, curve_keys=str(keys)))
-        client = KVTPClient(local, curve_keys=str(keys))
+        client = KVTPClient(mine.endpoint, curve_keys=str(keys))
         client.register_kv_caches(make_kv(make_model()))
         with mine:
             mine.wait_ready(30)

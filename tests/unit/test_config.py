@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, ModelConfig
+from flexcache.address import split_address, with_engine
 from flexcache.config import describe_settings
 from flexcache.errors import ConfigError
 
@@ -63,7 +64,6 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({}, "no tier"),
         ({"num_cpu_blocks": 0}, "num_cpu_blocks = 0"),
         ({"cpu_cache_gb": -1.0}, r"cpu_cache_gb = -1\.0"),
         ({"num_cpu_blocks": 4, "cpu_cache_gb": 1.0}, "either this or cpu_cache_gb"),
@@ -156,3 +156,18 @@ def test_every_setting_is_documented() -> None:
     for row in describe_settings():
         assert row["meaning"].endswith(".")
         assert row["environment"] == "FLEXCACHE_" + row["field"].upper()
+
+
+def test_a_config_without_sizes_is_for_a_server_that_is_named() -> None:
+    with pytest.raises(ConfigError, match="no tier"):
+        CacheConfig().check_has_tier()
+    CacheConfig(endpoint="ipc:///x.sock").check_has_tier()
+
+
+def test_what_an_engine_hands_out_names_its_server() -> None:
+    address = with_engine("ipc:///x.sock", "an engine/#%")
+    assert CacheConfig(endpoint=address).endpoint == "ipc:///x.sock"
+    assert split_address(address, "") == ("ipc:///x.sock", "an engine/#%")
+    assert split_address(address, "other") == ("ipc:///x.sock", "other")
+    assert split_address("ipc:///x.sock", "") == ("ipc:///x.sock", "")
+    assert with_engine("ipc:///x.sock", "") == "ipc:///x.sock"

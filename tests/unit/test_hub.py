@@ -21,6 +21,7 @@ from flexcache.errors import ConfigError, RegistrationError
 from flexcache.ids import KVStatus, TaskKind
 from flexcache.instructions import DISK, REMOTE, DropOp, LookUpEnded, RunLookUp, RunOp, device
 from flexcache.request_info import RequestInfo, Wanted
+from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -873,3 +874,79 @@ def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) ->
         assert world.hub.stats()["engines"]["two"]["open_tasks"] == 0
     finally:
         world.close()
+
+
+def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_left(
+    world: World,
+) -> None:
+    engine = Engine(world)
+    engine.register()
+    engine.put("abc")
+    waiting, reply = engine.match(TaskKind.GET, "abc")
+    assert reply.num_blocks == 3
+    [refused] = world.send(b"second", HelloRank("e", 0, "another", 77))
+    assert isinstance(refused, Refused) and not refused.final
+    assert "process 2 and process 77" in refused.reason and "engine_id" in refused.reason
+    ready = [m for m in world.inbox[engine.events] if isinstance(m, Readiness)][-1]
+    assert ready.missing == ["tp_rank 0 (claimed by process 2 and process 77)"]
+    assert ready.problems == []  # it may be the successor of one whose death is not seen yet
+    engine.launch(waiting, 3)
+    assert world.last(engine.events).status is KVStatus.CANCELLED
+    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+    assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
+    assert world.hub.stats()["dropped_blocks"] == {"name_disputed": 3}
+    other = Engine(world, "o")
+    other.register()
+    assert other.match(TaskKind.GET, "abc")[1].num_blocks == 3  # of another name
+    world.send(b"second", HelloRank("e", 0, "another", 77))
+    ready = [m for m in world.inbox[engine.events] if isinstance(m, Readiness)][-1]
+    assert ready.problems == [refused.reason]
+    world.send(b"second", Goodbye())
+    assert world.last(engine.events) == Readiness([], [])
+    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
+
+
+def test_a_rank_whose_predecessor_has_died_takes_its_place(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    engine.put("abc")
+    world.send(b"second", HelloRank("e", 0, "another", 77))
+    world.die(engine.rank)
+    [welcome] = world.send(b"second", HelloRank("e", 0, "another", 77))
+    assert isinstance(welcome, WelcomeRank)
+    assert Registered() in world.send(b"second", Register("layout", 99))
+    assert world.last(engine.events) == Readiness([], [])
+    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
+
+
+def test_an_engine_that_two_schedulers_claim_is_over_for_both_until_one_is_silent(
+    world: World,
+) -> None:
+    engine = Engine(world)
+    engine.register()
+    engine.put("abc")
+    [refused] = world.send(b"second", hello_engine("e", "another", b"second-calls"))
+    assert isinstance(refused, Refused) and not refused.final
+    assert "the scheduler of engine 'e' is claimed by" in refused.reason
+    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+    world.now += CLAIM_TTL_S
+    world.send(engine.rank, Ping())
+    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
+
+
+def test_a_client_without_an_engines_name_is_refused_where_several_share_the_server(
+    world: World,
+) -> None:
+    for hello in (HelloRank("dp0", 0, "c", 3), hello_engine("dp0")):
+        [refused] = world.send(b"nameless", hello)
+        assert isinstance(refused, Refused) and refused.final
+        assert "KVManager.endpoint" in refused.reason
+
+
+def test_a_rank_of_another_engine_is_refused_where_one_keeps_the_cache_to_itself(
+    world: World,
+) -> None:
+    world.hub.owner = "mine/dp0"
+    [refused] = world.send(b"rank", HelloRank("dp0", 0, "c", 3))
+    assert isinstance(refused, Refused) and refused.final
+    assert "'mine/dp0'" in refused.reason and "'dp0'" in refused.reason

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import tempfile
 import threading
 from pathlib import Path
 
@@ -26,6 +28,23 @@ def test_the_runtime_directory_is_the_users_alone(
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     path.chmod(0o755)
     with pytest.raises(ConfigError, match="0700"):
+        runtime_dir()
+
+
+@pytest.mark.parametrize("unusable", ["missing", "/proc"])
+def test_where_the_runtime_directory_cannot_be_made_that_for_temporary_files_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    unusable: str,
+) -> None:
+    base = tmp_path / unusable  # an absolute path stays what it is
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert runtime_dir() == runtime_dir() == tmp_path / f"flexcache-{os.getuid()}"
+    assert [str(base) in record.getMessage() for record in caplog.records] == [True]
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with pytest.raises(ConfigError, match=r"/proc/flexcache-.*set XDG_RUNTIME_DIR"):
         runtime_dir()
 
 

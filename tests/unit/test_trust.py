@@ -1,0 +1,194 @@
+"""Only what this user serves is connected to; what another user serves is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
+from flexcache.errors import RegistrationError, UntrustedError
+from flexcache.server.runtime import EndpointLock, is_served
+from flexcache.server.status import read_status
+from flexcache.server.trust import check_server_process, find_listener
+
+OTHER_USER = 65_534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+
+
+def _serve(endpoint: str, is_up: Event, is_over: Event, was_connected: Event) -> None:
+    os.setgid(OTHER_USER)
+    os.setuid(OTHER_USER)
+    os.umask(0)
+    place = endpoint.partition("://")[2]
+    family = socket.AF_UNIX if endpoint.startswith("ipc") else socket.AF_INET
+    with socket.socket(family) as listener:
+        if family is socket.AF_UNIX:
+            listener.bind(place)
+            Path(f"{place}.lock").write_text("1\n")
+        else:
+            host, _, port = place.rpartition(":")
+            listener.bind((host, int(port)))
+        listener.listen()
+        is_up.set()
+        is_over.wait()
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            listener.accept()
+            was_connected.set()
+
+
+@contextmanager
+def another_user_serves(endpoint: str) -> Iterator[int]:
+    """A process of another user that listens there; nothing must connect to it."""
+    context = get_context("fork")
+    is_up, is_over, was_connected = context.Event(), context.Event(), context.Event()
+    process = context.Process(target=_serve, args=(endpoint, is_up, is_over, was_connected))
+    process.start()
+    try:
+        assert is_up.wait(60)
+        assert process.pid is not None
+        yield process.pid
+    finally:
+        is_over.set()
+        process.join()
+    assert not was_connected.is_set()
+
+
+@pytest.fixture
+def shared_dir(tmp_path: Path) -> Iterator[Path]:
+    """A directory that every user can reach and put files in."""
+    path = Path(f"/tmp/fc-shared-{os.getpid()}")
+    path.mkdir()
+    path.chmod(0o1777)
+    yield path
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_an_own_socket_is_told_from_one_that_takes_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    endpoint = f"ipc://{path}"
+    assert find_listener(endpoint, False) is None
+    with socket.socket(socket.AF_UNIX) as first:
+        first.bind(str(path))
+        found = find_listener(endpoint, False)
+        assert found is not None
+        path.chmod(0o600)
+        assert find_listener(endpoint, False) == found
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as second:
+        second.bind(str(path))
+        assert find_listener(endpoint, False) not in (found, None)
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_an_own_port_is_told_from_one_that_takes_its_place(bound: str, host: str) -> None:
+    found = []
+    with socket.socket() as first:
+        first.bind((bound, 0))
+        port = first.getsockname()[1]
+        assert find_listener(f"tcp://{host}:{port}", False) is None
+        first.listen()
+        found.append(find_listener(f"tcp://{host}:{port}", False))
+    with socket.socket() as second:
+        second.bind((bound, port))
+        second.listen()
+        found.append(find_listener(f"tcp://{host}:{port}", False))
+    assert None not in found
+    assert found[0] != found[1]
+
+
+def test_what_is_no_socket_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "s.sock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UntrustedError, match=r"s\.sock is no socket"):
+        find_listener(f"ipc://{tmp_path}/s.sock", False)
+
+
+def test_a_directory_that_others_can_write_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    for use in (lambda e: find_listener(e, False), EndpointLock):
+        with pytest.raises(UntrustedError, match=f"chmod go-w {tmp_path}"):
+            use(f"ipc://{tmp_path}/s.sock")
+    tmp_path.chmod(0o1777)
+    assert find_listener(f"ipc://{tmp_path}/s.sock", False) is None
+
+
+@as_root
+def test_another_users_socket_in_a_shared_directory_is_refused_by_name(shared_dir: Path) -> None:
+    endpoint = f"ipc://{shared_dir}/s.sock"
+    with another_user_serves(endpoint):
+        for use in (lambda e: find_listener(e, False), is_served, EndpointLock):
+            with pytest.raises(UntrustedError, match=rf"{shared_dir}/s.sock.*{OTHER_USER}"):
+                use(endpoint)
+
+
+@as_root
+def test_another_users_lock_in_a_shared_directory_is_not_taken(shared_dir: Path) -> None:
+    lock = shared_dir / "s.sock.lock"
+    lock.touch()
+    os.chown(lock, OTHER_USER, OTHER_USER)
+    with pytest.raises(UntrustedError, match=rf"lock {lock} belongs to .*{OTHER_USER}"):
+        EndpointLock(f"ipc://{shared_dir}/s.sock")
+    assert lock.read_text() == ""
+
+
+@as_root
+def test_another_users_port_and_process_are_refused_by_name() -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with another_user_serves(endpoint) as pid:
+        with pytest.raises(UntrustedError, match=rf"{endpoint} is served by .*{OTHER_USER}"):
+            find_listener(endpoint, False)
+        assert find_listener(endpoint, True) is not None  # keys prove who it is
+        with pytest.raises(UntrustedError, match=rf"process {pid} belongs to .*{OTHER_USER}"):
+            check_server_process(pid, [])
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_no_client_connects_to_what_another_user_serves(shared_dir: Path, kind: str) -> None:
+    place = f"{shared_dir}/s.sock" if kind == "ipc" else f"127.0.0.1:{free_port()}"
+    endpoint = f"{kind}://{place}"
+    with another_user_serves(endpoint):
+        model = ModelConfig("m", 1, 1, 8, torch.uint8)
+        manager = KVManager(model, CacheConfig(), endpoint=endpoint)
+        client = KVTPClient(manager.endpoint)
+        client.register_kv_caches({"layer": torch.zeros((4, 2, 16, 1, 8), dtype=torch.uint8)})
+        refused = rf"{place} .*{OTHER_USER}.*start the server as this user"
+        try:
+            manager.start()
+            with pytest.raises(RegistrationError, match=refused):
+                manager.wait_ready(60)
+            with pytest.raises(RegistrationError, match=refused):
+                client.wait_registered(60)
+        finally:
+            client.close()
+            manager.shutdown()
+        with pytest.raises(UntrustedError, match=refused):
+            read_status(endpoint, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/1/fd/3", "/tmp/x", "/proc/{pid}/fd/../mem", "/proc/{pid}/fd/3\n"]
+)
+def test_memory_that_is_not_of_the_servers_process_is_refused(path: str) -> None:
+    pid = os.getpid()
+    check_server_process(pid, [f"/proc/{pid}/fd/7"])
+    with pytest.raises(UntrustedError, match="is not memory of server process"):
+        check_server_process(pid, [path.format(pid=pid)])
