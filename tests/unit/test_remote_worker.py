@@ -388,19 +388,19 @@ def decoded(data: bytes, key: bytes = b"k" * 16) -> list[bytearray]:
     return pieces
 
 
-OBJECT_OF_VERSION_1 = (
+OBJECT_OF_VERSION_2 = (
     bytes.fromhex(
-        "466c65784b560d0a0100000040000000c800000000000000c800000000000000"
-        "cb330d938f8ce14cc89cef02ac8aef718c461bb13ae1ff0b60a5476afd66f0a5"
+        "466c657843610d0a0200000040000000c800000000000000c800000000000000"
+        "cb330d938f8ce14cc3db3ef860b2415babdc8dfda17495d1faaaa44bf8427d78"
     )
     + b"kv" * 50
     + b"KV" * 50
 )
 
 
-def test_objects_of_version_one_are_read_for_ever() -> None:
-    assert decoded(OBJECT_OF_VERSION_1) == [b"kv" * 50, b"KV" * 50]
-    assert object_name(ROOT, b"\xab" * 16) == f"v1/{ROOT.hex()}/ab/{'ab' * 16}"
+def test_objects_of_version_two_are_read_for_ever() -> None:
+    assert decoded(OBJECT_OF_VERSION_2) == [b"kv" * 50, b"KV" * 50]
+    assert object_name(ROOT, b"\xab" * 16) == f"v2/{ROOT.hex()}/ab/{'ab' * 16}"
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd", "lz4"])
