@@ -391,7 +391,7 @@ def decoded(data: bytes, key: bytes = b"k" * 16) -> list[bytearray]:
 OBJECT_OF_VERSION_2 = (
     bytes.fromhex(
         "466c657843610d0a0200000040000000c800000000000000c800000000000000"
-        "cb330d938f8ce14cc3db3ef860b2415babdc8dfda17495d1faaaa44bf8427d78"
+        "cb330d938f8ce14cc89cef02ac8aef718c461bb13ae1ff0b4db7ac7a9629448c"
     )
     + b"kv" * 50
     + b"KV" * 50
