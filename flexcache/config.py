@@ -198,7 +198,7 @@ class CacheConfig:
     )
     remote_index_blocks: int = _setting(
         262_144,
-        "Blocks of the store that are known of at most, at 0.2 to 0.5 KB of memory each. The least "
+        "Blocks of the store that are known of at most, at 0.2 to 1 KB of memory each. The least "
         "recently used are forgotten first, and asked for again when they are wanted.",
         "blocks",
     )
@@ -417,9 +417,8 @@ class CacheConfig:
     def from_env(
         cls,
         environ: Mapping[str, str] | None = None,
-        /,
-        *,
         defaults: Mapping[str, Any] | None = None,
+        /,
         **overrides: Any,
     ) -> CacheConfig:
         """Make a config from ``defaults``, then the file that ``FLEXCACHE_CONFIG`` names, then

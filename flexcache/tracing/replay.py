@@ -120,7 +120,7 @@ def replay_config(
     if "num_ssd_blocks" in own or {"num_ssd_blocks", "ssd_cache_gb"} & set(wanted):
         own["ssd_cache_dirs"] = [tempfile.gettempdir()]
     env = {} if file is None else {CONFIG_FILE_ENV: str(file)}
-    config = CacheConfig.from_env(env, defaults=own, **wanted)
+    config = CacheConfig.from_env(env, own, **wanted)
     if config.tokens_per_block != header.tokens_per_block:
         raise ConfigError(
             f"tokens_per_block = {config.tokens_per_block!r}: the trace has the keys of blocks of "
