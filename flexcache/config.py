@@ -197,6 +197,12 @@ class CacheConfig:
     remote_absent_ttl_s: float = _setting(
         5.0, "A block that the store did not have is not asked for again for so long.", "s"
     )
+    remote_index_blocks: int = _setting(
+        262_144,
+        "Blocks of the store that are known of at most, at 0.2 to 1 KB of memory each. The least "
+        "recently used are forgotten first, and asked for again when they are wanted.",
+        "blocks",
+    )
     write_min_sightings: int = _setting(
         2, "For selective: the sighting of a block at which it is written.", "sightings"
     )
@@ -305,8 +311,9 @@ class CacheConfig:
             "ssd_queue_depth", "transfer_chunk_mb", "op_timeout_s", "match_ttl_s",
             "server_timeout_s", "client_timeout_s", "max_open_tasks", "remote_concurrency",
             "remote_timeout_s", "remote_lookup_timeout_s", "remote_absent_ttl_s",
-            "write_min_sightings", "write_back_max_dirty", "priority_step_s", "kv_events_buffer",
-            "kv_events_queue", "trace_file_mb", "trace_files",
+            "remote_index_blocks", "write_min_sightings", "write_back_max_dirty",
+            "priority_step_s", "kv_events_buffer", "kv_events_queue", "trace_file_mb",
+            "trace_files",
         )  # fmt: skip
         self._check_tier("num_cpu_blocks", "cpu_cache_gb")
         self._check_tier("num_ssd_blocks", "ssd_cache_gb")
@@ -416,9 +423,8 @@ class CacheConfig:
     def from_env(
         cls,
         environ: Mapping[str, str] | None = None,
-        /,
-        *,
         defaults: Mapping[str, Any] | None = None,
+        /,
         **overrides: Any,
     ) -> CacheConfig:
         """Make a config from ``defaults``, then the file that ``FLEXCACHE_CONFIG`` names, then

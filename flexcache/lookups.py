@@ -114,14 +114,12 @@ class RemoteLookUps:
             self._breaker.succeeded(now)
         if question.is_trial or self._tier.root_at_store(question.root) != question.root_at_store:
             return  # in the latter case the tier was cleared meanwhile
-        num_present = min(num_present, len(question.keys))
-        if num_present:
-            self._tier.learn(
-                question.root, question.parent, question.keys[:num_present], question.first,
-                question.content,
-            )  # fmt: skip
-        if num_present < len(question.keys):
-            self._tier.learn_absent(question.root, question.keys[num_present], now)
+        present = question.keys[:num_present]
+        num_known = self._tier.learn(
+            question.root, question.parent, present, question.first, question.content
+        )
+        if num_known < len(question.keys):
+            self._tier.learn_absent(question.root, question.keys[num_known], now)
 
     def tick(self, now: float, worker_is_up: bool, instructions: list[Instruction]) -> None:
         """Let deadlines pass, and try out a store that was given up."""

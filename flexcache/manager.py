@@ -43,7 +43,7 @@ MAX_PRIORITY = 1000
 _OTHERS_START_AFTER_S = 5.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVResponse:
     """How a task ended.
 
@@ -56,6 +56,12 @@ class KVResponse:
     status: KVStatus
     mask: Mask
     error: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KVResponse):
+            return NotImplemented
+        same = (self.status, self.error) == (other.status, other.error)
+        return same and np.array_equal(self.mask, other.mask)
 
 
 class _Prompt(NamedTuple):

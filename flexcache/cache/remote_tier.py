@@ -22,7 +22,6 @@ from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.ids import BlockKey, RootId, TierName
 
-MAX_KNOWN_BLOCKS = 1 << 20  # 150 bytes each, when there are so many
 _MAX_ABSENT = 65_536
 
 
@@ -31,10 +30,10 @@ class RemoteTier(Tier):
 
     Args:
         absent_ttl_s: For how long a block that was not there is taken to be still missing.
-        capacity: Blocks that are known of at most.
+        capacity: Blocks that are known of at most; the least recently used are forgotten first.
     """
 
-    def __init__(self, absent_ttl_s: float, capacity: int = MAX_KNOWN_BLOCKS) -> None:
+    def __init__(self, absent_ttl_s: float, capacity: int) -> None:
         super().__init__(TierName.REMOTE, capacity)
         self._absent_ttl_s = absent_ttl_s
         self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
@@ -66,15 +65,21 @@ class RemoteTier(Tier):
         keys: Sequence[BlockKey],
         first: int = 0,
         content: PromptContent | None = None,
-    ) -> None:
+    ) -> int:
         """These consecutive blocks, of the prompt's ``first`` on, are there, behind ``parent``
-        (None: from a prompt's start)."""
+        (None: from a prompt's start).
+
+        Returns:
+            For how many of them there is room.
+        """
         lease = self.reserve_keys(root, parent, keys, first, content)
-        self.publish(lease, len(lease))
+        count = len(lease)
+        self.publish(lease, count)
         self.release(lease)
+        return count
 
     def learn_absent(self, root: RootId, key: BlockKey, now: float) -> None:
-        """This block is not there, or nobody could say."""
+        """This block is not there, the store could not say, or there is no room to know it."""
         self._absent[root, key] = now + self._absent_ttl_s
         self._absent.move_to_end((root, key))
         while len(self._absent) > _MAX_ABSENT:

@@ -9,7 +9,8 @@
 An event loop of its own, on a daemon thread; calls of the server are made on further threads, so
 that neither waits for the other. On loopback it answers only who calls it by a loopback name (a web
 page that has its own name point here is refused), and takes only JSON, which no other site's page
-can send. Beyond loopback every request but for health carries the token.
+can send. Beyond loopback every request but for health carries the token. `http_connections` has the
+bounds on what clients may hold.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
     from starlette.routing import Route
+
+    from flexcache.server.http_connections import Connection, accept_connections
 except ImportError as error:
     raise MissingDependencyError(
         f"HTTP needs the package {error.name}: pip install 'flexcache[http]'"
@@ -49,9 +52,8 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 16 << 20  # a prompt of more than a million tokens
-_BODY_PATIENCE_S = 10.0
-_MAX_CONNECTIONS = 64
+_MAX_BODY_BYTES = 4 << 20  # a prompt of half a million tokens
+_PATIENCE_S = 10  # with a client: for a request's head, for its body, for taking the answer
 _CLOSE_PATIENCE_S = 1  # with requests that are under way when the service closes
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -96,15 +98,24 @@ class HttpService:
     Args:
         endpoint: ``HOST:PORT``, or a port on loopback; port 0 takes a free one.
         token: What requests must carry as bearer token. None: needs none, on loopback only.
+        patience_s: How long a client may take to send the head of a request, to send its body, and
+            to take the answer; also the longest pause between requests.
 
     Raises:
         ConfigError: The address is none, or is open to other hosts without a token.
     """
 
-    def __init__(self, server: Served, endpoint: str, token: str | None = None) -> None:
+    def __init__(
+        self,
+        server: Served,
+        endpoint: str,
+        token: str | None = None,
+        patience_s: int = _PATIENCE_S,
+    ) -> None:
         self._endpoint = endpoint
         self._host, self._port = check_http_endpoint(endpoint, has_token=token is not None)
-        self._app = _make_app(server, _Gate(_is_loopback(self._host), token))
+        self._patience_s = patience_s
+        self._app = _make_app(server, _Gate(_is_loopback(self._host), token), patience_s)
         self._socket: socket.socket | None = None
         self._loop: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -126,11 +137,12 @@ class HttpService:
             self._socket = socket.create_server((self._host, self._port), family=family)
         except OSError as error:
             raise ConfigError(f"http_endpoint = {self._endpoint!r}: {error.strerror}") from None
+        self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]
         settings = uvicorn.Config(
-            self._app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, proxy_headers=False, limit_concurrency=_MAX_CONNECTIONS,
-            timeout_graceful_shutdown=_CLOSE_PATIENCE_S,
+            self._app, http=Connection, ws="none", lifespan="off", log_config=None,
+            access_log=False, server_header=False, proxy_headers=False,
+            timeout_keep_alive=self._patience_s, timeout_graceful_shutdown=_CLOSE_PATIENCE_S,
         )  # fmt: skip
         self._loop = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._run, name="flexcache-http", daemon=True)
@@ -138,12 +150,19 @@ class HttpService:
         log_event(logger, logging.INFO, "http_began", address=self.address)
 
     def _run(self) -> None:
-        assert self._loop is not None
-        assert self._socket is not None
         try:
-            asyncio.run(self._loop.serve(sockets=[self._socket]))
+            asyncio.run(self._serve())
         except Exception:  # the cache goes on without
             log_event(logger, logging.ERROR, "http_failed", address=self.address, exc_info=True)
+
+    async def _serve(self) -> None:
+        assert self._loop is not None
+        assert self._socket is not None
+        accepting = asyncio.create_task(accept_connections(self._socket, self._loop))
+        try:
+            await self._loop.serve(sockets=[])  # it is given connections, no socket to listen at
+        finally:
+            accepting.cancel()
 
     def close(self) -> None:
         """Let what is being answered end, within a second or two, and stop. Idempotent."""
@@ -196,7 +215,7 @@ def _names_loopback(host_header: str) -> bool:
 # -- the answers ---------------------------------------------------------------------------------
 
 
-def _make_app(server: Served, gate: _Gate) -> Starlette:
+def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
     exposition = Exposition(server.stats)
 
     def metrics(request: Request) -> Response:
@@ -212,12 +231,12 @@ def _make_app(server: Served, gate: _Gate) -> Starlette:
         return _json(server.stats())
 
     async def clear(request: Request) -> Response:
-        wanted = await _read(request, ClearRequest)
+        wanted = await _read(request, ClearRequest, patience_s)
         dropped = await run_in_threadpool(server.clear, wanted.tier)
         return _json({"dropped_blocks": dropped})
 
     async def prefetch(request: Request) -> Response:
-        wanted = await _read(request, PrefetchRequest)
+        wanted = await _read(request, PrefetchRequest, patience_s)
         keys = wanted.block_keys
         block_keys = None if keys is None else [bytes.fromhex(key) for key in keys]
         num_blocks = await run_in_threadpool(
@@ -243,15 +262,15 @@ def _make_app(server: Served, gate: _Gate) -> Starlette:
     )
 
 
-async def _read(request: Request, kind: type[T]) -> T:
+async def _read(request: Request, kind: type[T], patience_s: float) -> T:
     """The body of a request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HTTPException(415, "the body must be sent as application/json")
     try:
-        body = await asyncio.wait_for(_read_body(request), _BODY_PATIENCE_S)
+        body = await asyncio.wait_for(_read_body(request), patience_s)
     except asyncio.TimeoutError:
-        raise HTTPException(408, f"no whole body within {_BODY_PATIENCE_S:g} s") from None
+        raise HTTPException(408, f"no whole body within {patience_s:g} s") from None
     except ClientDisconnect:  # nobody reads this, but a stranger's leaving is no error of ours
         raise HTTPException(400, "the body was broken off") from None
     return msgspec.json.decode(body, type=kind)
@@ -259,11 +278,16 @@ async def _read(request: Request, kind: type[T]) -> T:
 
 async def _read_body(request: Request) -> bytes:
     body = bytearray()
+    _check_size(int(request.headers.get("content-length", "0")))
     async for part in request.stream():
         body += part
-        if len(body) > _MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body has more than {_MAX_BODY_BYTES} bytes")
+        _check_size(len(body))
     return bytes(body)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > _MAX_BODY_BYTES:
+        raise HTTPException(413, f"the body has more than {_MAX_BODY_BYTES} bytes")
 
 
 def _json(content: Any, status: int = 200) -> Response:

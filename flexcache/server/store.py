@@ -118,7 +118,7 @@ class CacheStore:
             tiers.append(Tier(TierName.SSD, self._num_slots, ssd_policy))
             policies[TierName.SSD] = config.ssd_write_policy
         if config.remote_url is not None:
-            tiers.append(RemoteTier(config.remote_absent_ttl_s))
+            tiers.append(RemoteTier(config.remote_absent_ttl_s, config.remote_index_blocks))
             policies[TierName.REMOTE] = config.remote_write_policy
         max_dirty = int(config.write_back_max_dirty * self._num_host_blocks)
         # With nothing to feed, an op is only so long that a load never waits long behind a store.

@@ -35,7 +35,7 @@ def status(
     console = Console(stderr=as_json)
     with errors_named(console):
         chosen = {"endpoint": endpoint} if endpoint else {}
-        settings = CacheConfig.from_env(defaults={"endpoint": private_endpoint("server")}, **chosen)
+        settings = CacheConfig.from_env(None, {"endpoint": private_endpoint("server")}, **chosen)
 
         def read() -> Mapping[str, Any]:
             assert settings.endpoint is not None

@@ -84,30 +84,77 @@ def _rest(prompt: PackedPrompt, keys: BlockKeys, start: int, stop: int) -> bytes
     return table[start:stop, -KEY_BYTES:].tobytes()
 
 
-class _Keys(NamedTuple):
-    base: _Keys | None
-    base_blocks: int
-    rest: bytes
+class _Keys:
+    """Keys of blocks from ``start`` on; those before are as in ``base``, which starts earlier.
+
+    ``jump`` is a base further back, chosen such that any base is found in O(log n) steps.
+    """
+
+    __slots__ = ("base", "depth", "jump", "rest", "start")
+
+    def __init__(self, base: _Keys | None, start: int, rest: bytes) -> None:
+        self.start = start
+        self.rest = rest
+        self.base: _Keys = self if base is None else base
+        self.jump: _Keys = self.base
+        self.depth: int = 0 if base is None else base.depth + 1
+        far = self.base.jump
+        if self.base.depth - far.depth == far.depth - far.jump.depth:
+            self.jump = far.jump
+
+    def last_before(self, stop: int) -> _Keys:
+        """The nearest of this one and its bases that starts before ``stop``."""
+        keys = self
+        while keys.start >= stop:
+            keys = keys.jump if keys.jump.start >= stop else keys.base
+        return keys
 
 
 class KeyReader:
-    """Gives the matches of one file all their keys back. Holds no more than the file has."""
+    """Gives the matches of one file all their keys back. Holds no more than the file has.
+
+    A match costs at most as many steps as it has keys, and O(log n) for those it shares.
+    """
 
     def __init__(self) -> None:
-        self._prompts: dict[int, _Keys] = {}
+        self._prompts: dict[int, tuple[_Keys, int]] = {}
+        """By task, with the number of blocks."""
+        self._last: tuple[_Keys, bytes] = _Keys(None, 0, b""), b""
+        """What was completed last, whole: a prompt that grows with each call costs a copy."""
 
     def complete(self, match: Matched) -> Matched:
         """Raises `ValueError` if a line is missing that this one refers to, or keys are."""
-        if match.base and match.base not in self._prompts:
-            raise ValueError(f"task {match.task} begins like task {match.base}, which is not there")
-        base = self._prompts.get(match.base)
-        self._prompts[match.task] = _Keys(base, match.base_blocks, match.keys)
-        pieces, wanted = [match.keys], match.base_blocks
-        while base is not None and wanted:
-            pieces.append(base.rest[: max(0, wanted - base.base_blocks) * KEY_BYTES])
-            wanted = min(wanted, base.base_blocks)
-            base = base.base
-        keys = b"".join(reversed(pieces))
+        own, keys = _Keys(None, 0, match.keys), match.keys
+        if match.base:
+            if match.base not in self._prompts:
+                raise ValueError(
+                    f"task {match.task} begins like task {match.base}, which is not there"
+                )
+            base, num_blocks = self._prompts[match.base]
+            if match.base_blocks > num_blocks:
+                raise ValueError(
+                    f"task {match.task} begins with {match.base_blocks} blocks of task "
+                    f"{match.base}, which has {num_blocks}"
+                )
+            if match.base_blocks:
+                base = base.last_before(match.base_blocks)
+                own = _Keys(base, match.base_blocks, match.keys) if match.keys else base
+                keys = self._join(base, match.base_blocks) + match.keys
         if len(keys) != match.stop * KEY_BYTES:
             raise ValueError(f"task {match.task} has {match.stop} blocks and {len(keys)} key bytes")
+        self._prompts[match.task] = own, match.stop
+        self._last = own, keys
         return msgspec.structs.replace(match, base=0, base_blocks=0, keys=keys)
+
+    def _join(self, keys: _Keys, stop: int) -> bytes:
+        """The first ``stop`` keys."""
+        last, whole = self._last
+        pieces = []
+        while stop:
+            keys = keys.last_before(stop)
+            if keys is last and len(whole) >= stop * KEY_BYTES:
+                pieces.append(whole[: stop * KEY_BYTES])
+                break
+            pieces.append(keys.rest[: (stop - keys.start) * KEY_BYTES])
+            stop = keys.start
+        return b"".join(reversed(pieces))

@@ -19,7 +19,7 @@ DEFAULT_BLOCK_BYTES = 8192
 
 
 class MooncakeRequest(msgspec.Struct, frozen=True):
-    timestamp: float
+    timestamp: Annotated[float, msgspec.Meta(ge=0, le=1e13)]
     hash_ids: list[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]]
 
     @property

@@ -27,8 +27,12 @@ SETTINGS = (
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding a line may raise that somebody else has written."""
 
-_Count = Annotated[int, msgspec.Meta(ge=0)]
-_Size = Annotated[int, msgspec.Meta(gt=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+_Size = Annotated[int, msgspec.Meta(gt=0, le=2**40)]
+_Tokens = Annotated[int, msgspec.Meta(gt=0, le=2**16)]
+_Rate = Annotated[float, msgspec.Meta(ge=0)]
+TraceTime = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
+"""Seconds. What waits for one must be able to say for how long."""
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,9 +52,9 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     version: str = ""
     fingerprint: str = ""
     block_bytes: _Size
-    tokens_per_block: _Size
-    capacities: dict[str, int] = {}
-    indexed: dict[str, int] = {}
+    tokens_per_block: _Tokens
+    capacities: dict[str, _Count] = {}
+    indexed: dict[str, _Count] = {}
     settings: dict[str, Any] = {}
     began_unix_s: float = 0.0
     pid: int = 0
@@ -58,7 +62,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
-    time: float
+    time: TraceTime
 
 
 class Matched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="match"):
@@ -87,7 +91,7 @@ class Matched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="match")
     stop: _Count
     num_tokens: _Count
     retain_s: float = 0.0
-    prefill_blocks_per_s: float = 0.0
+    prefill_blocks_per_s: _Rate = 0.0
     base: int = 0
     base_blocks: _Count = 0
     keys: bytes = b""

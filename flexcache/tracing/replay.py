@@ -47,6 +47,7 @@ from flexcache.tracing.summary import Summary, summarise
 
 _FILLS_DRAM = (OpKind.D2H, OpKind.DISK2H, OpKind.REMOTE2H)
 _MAX_GPU_BLOCKS = 256  # tasks use the same slots: what is in them means nothing
+_INDEX_BYTES = 160  # of one block that a tier has room for
 _READY_S = 60.0
 _SETTLE_LOOK_S = 0.01
 
@@ -119,7 +120,7 @@ def replay_config(
     if "num_ssd_blocks" in own or {"num_ssd_blocks", "ssd_cache_gb"} & set(wanted):
         own["ssd_cache_dirs"] = [tempfile.gettempdir()]
     env = {} if file is None else {CONFIG_FILE_ENV: str(file)}
-    config = CacheConfig.from_env(env, defaults=own, **wanted)
+    config = CacheConfig.from_env(env, own, **wanted)
     if config.tokens_per_block != header.tokens_per_block:
         raise ConfigError(
             f"tokens_per_block = {config.tokens_per_block!r}: the trace has the keys of blocks of "
@@ -156,6 +157,7 @@ def replay(
             f"block_bytes = {block_bytes}: must be a multiple of the block's "
             f"{config.tokens_per_block} tokens"
         )
+    _check_fits(config, block_bytes)
     outlook = _Outlook(trace)
     with ExitStack() as stack:
         config = _apart(config, stack, trace_dir)
@@ -177,6 +179,19 @@ def replay(
             stats["tiers"],
             player.latest_s,
             _notes(trace.header, config, stats["trace"]["dropped_lines"]),
+        )
+
+
+def _check_fits(config: CacheConfig, block_bytes: int) -> None:
+    """Sizes come from a file. Nothing has been allocated yet."""
+    num_cpu, num_ssd = config.cpu_blocks_for(block_bytes), config.ssd_blocks_for(block_bytes)
+    wanted = (num_cpu + _MAX_GPU_BLOCKS) * block_bytes + (num_cpu + num_ssd) * _INDEX_BYTES
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted > installed:
+        raise ConfigError(
+            f"{num_cpu:,} blocks of {block_bytes:,} bytes in DRAM and {num_ssd:,} on SSD: a replay "
+            f"needs {wanted / 1e9:.1f} GB of memory and this machine has {installed / 1e9:.1f} GB: "
+            "give other sizes with --set num_cpu_blocks=N, --set num_ssd_blocks=N or --block-bytes"
         )
 
 
@@ -324,7 +339,7 @@ class _Player:
     def _match(self, match: Matched) -> None:
         self._report_prefill(match.prefill_blocks_per_s)
         manager, keys = self._manager, match.keys
-        num_tokens = max(match.num_tokens, match.stop * self._size)
+        num_tokens = match.stop * self._size  # of more the trace has no keys
         wanted = np.zeros(num_tokens, dtype=np.bool_)
         wanted[_first_block(match) * self._size : match.stop * self._size] = True
         block_keys = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]

@@ -52,6 +52,7 @@ _WRITE_INTERVAL_S = 0.1
 _MAX_QUEUED = 100_000
 _MAX_QUEUED_BYTES = 64 << 20  # of keys and tokens
 _MAX_CHUNK = 1 << 20
+_CLOSE_PATIENCE_S = 4.0  # with a disk that hangs
 
 
 def make_header(store: CacheStore) -> TraceHeader:
@@ -112,9 +113,16 @@ class Tracer:
         }
 
     def close(self) -> None:
-        """Write what is queued. Idempotent."""
+        """Write what is queued, for a few seconds at most. Idempotent."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_PATIENCE_S)
+        self._is_over = True
+        if self._thread.is_alive():
+            log_event(
+                logger, logging.ERROR, "trace_ended", file=self._files.path,
+                error=f"the disk has not answered for {_CLOSE_PATIENCE_S:g} s",
+                effect="its last lines may be lost",
+            )  # fmt: skip
 
     # -- what is told ----------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from cluster import running_cluster
 
 import flexcache
 import flexcache.errors
-from flexcache import CacheConfig, KVManager, KVStatus, ModelConfig
+from flexcache import CacheConfig, KVManager, KVResponse, KVStatus, ModelConfig
 from flexcache.errors import ClosedError
 
 
@@ -22,6 +22,22 @@ def test_the_public_names_are_there() -> None:
     for name in ("KVManager", "KVTPClient", "KVResponse", "KVStatus", "ModelConfig", "CacheConfig"):
         assert getattr(flexcache, name)
         assert name in dir(flexcache)
+
+
+def test_responses_are_equal_where_all_they_say_is() -> None:
+    def response(*mask: bool, error: str | None = None) -> KVResponse:
+        return KVResponse(KVStatus.SUCCESS, np.array(mask, dtype=np.bool_), error)
+
+    first = response(True, False)
+    assert first == first
+    assert first == response(True, False)
+    assert first != response(True, True)
+    assert first != response(True)
+    assert first != response(True, False, error="lost")
+    assert first != KVResponse(KVStatus.FAILED, first.mask)
+    assert first != (first.status, first.mask, first.error)
+    with pytest.raises(TypeError, match="unhashable type: 'KVResponse'"):
+        hash(first)
 
 
 def test_importing_needs_neither_vllm_nor_cuda_nor_liburing_and_says_what_is_missing() -> None:

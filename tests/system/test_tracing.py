@@ -366,6 +366,67 @@ def test_an_id_that_is_no_hash_is_no_trace_of_mooncakes(tmp_path: Path, number: 
         list(read_requests(path))
 
 
+HEADER = {"block_bytes": 256, "tokens_per_block": BLOCK, "capacities": {"CPU": 8}}
+MATCH = {
+    "type": "match", "time": 0.0, "task": 1, "kind": "get", "start": 0, "stop": 1,
+    "num_tokens": BLOCK, "keys": "AAAAAAAAAAE=", "found_start": 0, "num_blocks": 0,
+}  # fmt: skip
+
+
+def replayed_by_command(path: Path, *lines: dict[str, object], speed: int = 0) -> tuple[int, str]:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = CliRunner().invoke(app, ["replay", str(path), "--speed", str(speed)])
+    assert "Traceback" not in done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code, " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        ({"capacities": {"CPU": 10**9}}, "1,000,000,000 blocks of 256 bytes in DRAM"),
+        ({"capacities": {"CPU": 8, "SSD": 10**9}}, "1,000,000,000 on SSD"),
+        ({"capacities": {"CPU": 10**30}}, "capacities"),
+        ({"capacities": {"CPU": -1}}, "capacities"),
+        ({"block_bytes": 10**12}, "blocks of 1,000,000,000,000 bytes"),
+        ({"tokens_per_block": 10**12, "block_bytes": 10**12}, "tokens_per_block"),
+    ],
+)
+def test_sizes_that_a_trace_claims_are_refused_by_name_if_they_do_not_fit(
+    tmp_path: Path, header: dict[str, object], named: str
+) -> None:
+    code, output = replayed_by_command(tmp_path / "t.jsonl", {**HEADER, **header}, MATCH)
+    assert code == 1
+    assert named in output
+
+
+@pytest.mark.parametrize(
+    ("match", "named"),
+    [
+        ({"stop": 10**9}, "8 key bytes"),
+        ({"stop": 10**30}, "stop"),
+        ({"time": 1e300}, "time"),
+        ({"prefill_blocks_per_s": -1.0}, "prefill_blocks_per_s"),
+        ({"kind": "post"}, "kind"),
+    ],
+)
+def test_a_line_that_claims_what_cannot_be_is_refused_by_name(
+    tmp_path: Path, match: dict[str, object], named: str
+) -> None:
+    lines = (HEADER, MATCH, {**MATCH, "task": 2, **match})
+    code, output = replayed_by_command(tmp_path / "t.jsonl", *lines, speed=1)
+    assert code == 1
+    assert named in output and "line 3" in output
+
+
+def test_a_prompt_of_which_a_trace_has_less_keys_than_tokens_takes_no_memory_for_the_rest(
+    tmp_path: Path,
+) -> None:
+    match = {**MATCH, "num_tokens": 10**12, "retain_s": 1e300}
+    code, output = replayed_by_command(tmp_path / "t.jsonl", HEADER, match)
+    assert code == 0, output
+
+
 def test_engines_at_a_server_are_traced_by_the_server(tmp_path: Path) -> None:
     """Their prompts come through memory that the next call writes over."""
     endpoint, directory = private_endpoint("traced"), tmp_path / "trace"

@@ -96,6 +96,12 @@ def test_an_unknown_name_is_answered_with_the_closest_ones() -> None:
         CacheConfig.from_env({}, num_cpu_blocks=1, ssd_queue_dept=3)
 
 
+@pytest.mark.parametrize("name", ["defaults", "environ", "self"])
+def test_no_unknown_name_is_taken_for_an_argument(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: no such setting"):
+        CacheConfig.from_env({}, {"num_cpu_blocks": 1}, **{name: 5})
+
+
 def test_text_from_the_environment_becomes_typed_values(tmp_path: Path) -> None:
     env = {
         "FLEXCACHE_CPU_CACHE_GB": "1.5",

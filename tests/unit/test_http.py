@@ -5,12 +5,16 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +28,7 @@ from flexcache.server.http import HttpService
 
 TOKEN = "correct horse"
 JSON = {"Content-Type": "application/json"}
+MORE_THAN_BUFFERS = 64 << 20  # what the sockets of both sides hold
 
 
 class PlayedServer:
@@ -34,13 +39,15 @@ class PlayedServer:
         self.prefetched: list[tuple[Any, Any, Any]] = []
         self.cleared: list[str | None] = []
         self.failure: Exception | None = None
+        self.padding = ""
         self.entered = threading.Event()
         self.gate: threading.Event | None = None
 
     def stats(self) -> dict[str, Any]:
         if self.failure is not None:
             raise self.failure
-        return {"version": "1.2", "uptime_s": 5.0, "counters": {}, "tiers": {}}
+        stats: dict[str, Any] = {"version": "1.2", "uptime_s": 5.0, "counters": {}, "tiers": {}}
+        return stats | {"padding": self.padding} if self.padding else stats
 
     def health(self) -> dict[str, Any]:
         return {"serving": True, "missing": self.missing}
@@ -68,9 +75,9 @@ class PlayedServer:
 
 @contextmanager
 def serving(
-    server: PlayedServer, endpoint: str = "127.0.0.1:0", token: str | None = None
+    server: PlayedServer, endpoint: str = "127.0.0.1:0", token: str | None = None, **more: int
 ) -> Iterator[HttpService]:
-    service = HttpService(server, endpoint, token)
+    service = HttpService(server, endpoint, token, **more)
     service.start()
     try:
         yield service
@@ -104,6 +111,11 @@ def ask(
         return answer.status, answer.read().decode(), answer.headers
     finally:
         connection.close()
+
+
+def address_of(service: HttpService) -> tuple[str, int]:
+    host, port = service.address.removeprefix("http://").split(":")
+    return host, int(port)
 
 
 def post(service: HttpService, path: str, content: object) -> tuple[int, Any]:
@@ -215,22 +227,31 @@ def test_methods_and_paths_that_are_none_are_refused(service: HttpService) -> No
     assert ask(service, "GET", "/")[0] == 404
 
 
-def test_a_body_without_bound_is_cut_off(server: PlayedServer, service: HttpService) -> None:
-    head = b"POST /cache/prefetch HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    host, port = service.address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), 30) as connection:
-        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
-        chunk = b"100000\r\n" + b"1" * 0x100000 + b"\r\n"
-        answer = b""
-        try:
-            for _ in range(64):
+@pytest.mark.parametrize("request_line", ["POST /cache/prefetch", "POST /status", "GET /status",
+                                          "GET /cache/clear", "GET /none"])  # fmt: skip
+def test_a_body_without_end_is_not_read(
+    request_line: str, server: PlayedServer, service: HttpService
+) -> None:
+    head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    chunk, taken = b"10000\r\n" + b"1" * 0x10000 + b"\r\n", 0
+    with socket.create_connection(address_of(service), 30) as connection:
+        connection.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError):  # it has hung up
+            while taken < MORE_THAN_BUFFERS:
                 connection.sendall(chunk)
-            answer = connection.recv(1000)
-        except OSError:  # it has hung up
-            pass
-    assert not answer or b" 413 " in answer.split(b"\r\n")[0]
+                taken += len(chunk)
+    assert taken < MORE_THAN_BUFFERS
     assert not server.prefetched
     assert ask(service, "GET", "/status")[0] == 200
+
+
+def test_a_body_that_is_too_long_is_413(service: HttpService) -> None:
+    head = b"POST /cache/prefetch HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(address_of(service), 30) as connection:
+        connection.sendall(head + b"Content-Length: 1000000000000\r\n\r\n")
+        answer = connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert_closed(connection)
 
 
 def test_who_leaves_in_the_middle_of_a_body_is_not_logged_as_an_error(
@@ -328,6 +349,166 @@ def test_closing_leaves_neither_thread_nor_port(server: PlayedServer) -> None:
     again = HttpService(server, service.address.removeprefix("http://"))
     again.start()
     again.close()
+
+
+# -- clients that keep the service waiting --------------------------------------------------------
+
+SERVE = """
+import logging, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+from test_http import HttpService, PlayedServer
+service = HttpService(PlayedServer(), "127.0.0.1:0", "correct horse", patience_s=2)
+service.start()
+print(os.getpid(), service.address, flush=True)
+sys.stdin.read()
+service.close()
+"""
+
+
+def assert_closed(connection: socket.socket) -> None:
+    """By the other side, with nothing more to be read."""
+    try:
+        while connection.recv(65_536):
+            pass
+    except ConnectionResetError:
+        pass
+
+
+def num_files(pid: str) -> int:
+    """That a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def answers(service: HttpService, path: str) -> bool:
+    """Whether it answers at all: a connection beyond the limit is closed unread."""
+    try:
+        return ask(service, "GET", path, headers={"Authorization": f"Bearer {TOKEN}"})[0] == 200
+    except (ConnectionError, http.client.HTTPException):
+        return False
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2000:
+        pytest.skip(f"no more than {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2000), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_idle_connections_keep_others_out_no_longer_than_the_deadline() -> None:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE], env=environment, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with process, ExitStack() as stack:
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        pid, address = process.stdout.readline().split()
+        service = HttpService(PlayedServer(), address.removeprefix("http://"))
+        until(lambda: answers(service, "/healthz"))  # what is loaded once is loaded
+        before, most = num_files(pid), 0
+        for _ in range(1300):
+            stack.enter_context(socket.create_connection(address_of(service), 30))
+            most = max(most, num_files(pid))
+        for path in ("/healthz", "/metrics", "/status"):
+            until(lambda path=path: answers(service, path))
+        assert most <= before + 64 + 1
+        until(lambda: num_files(pid) <= before)
+        _, log = process.communicate("")
+    assert process.returncode == 0
+    assert "Traceback" not in log
+    assert len(log.splitlines()) < 50
+
+
+@pytest.mark.parametrize("sent", [
+    b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n",
+    b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n",
+])  # fmt: skip
+def test_a_client_that_does_not_send_a_whole_head_is_cut_off_however_often_it_sends_a_piece(
+    sent: bytes, server: PlayedServer
+) -> None:
+    with serving(server, patience_s=1) as service:
+        with socket.create_connection(address_of(service), 30) as connection:
+            connection.sendall(sent)
+            gone = threading.Event()
+
+            def send_pieces() -> None:
+                try:
+                    while not gone.wait(0.05):
+                        connection.sendall(b"X: 1\r\n" if sent else b"")
+                except OSError:
+                    pass
+
+            sender = threading.Thread(target=send_pieces)
+            sender.start()
+            assert_closed(connection)
+            gone.set()
+            sender.join()
+        assert ask(service, "GET", "/healthz")[0] == 200
+
+
+def test_a_body_that_does_not_come_is_408(server: PlayedServer) -> None:
+    head = b"POST /cache/clear HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with (
+        serving(server, patience_s=1) as service,
+        socket.create_connection(address_of(service), 30) as connection,
+    ):
+        connection.sendall(head + b"Content-Length: 20\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+        assert_closed(connection)
+
+
+def test_a_client_that_does_not_take_its_answer_is_cut_off(server: PlayedServer) -> None:
+    server.padding = "x" * (32 << 20)
+    with serving(server, patience_s=1) as service:
+        assert ask(service, "GET", "/healthz")[0] == 200
+        before = num_files("self")
+        with socket.create_connection(address_of(service), 30) as connection:
+            connection.sendall(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(1)  # it has been accepted
+            until(lambda: num_files("self") == before + 1)  # this one's end
+
+
+def test_a_call_may_take_longer_than_a_client_may(server: PlayedServer) -> None:
+    server.gate = threading.Event()
+    with serving(server, patience_s=1) as service:
+        threading.Timer(2.5, server.gate.set).start()
+        assert post(service, "/cache/clear", {"tier": "CPU"}) == (200, {"dropped_blocks": 3})
+
+
+def test_where_no_file_descriptor_is_left_clients_wait_and_the_log_has_one_line(
+    service: HttpService, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert ask(service, "GET", "/healthz")[0] == 200
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            client.connect(address_of(service))
+            until(lambda: caplog.records)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.settimeout(60)
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
+    assert len(caplog.records) == 1
+    assert "http_accept_failed" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra() -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from flexcache.cache.block_keys import TokenBlockKeys
 from flexcache.ids import RootId, TaskKind
@@ -83,3 +89,53 @@ def test_what_refers_to_a_line_that_is_not_there_is_refused() -> None:
     second = writer.complete(match_of(2, 3), packed(ROOTS[0], (1, 2, 3), 8))
     with pytest.raises(ValueError, match="task 2 begins like task 1"):
         KeyReader().complete(second)
+
+
+def test_a_prompt_cannot_begin_with_more_than_another_has() -> None:
+    reader = KeyReader()
+    for task, stop in ((1, 3), (2, 2)):
+        base = {"base": 1, "base_blocks": 2} if task == 2 else {"keys": bytes(3 * KEY_BYTES)}
+        reader.complete(structs.replace(match_of(task, stop), **base))
+    with pytest.raises(ValueError, match="3 blocks of task 2, which has 2"):
+        reader.complete(structs.replace(match_of(3, 3), base=2, base_blocks=3))
+
+
+def lines_run(count: int, stop_of: Callable[[int], int]) -> int:
+    """Lines of the reader that are executed for prompts that each begin like the one before."""
+    matches = [structs.replace(match_of(1, stop_of(1)), keys=bytes(stop_of(1) * KEY_BYTES))]
+    for task in range(2, count + 1):
+        shared, stop = min(stop_of(task - 1), stop_of(task)), stop_of(task)
+        keys = bytes((stop - shared) * KEY_BYTES)
+        match = match_of(task, stop)
+        matches.append(structs.replace(match, base=task - 1, base_blocks=shared, keys=keys))
+    reader, num_lines = KeyReader(), 0
+
+    def count_lines(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count_lines
+
+    before = sys.gettrace()
+    sys.settrace(count_lines)
+    try:
+        for match in matches:
+            reader.complete(match)
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+@pytest.mark.parametrize(
+    "stop_of",
+    [
+        lambda task: 10,
+        lambda task: task,
+        lambda task: task if task < 500 else 1,
+        lambda task: 1 + task % 2,
+    ],
+    ids=["the same", "longer each time", "longer, then short", "long and short"],
+)
+def test_prompts_in_a_chain_cost_no_more_each_the_longer_the_chain_is(
+    stop_of: Callable[[int], int],
+) -> None:
+    assert lines_run(4000, stop_of) < 5 * lines_run(1000, stop_of)

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from flexcache.errors import TraceError
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskKind, TierName
 from flexcache.request_info import RequestInfo
 from flexcache.tracing import tracer as tracer_module
+from flexcache.tracing.files import RotatingFiles
 from flexcache.tracing.history import TaskHistory, histories
 from flexcache.tracing.reader import RecordedTrace
 from flexcache.tracing.records import (
@@ -414,3 +416,28 @@ def test_an_op_that_waited_says_since_when_it_could_have_started() -> None:
 
     task = TaskHistory(1, ops=[op(1, 1.0, 2.0), op(2, 3.5, 4.0, (1,)), op(3, 3.0, 5.0, (9,))])
     assert task.ready_s() == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
+def test_a_disk_that_hangs_does_not_keep_the_end_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracer_module, "_CLOSE_PATIENCE_S", 0.2, raising=False)
+    answers, hangs = threading.Event(), threading.Event()
+
+    def write(_: RotatingFiles, __: bytes) -> None:
+        hangs.set()
+        answers.wait(60)
+
+    monkeypatch.setattr(RotatingFiles, "write", write)
+    tracer = make_tracer(tmp_path)
+    try:
+        assert hangs.wait(60)
+        closing = threading.Thread(target=tracer.close)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+        assert "trace_ended" in caplog.text and "the disk has not answered" in caplog.text
+        tracer.session_began(SessionId(1), "late")
+        assert tracer.stats()["dropped_lines"] == 1
+    finally:
+        answers.set()

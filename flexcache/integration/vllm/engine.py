@@ -36,7 +36,7 @@ def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
         "kv_events": events is not None and events.enable_kv_cache_events,
         "kv_events_hashes": "int" if envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES else "bytes",
     }
-    return CacheConfig.from_env(defaults=defaults, **{**extra, "tokens_per_block": block_size})
+    return CacheConfig.from_env(None, defaults, **{**extra, "tokens_per_block": block_size})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,77 @@
+"""What is known of a remote store is bounded, and never more than the store was found to have."""
+
+from __future__ import annotations
+
+import pytest
+from builders import ROOT, keys_of, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexcache.cache.remote_tier import RemoteTier
+from flexcache.config import CacheConfig
+from flexcache.errors import ConfigError
+from flexcache.instructions import Instruction
+from flexcache.lookups import RemoteLookUps
+from flexcache.transfer.breaker import CircuitBreaker
+
+WORDS = st.text("ab", min_size=1, max_size=8)
+
+
+@given(
+    capacity=st.integers(1, 12),
+    calls=st.lists(st.tuples(st.sampled_from(["learn", "match", "discard"]), WORDS), max_size=60),
+)
+def test_no_more_is_known_than_there_is_room_for_nor_than_was_found(
+    capacity: int, calls: list[tuple[str, str]]
+) -> None:
+    tier, found = RemoteTier(5.0, capacity), set[str]()
+    for action, word in calls:
+        if action == "learn":
+            count = tier.learn(ROOT, None, keys_of(word))
+            assert count == min(len(word), capacity)
+            found |= {word[:end] for end in range(1, count + 1)}
+            assert tier.index.match(prompt(word)).num_blocks >= count
+        elif action == "match":
+            known = tier.match(prompt(word)).num_blocks
+            assert known <= capacity
+            assert all(word[:end] in found for end in range(1, known + 1))
+        else:
+            tier.discard(ROOT, keys_of(word)[-1])
+            assert tier.index.match(prompt(word)).num_blocks < len(word)
+        assert tier.index.num_blocks <= capacity
+        tier.check()
+
+
+def test_what_was_used_last_is_known_longest() -> None:
+    tier = RemoteTier(5.0, capacity=6)
+    for word in ("aaa", "bbb"):
+        tier.learn(ROOT, None, keys_of(word))
+    tier.match(prompt("aaa"))
+    tier.learn(ROOT, None, keys_of("ccc"))
+    known = {word: tier.index.match(prompt(word)).num_blocks for word in ("aaa", "bbb", "ccc")}
+    assert known == {"aaa": 3, "bbb": 0, "ccc": 3}
+
+
+def test_what_was_forgotten_is_asked_for_again() -> None:
+    tier = RemoteTier(5.0, capacity=3)
+    tier.learn(ROOT, None, keys_of("aaa"))
+    assert tier.first_unknown(prompt("aaa"), 3, 0.0) is None
+    tier.learn(ROOT, None, keys_of("bbb"))
+    assert tier.first_unknown(prompt("aaa"), 3, 0.0) == 0
+
+
+def test_a_prompt_beyond_what_can_be_known_is_not_asked_for_again_at_once() -> None:
+    tier = RemoteTier(5.0, capacity=3)
+    look_ups, instructions = RemoteLookUps(tier, CircuitBreaker(), 1.0), list[Instruction]()
+    for _ in range(10):
+        asked = look_ups.look_up(prompt("aaaaaaaa"), 8, 0.0, instructions)
+        if asked is None:
+            break
+        look_ups.looked_up(asked, 8, None, 0.0, instructions)
+    assert look_ups.num_asked == 1
+    assert tier.match(prompt("aaaaaaaa")).num_blocks == 3
+
+
+def test_the_number_of_blocks_known_must_be_positive() -> None:
+    with pytest.raises(ConfigError, match="remote_index_blocks = 0"):
+        CacheConfig(num_cpu_blocks=8, remote_index_blocks=0)
