@@ -251,9 +251,10 @@ def fail_at_a_message(server: KVServer) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("played")
 
-    server.hub._dispatch = fail  # type: ignore[method-assign]
+    guard = server.hub._guard
+    handle, guard._handle = guard._handle, fail
     until(lambda: server.hub.counters["failed_messages"] > 0)  # a client pings
-    del server.hub._dispatch
+    guard._handle = handle
 
 
 def follow_the_cache(server: Server, tmp_path: Path) -> None:
