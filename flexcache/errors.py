@@ -43,3 +43,14 @@ class InternalError(FlexCacheError):
 
 class ServerLostError(FlexCacheError):
     """The server died or does not answer. What was asked of it is a miss."""
+
+
+class DeviceError(FlexCacheError):
+    """A device or its driver does not say any more what has been copied."""
+
+
+class TaskRevokedError(FlexCacheError):
+    """A copy must not go on: its task was answered, and its GPU slots may be in use again."""
+
+    def __init__(self) -> None:
+        super().__init__("revoked: its task was answered before the copy had ended")
