@@ -405,7 +405,7 @@ class KVDPClient:
                     return
             if self._orphans:
                 self._settle_orphans()
-            if self._is_lost.is_set():
+            if self._state is SessionState.SERVING and self._is_lost.is_set():
                 raise ServerLostError(self._error or "the server was lost")
         self._link.offer(Goodbye())
 
