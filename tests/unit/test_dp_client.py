@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from builders import prompt
 
 from flexcache import CacheConfig, KVStatus, ModelConfig
-from flexcache.ids import SessionId, TaskKind
+from flexcache.cache.block_keys import TokenBlockKeys
+from flexcache.ids import RootId, SessionId, TaskKind
 from flexcache.server.dp_client import KVDPClient, answer_due_s
 from flexcache.server.fence import Fence
 from flexcache.server.messages import (
@@ -35,6 +36,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 Message = TypeVar("Message")
 WAIT_S = 30.0
 SESSION = make_session(7, 1)
+PROMPT = TokenBlockKeys(RootId(b"root"), np.arange(32), 16)
 
 
 class PlayedServer:
@@ -52,7 +54,9 @@ class PlayedServer:
 
     def next(self, kind: type[Message]) -> tuple[bytes, Message]:
         """The next message of a kind, and who sent it."""
+        deadline = time.monotonic() + WAIT_S
         while True:
+            assert time.monotonic() < deadline, f"no {kind.__name__} comes"
             identity, data, *_ = self._socket.recv_multipart()
             message = self._decode(data)
             if isinstance(message, kind):
@@ -91,7 +95,7 @@ def client(server: PlayedServer) -> Iterator[KVDPClient]:
 def load(server: PlayedServer, client: KVDPClient) -> int:
     """Have a task of two blocks matched and launched."""
     with ThreadPoolExecutor(1) as thread:
-        matching = thread.submit(client.match, TaskKind.GET, prompt("ab"), 0, 2, 32)
+        matching = thread.submit(client.match, TaskKind.GET, PROMPT, 0, 2, 32)
         identity, request = server.next(Match)
         server.say(identity, Matched(request.request_id, 0, 2, {"CPU": 2}))
         task = matching.result()
