@@ -132,6 +132,7 @@ def serving(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.terminate()
+        process.send_signal(signal.SIGCONT)
         process.wait(WAIT_S)
 
 
