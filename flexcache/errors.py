@@ -38,7 +38,7 @@ class StorageError(FlexCacheError):
 
 
 class DeviceLostError(FlexCacheError, RuntimeError):
-    """A GPU no longer works, for this process at least. None of its copies is under way."""
+    """A GPU or its driver no longer works, for this process at least."""
 
 
 class TraceError(FlexCacheError, ValueError):
@@ -51,3 +51,10 @@ class InternalError(FlexCacheError):
 
 class ServerLostError(FlexCacheError):
     """The server died or does not answer. What was asked of it is a miss."""
+
+
+class TaskRevokedError(FlexCacheError):
+    """A copy must not go on: its task was answered, and its GPU slots may be in use again."""
+
+    def __init__(self) -> None:
+        super().__init__("revoked: its task was answered before the copy had ended")

@@ -76,6 +76,14 @@ class LookUpEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RevokeTask:
+    """Instruction: keep ranks that are late from copying for the task, before it is answered."""
+
+    task_id: TaskId
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
 class TaskEnded:
     """Instruction: the GPU side of a task is done; tell whoever waits, and, if it is ``gated``,
     the engine's workers. ``num_ok`` blocks from the task's first on have arrived."""
@@ -103,4 +111,13 @@ class ReplaceExecutor:
     reason: str
 
 
-Instruction = RunOp | DropOp | RunLookUp | LookUpEnded | TaskEnded | TaskAnswered | ReplaceExecutor
+Instruction = (
+    RunOp
+    | DropOp
+    | RunLookUp
+    | LookUpEnded
+    | RevokeTask
+    | TaskEnded
+    | TaskAnswered
+    | ReplaceExecutor
+)

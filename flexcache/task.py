@@ -51,6 +51,7 @@ from flexcache.instructions import (
     DropOp,
     Instruction,
     ReplaceExecutor,
+    RevokeTask,
     RunOp,
     TaskAnswered,
     TaskEnded,
@@ -594,9 +595,11 @@ class KVTaskEngine:
                 self._instructions.append(ReplaceExecutor(executor, reason))
             if running.op.kind.touches_gpu and not running.task.overdue:
                 # The copy may still land, so its blocks stay leased; only the answer is given.
-                running.task.overdue = True
-                self._stop(running.task, now)
-                self._announce(running.task)
+                task = running.task
+                task.overdue = True
+                self._instructions.append(RevokeTask(task.task_id, task.owner.engine))
+                self._stop(task, now)
+                self._announce(task)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""

@@ -16,6 +16,7 @@ from flexcache.ids import SessionId, TaskId
 _COUNT_BITS = 32
 _SESSION_BITS = 16
 _EPOCHS_PER_S = 4
+MAX_TASK_ID = (1 << 64) - 1
 
 
 def new_epoch() -> int:
@@ -42,6 +43,11 @@ def epoch_of(task_id: int) -> int:
 def id_before(session: SessionId) -> TaskId:
     """Below every task id of the session, and given to none."""
     return TaskId(session << _COUNT_BITS)
+
+
+def last_id(session: SessionId) -> TaskId:
+    """The highest task id that the session can have."""
+    return TaskId(id_before(session) | (1 << _COUNT_BITS) - 1)
 
 
 class TaskIds:

@@ -9,10 +9,11 @@ also keeps the session alive:
       +-------------------------------------+
     any --Refused for good--> REFUSED           any --close()--> CLOSED
 
-Without a server every match is a miss at once. Tasks that were open when it was lost are answered
-FAILED as soon as no rank of the engine can be copying for them any more: when the ranks have let go
-of the fence (see `server.fence`), or the same server has opened the next session, which it does not
-before it has ended the tasks of the last.
+Without a server every match is a miss at once. Tasks that were open when it was lost are revoked,
+and answered FAILED as soon as no rank of the engine can be copying for them any more: when the
+ranks have let go of the fence (see `server.fence`), or the same server has opened the next session,
+which it does not before it has ended the tasks of the last. If a rank hangs they are answered all
+the same.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ from flexcache.server.messages import (
     WelcomeEngine,
 )
 from flexcache.server.scratch import Scratch
-from flexcache.task_ids import TaskIds, is_of_same_server
+from flexcache.task_ids import TaskIds, is_of_same_server, last_id
 from flexcache.transfer.messages import Stop, pack_ids
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ _HELLO_INTERVAL_S = 0.1
 _COPY_BELOW_BYTES = 64 << 10
 _MAX_PROMPT_BYTES = MAX_FRAME_BYTES - 4096  # the request itself has a place in the frame
 _SLICE_MS = 100  # how soon a waiting call sees that the server is lost
-_FENCE_PATIENCE_S = 4.0
+_ANSWER_WITHIN_S = 5.0  # since the server was last heard, whatever hangs
+_LEAST_PATIENCE_S = 0.5
 _FENCE_POLL_S = 0.005
 
 
@@ -415,7 +417,7 @@ class KVDPClient:
                     return
             if self._orphans:
                 self._settle_orphans()
-            if self._is_lost.is_set():
+            if self._state is SessionState.SERVING and self._is_lost.is_set():
                 raise ServerLostError(self._error or "the server was lost")
         self._link.offer(Goodbye())
 
@@ -500,7 +502,8 @@ class KVDPClient:
             self._settle_orphans(give_up=True)  # lost twice in a moment: rare, and logged
             self._orphans = self._tasks.open_tasks()
             self._orphans_fence, self._fence = self._fence, None
-            self._orphans_until_s = time.monotonic() + _FENCE_PATIENCE_S
+            self._orphans_fence.revoke(last_id(self._ids.session))
+            self._orphans_until_s = answer_due_s(self._link.heard_s, time.monotonic())
             self._settle_orphans(give_up=self._closing)
 
     def _settle_orphans(self, nothing_moves: bool = False, give_up: bool = False) -> None:
@@ -530,6 +533,12 @@ class KVDPClient:
         with self._changed:
             self._state = state
             self._changed.notify_all()
+
+
+def answer_due_s(heard_s: float, now: float) -> float:
+    """When tasks of a server that is lost now, and was last heard at ``heard_s``, are answered even
+    if a rank does not let go of their slots."""
+    return max(heard_s + _ANSWER_WITHIN_S, now + _LEAST_PATIENCE_S)
 
 
 def _result(answer: TaskAnswer) -> TaskResult:

@@ -36,6 +36,7 @@ from flexcache.instructions import (
     DISK,
     DropOp,
     ReplaceExecutor,
+    RevokeTask,
     RunOp,
     TaskAnswered,
     TaskEnded,
@@ -83,7 +84,7 @@ from flexcache.server.names import is_anonymous
 from flexcache.server.scratch import Scratch
 from flexcache.server.store import CacheStore, Clearing
 from flexcache.task import KVTaskEngine
-from flexcache.task_ids import make_session, session_of
+from flexcache.task_ids import MAX_TASK_ID, make_session, session_of
 from flexcache.transfer.messages import Done, Drop, Execute, pack_checksums, pack_ids, unpack_ids
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ _MAX_PARKED = 1024
 _MAX_BLOCKS_WALKED = 1 << 15
 """In a tier that one client has checked: some 10 ms, for which the others wait."""
 
-PeerInstruction = RunOp | DropOp | TaskEnded | TaskAnswered | ReplaceExecutor
+PeerInstruction = RunOp | DropOp | RevokeTask | TaskEnded | TaskAnswered | ReplaceExecutor
 
 
 class Watcher(Protocol):
@@ -272,6 +273,9 @@ class Hub:
                         result.error, result.is_final,
                     )  # fmt: skip
                     self._send(scheduler.identity, answer)
+            case RevokeTask(task_id, engine):
+                if engine in self._fences:  # else it has no rank
+                    self._fences[engine].revoke(task_id)
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "rank_is_late", executor=executor, reason=reason)
 
@@ -575,7 +579,7 @@ class Hub:
         store = self.store
         welcome = WelcomeRank(
             self.epoch, self.server_pid, store.segment_of(hello.tp_rank).ref(),
-            self._fence(hello.engine), store.block_bytes_per_rank, store.fingerprint,
+            self._fence(hello.engine).path, store.block_bytes_per_rank, store.fingerprint,
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid, now)
         self._peers[identity] = rank
@@ -665,6 +669,7 @@ class Hub:
             self._send(identity, Refused(reason, final=False))
             return
         fence = self._fence(hello.engine)
+        fence.begin_session()
         session = self.open_session(hello.engine)
         scratch = Scratch.open(hello.pid, hello.scratch_fd, MAX_FRAME_BYTES)
         scheduler = Scheduler(
@@ -678,7 +683,7 @@ class Hub:
         self._send(
             identity,
             WelcomeEngine(
-                session, self.server_pid, fence, missing, scratch is not None, self.wanted
+                session, self.server_pid, fence.path, missing, scratch is not None, self.wanted
             ),
         )
         self._send(identity, Readiness(missing, problems))
@@ -829,14 +834,20 @@ class Hub:
             if fence is not None:
                 fence.close()
 
-    def _fence(self, engine: str) -> str:
+    def _fence(self, engine: str) -> Fence:
         fence = self._fences.get(engine)
         if fence is None:
             fence = self._fences[engine] = Fence.create()
-        return fence.path
+        return fence
+
+    def revoke_all(self) -> None:
+        """The server ends: no rank is to copy on its behalf any more."""
+        for fence in self._fences.values():
+            fence.revoke(MAX_TASK_ID)
 
     def close(self) -> None:
         """Forget every peer. Idempotent."""
+        self.revoke_all()
         for peer in list(self._peers.values()):
             self._forget(peer)
 

@@ -51,6 +51,8 @@ class ServerLink:
         self._ping_due_s: float | None = None
         self._asked_s: float | None = None
         """When the oldest ping was sent that nothing was heard after."""
+        self.heard_s = 0.0
+        """When the server was last heard."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
 
@@ -109,7 +111,8 @@ class ServerLink:
         """
         self.check_listener()
         check_server_process(server_pid, paths)
-        self._ping_due_s = time.monotonic() + _PING_INTERVAL_S
+        self.heard_s = time.monotonic()
+        self._ping_due_s = self.heard_s + _PING_INTERVAL_S
         self._asked_s = None
         # In another pid namespace only its silence tells.
         with contextlib.suppress(OSError):
@@ -152,7 +155,7 @@ class ServerLink:
             while self._socket is not None and self._socket in ready:
                 messages.append(self._socket.recv(zmq.NOBLOCK))
         if messages:
-            self._asked_s = None
+            self.heard_s, self._asked_s = now, None
         if self._pidfd in ready:
             raise ServerLostError("the server died")
         if self._ping_due_s is not None:

@@ -45,6 +45,7 @@ from flexcache.instructions import (
     Instruction,
     LookUpEnded,
     ReplaceExecutor,
+    RevokeTask,
     RunLookUp,
     RunOp,
     TaskAnswered,
@@ -454,6 +455,7 @@ class KVServer:
             )
             self._failure = error
             with self._changed:
+                self.hub.revoke_all()
                 self._stopping = True
                 self._changed.notify_all()
             self._stop_peers()
@@ -558,6 +560,9 @@ class KVServer:
         has_news = engine.num_ended_tasks != self._seen_ended
         has_work = False  # not told by the outbox's length: the pump empties it meanwhile
         for instruction in engine.take_instructions():
+            if isinstance(instruction, RevokeTask):  # now: a caller must not be answered before
+                self.hub.deliver(instruction)
+                continue
             if isinstance(instruction, (TaskEnded, LookUpEnded)):
                 has_news = True
             if self._concerns_somebody(instruction):

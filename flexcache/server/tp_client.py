@@ -12,6 +12,7 @@ layers of a load that it asked for by layer, and then not for long.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -28,7 +29,7 @@ import torch
 from flexcache.address import split_address
 from flexcache.errors import (
     ClosedError,
-    FlexCacheError,
+    DeviceLostError,
     RegistrationError,
     ServerLostError,
     UntrustedError,
@@ -51,17 +52,19 @@ from flexcache.server.messages import (
 )
 from flexcache.server.names import engine_name
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.layout import bytes_per_index, describe_kv_caches
+from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
 from flexcache.task_ids import epoch_of, session_of
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.workers.permit import CopyPermit
 
 logger = logging.getLogger(__name__)
 
 _HELLO_INTERVAL_S = 0.2
 _EVENT_POLL_S = 0.0001  # how often the landing of copies on a GPU is looked at
+_CLOSE_PATIENCE_S = 5.0
 _NUM_REMEMBERED = 16_384  # ended tasks that the engine's worker has not asked for
 Value = TypeVar("Value")
 
@@ -108,8 +111,8 @@ class KVTPClient:
         self._changed = threading.Condition()
         self._error: str | None = None
         self._worker: DeviceWorker | None = None
-        self._segment: HostSegment | None = None
-        self._fence: Fence | None = None
+        self._held = contextlib.ExitStack()
+        """What to give back before the engine's slots are its own again."""
         self._epoch = 0
         self._ended: OrderedDict[int, int] = OrderedDict()
         self._sessions_over: OrderedDict[int, None] = OrderedDict()
@@ -236,14 +239,21 @@ class KVTPClient:
         return ended
 
     def close(self) -> None:
-        """Stop serving; a copy under way ends first. Idempotent."""
+        """Stop serving; a copy under way ends first, unless it hangs. Idempotent."""
         if self._closing:
             return
         self._closing = True
         if self._thread is not None:
             self._link.wake()
-            self._thread.join()
+            self._thread.join(_CLOSE_PATIENCE_S)
         self._set_state(ClientState.CLOSED)
+        if self._thread is not None and self._thread.is_alive():
+            log_event(
+                logger, logging.ERROR, "rank_not_closed", tp_rank=self.tp_rank,
+                reason=f"a copy or the driver hangs for {_CLOSE_PATIENCE_S:g} s",
+                effect="its thread and the KV tensors stay until the process ends",
+            )  # fmt: skip
+            return
         self._link.close()
         self._kv_caches = {}
 
@@ -285,8 +295,19 @@ class KVTPClient:
             self._set_state(ClientState.REFUSED, str(error))
         except Exception as error:  # the engine must go on without us
             log_event(logger, logging.ERROR, "rank_failed", tp_rank=self.tp_rank, exc_info=True)
-            self._let_go()  # whoever sees the state may reuse the blocks
-            self._set_state(ClientState.REFUSED, str(error))
+            self._fail(_text_of(error))
+
+    def _fail(self, reason: str) -> None:
+        """Leave for good: neither the engine nor the server must wait for this rank."""
+        worker = self._worker
+        self._let_go()  # the engine may reuse the blocks when it sees the state
+        self._set_state(ClientState.REFUSED, reason)
+        with contextlib.suppress(Exception):  # the link may be what has failed
+            if worker is not None:
+                for done in worker.abandon(reason):
+                    self._link.send(done)
+            self._link.offer(Goodbye())
+        self._link.hang_up()
 
     def _is_over(self) -> bool:
         return self._closing or self._state is ClientState.REFUSED
@@ -302,6 +323,8 @@ class KVTPClient:
             if self._worker is not None:
                 for done in self._worker.advance():
                     self._link.send(done)
+                if self._worker.failure is not None:
+                    raise DeviceLostError(self._worker.failure)
         self._let_go()  # before the server is told that nothing moves any more
         self._link.offer(Goodbye())
 
@@ -368,35 +391,46 @@ class KVTPClient:
             layout = describe_kv_caches(
                 self._kv_caches, welcome.block_bytes, self._block_dim, self._layout_description
             )
-            self._fence = Fence.open(welcome.fence)
-            self._fence.hold()
-            self._segment = HostSegment.open(welcome.segment)
-            self._segment.map(self._show_life)
-            copier = open_copier(next(iter(self._kv_caches.values())).device)
-            copier.attach(self._segment, self._show_life)
-        except (FlexCacheError, RuntimeError, OSError) as error:
-            answer = Register("", 0, f"{error} (the server has {welcome.fingerprint})")
-        else:
-            self._worker = DeviceWorker(layout, self._segment, copier)
+            self._worker = self._make_worker(welcome, layout)
             answer = Register(layout.signature, layout.num_blocks)
+        except Exception as error:  # of any class, as the driver or its wrapper likes
+            self._let_go()
+            answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")
         self._epoch = welcome.epoch
         self._set_state(ClientState.REGISTERING)
         self._link.send(answer)
+
+    def _make_worker(self, welcome: WelcomeRank, layout: BlockLayout) -> DeviceWorker:
+        """Get ready to copy, which may take long. Slots may be touched when it returns."""
+        fence = Fence.open(welcome.fence)
+        self._held.callback(fence.close)
+        segment = HostSegment.open(welcome.segment)
+        self._held.callback(segment.close)
+        segment.map(self._show_life)
+        permit = CopyPermit(fence.words)
+        copier = open_copier(next(iter(self._kv_caches.values())).device, permit)
+        worker = DeviceWorker(layout, segment, copier, permit)
+        self._held.callback(worker.close)
+        copier.attach(segment, self._show_life)
+        fence.hold()
+        return worker
 
     def _show_life(self) -> None:
         self._link.offer(Ping())
 
     def _let_go(self) -> None:
         """Wait for copies under way; from then on the engine's slots are its own again."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-        if self._fence is not None:
-            self._fence.close()
-            self._fence = None
+        try:
+            self._held.close()  # all of it, whatever fails
+        except Exception:
+            log_event(
+                logger, logging.ERROR, "rank_let_go_failed", tp_rank=self.tp_rank, exc_info=True
+            )
+        self._worker = None
+
+
+def _text_of(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _remember(known: OrderedDict[int, Value], key: int, value: Value) -> None:

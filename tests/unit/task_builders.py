@@ -28,6 +28,7 @@ from flexcache.instructions import (
     DropOp,
     LookUpEnded,
     ReplaceExecutor,
+    RevokeTask,
     RunLookUp,
     RunOp,
     TaskAnswered,
@@ -141,6 +142,7 @@ class World:
         self.gone: list[RunOp] = []
         """What executors were at when they died."""
         self.to_replace: dict[str, str] = {}
+        self.revoked: set[TaskId] = set()
         self.num_announced: Counter[TaskId] = Counter()
         self.told_early: Counter[TaskId] = Counter()
         self.told_final: Counter[TaskId] = Counter()
@@ -437,6 +439,8 @@ class World:
                 case TaskAnswered(task_id, result):
                     if task_id not in self.abandoned:
                         self._told(task_id, result)
+                case RevokeTask(task_id):
+                    self.revoked.add(task_id)
                 case ReplaceExecutor(executor, reason):
                     assert executor in self.alive
                     if executor in (DISK, REMOTE):
@@ -531,9 +535,10 @@ class World:
         return [errand for errand in self.at_work.values() if errand.run.task_id == task_id]
 
     def _check_slots_are_unused(self, task_id: TaskId) -> None:
-        """Nobody touches the slots of an answered task, but for a copy that is late beyond hope."""
+        """Nothing touches the slots of an answered task, but for a late copy that was revoked."""
         at_slots = [e for e in self._errands_of(task_id) if e.run.op.kind.touches_gpu]
         assert not at_slots or any(self.is_overdue(errand) for errand in at_slots)
+        assert bool(at_slots) <= (task_id in self.revoked)
 
     def check(self) -> None:
         self.engine.check()

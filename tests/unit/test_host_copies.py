@@ -9,16 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexcache.errors import TaskRevokedError
 from flexcache.transfer.workers import copy_cpu
 from flexcache.transfer.workers.copy_cpu import CopyRuns
+from flexcache.transfer.workers.permit import NUM_WORDS, PIECE_BYTES, CopyPermit
 
 _SIZES = st.one_of(st.integers(0, 300), st.integers(2000, 20_000), st.just(65_536))
 _GAPS = st.integers(0, 130)
 
 
 def _implementations() -> list[CopyRuns]:
-    copy_streams = pytest.importorskip("flexcache.transfer.workers.copy_streams")
-    return [copy_streams.copy_runs, copy_cpu._copy_with_ctypes]
+    pytest.importorskip("flexcache.transfer.workers.copy_streams")
+    return [copy_cpu.load_copy_runs(), copy_cpu._copy_with_ctypes]
 
 
 @settings(deadline=None)
@@ -40,8 +42,48 @@ def test_every_run_arrives_and_nothing_else_changes(
             destination.ctypes.data + starts[0][order],
             source.ctypes.data + starts[1][order],
             sizes[order],
+            CopyPermit(),
         )
         assert np.array_equal(destination, expected)
+
+
+@pytest.mark.parametrize("word", range(NUM_WORDS))
+def test_a_copy_whose_task_is_revoked_ends_with_the_piece_it_is_at(word: int) -> None:
+    """What the third piece brings lands on the words, and revokes the copy's own task."""
+    sizes = np.array([PIECE_BYTES // 2, PIECE_BYTES, 3 * PIECE_BYTES], np.int64)
+    total, task_id = int(sizes.sum()), (0xFFFF << 48) + 7
+    for copy in _implementations():
+        source = np.full(total, 1, np.uint8)
+        target = np.zeros(total, np.uint8)
+        place = 2 * PIECE_BYTES + 4096
+        words = target[place : place + 8 * NUM_WORDS]
+        revoked = np.zeros(NUM_WORDS, np.uint64)
+        revoked[word] = task_id
+        source[place : place + 8 * NUM_WORDS] = revoked.view(np.uint8)
+        permit = CopyPermit(memoryview(words).cast("Q"))
+        permit.task_id = task_id
+        starts = np.cumsum(sizes) - sizes
+        with pytest.raises(TaskRevokedError):
+            copy(target.ctypes.data + starts, source.ctypes.data + starts, sizes, permit)
+        assert np.array_equal(target[: 3 * PIECE_BYTES], source[: 3 * PIECE_BYTES])
+        assert not target[3 * PIECE_BYTES :].any()
+
+
+def test_a_task_that_was_revoked_before_moves_nothing_and_a_later_one_all() -> None:
+    source, target = np.full(4096, 1, np.uint8), np.zeros(4096, np.uint8)
+    words = memoryview(bytearray(8 * NUM_WORDS)).cast("Q")
+    words[0] = 41
+    permit, runs = CopyPermit(words), (target.ctypes.data, source.ctypes.data, 4096)
+    for copy in _implementations():
+        target[:] = 0
+        for revoked in (40, 41):
+            permit.task_id = revoked
+            with pytest.raises(TaskRevokedError):
+                copy(*(np.array([number]) for number in runs), permit)
+        assert not target.any()
+        permit.task_id = 42
+        copy(*(np.array([number]) for number in runs), permit)
+        assert target.all()
 
 
 def _starts(sizes: np.ndarray, gaps: list[int]) -> np.ndarray:

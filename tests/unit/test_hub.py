@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from flexcache.ids import KVStatus, TaskKind
 from flexcache.instructions import DISK, REMOTE, DropOp, LookUpEnded, RunLookUp, RunOp, device
 from flexcache.request_info import RequestInfo, Wanted
 from flexcache.server.claims import CLAIM_TTL_S
+from flexcache.server.fence import Fence
 from flexcache.server.hub import Hub
 from flexcache.server.messages import (
     MAX_FRAME_BYTES,
@@ -53,8 +55,9 @@ from flexcache.server.messages import (
     WelcomeRank,
 )
 from flexcache.server.store import CacheStore
-from flexcache.task_ids import TaskIds
+from flexcache.task_ids import TaskIds, last_id
 from flexcache.transfer.messages import Done, Execute
+from flexcache.transfer.workers.permit import CopyPermit
 
 ROOT = bytes(16)
 MODEL = ModelConfig("m", 1, 1, 8, torch.uint8)
@@ -647,6 +650,40 @@ def test_fences_and_problems_do_not_outlive_their_engines(world: World) -> None:
     assert world.hub._ended == {}
     assert world.hub.peers == []
     assert world.watched == {}
+
+
+def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not(
+    world: World,
+) -> None:
+    engine = Engine(world)
+    [welcome] = world.send(engine.rank, HelloRank(engine.name, 0, engine.name, 2))
+    world.send(engine.rank, Register("layout", 99))
+    fence = Fence.open(welcome.fence)
+    permit = CopyPermit(fence.words)
+    early, late = (engine.match(TaskKind.PUT, text) for text in ("ab", "xyz"))
+    engine.launch(late[0], late[1].num_blocks)
+    permit.task_id = late[0]
+    assert not permit.is_revoked
+    world.now += 1000
+    assert world.hub.store is not None
+    world.hub.store.engine.tick(world.now)
+    world.settle()
+    assert world.last(engine.events).status is KVStatus.FAILED
+    assert permit.is_revoked
+    permit.task_id = late[0] + 1
+    assert not permit.is_revoked
+    permit.task_id = early[0]
+    assert permit.is_revoked
+    engine.work()
+    fence.revoke(last_id(engine.ids.session))  # the scheduler loses its session
+    world.hub._numbers = itertools.count(0)  # as after 65,536 sessions
+    [welcome, _] = world.send(b"new", hello_engine("e", "e", b"new-calls"))
+    permit.task_id = TaskIds(welcome.session).next()
+    assert permit.task_id < late[0]
+    assert not permit.is_revoked
+    world.hub.close()
+    assert permit.is_revoked
+    fence.close()
 
 
 def test_a_scheduler_that_does_not_read_is_given_up_and_a_rank_is_not(world: World) -> None:

@@ -15,6 +15,7 @@ import torch
 from flexcache.errors import UnsupportedLayoutError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.workers.permit import CopyPermit
 
 Addresses = npt.NDArray[np.int64]
 
@@ -59,8 +60,12 @@ class Copier(Protocol):
         """Wait for copies under way and let go of the host pool. Never raises. Idempotent."""
 
 
-def open_copier(device: torch.device) -> Copier:
+def open_copier(device: torch.device, permit: CopyPermit | None = None) -> Copier:
     """The copier for a device's memory.
+
+    Args:
+        permit: Looked at between pieces by a copier whose `start` takes as long as the copy. What a
+            GPU has been given cannot be called back, and ends although the process is stopped.
 
     Raises:
         UnsupportedLayoutError: There is none; names the device.
@@ -73,5 +78,5 @@ def open_copier(device: torch.device) -> Copier:
     if device.type == "cpu":
         from flexcache.transfer.workers.copy_cpu import CpuCopier
 
-        return CpuCopier()
+        return CpuCopier(permit)
     raise UnsupportedLayoutError(f"KV tensors on {device} cannot be moved, only on cpu or cuda")

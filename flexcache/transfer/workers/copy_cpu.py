@@ -16,21 +16,28 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.errors import TaskRevokedError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
+from flexcache.transfer.workers.permit import PIECE_BYTES, CopyPermit
 
 logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.int64]
-CopyRuns = Callable[[Addresses, Addresses, Addresses], None]
+CopyRuns = Callable[[Addresses, Addresses, Addresses, CopyPermit], None]
 
 
 class CpuCopier:
-    """KV tensors in host memory: the copy is done when `start` returns."""
+    """KV tensors in host memory: the copy is done when `start` returns.
 
-    def __init__(self) -> None:
+    Args:
+        permit: Looked at before each piece of a copy.
+    """
+
+    def __init__(self, permit: CopyPermit | None = None) -> None:
+        self._permit = permit or CopyPermit()
         self._copy = load_copy_runs()
 
     def attach(
@@ -45,7 +52,8 @@ class CpuCopier:
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: object,
     ) -> None:  # fmt: skip
-        self._copy(*merge_runs(destinations, sources, sizes))
+        """Copy it all. Raises `TaskRevokedError` if the permit ends meanwhile."""
+        self._copy(*merge_runs(destinations, sources, sizes), self._permit)
 
     def close(self) -> None:
         pass
@@ -53,7 +61,7 @@ class CpuCopier:
 
 @cache
 def load_copy_runs() -> CopyRuns:
-    """The fastest available ``copy(destinations, sources, sizes)`` over flat address arrays."""
+    """The fastest available ``copy(destinations, sources, sizes, permit)`` over address arrays."""
     try:
         from flexcache.transfer.workers.copy_streams import copy_runs
     except ImportError:
@@ -62,14 +70,32 @@ def load_copy_runs() -> CopyRuns:
             remedy="pip install 'flexcache[cpu]'",
         )  # fmt: skip
         return _copy_with_ctypes
-    return copy_runs
+
+    def copy_compiled(
+        destinations: Addresses, sources: Addresses, sizes: Addresses, permit: CopyPermit
+    ) -> None:
+        if not copy_runs(destinations, sources, sizes, permit.address, permit.task_id):
+            raise TaskRevokedError
+
+    return copy_compiled
 
 
-def _copy_with_ctypes(destinations: Addresses, sources: Addresses, sizes: Addresses) -> None:
+def _copy_with_ctypes(
+    destinations: Addresses, sources: Addresses, sizes: Addresses, permit: CopyPermit
+) -> None:
+    until_look = 0
     for destination, source, size in zip(
         destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True
     ):
-        _memmove(destination, source, size)
+        done = 0
+        while done < size:
+            if until_look == 0:
+                permit.check()
+                until_look = PIECE_BYTES
+            length = min(size - done, until_look)
+            _memmove(destination + done, source + done, length)
+            done += length
+            until_look -= length
 
 
 _memmove = ctypes.PYFUNCTYPE(

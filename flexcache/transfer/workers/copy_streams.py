@@ -24,6 +24,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from flexcache.transfer.workers.permit import NUM_WORDS, PIECE_BYTES, WORD_BYTES
+
 Addresses = npt.NDArray[np.int64]
 
 _NUM_STREAMS = 4
@@ -120,26 +122,57 @@ def _fence(typing: Any) -> Any:
     return types.void(), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _shared_word(typing: Any, address: Any) -> Any:
+    """A word that another process may write at any time."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], _INT.as_pointer())
+        return builder.load_atomic(pointer, "monotonic", WORD_BYTES)
+
+    return types.uint64(types.int64), generate
+
+
+@njit(types.void(types.int64, types.int64, types.int64), nogil=True)  # type: ignore[untyped-decorator]
+def _copy_run(destination: int, source: int, size: int) -> None:
+    if size >= _SHORTEST:
+        head = -destination % _LINE
+        _memcpy(destination, source, head)
+        body = (size - head) // _STEP * _STEP
+        _stream(destination + head, source + head, body)
+        done = head + body
+        destination, source, size = destination + done, source + done, size - done
+    _memcpy(destination, source, size)
+
+
 _ADDRESSES = types.Array(types.int64, 1, "C", readonly=True)
 
 
-def _copy_runs(destinations: Addresses, sources: Addresses, sizes: Addresses) -> None:
+def _copy_runs(
+    destinations: Addresses, sources: Addresses, sizes: Addresses, words: int, task_id: int
+) -> bool:
+    until_look = 0
     for i in range(destinations.size):
         if i + 1 < destinations.size:
             _begin_to_load(sources[i + 1], sizes[i + 1])
         destination, source, size = destinations[i], sources[i], sizes[i]
-        if size >= _SHORTEST:
-            head = -destination % _LINE
-            _memcpy(destination, source, head)
-            body = (size - head) // _STEP * _STEP
-            _stream(destination + head, source + head, body)
-            done = head + body
-            destination, source, size = destination + done, source + done, size - done
-        _memcpy(destination, source, size)
+        while size > 0:
+            if until_look == 0:
+                for word in range(NUM_WORDS):
+                    if _shared_word(words + word * WORD_BYTES) >= task_id:
+                        _fence()
+                        return False
+                until_look = PIECE_BYTES
+            length = min(size, until_look)
+            _copy_run(destination, source, length)
+            destination, source, size = destination + length, source + length, size - length
+            until_look -= length
     _fence()
+    return True
 
 
-copy_runs: Callable[[Addresses, Addresses, Addresses], None] = njit(
-    types.void(_ADDRESSES, _ADDRESSES, _ADDRESSES), nogil=True
+copy_runs: Callable[[Addresses, Addresses, Addresses, int, int], bool] = njit(
+    types.boolean(_ADDRESSES, _ADDRESSES, _ADDRESSES, types.int64, types.uint64), nogil=True
 )(_copy_runs)
-"""Copy each run of ``sizes[i]`` bytes. Runs do not overlap. Needs no interpreter lock."""
+"""Copy each run of ``sizes[i]`` bytes for a task; False if it was revoked meanwhile, by one of the
+words at ``words`` (`permit`). Runs do not overlap. Needs no interpreter lock."""

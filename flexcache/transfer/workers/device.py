@@ -8,6 +8,9 @@ so that a copy never overtakes work that was queued on the same slots.
 A load that the engine waits for layer by layer (`load_by_layer`) is copied in parts of one or more
 layers, before anything else; several at once take turns, so that all have their first layers first.
 
+An op of a revoked task ends with nothing moved; a copy on the CPU stops between two pieces
+(`permit`). Of a copy on a GPU all that was started lands, also while the process is stopped.
+
 `DeviceWorker` is driven by one thread (`server.tp_client`); only what says so may be called from
 another. It has no sockets.
 """
@@ -22,12 +25,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.errors import DeviceLostError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
 from flexcache.transfer.messages import Done, Execute, unpack_ids
 from flexcache.transfer.workers.copier import Copier, Fence
 from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.workers.permit import CopyPermit
 
 Addresses = npt.NDArray[np.int64]
 
@@ -59,13 +64,25 @@ class _Copies:
 class DeviceWorker:
     """Executes device ops against one rank's KV tensors and its host segment.
 
-    Every op given to `execute` yields exactly one `Done` from `advance`.
+    Every op given to `execute` yields exactly one `Done`, from `advance` or `abandon`.
+
+    Args:
+        permit: Set to the task that is copied for, for the copier too.
     """
 
-    def __init__(self, layout: BlockLayout, segment: HostSegment, copier: Copier) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        segment: HostSegment,
+        copier: Copier,
+        permit: CopyPermit | None = None,
+    ) -> None:
         self._layout = layout
         self._segment = segment
         self._copier = copier
+        self._permit = permit or CopyPermit()
+        self.failure: str | None = None
+        """Why it cannot be known any more what has landed. Then only `close` and `abandon` help."""
         self._loads_by_layer: deque[Execute] = deque()
         self._loads: deque[Execute] = deque()
         self._stores: deque[Execute] = deque()
@@ -167,12 +184,19 @@ class DeviceWorker:
             done.extend(self._start(queue.popleft()))
         still_moving = []
         for moving in self._moving:
-            if moving.landed.query():
+            if self._has_landed(moving):
                 done.append(Done(moving.op_id, moving.num_blocks))
             else:
                 still_moving.append(moving)
         self._moving = still_moving
         return done
+
+    def _has_landed(self, moving: _Moving) -> bool:
+        try:
+            return moving.landed.query()
+        except Exception as error:  # of any class, as the driver or its wrapper likes
+            self.failure = f"{type(error).__name__}: {error}"
+            return False
 
     def _release_parked(self) -> None:
         if not self._parked:
@@ -218,8 +242,8 @@ class DeviceWorker:
             return self._start_part(copies, by_layer)
         try:
             landed = self._start_columns(copies, len(layout.sizes))
-        except RuntimeError as error:
-            return [self._failed(message, str(error))]
+        except Exception as error:  # of any class, as the driver or a compiler likes
+            return [self._not_started(message, error)]
         return self._started(copies, landed)
 
     def _start_part(self, copies: _Copies, load: LayerLoad | None) -> list[Done]:
@@ -230,9 +254,9 @@ class DeviceWorker:
             return [self._failed(message, "the engine does not wait for it any more")]
         try:
             landed = self._start_columns(copies, stop)
-        except RuntimeError as error:
+        except Exception as error:
             self._in_parts.remove(copies)
-            return [self._failed(message, str(error))]
+            return [self._not_started(message, error)]
         load.part_started(stop, landed)
         if stop < len(self._layout.sizes):
             return []
@@ -250,6 +274,8 @@ class DeviceWorker:
         """Start copies of the next segments of all blocks, up to ``stop``."""
         message, columns = copies.message, slice(copies.num_started, stop)
         copies.num_started = stop
+        self._permit.task_id = message.task_id
+        self._permit.check()
         with self._gate_lock:
             after = self._gates.get(message.task_id)
         if after is None:  # not gated: behind the default stream as it is now
@@ -269,6 +295,11 @@ class DeviceWorker:
         self._moving.append(_Moving(copies.message.op_id, copies.num_blocks, landed))
         return []
 
+    def _not_started(self, message: Execute, error: Exception) -> Done:
+        if isinstance(error, DeviceLostError):
+            self.failure = str(error)
+        return self._failed(message, str(error))
+
     def _failed(self, message: Execute, reason: str) -> Done:
         load = self._layer_load(message)
         if load is not None:
@@ -282,11 +313,20 @@ class DeviceWorker:
             return self._layer_loads.get(message.task_id)
 
     def close(self) -> None:
+        """Wait for copies under way; none starts any more."""
         with self._gate_lock:
             self._is_closed = True
         for task_id in self.layer_loads:
             self.end_layer_load(task_id)
         self._copier.close()
+
+    def abandon(self, reason: str) -> list[Done]:
+        """End all ops that have not ended. To be called when closed."""
+        queues = (self._loads_by_layer, self._loads, self._stores, *self._parked.values())
+        op_ids = [message.op_id for queue in queues for message in queue]
+        op_ids += [copies.message.op_id for copies in self._in_parts]
+        op_ids += [moving.op_id for moving in self._moving]
+        return [Done(op_id, 0, error=reason) for op_id in op_ids]
 
 
 def _unpaired(gpu: npt.NDArray[np.int64], host: npt.NDArray[np.int64]) -> str | None:
