@@ -59,6 +59,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         "cached": [w[1] for w in warm],
         "probes": compare_probes(Path(probe_dir)),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
+        "dram_hit_tokens": metrics.get("vllm:flexcache_dram_hit_tokens", 0),
         "ssd_hit_tokens": metrics.get("vllm:flexcache_ssd_hit_tokens", 0),
     }
 

@@ -23,7 +23,7 @@ from flexcache.errors import ConfigError
 
 _DIGEST_BYTES = 8
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_SAMPLES, _SAMPLE_BYTES = 8, 4096
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
 _NOT_NUMBERS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 """Keys of a model's config that change nothing, or are in the id by themselves."""
 _NO_DRAFT_KV = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"}
