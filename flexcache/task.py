@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.hit_rate import HitRates
+from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.load_cost import why_recomputed
 from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
 from flexcache.cache.restore import Records, RestoreReport, restore_tier
@@ -134,6 +135,7 @@ class KVTaskEngine:
         max_open_tasks: int = 4096,
     ) -> None:
         self.cache = cache
+        self._roots = LayoutRoots()
         self._scheduler = TransferScheduler()
         self._block_bytes = block_bytes
         self._load_ranks = tuple(load_ranks)
@@ -210,6 +212,12 @@ class KVTaskEngine:
         """But not what only goes on below the GPU."""
         self.cancel([task_id for task_id, t in owner.tasks.items() if not t.announced], now)
 
+    def _cancel_all(self, now: float) -> None:
+        """Cancel what engines wait for, but not writes below the GPU."""
+        for owner in list(self._owners.values()):
+            if owner.session != _OWN_SESSION:
+                self._cancel_unanswered(owner, now)
+
     def uses_gpu_of(self, engine: str) -> bool:
         """Whether tasks can still be copying from or to the slots of an engine of this name."""
         return any(
@@ -235,7 +243,7 @@ class KVTaskEngine:
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
-    def look_up(self, kind: TaskKind, keys: BlockKeys, stop: int, now: float) -> int | None:
+    def look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, now: float) -> int | None:
         """Ask the remote store what it has of a prompt, where that may matter to a `match`.
 
         Returns:
@@ -243,6 +251,7 @@ class KVTaskEngine:
         """
         if kind is TaskKind.PUT or self.lookups is None or REMOTE not in self._up:
             return None
+        self._roots.place(keys)
         if self.cache.num_local(keys) >= stop:
             return None
         return self.lookups.look_up(keys, stop, now, self._instructions)
@@ -267,6 +276,7 @@ class KVTaskEngine:
         if task_id <= owner.last_id:
             raise ValueError(f"task {task_id} was given out before")
         owner.last_id = task_id
+        self._roots.place(keys)
         self.cache.advance(now)
         plan = self._plan(owner, kind, keys, start, stop, retain_s)
         _count_plan(self.totals, plan, stop)
@@ -331,9 +341,7 @@ class KVTaskEngine:
 
     def close_down(self, now: float) -> None:
         """Cancel what is open, but not writes below the GPU, and write what is dirty."""
-        for owner in list(self._owners.values()):
-            if owner.session != _OWN_SESSION:
-                self._cancel_unanswered(owner, now)
+        self._cancel_all(now)
         self.cache.begin_closing()
         self._follow([], now)
 
@@ -449,6 +457,17 @@ class KVTaskEngine:
         owner.collect(task_id)
 
     # -- events ----------------------------------------------------------------------------------
+
+    def adopt_layout(self, layout: bytes, now: float) -> None:
+        """Keep blocks under this layout (a digest) from now on.
+
+        Tasks that were matched under another one are cancelled: their blocks' bytes mean something
+        else to the ranks that move them now.
+        """
+        if layout == self._roots.layout:
+            return
+        self._roots = LayoutRoots(layout)
+        self._cancel_all(now)
 
     def restore(self, records: Records) -> RestoreReport:
         """Index what the SSD tier was found to hold at the start (`DiskPool.load`)."""

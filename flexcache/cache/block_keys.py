@@ -5,7 +5,8 @@ prompt come out of one streaming pass, and the key of any single block can be ha
 before it. That is what makes a match a bisection: see `prefix_index`.
 
 Model fingerprint, namespace and kind of key are digested once into a root. For tokens the root is
-what the hash starts from; the engine's own keys are used as they are, in a directory per root.
+what the hash starts from; the engine's own keys are used as they are, in a directory per root. The
+layout of a block's bytes is mixed into the root under which it is kept (`layout_roots`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class BlockKeys(Protocol):
     """The keys of one prompt's whole blocks, computed no sooner than asked for."""
 
     root: RootId
+    """Under which the blocks are kept."""
     num_blocks: int
     content: PromptContent | None
     """What they stand for, where somebody wants to know."""
@@ -49,6 +51,10 @@ class BlockKeys(Protocol):
 class PromptKeys(BlockKeys, Protocol):
     """Keys of a prompt that an engine asks about: they can be handed on as a whole."""
 
+    prompt_root: RootId
+    """Digest of model, namespace and kind of key; for tokens, what the hash starts from. `root`
+    has the layout of the blocks' bytes mixed in (`layout_roots`)."""
+
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
         """What the keys of the first ``stop`` blocks are made from, as one binary array.
 
@@ -60,7 +66,7 @@ class PromptKeys(BlockKeys, Protocol):
 class EngineBlockKeys:
     """Keys that the engine has computed already, one per whole block."""
 
-    __slots__ = ("_keys", "content", "num_blocks", "root")
+    __slots__ = ("_keys", "content", "num_blocks", "prompt_root", "root")
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class EngineBlockKeys:
         num_blocks: int,
         content: PromptContent | None = None,
     ) -> None:
-        self.root = root
+        self.prompt_root = self.root = root
         self.content = content
         self.num_blocks = min(num_blocks, len(keys))
         self._keys = keys
@@ -97,7 +103,8 @@ class TokenBlockKeys:
     """
 
     __slots__ = (
-        "_bytes_per_block", "_checkpoints", "_data", "_probed", "content", "num_blocks", "root",
+        "_bytes_per_block", "_checkpoints", "_data", "_probed", "content", "num_blocks",
+        "prompt_root", "root",
     )  # fmt: skip
 
     def __init__(
@@ -107,7 +114,7 @@ class TokenBlockKeys:
         tokens_per_block: int,
         content: PromptContent | None = None,
     ) -> None:
-        self.root = root
+        self.prompt_root = self.root = root
         self.content = content
         self.num_blocks = len(tokens) // tokens_per_block
         self._bytes_per_block = 8 * tokens_per_block

@@ -12,12 +12,12 @@ from flexcache.ids import BlockKey, RootId
 class PackedBlockKeys:
     """An engine's own keys, all of one size, one after the other."""
 
-    __slots__ = ("_data", "_size", "content", "num_blocks", "root")
+    __slots__ = ("_data", "_size", "content", "num_blocks", "prompt_root", "root")
 
     def __init__(
         self, root: RootId, data: memoryview, key_bytes: int, content: PromptContent | None = None
     ) -> None:
-        self.root = root
+        self.prompt_root = self.root = root
         self.content = content
         self.num_blocks = len(data) // key_bytes
         self._data = data

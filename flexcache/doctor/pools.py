@@ -157,6 +157,8 @@ class PoolDoctor:
             f"directories, {num_slots:,} slots of {header.slot_bytes:,} bytes, "
             f"{len(contents.records):,} recorded",
         )
+        if header.identity is not None:
+            self._say(Level.OK, f"{name}: KV of {header.identity.text}")
         self._look_at_chains(name, header, parts, contents.records)
         bad = {"records are torn": contents.torn}
         if self.verify:

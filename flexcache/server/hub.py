@@ -30,7 +30,7 @@ from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.packed_keys import unpack_keys
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import ModelConfig
-from flexcache.errors import ConfigError, FlexCacheError, RegistrationError
+from flexcache.errors import ConfigError, FlexCacheError, RegistrationError, StorageError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, OpId, SessionId, TaskId
 from flexcache.instructions import (
     DISK,
@@ -55,6 +55,7 @@ from flexcache.server.messages import (
     Failed,
     GetStats,
     Goodbye,
+    Greeting,
     HelloEngine,
     HelloRank,
     Launch,
@@ -77,7 +78,7 @@ from flexcache.server.messages import (
     WelcomeRank,
 )
 from flexcache.server.scratch import Scratch
-from flexcache.server.store import CacheStore
+from flexcache.server.store import CacheStore, Clearing
 from flexcache.task import KVTaskEngine
 from flexcache.task_ids import make_session, session_of
 from flexcache.transfer.messages import Done, Drop, Execute, pack_checksums, pack_ids, unpack_ids
@@ -178,7 +179,6 @@ class Hub:
         self.counters: Counter[str] = Counter()
         self.extra_stats: Callable[[], dict[str, Any]] = dict
         self.last_left_orderly = False
-        self._layout: str | None = None
         self._peers: dict[bytes, Rank | Scheduler] = {}
         self._callers: dict[bytes, Scheduler] = {}
         self._ranks: dict[str, Rank] = {}  # by executor
@@ -195,6 +195,7 @@ class Hub:
         self._num_parked = 0
         self._numbers = itertools.count(1)
         self._decoder = msgspec.msgpack.Decoder(ToServer)
+        self._greeting_decoder = msgspec.msgpack.Decoder(Greeting)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -206,7 +207,8 @@ class Hub:
         try:
             message = self._decoder.decode(frames[0]) if frames else None
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # also of bad UTF-8
-            self._reject(identity, "malformed", str(error))
+            if not self._refuse_other_version(identity, frames[0]):
+                self._reject(identity, "malformed", str(error))
             return
         has_data = isinstance(message, Match) and not message.scratch_bytes
         if message is None or len(frames) != 1 + has_data:
@@ -327,6 +329,7 @@ class Hub:
         tasks = self.store.engine
         report |= {
             "fingerprint": self.store.fingerprint,
+            "layout": self.store.layout or "",
             "block_bytes": self.store.block_bytes,
             "tokens_per_block": self.store.config.tokens_per_block,
             "tiers": tasks.cache.stats(),
@@ -373,7 +376,7 @@ class Hub:
             case Goodbye() if peer is not None:
                 self._lose(peer, "closed", now)
             case Register() if isinstance(peer, Rank) and not peer.serving:
-                self._register(peer, message)
+                self._register(peer, message, now)
             case Done() if isinstance(peer, Rank) and peer.serving:
                 self._tasks.op_done(
                     peer.executor, OpId(message.op_id), message.num_ok, now, error=message.error
@@ -578,10 +581,33 @@ class Hub:
         self._watcher.watch(identity, hello.pid)
         self._send(identity, welcome)
 
-    def _register(self, rank: Rank, message: Register) -> None:
-        problem = message.problem
-        if problem is None and self._layout not in (None, message.layout):
-            problem = f"KV layout {message.layout} differs from the other ranks' {self._layout}"
+    def _adopt_layout(self, layout: str, now: float) -> str | None:
+        """Have the store keep blocks of a rank's layout; why that cannot be.
+
+        Ranks that serve agree on one. Ranks that have left decide nothing.
+        """
+        assert self.store is not None
+        if layout == self.store.layout:
+            return None
+        if any(rank.serving for rank in self._ranks.values()):
+            return f"KV layout {layout} differs from the other ranks' {self.store.layout}"
+        try:
+            clearing = self.store.adopt_layout(layout, now)
+        except (FlexCacheError, OSError) as error:
+            return str(error)
+        if clearing is not None:
+            self.aside.append(Aside(clearing.work, partial(self._layout_cleared, clearing)))
+        return None
+
+    def _layout_cleared(self, clearing: Clearing, error: OSError | None) -> None:
+        """Blocks that a restart brings back are under their own layout: not found, no harm."""
+        try:
+            clearing.end(error)
+        except StorageError as failure:
+            log_event(logger, logging.WARNING, "ssd_not_cleared_for_good", error=failure)
+
+    def _register(self, rank: Rank, message: Register, now: float) -> None:
+        problem = message.problem or self._adopt_layout(message.layout, now)
         if problem is not None:
             problem = f"tp_rank {rank.tp_rank}: {problem}"
             self._problems[rank.engine, rank.tp_rank] = problem
@@ -591,7 +617,6 @@ class Hub:
             self._send(rank.identity, Refused(problem))
             self._forget(rank)
         else:
-            self._layout = message.layout
             rank.serving = True
             self._send(rank.identity, Registered())
             for ended in self._ended.get(rank.engine, ()):
@@ -671,15 +696,32 @@ class Hub:
             self._reject(identity, "malformed", "a name is too long")
             return False
         if hello.version != PROTOCOL_VERSION:
-            self.counters["rejected_version"] += 1
-            reason = f"the client speaks protocol {hello.version}, the server {PROTOCOL_VERSION}"
-            self._send(identity, Refused(reason))
+            self._refuse_version(identity, hello.version)
             return False
         if len(self._peers) >= _MAX_PEERS:
             self.counters["rejected_crowded"] += 1
             self._send(identity, Refused(f"{_MAX_PEERS} clients are connected", final=False))
             return False
         return True
+
+    def _refuse_other_version(self, identity: bytes, frame: Buffer) -> bool:
+        """Answer a greeting of another version that cannot be decoded here; whether it is one."""
+        try:
+            greeting = self._greeting_decoder.decode(frame)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return False
+        if greeting.version == PROTOCOL_VERSION or not greeting.type.startswith("Hello"):
+            return False
+        self._refuse_version(identity, greeting.version)
+        return True
+
+    def _refuse_version(self, identity: bytes, version: int) -> None:
+        self.counters["rejected_version"] += 1
+        reason = (
+            f"the client speaks protocol {version}, the server {PROTOCOL_VERSION}: run the same "
+            "FlexCache version on both sides"
+        )
+        self._send(identity, Refused(reason))
 
     def _may_replace(
         self, identity: bytes, holder: Rank | Scheduler | None, client: str, who: str, now: float

@@ -28,7 +28,8 @@ from flexcache.request_info import RequestInfo, Wanted
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
+"""Server and clients of one version work together; docs/formats.md says what others hear."""
 _MAX_TP_SIZE = 1024
 _MAX_MODEL_ID_LENGTH = 4096
 MAX_FRAME_BYTES = 16 << 20
@@ -281,6 +282,13 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 class Goodbye(msgspec.Struct, tag=True, frozen=True):
     """The client closes; nothing of it moves any more."""
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """What every version's `HelloRank` and `HelloEngine` have, to be told apart by version."""
+
+    type: str
+    version: int
 
 
 Request = Match | Clear | GetStats | CheckInvariants

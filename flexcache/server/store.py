@@ -21,6 +21,7 @@ from flexcache.logs import log_event
 from flexcache.storage.alignment import align_up
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.remote import check_packages
 from flexcache.task import KVTaskEngine
 from flexcache.transfer.workers.disk import DiskWorkerConfig
@@ -100,6 +101,8 @@ class CacheStore:
             self.engine.cache.keep_journal(config.tokens_per_block)
         self.segments: list[HostSegment] = []
         self.disk_pool: DiskPool | None = None
+        self.layout: str | None = None
+        """How the ranks lay out the bytes of a block; None until the first has registered."""
 
     def _check_memory(self, wanted: int) -> None:
         """A pool beyond the machine's memory would end some process without a word."""
@@ -188,6 +191,9 @@ class CacheStore:
     def _restore(self, pool: DiskPool) -> None:
         started = time.monotonic()
         report = self.engine.restore(pool.load())
+        found = pool.identity
+        if found is not None and report.num_restored and found.model == self._identity("").model:
+            self.engine.adopt_layout(found.layout, started)  # until a rank says otherwise
         if report.num_restored or report.num_dropped:
             log_event(
                 logger,
@@ -197,6 +203,46 @@ class CacheStore:
                 useless_blocks=report.num_dropped,
                 seconds=time.monotonic() - started,
             )
+
+    def _identity(self, layout: str) -> KVIdentity:
+        return KVIdentity.of(self.fingerprint, layout)
+
+    def adopt_layout(self, layout: str, now: float) -> Clearing | None:
+        """Keep blocks of this layout from now on; no rank of another one may be serving.
+
+        Blocks of another layout are not found any more, and found again when their layout is back.
+
+        Returns:
+            What is left to be done where the SSD tier was cleared of another layout's blocks.
+
+        Raises:
+            ConfigError: The SSD tier holds blocks of this model in another layout, and
+                ``ssd_on_mismatch`` is ``refuse``.
+            OSError: The SSD tier's files cannot be written.
+        """
+        identity, clearing = self._identity(layout), None
+        if self.disk_pool is not None and self.disk_pool.identity != identity:
+            clearing = self._make_room_on_ssd(self.disk_pool, identity)
+            self.disk_pool.adopt(identity)
+        self.engine.adopt_layout(identity.layout, now)
+        self.layout = layout
+        return clearing
+
+    def _make_room_on_ssd(self, pool: DiskPool, identity: KVIdentity) -> Clearing | None:
+        found, ssd = pool.identity, self.engine.cache.by_name[TierName.SSD]
+        if found is None or found.model != identity.model or not ssd.index.num_blocks:
+            return None  # another model's blocks leave as room is needed
+        if self.config.ssd_on_mismatch == "refuse":
+            directories = ":".join(self.config.ssd_cache_dirs)
+            raise ConfigError(
+                f"ssd_cache_dirs = {directories!r}: it holds {ssd.index.num_blocks} blocks of KV "
+                f"{found.text}; this engine's KV is {identity.text}. Use another directory, or set "
+                "ssd_on_mismatch = clear to drop them"
+            )
+        log_event(
+            logger, logging.WARNING, "ssd_layout_cleared", found=found.text, now=identity.text
+        )
+        return self.clear(ssd.name.value)
 
     def clear(self, tier: str | None) -> Clearing:
         """Drop the blocks of one tier, or of all, that nobody holds.

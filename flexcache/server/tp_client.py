@@ -95,6 +95,7 @@ class KVTPClient:
         )
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._block_dim = 0
+        self._layout_description = ""
         self._state = ClientState.HELLO
         self._changed = threading.Condition()
         self._error: str | None = None
@@ -111,13 +112,20 @@ class KVTPClient:
         self._decoder = msgspec.msgpack.Decoder(ToRank)
 
     def register_kv_caches(
-        self, kv_caches: Mapping[str, torch.Tensor], *, block_dim: int = 0
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        *,
+        block_dim: int = 0,
+        layout_description: str = "",
     ) -> None:
         """Lend the engine's paged KV tensors. Returns at once; the server may not be up yet.
 
         Args:
             kv_caches: Layer name to tensor, in the engine's order, all on one device.
             block_dim: The dimension that counts GPU blocks.
+            layout_description: What decides the order of the bytes in a block beyond shapes,
+                strides and layer names (attention backend, NHD or HND, number format). Blocks of
+                another description are other blocks.
 
         Raises:
             UnsupportedLayoutError: A tensor cannot be moved as whole blocks; names it.
@@ -130,6 +138,7 @@ class KVTPClient:
         describe_kv_caches(kv_caches, bytes_per_index(kv_caches, block_dim), block_dim)
         self._kv_caches = dict(kv_caches)
         self._block_dim = block_dim
+        self._layout_description = layout_description
         self._thread = threading.Thread(
             target=self._run, name=f"flexcache-tp{self.tp_rank}", daemon=True
         )
@@ -345,7 +354,9 @@ class KVTPClient:
     def _register(self, welcome: WelcomeRank) -> None:
         self._link.attend(welcome.server_pid)
         try:
-            layout = describe_kv_caches(self._kv_caches, welcome.block_bytes, self._block_dim)
+            layout = describe_kv_caches(
+                self._kv_caches, welcome.block_bytes, self._block_dim, self._layout_description
+            )
             self._fence = Fence.open(welcome.fence)
             self._fence.hold()
             self._segment = HostSegment.open(welcome.segment)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
+from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.pool_directory import (
     PoolDirectory,
     PoolHeader,
@@ -53,6 +55,8 @@ class DiskPool:
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
         self.pool_id = b""
+        self.identity: KVIdentity | None = None
+        """Whose KV the slots hold, where all directories agree on it."""
         self._clears = on_mismatch == "clear"
         self._directories: list[PoolDirectory] = []
         try:
@@ -103,6 +107,17 @@ class DiskPool:
             )
         return contents.records
 
+    def adopt(self, identity: KVIdentity) -> None:
+        """Say in every directory whose KV the slots hold from now on.
+
+        Raises:
+            OSError: Not all of them say so now.
+        """
+        for position, directory in enumerate(self._directories):
+            header = self._header(self.pool_id, position)
+            directory.adopt(replace(header, identity=identity))
+        self.identity = identity
+
     def erase(self, slots: SlotIds) -> None:
         """Forget what is recorded of slots, for good.
 
@@ -148,6 +163,8 @@ class DiskPool:
             headers, found = [None] * len(headers), {}
         self._clear_or_refuse(mismatches)
         self.pool_id = next(iter(found), None) or os.urandom(16)
+        identities = {None if header is None else header.identity for header in headers}
+        self.identity = identities.pop() if len(identities) == 1 else None
         for position, header in enumerate(headers):
             if header is None:
                 self._directories[position].create(self._header(self.pool_id, position))
@@ -160,7 +177,10 @@ class DiskPool:
         """
         directory = self._directories[position]
         header = directory.header()
-        if header is not None and header != self._header(header.pool_id, position):
+        if header is None:
+            return None
+        expected = replace(self._header(header.pool_id, position), identity=header.identity)
+        if header != expected:
             raise PoolMismatchError(directory.path, self._difference(header, position))
         return header
 

@@ -10,12 +10,13 @@ stand one after the other, layers in the order of registration.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from flexcache.errors import UnsupportedLayoutError
 
@@ -66,7 +67,10 @@ class _Segment:
 
 
 def describe_kv_caches(
-    kv_caches: Mapping[str, torch.Tensor], block_bytes: int, block_dim: int = 0
+    kv_caches: Mapping[str, torch.Tensor],
+    block_bytes: int,
+    block_dim: int = 0,
+    description: str = "",
 ) -> BlockLayout:
     """Read the layout off an engine's KV tensors.
 
@@ -75,6 +79,8 @@ def describe_kv_caches(
         block_bytes: What a block must weigh on this rank. Tensors that count finer blocks (an
             attention kernel's) are taken together, as many as it takes.
         block_dim: The dimension of each tensor that counts blocks.
+        description: What the engine says of the bytes beyond shapes and strides. It goes into the
+            signature.
 
     Raises:
         UnsupportedLayoutError: A tensor cannot be moved as whole blocks; names it and says why.
@@ -113,12 +119,19 @@ def describe_kv_caches(
         offsets=offsets,
         num_blocks=next(iter(num_blocks)) // ratio,
         block_bytes=block_bytes,
-        signature=",".join(runs),
+        signature=_signature(runs, layers, description),
         layer_ends={
             name: int(np.searchsorted(offsets, bytes_until[_identity(tensor)]))
             for name, tensor in kv_caches.items()
         },
     )
+
+
+def _signature(forms: list[str], layers: Iterable[str], description: str) -> str:
+    """Names count too: the same layers in another order would have the same forms."""
+    names = xxhash.xxh3_64_hexdigest("\n".join(layers).encode())
+    parts = [",".join(forms), f"layers {names}", description]
+    return "; ".join(part for part in parts if part)
 
 
 def bytes_per_index(kv_caches: Mapping[str, torch.Tensor], block_dim: int = 0) -> int:

@@ -3,9 +3,10 @@
     flexcache-ssd.slots    header page, then the slots' bytes
     flexcache-ssd.index    header page, then the slots' records (`slot_index`)
 
-Both headers say the same and carry the pool's id, so that the pair is known to belong together. The
-index is made after the data file's header is on the device: a directory that has no index yet holds
-nothing, and one that was left half made is made anew. Files are emptied, never removed, since the
+Both headers say the same and carry the pool's id, so that the pair is known to belong together.
+The index's header also says whose KV the slots hold (`KVIdentity`), once that is known. The index
+is made after the data file's header is on the device: a directory that has no index yet holds
+nothing, and one that was left half made is made again. Files are emptied, never removed, since the
 lock is on the data file itself.
 """
 
@@ -20,7 +21,7 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -28,19 +29,23 @@ import xxhash
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
 from flexcache.storage.alignment import PAGE_BYTES, align_up
+from flexcache.storage.kv_identity import DIGEST_BYTES, KVIdentity
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES
 
 logger = logging.getLogger(__name__)
 
 DATA_FILE = "flexcache-ssd.slots"
 INDEX_FILE = "flexcache-ssd.index"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""docs/formats.md says what a reader does with another one."""
 OLD_DATA_FILE = "flexcache-ssd.data"
 """Of FlexCache 0.1: slots without a header or an index, worth nothing once their owner has gone."""
 
 _DATA_MAGIC, _INDEX_MAGIC = b"FlexSSDd", b"FlexSSDi"
-_HEADER = struct.Struct("<8sI4x16sQII")
+_HEADER = struct.Struct(f"<8sI4x16sQII{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _CHECK = struct.Struct("<Q")
+_UNKNOWN = bytes(DIGEST_BYTES)
+_TEXT_OFFSET = 512  # all that decides is in the first sector; the text is only shown
 _LOCK_PATIENCE_S = 5.0  # the worker of a server that was killed may still wait for its device
 _FILL_BYTES = 4 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -54,13 +59,31 @@ class PoolHeader:
     slot_bytes: int
     num_directories: int
     position: int
+    identity: KVIdentity | None = None
+    """Whose KV the slots hold; None until the first rank has registered."""
 
     def page(self, magic: bytes) -> bytes:
+        identity = self.identity or KVIdentity(_UNKNOWN, _UNKNOWN)
         fields = _HEADER.pack(
             magic, FORMAT_VERSION, self.pool_id, self.slot_bytes, self.num_directories,
-            self.position,
+            self.position, identity.model, identity.layout,
         )  # fmt: skip
-        return (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(HEADER_BYTES, b"\0")
+        sector = (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(_TEXT_OFFSET, b"\0")
+        text = identity.text.encode()[: HEADER_BYTES - _TEXT_OFFSET]
+        return (sector + text).ljust(HEADER_BYTES, b"\0")
+
+    @classmethod
+    def parse(cls, page: bytes) -> PoolHeader | None:
+        """The header on a page of this format; None where its check fails."""
+        fields = page[: _HEADER.size].ljust(_HEADER.size, b"\0")
+        if page[_HEADER.size :][: _CHECK.size] != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
+            return None
+        _, _, pool_id, slot_bytes, num_directories, position, model, layout = _HEADER.unpack(fields)
+        identity = None
+        if layout != _UNKNOWN:
+            text = page[_TEXT_OFFSET:].rstrip(b"\0").decode(errors="replace")
+            identity = KVIdentity(model, layout, text)
+        return cls(pool_id, slot_bytes, num_directories, position, identity)
 
 
 class PoolMismatchError(ConfigError):
@@ -124,7 +147,7 @@ class PoolDirectory:
             return None
         if data is None:
             raise missing_data_file(self.path)
-        if data != index:
+        if data != replace(index, identity=None):
             raise PoolMismatchError(self.path, f"{INDEX_FILE} is not the index of {DATA_FILE}")
         return index
 
@@ -142,18 +165,31 @@ class PoolDirectory:
     def _parse(self, page: bytes, name: str) -> PoolHeader | None:
         if not page:
             return None
-        fields = page[: _HEADER.size].ljust(_HEADER.size, b"\0")
-        _, version, *rest = _HEADER.unpack(fields)
+        version = int.from_bytes(page[8:12], "little")
+        if version < FORMAT_VERSION:
+            log_event(
+                logger, logging.WARNING, "ssd_old_format", directory=self.path, file=name,
+                format=version,
+                effect="counts as empty: it does not say how its bytes are laid out",
+            )  # fmt: skip
+            return None
         if version > FORMAT_VERSION:
             raise PoolMismatchError(
                 self.path,
                 f"{name} has format {version}, of a newer FlexCache; this one knows up to "
                 f"{FORMAT_VERSION}",
             )
-        check = page[_HEADER.size : _HEADER.size + _CHECK.size]
-        if check != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
+        header = PoolHeader.parse(page)
+        if header is None:
             raise PoolMismatchError(self.path, f"the header of {name} is damaged")
-        return PoolHeader(*rest)
+        return header
+
+    def adopt(self, header: PoolHeader) -> None:
+        """Replace the index's header by one with another identity.
+
+        Not synced: each commit of blocks syncs the same file before they count as stored.
+        """
+        os.pwrite(self.index_fd, header.page(_INDEX_MAGIC), 0)
 
     def create(self, header: PoolHeader) -> None:
         """Make the files of an empty part of a pool, durably. What was there is gone."""

@@ -27,9 +27,11 @@ class Cluster:
         config: CacheConfig,
         make_kv: Callable[[ModelConfig, int], dict[str, torch.Tensor]],
         block_dim: int = 0,
+        layout_description: str = "",
     ) -> None:
         self.config = config
         self.block_dim = block_dim
+        self.layout_description = layout_description
         self.manager = KVManager(model, config)
         self.kv = [make_kv(model, config.tokens_per_block) for _ in range(model.tp_size)]
         self.clients: list[KVTPClient] = []
@@ -49,7 +51,9 @@ class Cluster:
 
     def add_client(self, rank: int, kv: dict[str, torch.Tensor]) -> KVTPClient:
         client = KVTPClient(self.manager.endpoint, tp_rank=rank)
-        client.register_kv_caches(kv, block_dim=self.block_dim)
+        client.register_kv_caches(
+            kv, block_dim=self.block_dim, layout_description=self.layout_description
+        )
         self.clients.append(client)
         return client
 
@@ -110,6 +114,12 @@ def joined_kv(model: ModelConfig, tokens: int) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": random_like(*shape, dtype=model.dtype) for i in range(model.num_layers)}
 
 
+def heads_first_kv(model: ModelConfig, tokens: int) -> dict[str, torch.Tensor]:
+    """As `joined_kv`, but with heads before tokens."""
+    kv = joined_kv(model, tokens)
+    return {name: tensor.transpose(2, 3).contiguous() for name, tensor in kv.items()}
+
+
 @contextmanager
 def running_cluster(
     ssd_dirs: Sequence[Path] = (),
@@ -117,6 +127,7 @@ def running_cluster(
     model: ModelConfig | None = None,
     make_kv: Callable[[ModelConfig, int], dict[str, torch.Tensor]] = joined_kv,
     block_dim: int = 0,
+    layout_description: str = "",
     **settings: object,
 ) -> Iterator[Cluster]:
     """A cluster with an SSD tier if directories are given; checked and stopped at the end."""
@@ -126,7 +137,8 @@ def running_cluster(
         arguments.setdefault("num_ssd_blocks", 96)
         arguments["ssd_cache_dirs"] = [str(path) for path in ssd_dirs]
     arguments.setdefault("transfer_chunk_mb", 0.05)
-    cluster = Cluster(model, CacheConfig(**arguments), make_kv, block_dim)  # type: ignore[arg-type]
+    cluster = Cluster(model, CacheConfig(**arguments), make_kv, block_dim,  # type: ignore[arg-type]
+                      layout_description)  # fmt: skip
     try:
         cluster.start()
         yield cluster

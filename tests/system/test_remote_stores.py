@@ -339,7 +339,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str, bool]] = {
     "less than a header": (lambda data: data[:10], "less than a header", True),
     "a byte more": (lambda data: data + b"x", "bytes where at most", True),
     "something else": (lambda data: b"#!/bin/sh\n" * 100, "no object of FlexCache", True),
-    "newer version": (newer_version, "format version 2", False),
+    "newer version": (newer_version, f"format version {FORMAT_VERSION + 1}", False),
 }
 
 

@@ -17,7 +17,13 @@ import pytest
 from flexcache.errors import ConfigError
 from flexcache.storage import pool_directory
 from flexcache.storage.disk_pool import DiskPool, locate_slot
-from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE, PoolHeader, reserve_space
+from flexcache.storage.pool_directory import (
+    DATA_FILE,
+    FORMAT_VERSION,
+    INDEX_FILE,
+    PoolHeader,
+    reserve_space,
+)
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES, SlotIndex, make_records
 
 SLOT_BYTES = 8192
@@ -139,7 +145,7 @@ def flip(path: Path, offset: int) -> None:
 def as_newer_version(path: Path) -> None:
     for name in (DATA_FILE, INDEX_FILE):
         content = bytearray((path / name).read_bytes())
-        content[8] = 2
+        content[8] = FORMAT_VERSION + 1
         (path / name).write_bytes(content)
 
 
@@ -152,7 +158,7 @@ def from_another_pool(path: Path) -> None:
 MISMATCHES: list[tuple[str, Callable[[Path], object]]] = [
     ("the header of flexcache-ssd.slots is damaged", lambda path: flip(path / DATA_FILE, 30)),
     ("the header of flexcache-ssd.index is damaged", lambda path: flip(path / INDEX_FILE, 50)),
-    ("has format 2, of a newer FlexCache", as_newer_version),
+    (f"has format {FORMAT_VERSION + 1}, of a newer FlexCache", as_newer_version),
     ("flexcache-ssd.index is there without its", lambda path: (path / DATA_FILE).unlink()),
     ("flexcache-ssd.index is not the index of", from_another_pool),
 ]

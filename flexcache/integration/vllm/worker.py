@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_place
+from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.step_loads import StepLoads
 from flexcache.server.tp_client import KVTPClient
@@ -25,6 +26,7 @@ class FlexCacheWorker:
     """One rank's `KVTPClient` and the tasks it is to report."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._vllm_config = vllm_config
         self._config = read_cache_config(vllm_config, read_block_size(kv_cache_config))
         self._place = read_place(vllm_config, self._config)
         self.client: KVTPClient | None = None
@@ -46,7 +48,9 @@ class FlexCacheWorker:
             curve_keys=self._config.curve_keys,
             server_timeout_s=self._config.server_timeout_s,
         )
-        self.client.register_kv_caches(kv_caches)
+        self.client.register_kv_caches(
+            kv_caches, layout_description=describe_layout(self._vllm_config, kv_caches)
+        )
         self._in_step = StepLoads(kv_caches, self._config.server_timeout_s)
 
     def begin_step(self, metadata: FlexCacheMetadata) -> None:

@@ -12,7 +12,7 @@
     64   the bytes
 
 All integers are little endian. Whatever differs from this, or from what the reader expects of the
-block, is recognised and never taken for the block. docs/remote.md is about versions.
+block, is recognised and never taken for the block.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from flexcache.storage.checksum import checksum
 from flexcache.storage.remote.base import Parts, num_bytes_of
 from flexcache.storage.remote.compression import Codec, Compressor, open_compressor
 
-MAGIC = b"FlexKV\r\n"
-FORMAT_VERSION = 1
+MAGIC = b"FlexCa\r\n"
+FORMAT_VERSION = 2
+"""docs/formats.md says what a reader does with another one."""
 HEADER_BYTES = 64
 _FIELDS = struct.Struct("<8sHHIQQQ16s")
 _CHECKSUM = struct.Struct("<Q")

@@ -1,0 +1,23 @@
+"""Says what decides the order of the bytes in a block beyond what vLLM's tensors show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def describe_layout(vllm_config: Any, layer_names: Iterable[str]) -> str:
+    """Name the device and the attention backends that read and write these layers' KV.
+
+    Backends order K, V, heads and tokens differently in tensors of equal shape. vLLM's CPU backend
+    also tiles a block for the instructions of the CPU that it runs on.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = {layers[name].get_attn_backend().get_name() for name in layer_names}
+    device = str(vllm_config.device_config.device_type)
+    if device == "cpu":
+        has_tiles = torch.cpu._is_amx_tile_supported()
+        device += f" {torch.backends.cpu.get_cpu_capability()}{' AMX' if has_tiles else ''}"
+    return f"{device} {'+'.join(sorted(backends))}"

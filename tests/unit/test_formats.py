@@ -1,0 +1,220 @@
+"""Numbered formats: what is written keeps its form under its number, other numbers are told apart.
+
+Where a test with literal bytes fails, the format has changed: raise its number, and write into
+docs/formats.md what readers of either number do with the other's data.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
+from flexcache.cache.layout_roots import LayoutRoots
+from flexcache.config import ModelConfig
+from flexcache.server.hub import Hub
+from flexcache.server.messages import PROTOCOL_VERSION, Refused
+from flexcache.storage.disk_pool import DiskPool
+from flexcache.storage.kv_identity import KVIdentity, digest
+from flexcache.storage.pool_directory import DATA_FILE, FORMAT_VERSION, INDEX_FILE, PoolHeader
+from flexcache.storage.remote import object_format
+from flexcache.storage.remote.object_format import BlockCodec, object_name
+from flexcache.storage.slot_index import SlotIndex, make_records
+
+ROOT, KEY = b"r" * 16, b"k" * 16
+
+# -- SSD -----------------------------------------------------------------------------------------
+
+HEADER_2 = bytes.fromhex(
+    "466c657853534469020000000000000070707070707070707070707070707070000010000000000002000000"
+    "0100000004ee436e0ebbb533bcfba3fcf40ae9bd64eb7599c0af9685efaf7b3569e22da20c2732c0f82a68c0"
+)
+
+
+def test_the_header_of_ssd_files_is_format_2() -> None:
+    header = PoolHeader(b"p" * 16, 1 << 20, 2, 1, KVIdentity.of("model", "layout"))
+    page = header.page(b"FlexSSDi")
+    assert page.startswith(HEADER_2)
+    assert page[512:].rstrip(b"\0") == b"model as layout"
+    assert PoolHeader.parse(page) == header
+    assert FORMAT_VERSION == 2
+
+
+def pool(path: Path) -> DiskPool:
+    return DiskPool([str(path)], 8192, 4, False)
+
+
+def header_1(magic: bytes) -> bytes:
+    fields = struct.pack("<8sI4x16sQII", magic, 1, b"p" * 16, 8192, 1, 0)
+    return (fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))).ljust(4096, b"\0")
+
+
+def test_ssd_files_of_format_1_count_as_empty_and_are_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = make_records(ROOT, 0, b"", [KEY], np.zeros(1, np.uint64))
+    (tmp_path / DATA_FILE).write_bytes(header_1(b"FlexSSDd") + bytes(4 * 8192))
+    (tmp_path / INDEX_FILE).write_bytes(header_1(b"FlexSSDi") + bytes(4 * 128))
+    with (tmp_path / INDEX_FILE).open("r+b") as file:
+        SlotIndex([file.fileno()], b"p" * 16).write(np.array([0]), records)
+    with caplog.at_level(logging.WARNING):
+        opened = pool(tmp_path)
+    try:
+        assert len(opened.load()) == 0
+        assert opened.identity is None
+        assert "ssd_old_format" in caplog.text
+    finally:
+        opened.close()
+    assert PoolHeader.parse((tmp_path / INDEX_FILE).read_bytes()[:4096]) is not None
+
+
+def test_what_a_pool_holds_is_known_after_its_restart(tmp_path: Path) -> None:
+    opened = pool(tmp_path)
+    opened.adopt(KVIdentity.of("model", "layout"))
+    opened.close()
+    again = pool(tmp_path)
+    assert again.identity == KVIdentity.of("model", "layout")
+    assert again.identity is not None
+    assert again.identity.text == "model as layout"
+    again.close()
+
+
+def test_directories_that_disagree_on_what_they_hold_leave_it_open(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    names = [str(path) for path in paths]
+    opened = DiskPool(names, 8192, 4, False)
+    opened.adopt(KVIdentity.of("model", "layout"))
+    opened.close()
+    index = paths[0] / INDEX_FILE
+    header = PoolHeader.parse(index.read_bytes()[:4096])
+    assert header is not None
+    with index.open("r+b") as file:
+        other = KVIdentity.of("model", "another")
+        file.write(PoolHeader(header.pool_id, 8192, 2, 0, other).page(b"FlexSSDi"))
+    again = DiskPool(names, 8192, 4, False)
+    assert again.identity is None
+    again.close()
+
+
+# -- remote store --------------------------------------------------------------------------------
+
+OBJECT_2 = bytes.fromhex(
+    "466c657843610d0a02000000400000006400000000000000640000000000000042ce50dfff8409c9"
+    "9750976239b2ab40fb886f4c010bc45ff131e46cf71f4d97"
+)
+
+
+def test_objects_are_format_2() -> None:
+    room = memoryview(bytearray(64))
+    BlockCodec().encode(ROOT, KEY, [memoryview(b"x" * 100)], room)
+    assert bytes(room) == OBJECT_2
+    assert object_name(ROOT, KEY) == f"v2/{ROOT.hex()}/6b/{KEY.hex()}"
+
+
+def test_objects_of_another_format_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {object_name(ROOT, KEY)}
+    for version in (1, 3):
+        monkeypatch.setattr(object_format, "FORMAT_VERSION", version)
+        names.add(object_name(ROOT, KEY))
+    assert len(names) == 3
+
+
+# -- keys ----------------------------------------------------------------------------------------
+
+
+def test_the_same_model_layout_and_namespace_have_the_same_root_on_every_host() -> None:
+    keys = EngineBlockKeys(make_root("model", ["tenant"], ENGINE_KEYS), [b"k"], 1)
+    assert keys.root.hex() == "89c7022ab527c441c0aec4fb708cd07f"
+    LayoutRoots(digest("layout")).place(keys)
+    assert keys.root.hex() == "54b452d3a44c2d760d5abd680785d34b"
+
+
+def test_a_root_rests_on_the_layout_and_is_placed_once() -> None:
+    prompt = EngineBlockKeys(make_root("model", [], ENGINE_KEYS), [b"k"], 1)
+    found = set()
+    for layout in ("one", "another", "one"):
+        roots = LayoutRoots(digest(layout))
+        roots.place(prompt)
+        found.add(prompt.root)
+        roots.place(prompt)
+        found.add(prompt.root)
+    assert len(found) == 2
+    LayoutRoots().place(prompt)
+    assert prompt.root == prompt.prompt_root
+
+
+def test_the_fingerprint_of_a_model_stays_as_it_is() -> None:
+    model = ModelConfig("m", 2, 4, 64, torch.bfloat16, tp_size=2)
+    assert model.fingerprint(16) == (
+        "m|bfloat16|mha|layers=2|heads=4|head=64|tp=2|block=16|layout=v1"
+    )
+
+
+# -- protocol ------------------------------------------------------------------------------------
+
+RANK_2 = (
+    b"\x86\xa4type\xa9HelloRank\xa6engine\xa1e\xa7tp_rank\x00\xa6client\xa1c\xa3pid\x02"
+    b"\xa7version\x02"
+)
+ENGINE_2 = (
+    b"\x88\xa4type\xabHelloEngine\xa6engine\xa1e\xa6client\xa1c\xa3pid\x01\xa5model\x88"
+    b"\xa8model_id\xa1m\xaanum_layers\x01\xacnum_kv_heads\x01\xa9head_size\x08\xa5dtype\xa5uint8"
+    b"\xa7use_mla\xc2\xa7tp_size\x01\xb0tokens_per_block\x10\xa5calls\xc4\x05calls"
+    b"\xaascratch_fd\xff\xa7version\x02"
+)
+
+
+class NoProcesses:
+    def watch(self, identity: bytes, pid: int) -> None: ...
+
+    def unwatch(self, identity: bytes) -> None: ...
+
+
+def answers(frame: bytes) -> list[Any]:
+    def never(model: ModelConfig, tokens_per_block: int) -> Any:
+        raise AssertionError("no store is made for a client of another version")
+
+    hub = Hub(never, NoProcesses(), 1, 30.0)
+    hub.take(b"client", [frame], 1.0)
+    return [message for _, message in hub.outgoing]
+
+
+def greeting(kind: str, version: int) -> bytes:
+    """Of a version whose other fields are not known here."""
+    return msgspec.msgpack.encode({"type": kind, "place": ["new", 1], "version": version})
+
+
+NEWER = PROTOCOL_VERSION + 1
+
+
+@pytest.mark.parametrize(
+    ("frame", "version"),
+    [
+        (RANK_2, 2),
+        (ENGINE_2, 2),
+        (greeting("HelloRank", NEWER), NEWER),
+        (greeting("HelloEngine", NEWER), NEWER),
+        (greeting("HelloSomething", NEWER), NEWER),
+    ],
+)
+def test_a_client_of_another_version_is_refused_for_good_with_both_versions_named(
+    frame: bytes, version: int
+) -> None:
+    [refused] = answers(frame)
+    assert isinstance(refused, Refused)
+    assert refused.final
+    assert f"protocol {version}" in refused.reason
+    assert f"the server {PROTOCOL_VERSION}" in refused.reason
+
+
+def test_the_refusal_is_read_by_clients_of_every_version() -> None:
+    encoded = msgspec.msgpack.encode(Refused("why"))
+    assert msgspec.msgpack.decode(encoded) == {"type": "Refused", "reason": "why", "final": True}
