@@ -75,6 +75,7 @@ _EXECUTORS = {
     OpKind.REMOTE2H: REMOTE,
     OpKind.H2REMOTE: REMOTE,
 }
+_DEVICE_OPS = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
 _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough that a read need not
 # wait behind many writes, and that a deadline means what it says
 _OWN_SESSION = make_session(0, 0xFFFF)  # no server has the epoch 0
@@ -310,6 +311,9 @@ class KVTaskEngine:
     ) -> Plan:
         if len(owner.tasks) >= self._max_open_tasks:
             return self.cache.plan_nothing(kind, keys, start, stop, "session_task_limit")
+        device_op = _DEVICE_OPS.get(kind)
+        if device_op and any(name not in self._up for name in owner.executors[device_op]):
+            return self.cache.plan_nothing(kind, keys, start, stop, "ranks_missing")
         if kind is TaskKind.GET:
             return self.cache.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
         if kind is TaskKind.PREFETCH:

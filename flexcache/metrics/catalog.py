@@ -25,7 +25,7 @@ Reader = Callable[[Report], Iterator[Sample]]
 _WORKERS = ("disk", "remote")
 _WHY_REJECTED = ("malformed", "oversized", "misplaced", "without_session", "version", "crowded")
 _WHY_DROPPED = (
-    "host_tier_full", "prefix_not_cached", "session_task_limit",
+    "host_tier_full", "prefix_not_cached", "session_task_limit", "ranks_missing",
     *(
         f"{tier}_{what}"
         for tier in ("ssd", "remote")
