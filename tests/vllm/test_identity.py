@@ -95,7 +95,7 @@ def test_an_id_begins_with_the_models_name_and_reads_well(tiny: Path) -> None:
         {"kv_cache_dtype": "bfloat16"},  # what "auto" comes to
         {"seed": 7, "max_num_seqs": 3, "gpu_memory_utilization": 0.5},
         {"max_model_len": 1024, "tensor_parallel_size": 1, "enforce_eager": True},
-        {"served_model_name": "another", "tokenizer_revision": "main", "load_format": "safetensors"},
+        {"served_model_name": "another", "load_format": "safetensors"},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
                                 "prompt_lookup_max": 3}},
     ],
@@ -196,12 +196,14 @@ def test_a_name_at_the_hub_is_told_by_the_commit_that_was_fetched(
 
     commits = "1" * 40, "2" * 40
     ids = []
+    snapshots = repository / "snapshots"
     for commit in commits:
         fetch(commit)
         ids.append(read_model_id(stand_in(revision=None)))
         assert ids[-1] == read_model_id(stand_in(revision="main"))
         assert ids[-1] == read_model_id(stand_in(revision=commit))
-        assert f"|revision={commit}|" in ids[-1]
+        assert ids[-1] == read_model_id(stand_in(revision=None, model=str(snapshots / commit)))
+        assert ids[-1].startswith(f"org/name|revision={commit}|")
     assert ids[0] != ids[1]
     assert "|revision=v2|" in read_model_id(stand_in(revision="v2", model="org/never-fetched"))
 

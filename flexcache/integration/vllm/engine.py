@@ -157,8 +157,8 @@ def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel = vllm_config.parallel_config
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
-            "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying; "
-            "leave it off, or run without the connector"
+            "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying;"
+            " leave it off, or run without the connector"
         )
     for name in (
         "pipeline_parallel_size",

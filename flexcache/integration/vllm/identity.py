@@ -4,7 +4,7 @@ Engines with equal ids compute interchangeable KV. So the id must differ whereve
 differ, and be the same for equal settings after a restart, on another host and with another vLLM
 release: no addresses, no caches' paths, no version of a library, nothing that is merely a default.
 
-    MODEL|revision=..|dtype=bfloat16|kv=fp8_e4m3fn|quantization=fp8:3f..|positions=9c..|draft=..
+    MODEL|revision=..|dtype=bfloat16|quantization=fp8:3f..|positions=9c..|kv=float8_e4m3fn|draft=..
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
@@ -22,6 +23,12 @@ import torch
 from flexcache.errors import ConfigError
 
 _DIGEST_BYTES = 8
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
+"""Where the hub's cache keeps a model; offline, vLLM knows it by this path only."""
+_CONFIGS = {
+    "config.json", "params.json", "quantize_config.json", "quant_config.json",
+    "hf_quant_config.json",
+}  # fmt: skip
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 _NOT_NUMBERS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -48,12 +55,17 @@ def read_model_id(vllm_config: Any) -> str:
 def _model_parts(model: Any) -> Iterator[tuple[str, Any]]:
     """What any model computes by: the target, or the draft."""
     name = getattr(model, "model_weights", "") or model.model  # the first, where it was fetched
-    yield "model", name
-    local = Path(name)
-    if local.exists():
+    if (snapshot := _SNAPSHOT.fullmatch(name)) is not None:
+        yield "model", snapshot[1].replace("--", "/", 1)
+        yield "revision", snapshot[2]
+    elif (local := Path(name)).exists():
+        yield "model", name
         yield "checkpoint", _digest_checkpoint(local)
-    elif (revision := _read_revision(name, model.revision)) is not None:
-        yield "revision", revision
+    else:
+        yield "model", name
+        revision = _read_revision(name, model.revision)
+        if revision is not None:
+            yield "revision", revision
     if model.trust_remote_code and model.code_revision is not None:
         yield "code", model.code_revision
     if getattr(model, "hf_config_path", None) is not None:
@@ -72,8 +84,8 @@ def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
-            "calculate_kv_scales = True: the scales come from an engine's first prompt, so no other "
-            "run could read the KV; use a checkpoint with scales, or leave it off"
+            "calculate_kv_scales = True: the scales come from an engine's first prompt, so no "
+            "other run could read the KV; use a checkpoint with scales, or leave it off"
         )
     names = {
         "auto": _dtype_name(vllm_config.model_config.dtype),
@@ -109,7 +121,7 @@ def _read_draft(speculative: Any) -> str | None:
 def _read_revision(name: str, revision: str | None) -> str | None:
     """The commit that a name like ``main`` stands for, where the hub's cache knows it."""
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.utils import HFValidationError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         config = try_to_load_from_cache(name, "config.json", revision=revision)
@@ -119,11 +131,11 @@ def _read_revision(name: str, revision: str | None) -> str | None:
 
 
 def _digest_checkpoint(path: Path) -> str:
-    """Digest a local model: its config, and samples of its weights, since a path says nothing."""
+    """Digest a local model, since a path says little: its config, and samples of its weights."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     content: dict[str, Any] = {}
     for file in files:
-        if file.name == "config.json":
+        if file.name in _CONFIGS:
             config = json.loads(file.read_bytes())
             content[file.name] = {k: v for k, v in config.items() if k not in _NOT_NUMBERS}
         elif file.suffix in _WEIGHTS:
@@ -218,7 +230,8 @@ def _plain(value: object) -> Any:
         return _plain(value.to_dict())
     if dataclasses.is_dataclass(value):
         return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-    raise ConfigError(f"{value!r}: a {type(value).__name__} in the model's settings cannot be named")
+    kind = type(value).__name__
+    raise ConfigError(f"{value!r}: a {kind} in the model's settings cannot be named by its value")
 
 
 def _dtype_name(dtype: object) -> str:
