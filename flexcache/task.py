@@ -72,6 +72,7 @@ from flexcache.transfer.totals import Totals
 _LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
 _STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
 _EXECUTORS = {kind: WORKERS[tier] for kind, tier in {**_LOAD_TIER, **_STORE_TIER}.items()}
+_DEVICE_OPS = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
 _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough that a read need not
 # wait behind many writes, and that a deadline means what it says
 _OWN_SESSION = make_session(0, 0xFFFF)  # no server has the epoch 0
@@ -323,6 +324,9 @@ class KVTaskEngine:
             return self.cache.plan_nothing(kind, keys, start, stop, "session_task_limit")
         if owner.engine in self._disputed:
             return self.cache.plan_nothing(kind, keys, start, stop, "name_disputed")
+        device_op = _DEVICE_OPS.get(kind)
+        if device_op and any(name not in self._up for name in owner.executors[device_op]):
+            return self.cache.plan_nothing(kind, keys, start, stop, "ranks_missing")
         if kind is TaskKind.GET:
             return self.cache.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
         if kind is TaskKind.PREFETCH:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    Gemma4TextConfig,
     LlamaConfig,
     Olmo3Config,
     PretrainedConfig,
@@ -51,6 +52,15 @@ def _configs() -> dict[str, PretrainedConfig]:
             hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=4096, sliding_window=256,
             layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            initializer_range=0.2, **_COMMON,
+        ),
+        # Heads of two sizes: sliding-window and full attention layers have pages of unequal size.
+        "two_sizes": Gemma4TextConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, global_head_dim=128, max_position_embeddings=4096,
+            sliding_window=256,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            num_kv_shared_layers=0, hidden_size_per_layer_input=0, vocab_size_per_layer_input=512,
             initializer_range=0.2, **_COMMON,
         ),
         # Multi-head latent attention: one latent vector per token, the same on every rank.

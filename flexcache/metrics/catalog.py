@@ -28,7 +28,7 @@ _WHY_REJECTED = (
     "unknown_worker",
 )  # fmt: skip
 _WHY_DROPPED = (
-    "host_tier_full", "prefix_not_cached", "session_task_limit", "name_disputed",
+    "host_tier_full", "prefix_not_cached", "session_task_limit", "name_disputed", "ranks_missing",
     *(
         f"{tier}_{what}"
         for tier in ("ssd", "remote")

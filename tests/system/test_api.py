@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import running_cluster
+from cluster import Cluster, joined_kv, running_cluster
 
 import flexcache
 import flexcache.errors
@@ -238,25 +238,26 @@ def test_gated_ops_wait_for_the_workers_gate() -> None:
 
 
 def test_shutdown_wakes_whoever_waits() -> None:
-    manager = KVManager(ModelConfig("m", 1, 1, 8, torch.float32), CacheConfig(num_cpu_blocks=8))
-    manager.start()
-    task_id, _ = manager.put_match(np.arange(64))
+    model = ModelConfig("m", 1, 1, 8, torch.float32)
+    cluster = Cluster(model, CacheConfig(num_cpu_blocks=8), joined_kv)
+    cluster.start()
+    task_id, _ = cluster.manager.put_match(np.arange(64))
     seen: list[BaseException] = []
 
     def wait() -> None:
         try:
-            manager.wait([task_id])
+            cluster.manager.wait([task_id])
         except ClosedError as error:
             seen.append(error)
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    manager.shutdown()
+    cluster.manager.shutdown()
     waiter.join(30)
     assert len(seen) == 1
-    manager.shutdown()
+    cluster.stop()
     with pytest.raises(ClosedError):
-        manager.get_match(np.arange(64))
+        cluster.manager.get_match(np.arange(64))
 
 
 def test_many_threads_may_use_one_manager(tmp_path: Path) -> None:

@@ -470,6 +470,7 @@ def test_a_gated_launch_of_what_has_ended_is_told_to_the_ranks(world: World) -> 
 
 def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
     one, two = Engine(world, "one"), Engine(world, "two")
+    one.register()
     task_id, _ = one.match(TaskKind.PUT, "abc")
     world.send(two.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
     two.launch(task_id, 3)

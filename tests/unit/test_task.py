@@ -470,8 +470,9 @@ def test_a_second_launch_is_refused_while_the_task_runs_and_after_it() -> None:
 
 def test_a_second_launch_of_a_task_that_failed_is_refused() -> None:
     world = World()
+    task_id = world.match(TaskKind.PUT, "abc")
     world.down(device(ENGINE, 0))
-    task_id = world.put("abc")
+    world.launch(task_id)
     assert status(world, task_id)[0] is KVStatus.FAILED
     with pytest.raises(ValueError, match="launched before"):
         world.launch(task_id)
@@ -665,8 +666,9 @@ def test_tasks_are_counted_by_state_until_their_answer_is_collected() -> None:
     for _ in range(2):
         for run in world.ops(task_id=done):
             world.finish(run)
+    late = world.match(TaskKind.PUT, "ijk")
     world.down(device(ENGINE, 0))
-    world.put("ijk")
+    world.launch(late)
     expected = {"created": 1, "completed": 1, "cancelled": 1, "failed": 2}
     assert world.engine.tasks_by_state() == {state.value: 0 for state in TaskState} | expected
     assert world.engine.totals.ended_tasks == {
@@ -1054,6 +1056,7 @@ def test_a_session_has_a_limit_and_another_ones_is_its_own() -> None:
     sessions = [TaskIds(make_session(9, number)) for number in (1, 2)]
     for number, ids in enumerate(sessions):
         engine.add_session(ids.session, str(number))
+        engine.executor_up(device(str(number), 0))
     plans = [
         engine.match(sessions[0].next(), TaskKind.PUT, keys_of(text), 0, 1, 16, 0.0)
         for text in "abc"
@@ -1063,6 +1066,18 @@ def test_a_session_has_a_limit_and_another_ones_is_its_own() -> None:
     other = engine.match(sessions[1].next(), TaskKind.PUT, keys_of("c"), 0, 1, 16, 0.0)
     assert other.num_blocks == 1
     assert engine.session_totals(sessions[1].session).dropped_blocks == {}
+
+
+def test_an_engine_without_all_its_ranks_hits_and_stores_nothing() -> None:
+    world = World()
+    world.put("abc")
+    world.finish_all()
+    world.down(device(ENGINE, 0))
+    get, put = world.match(TaskKind.GET, "abc"), world.match(TaskKind.PUT, "xyz")
+    assert [status(world, task)[0] for task in (get, put)] == [KVStatus.NOT_FOUND] * 2
+    assert world.engine.totals.dropped_blocks == {"ranks_missing": 3}
+    world.up(device(ENGINE, 0))
+    assert world.tasks[world.match(TaskKind.GET, "abc")].plan.num_blocks == 3
 
 
 def test_engines_that_write_share_the_room_for_what_waits_for_the_disk() -> None:

@@ -9,6 +9,7 @@ test to test. DRAM is kept small so that early prompts have to come back from SS
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -20,12 +21,18 @@ from engines import ENGINE_ENV, engine_arguments, make_prompt
 
 def main(options: dict[str, Any]) -> dict[str, Any]:
     probe_dir = tempfile.mkdtemp(prefix="probe-")
-    ssd_dir = tempfile.mkdtemp(prefix="ssd-")
+    ssd_dir = options.get("ssd_dir") or tempfile.mkdtemp(prefix="ssd-")
     os.environ.update(ENGINE_ENV, KV_PROBE_DIR=probe_dir)
     import vllm
     from probe_connector import compare_probes
     from vllm import LLM, SamplingParams
 
+    if "layout" in options:  # what the ranks say of theirs; in one process with the scheduler
+        from flexcache.integration.vllm import worker
+
+        worker.describe_layout = lambda *_: options["layout"]
+    errors: list[str] = []
+    logging.getLogger("flexcache.integration.vllm").addHandler(_Errors(errors))
     extra = {"num_cpu_blocks": options.get("cpu_blocks", 64), "ssd_cache_dirs": [ssd_dir]}
     extra["num_ssd_blocks"] = options.get("ssd_blocks", 1024)
     extra.update(options.get("extra", {}))
@@ -55,12 +62,26 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     llm.llm_engine.engine_core.shutdown()
     return {
         "vllm": vllm.__version__,
+        "tokens": [c[0] for c in cold],
+        "errors": errors,
         "tokens_equal": [c[0] == w[0] for c, w in zip(cold, warm, strict=True)],
         "cached": [w[1] for w in warm],
         "probes": compare_probes(Path(probe_dir)),
         "preemptions": metrics.get("vllm:num_preemptions", 0),
+        "dram_hit_tokens": metrics.get("vllm:flexcache_dram_hit_tokens", 0),
         "ssd_hit_tokens": metrics.get("vllm:flexcache_ssd_hit_tokens", 0),
     }
+
+
+class _Errors(logging.Handler):
+    """Appends the connector's error lines to a list."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def run(options: dict[str, Any], *, in_process: bool = False, vllm_path: str = "
 def _models() -> None:
     from make_models import make_model
 
-    for name in ("tiny", "hybrid", "mla"):
+    for name in ("tiny", "hybrid", "mla", "two_sizes"):
         make_model(MODELS, name)
 
 
@@ -92,6 +92,20 @@ def test_preemption_under_a_small_pool_changes_nothing() -> None:
 def test_a_hybrid_model_runs_with_all_layers_in_one_group() -> None:
     options = {"model": "hybrid", "prompts": [700, 33], "cpu_blocks": 512}
     assert_exact(run(options, in_process=True), 1, [672, 32])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_layers_of_two_sizes_in_one_group_come_back_from_dram_and_ssd(tp_size: int) -> None:
+    options = {
+        "model": "two_sizes",
+        "prompts": [65, 700, 900, 1000],
+        "cpu_blocks": 72,  # not all of them
+        "engine": {"tensor_parallel_size": tp_size},
+    }
+    seen = run(options, in_process=tp_size == 1)
+    assert_exact(seen, tp_size, [64, 672, 896, 992])
+    assert seen["ssd_hit_tokens"] > 0
+    assert seen["dram_hit_tokens"] > 0
 
 
 def test_a_hybrid_model_with_several_groups_forced_is_refused_at_the_start() -> None:

@@ -47,6 +47,11 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """A cache is best effort: a request never has to wait for its KV to be stored."""
         return False
 
+    @property
+    def supports_sleep_mode(self) -> bool:
+        """Copies run beside the engine's steps: KV memory must stay where it is."""
+        return False
+
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """A whole model in one graph does not wait for its layers."""

@@ -15,6 +15,7 @@ from vllm import envs
 
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
+from flexcache.integration.vllm.identity import read_model_id
 from flexcache.manager import local_endpoint
 from flexcache.server.runtime import private_endpoint
 
@@ -104,13 +105,10 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     specs = list(_layer_specs(kv_cache_config).values())
     block_size = read_block_size(kv_cache_config)
     tp_size = parallel.tensor_parallel_size
-    page_bytes = sum(spec.page_size_bytes for spec in specs)
+    page_bytes = _read_page_bytes(kv_cache_config)
     first = specs[0]
     use_mla = bool(model.use_mla)
-    model_id = "|".join(
-        str(part)
-        for part in (model.model, model.revision, model.dtype, vllm_config.cache_config.cache_dtype)
-    )
+    model_id = read_model_id(vllm_config)
     heads = first.num_kv_heads * tp_size
     plain = ModelConfig(
         model_id=model_id, num_layers=len(specs), num_kv_heads=heads,
@@ -135,6 +133,18 @@ def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
     return ("vllm", str(vllm_config.cache_config.prefix_caching_hash_algo))
 
 
+def _read_page_bytes(kv_cache_config: Any) -> int:
+    """Bytes of a block of one rank, over all layers, as vLLM allocates it.
+
+    The allocation is described alike on both sides. The specs are not: for a group whose layers
+    differ in size vLLM gives its scheduler the spec of one layer only.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    # Each entry of vLLM 0.28 has memory of its own; later ones are parts of the same.
+    sizes = [t.size for t in tensors] if hasattr(tensors[0], "shared_by") else [tensors[0].size]
+    return int(sum(sizes)) // int(kv_cache_config.num_blocks)
+
+
 def _layer_specs(kv_cache_config: Any) -> dict[str, Any]:
     group = kv_cache_config.kv_cache_groups[0]
     per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
@@ -145,6 +155,11 @@ def _layer_specs(kv_cache_config: Any) -> dict[str, Any]:
 
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     parallel = vllm_config.parallel_config
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying;"
+            " leave it off, or run without the connector"
+        )
     for name in (
         "pipeline_parallel_size",
         "decode_context_parallel_size",

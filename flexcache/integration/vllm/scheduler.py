@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.errors import FlexCacheError
+from flexcache.errors import FlexCacheError, RegistrationError
 from flexcache.ids import KVStatus, TierName
 from flexcache.integration.vllm.engine import (
     read_block_size,
@@ -108,6 +108,10 @@ class FlexCacheScheduler:
         except TimeoutError as error:
             log_event(
                 logger, logging.ERROR, "workers_missing", error=error, effect="starts without them"
+            )
+        except RegistrationError as error:
+            log_event(
+                logger, logging.ERROR, "cache_refused", error=error, effect="runs without a cache"
             )
         except BaseException:
             self.manager.shutdown()

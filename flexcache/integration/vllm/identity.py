@@ -1,0 +1,238 @@
+"""Names what the KV of a vLLM engine depends on besides its tokens.
+
+Engines with equal ids compute interchangeable KV. So the id must differ wherever the numbers may
+differ, and be the same for equal settings after a restart, on another host and with another vLLM
+release: no addresses, no caches' paths, no version of a library, nothing that is merely a default.
+
+    MODEL|revision=..|dtype=bfloat16|quantization=fp8:3f..|positions=9c..|kv=float8_e4m3fn|draft=..
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexcache.errors import ConfigError
+
+_DIGEST_BYTES = 8
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
+"""Where the hub's cache keeps a model; offline, vLLM knows it by this path only."""
+_CONFIGS = {
+    "config.json", "params.json", "quantize_config.json", "quant_config.json",
+    "hf_quant_config.json",
+}  # fmt: skip
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
+_NOT_NUMBERS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+"""Keys of a model's config that change nothing, or are in the id by themselves."""
+_NO_DRAFT_KV = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"}
+_LLAMA4_TUNED_BEYOND = 32768  # tokens
+
+
+def read_model_id(vllm_config: Any) -> str:
+    """What decides the numbers in the engine's KV, in a readable form; the model's name first."""
+    model = vllm_config.model_config
+    name, *parts = [*_model_parts(model), *_kv_parts(vllm_config), *_media_parts(model)]
+    if model.hf_overrides:
+        parts.append(("overrides", _digest_overrides(model)))
+    load_format = vllm_config.load_config.load_format
+    if str(getattr(load_format, "value", load_format)) == "dummy":
+        parts.append(("random_weights", model.seed))
+    draft = _read_draft(vllm_config.speculative_config)
+    if draft is not None:
+        parts.append(("draft", draft))
+    return "|".join([str(name[1]), *(f"{key}={value}" for key, value in parts)])
+
+
+def _model_parts(model: Any) -> Iterator[tuple[str, Any]]:
+    """What any model computes by: the target, or the draft."""
+    name = getattr(model, "model_weights", "") or model.model  # the first, where it was fetched
+    if (snapshot := _SNAPSHOT.fullmatch(name)) is not None:
+        yield "model", snapshot[1].replace("--", "/", 1)
+        yield "revision", snapshot[2]
+    elif (local := Path(name)).exists():
+        yield "model", name
+        yield "checkpoint", _digest_checkpoint(local)
+    else:
+        yield "model", name
+        revision = _read_revision(name, model.revision)
+        if revision is not None:
+            yield "revision", revision
+    if model.trust_remote_code and model.code_revision is not None:
+        yield "code", model.code_revision
+    if getattr(model, "hf_config_path", None) is not None:
+        yield "config", model.hf_config_path
+    if getattr(model, "model_class_overrides", None):
+        yield "classes", digest(model.model_class_overrides)
+    yield "dtype", _dtype_name(model.dtype)
+    if model.quantization is not None:
+        yield "quantization", f"{model.quantization}:{digest(_read_quantization(model))}"
+    yield "positions", digest(_read_positions(model))
+
+
+def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
+    from vllm.platforms import current_platform
+
+    cache = vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales = True: the scales come from an engine's first prompt, so no "
+            "other run could read the KV; use a checkpoint with scales, or leave it off"
+        )
+    names = {
+        "auto": _dtype_name(vllm_config.model_config.dtype),
+        "fp8": _dtype_name(current_platform.fp8_dtype()),
+        "fp8_e4m3": _dtype_name(current_platform.fp8_dtype()),
+    }
+    yield "kv", names.get(cache.cache_dtype, cache.cache_dtype)
+    skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
+    if skipped:
+        yield "kv_skips", digest(sorted(map(str, skipped)))
+
+
+def _media_parts(model: Any) -> Iterator[tuple[str, Any]]:
+    """Settings that vLLM's hashes of images and videos do not cover."""
+    media = getattr(model, "multimodal_config", None)
+    names = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+    chosen = {name: getattr(media, name, None) or None for name in names}
+    if any(value is not None for value in chosen.values()):
+        yield "media", digest(chosen)
+
+
+def _read_draft(speculative: Any) -> str | None:
+    """The model whose KV is cached beside the target's; None if there is none."""
+    if speculative is None or str(speculative.method) in _NO_DRAFT_KV:
+        return None
+    draft = speculative.draft_model_config
+    if draft is None:
+        return str(speculative.method)
+    kv_dtype = getattr(speculative, "kv_cache_dtype", None)
+    return f"{speculative.method}:{digest([dict(_model_parts(draft)), kv_dtype])}"
+
+
+def _read_revision(name: str, revision: str | None) -> str | None:
+    """The commit that a name like ``main`` stands for, where the hub's cache knows it."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # no repository of the hub
+        return revision
+    return Path(config).parent.name if isinstance(config, str) else revision
+
+
+def _digest_checkpoint(path: Path) -> str:
+    """Digest a local model, since a path says little: its config, and samples of its weights."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    content: dict[str, Any] = {}
+    for file in files:
+        if file.name in _CONFIGS:
+            config = json.loads(file.read_bytes())
+            content[file.name] = {k: v for k, v in config.items() if k not in _NOT_NUMBERS}
+        elif file.suffix in _WEIGHTS:
+            content[file.name] = _sample(file)
+    return digest(content)
+
+
+def _sample(file: Path) -> list[Any]:
+    size = file.stat().st_size
+    sampled = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    with file.open("rb") as stream:
+        for index in range(_SAMPLES):
+            stream.seek(size * index // _SAMPLES)
+            sampled.update(stream.read(_SAMPLE_BYTES))
+    return [size, sampled.hexdigest()]
+
+
+def _read_quantization(model: Any) -> list[Any]:
+    """What the checkpoint says of it, and what the user does."""
+    by_user = getattr(model, "quantization_config", None)
+    return [getattr(model.hf_config, "quantization_config", None), by_user]
+
+
+def _read_positions(model: Any) -> dict[str, Any]:
+    """How positions are encoded and how far is looked back, as resolved."""
+    config = model.hf_text_config
+    names = (
+        "rope_parameters",
+        "rope_scaling",
+        "max_position_embeddings",
+        "original_max_position_embeddings",
+        "sliding_window",
+    )
+    found: dict[str, Any] = {name: getattr(config, name, None) for name in names}
+    if found["rope_parameters"] is not None:
+        del found["rope_scaling"]  # its former name
+    return found | {"long": _computes_for_long(model, found)}
+
+
+def _computes_for_long(model: Any, positions: Mapping[str, Any]) -> bool | None:
+    """Which way a model computes that has two and chooses by ``max_model_len``."""
+    rope = positions["rope_parameters"] or positions.get("rope_scaling") or {}
+    per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    for kind in (rope, *per_layer_type):
+        if kind.get("rope_type") == "longrope":
+            short = kind.get("original_max_position_embeddings")
+            short = short or positions["original_max_position_embeddings"]
+            return short is not None and model.max_model_len > short
+    if str(getattr(model.hf_config, "model_type", "")).startswith("llama4"):
+        by_user = model.override_generation_config.get("attn_temperature_tuning")
+        return bool(model.max_model_len > _LLAMA4_TUNED_BEYOND if by_user is None else by_user)
+    return None
+
+
+def _digest_overrides(model: Any) -> str:
+    """Digest overrides of the model's config; a function by what it made of the config."""
+    overrides = model.hf_overrides
+    if callable(overrides):
+        effective = model.hf_config.to_dict()
+        overrides = {k: v for k, v in effective.items() if k not in _NOT_NUMBERS}
+    return digest(overrides)
+
+
+def digest(value: object) -> str:
+    """Digest a setting by value: equal ones agree in every process and release."""
+    text = json.dumps(_plain(value), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _plain(value: object) -> Any:
+    """``value`` in JSON's types. None in a mapping is left out: it is how new settings begin."""
+    match value:
+        case None | bool() | str():
+            return value
+        case Enum():
+            return _plain(value.value)
+        case int() | float():
+            return int(value) if isinstance(value, int) or value.is_integer() else value
+        case Mapping():
+            return {str(k): _plain(v) for k, v in value.items() if v is not None}
+        case set() | frozenset():
+            return sorted((_plain(v) for v in value), key=json.dumps)
+        case list() | tuple():
+            return [_plain(v) for v in value]
+        case torch.dtype():
+            return _dtype_name(value)
+        case type():
+            return f"{value.__module__}.{value.__qualname__}"
+        case Path():
+            return str(value)
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if dataclasses.is_dataclass(value):
+        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    kind = type(value).__name__
+    raise ConfigError(f"{value!r}: a {kind} in the model's settings cannot be named by its value")
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

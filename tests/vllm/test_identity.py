@@ -1,0 +1,294 @@
+"""Model ids: equal for engines whose KV is interchangeable, different for all others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engines import ENGINE_ENV, MODELS
+from safetensors.torch import load_file, save_file
+
+from flexcache.errors import ConfigError
+from flexcache.integration.vllm.engine import read_model_config
+from flexcache.integration.vllm.identity import digest, read_model_id
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 32,
+    "long_factor": [4.0] * 32,
+    "original_max_position_embeddings": 1024,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from make_models import make_model
+
+    return make_model(MODELS, "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENGINE_ENV.items():
+        monkeypatch.setenv(name, value)
+
+
+def model_id(model: Path, **settings: Any) -> str:
+    """The id of a real engine's config."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    defaults = {"dtype": "bfloat16", "max_model_len": 2048, "block_size": 32}
+    config = EngineArgs(model=str(model), **{**defaults, **settings}).create_engine_config()
+    return read_model_id(config)
+
+
+def stand_in(**model: Any) -> Any:
+    """A config with just what is read of it, for what no CPU engine can be set to."""
+    text_config = SimpleNamespace(
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=4096,
+    )
+    defaults = {
+        "model": "org/name", "revision": "abc", "code_revision": None, "trust_remote_code": False,
+        "dtype": torch.bfloat16, "quantization": None, "hf_config": text_config,
+        "hf_text_config": text_config, "hf_overrides": {}, "max_model_len": 2048, "seed": 0,
+        "override_generation_config": {}, "enable_sleep_mode": False,
+    }  # fmt: skip
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**defaults, **model}),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+
+
+def copy_model(tiny: Path, target: Path, **config: Any) -> Path:
+    shutil.copytree(tiny, target)
+    path = target / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return target
+
+
+def rest(identity: str) -> str:
+    """All but the model's name."""
+    return identity.partition("|")[2]
+
+
+def test_an_id_begins_with_the_models_name_and_reads_well(tiny: Path) -> None:
+    name, *parts = model_id(tiny).split("|")
+    assert name == str(tiny)
+    settings = dict(part.split("=") for part in parts)
+    assert settings["dtype"] == settings["kv"] == "bfloat16"
+    assert settings.keys() == {"checkpoint", "dtype", "kv", "positions"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_dtype": "bfloat16"},  # what "auto" comes to
+        {"seed": 7, "max_num_seqs": 3, "gpu_memory_utilization": 0.5},
+        {"max_model_len": 1024, "tensor_parallel_size": 1, "enforce_eager": True},
+        {"served_model_name": "another", "load_format": "safetensors"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
+                                "prompt_lookup_max": 3}},
+    ],
+    ids=lambda settings: ",".join(settings),
+)  # fmt: skip
+def test_settings_that_leave_the_numbers_alone_leave_the_id(
+    tiny: Path, settings: dict[str, Any]
+) -> None:
+    assert model_id(tiny, **settings) == model_id(tiny)
+
+
+def test_each_setting_that_changes_the_numbers_makes_another_id(tiny: Path) -> None:
+    def rope(rope_type: str, **parameters: Any) -> dict[str, Any]:
+        return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **parameters}}
+
+    draft = {"method": "draft_model", "model": str(tiny), "num_speculative_tokens": 2}
+    ids = [
+        model_id(tiny, **settings)
+        for settings in (
+            {},
+            {"dtype": "float32"},
+            {"kv_cache_dtype": "fp8"},
+            {"load_format": "dummy"},
+            {"load_format": "dummy", "seed": 7},
+            {"hf_overrides": rope("default", rope_theta=50000.0)},
+            {"hf_overrides": rope("yarn", factor=2.0, original_max_position_embeddings=2048)},
+            {"hf_overrides": rope("yarn", factor=4.0, original_max_position_embeddings=2048)},
+            {"hf_overrides": {"rms_norm_eps": 1e-3}},
+            {"speculative_config": draft},
+        )
+    ]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_model_with_two_ranges_of_positions_is_told_by_the_one_it_computes_for(
+    tiny: Path,
+) -> None:
+    ids = {
+        length: model_id(tiny, hf_overrides={"rope_parameters": LONGROPE}, max_model_len=length)
+        for length in (512, 1024, 1025, 2048)
+    }
+    assert ids[512] == ids[1024] != ids[1025] == ids[2048]
+
+
+def test_llama_4_tunes_attention_for_long_contexts_only() -> None:
+    def llama4(length: int, **settings: Any) -> str:
+        config = SimpleNamespace(model_type="llama4", rope_parameters=None)
+        return read_model_id(
+            stand_in(hf_config=config, hf_text_config=config, max_model_len=length, **settings)
+        )
+
+    assert llama4(8192) == llama4(32768) != llama4(32769) == llama4(65536)
+    forced = {"override_generation_config": {"attn_temperature_tuning": True}}
+    assert llama4(8192, **forced) == llama4(65536)
+
+
+def test_a_function_of_overrides_is_told_by_what_it_makes_of_the_config(tiny: Path) -> None:
+    def with_theta(theta: float) -> Any:
+        def override(config: Any) -> Any:
+            config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+            return config
+
+        return override
+
+    first = model_id(tiny, hf_overrides=with_theta(20000.0))
+    assert first == model_id(tiny, hf_overrides=with_theta(20000.0))
+    assert first != model_id(tiny, hf_overrides=with_theta(30000.0))
+    assert first != model_id(tiny)
+
+
+def test_a_checkpoint_is_told_by_its_content_wherever_it_lies(tiny: Path, tmp_path: Path) -> None:
+    copied = copy_model(tiny, tmp_path / "copied", transformers_version="4.99", torch_dtype="auto")
+    assert rest(model_id(copied)) == rest(model_id(tiny))
+
+    edited = copy_model(tiny, tmp_path / "edited", rms_norm_eps=0.5)
+    assert rest(model_id(edited)) != rest(model_id(tiny))
+
+    before = model_id(copied)
+    weights = copied / "model.safetensors"
+    trained = {name: tensor * 1.01 for name, tensor in load_file(weights).items()}
+    save_file(trained, weights, metadata={"format": "pt"})
+    assert model_id(copied) != before
+
+
+def test_a_name_at_the_hub_is_told_by_the_commit_that_was_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--name"
+
+    def fetch(commit: str) -> None:
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+
+    commits = "1" * 40, "2" * 40
+    ids = []
+    snapshots = repository / "snapshots"
+    for commit in commits:
+        fetch(commit)
+        ids.append(read_model_id(stand_in(revision=None)))
+        assert ids[-1] == read_model_id(stand_in(revision="main"))
+        assert ids[-1] == read_model_id(stand_in(revision=commit))
+        assert ids[-1] == read_model_id(stand_in(revision=None, model=str(snapshots / commit)))
+        assert ids[-1].startswith(f"org/name|revision={commit}|")
+    assert ids[0] != ids[1]
+    assert "|revision=v2|" in read_model_id(stand_in(revision="v2", model="org/never-fetched"))
+
+
+def test_the_same_model_quantised_in_another_way_has_another_id() -> None:
+    def quantised(method: str | None, checkpoint: Any, by_user: Any = None) -> str:
+        config = SimpleNamespace(rope_parameters=None, quantization_config=checkpoint)
+        return read_model_id(
+            stand_in(quantization=method, quantization_config=by_user, hf_config=config)
+        )
+
+    ids = [
+        quantised(None, None),
+        quantised("fp8", None),
+        quantised("fp8", None, {"linear": {"weight": "fp8_e5m2"}}),
+        quantised("gptq", {"bits": 4, "group_size": 128}),
+        quantised("gptq", {"bits": 4, "group_size": 64}),
+        quantised("awq", {"bits": 4, "group_size": 128}),
+    ]
+    assert len(set(ids)) == len(ids)
+    assert quantised("gptq", {"group_size": 128, "bits": 4.0, "new": None}) == ids[3]
+
+
+def test_layers_left_out_of_kv_quantisation_and_code_revisions_are_in_the_id() -> None:
+    ids = [read_model_id(stand_in())]
+    config = stand_in()
+    config.cache_config = SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=[])
+    ids.append(read_model_id(config))
+    config.cache_config.kv_cache_dtype_skip_layers = ["3", "5"]
+    ids.append(read_model_id(config))
+    ids.append(read_model_id(stand_in(trust_remote_code=True, code_revision="one")))
+    ids.append(read_model_id(stand_in(trust_remote_code=True, code_revision="two")))
+    images = SimpleNamespace(mm_processor_kwargs={"max_pixels": 1000})
+    ids.append(read_model_id(stand_in(multimodal_config=images)))
+    assert len(set(ids)) == len(ids)
+    assert read_model_id(stand_in(code_revision="one")) == ids[0]
+
+
+def test_drafts_of_equal_shape_are_told_apart_by_method_and_model() -> None:
+    def with_draft(method: str, **draft: Any) -> str:
+        config = stand_in()
+        config.speculative_config = SimpleNamespace(
+            method=method, draft_model_config=stand_in(**draft).model_config
+        )
+        return read_model_id(config)
+
+    ids = [
+        read_model_id(stand_in()),
+        with_draft("eagle", model="org/draft"),
+        with_draft("eagle3", model="org/draft"),
+        with_draft("eagle", model="org/other"),
+        with_draft("eagle", model="org/draft", revision="other"),
+        with_draft("eagle", model="org/draft", quantization="fp8"),
+        with_draft("mtp"),
+    ]
+    assert len(set(ids)) == len(ids)
+    assert with_draft("ngram") == with_draft("suffix") == ids[0]
+
+
+def test_a_model_fetched_from_an_object_store_has_the_name_it_was_asked_for_by() -> None:
+    fetched = stand_in(model="/root/.cache/vllm/model_streamer/1a2b", model_weights="s3://b/model")
+    assert read_model_id(fetched).startswith("s3://b/model|")
+
+
+def test_scales_that_an_engine_computes_for_itself_are_refused() -> None:
+    config = stand_in()
+    config.cache_config.calculate_kv_scales = True
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        read_model_id(config)
+
+
+def test_sleep_mode_is_refused_by_name() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    from flexcache.integration.vllm import FlexCacheConnectorV1
+
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        read_model_config(stand_in(enable_sleep_mode=True), SimpleNamespace())
+    connector = FlexCacheConnectorV1.__new__(FlexCacheConnectorV1)
+    assert isinstance(connector, KVConnectorBase_V1)
+    assert connector.supports_sleep_mode is False
+
+
+def test_equal_values_have_equal_digests_however_they_are_spelled() -> None:
+    assert digest({"a": 1, "b": [2.0, None]}) == digest({"b": (2, None), "a": 1.0, "c": None})
+    assert digest({torch.float16, torch.bfloat16}) == digest({torch.bfloat16, torch.float16})
+    with pytest.raises(ConfigError, match="cannot be named"):
+        digest({"a": object()})
