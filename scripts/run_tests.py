@@ -46,8 +46,8 @@ class TestLane:
 
 TESTS = {
     "unit": TestLane(("tests/unit",), ("-n2", "--dist=worksteal")),
-    "system": TestLane(("tests/system", "tests/gpu"), ("-n4", "--dist=loadgroup")),
-    "vllm": TestLane(("tests/vllm",), ("-n2", "--dist=loadfile")),
+    "system": TestLane(("tests/system", "tests/gpu"), ("-n4", "--dist=worksteal")),
+    "vllm": TestLane(("tests/vllm",), ("-n2", "--dist=loadgroup")),
 }
 
 

@@ -32,7 +32,7 @@ def _use_verbs(directory: Path) -> None:
         failed = []
         for library in waiting:
             try:
-                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+                ctypes.CDLL(str(library))
             except OSError:
                 failed.append(library)
         if len(failed) == len(waiting):

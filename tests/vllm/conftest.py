@@ -26,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
+            if "engine" in getattr(item, "fixturenames", ()):  # starting it takes its time
+                item.add_marker(pytest.mark.xdist_group("the engine in the tests' process"))
 
 
 @pytest.fixture(scope="session")
