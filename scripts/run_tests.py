@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 NOTHING_SELECTED = 5  # pytest's exit status
 TO_END_S = 30.0
+CLOSING_LINE = re.compile(r"^.* in \d[\d.]*s\b.*$", re.MULTILINE)
 
 CHECKS = {
     "lint": [str(BIN / "ruff"), "check", "."],
@@ -67,9 +69,9 @@ class Outcome:
 def main(arguments: list[str]) -> int:
     fast = arguments[:1] == ["fast"]
     if fast:
-        commands = test_commands(["--hypothesis-profile=fast", *arguments[1:]], ["unit"])
+        commands = commands_for(["--hypothesis-profile=fast", *arguments[1:]], ["unit"])
     else:
-        commands = test_commands(arguments, TESTS)
+        commands = commands_for(arguments, TESTS)
         if not arguments:
             commands = {**CHECKS, **commands}
     outcomes: list[Outcome] = []
@@ -87,7 +89,7 @@ def main(arguments: list[str]) -> int:
     return int(not statuses <= {0, NOTHING_SELECTED})
 
 
-def test_commands(arguments: Sequence[str], lanes: Iterable[str]) -> dict[str, list[str]]:
+def commands_for(arguments: Sequence[str], lanes: Iterable[str]) -> dict[str, list[str]]:
     """Give every lane the arguments and, of the paths among them, those below its directories.
 
     If there are paths, lanes without one do not run.
@@ -150,9 +152,9 @@ def run(lane: str, command: Sequence[str]) -> Outcome:
     except KeyboardInterrupt:
         end(process)
         raise
-    closing_line = tail.decode(errors="replace").rstrip().rpartition("\n")[2]
+    closing_lines = CLOSING_LINE.findall(tail.decode(errors="replace")) if lane in TESTS else []
     seconds = time.monotonic() - started
-    return Outcome(lane, status, seconds, closing_line if lane in TESTS else "")
+    return Outcome(lane, status, seconds, closing_lines[-1] if closing_lines else "")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
