@@ -360,7 +360,7 @@ def test_status_with_wrong_keys_ends_with_a_word(tmp_path: Path) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "flexcache.cli", "status", "--endpoint", "tcp://127.0.0.1:1"],
         env={**os.environ, "FLEXCACHE_CURVE_KEYS": str(tmp_path)},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert shown.returncode == 1
     assert "curve_keys" in shown.stdout
