@@ -49,7 +49,7 @@ class TestLane:
 TESTS = {
     "unit": TestLane(("tests/unit",), ("-n2", "--dist=worksteal")),
     "system": TestLane(("tests/system", "tests/gpu"), ("-n4", "--dist=worksteal")),
-    "vllm": TestLane(("tests/vllm",), ("-n2", "--dist=loadgroup")),
+    "vllm": TestLane(("tests/vllm",), ("-n2", "--dist=loadfile")),
 }
 
 

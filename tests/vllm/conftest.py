@@ -22,13 +22,10 @@ except ImportError:
     collect_ignore = [path.name for path in Path(__file__).parent.glob("test_*.py")]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            if "engine" in getattr(item, "fixturenames", ()):  # one for all of them
-                item.add_marker(pytest.mark.xdist_group("engine"))
 
 
 @pytest.fixture(scope="session")
