@@ -9,6 +9,7 @@ the context; embeddings are untied, or the output would just repeat the last tok
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -98,12 +99,21 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def make_model(directory: Path, name: str) -> Path:
     """Make one model unless it is there already; returns its directory."""
     target = directory / name
-    if not (target / "model.safetensors").exists():
+    weights = target / "model.safetensors"
+    if not weights.exists():
+        directory.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(0)
         config = _configs()[name]
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        _tokenizer().save_pretrained(target)
-        model.save_pretrained(target)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as made:
+            part = Path(made) / name
+            _tokenizer().save_pretrained(part)
+            model.save_pretrained(part)
+            try:
+                part.rename(target)
+            except OSError:
+                if not weights.exists():  # otherwise another process was faster
+                    raise
     return target
 
 

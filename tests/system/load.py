@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from cluster import NO_HANG_S, PATIENCE_S
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 
@@ -149,7 +150,7 @@ class LoadEngine:
         def over() -> int:
             while not (ended := self.client.take_ended([task_id])):  # type: ignore[union-attr]
                 self.client.wait_ended(0.01)  # type: ignore[union-attr]
-                if time.monotonic() - started > 20:
+                if time.monotonic() - started > PATIENCE_S:
                     self.seen.wrong.append(f"task {task_id} is never over")
                     return 0
             return ended[task_id]
@@ -244,7 +245,7 @@ def run_scheduler(endpoint: str, engine_id: str, kv_path: str, seed: str) -> Non
             if engine.seen.wrong:
                 print("WRONG", engine.seen.wrong[:3], flush=True)
                 raise SystemExit(1)
-            if engine.seen.longest_call_s > 5:
+            if engine.seen.longest_call_s > NO_HANG_S:
                 print(f"WRONG a call took {engine.seen.longest_call_s} s", flush=True)
                 raise SystemExit(1)
     print(f"done {engine.seen.steps} {engine.seen.hits} {engine.seen.lost}", flush=True)
@@ -263,7 +264,7 @@ def run_crowd(endpoint: str, first: str, count: str, seconds: str) -> None:
         rng = np.random.default_rng(number)
         kv, seen = make_kv(make_model()), Seen()
         visits = 0
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or not seen.hits:
             visits += 1
             name = f"crowd-{number}"
             client = KVTPClient(endpoint, engine_id=name)
@@ -274,6 +275,8 @@ def run_crowd(endpoint: str, first: str, count: str, seconds: str) -> None:
                 load.seen = seen
                 leaves_at = time.monotonic() + rng.exponential(float(seconds) / 4)
                 while time.monotonic() < min(deadline, leaves_at) and not seen.wrong:
+                    load.step()
+                while not (seen.hits or seen.wrong):  # on a machine too slow for that
                     load.step()
                 if rng.random() < 0.5:  # leave in the middle of things
                     manager.get_match(tokens_of(int(rng.integers(NUM_PROMPTS)), MAX_BLOCKS))

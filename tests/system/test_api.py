@@ -90,7 +90,7 @@ def test_a_prompt_shorter_than_a_block_is_an_empty_match(num_tokens: int) -> Non
             task_id, mask = match(list(range(num_tokens)))
             assert mask.shape == (num_tokens,)
             assert not mask.any()
-            response = cluster.manager.wait([task_id], 5)[task_id]
+            response = cluster.manager.wait([task_id], 60)[task_id]
             assert response.status is KVStatus.NOT_FOUND
         assert cluster.num_leased() == 0
 
@@ -204,7 +204,7 @@ def test_cancel_before_the_launch_frees_the_blocks_and_is_idempotent() -> None:
         cluster.manager.cancel([task_id])
         cluster.manager.cancel([task_id])
         assert cluster.num_leased() == 0
-        assert cluster.manager.wait([task_id], 5)[task_id].status is KVStatus.CANCELLED
+        assert cluster.manager.wait([task_id], 60)[task_id].status is KVStatus.CANCELLED
         assert cluster.put(np.arange(64), [0, 1, 2, 3]).mask.all()
 
 

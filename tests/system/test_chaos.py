@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from cluster import NO_HANG_S, until
 from load import LoadEngine
-from test_shared import Member, child, until, until_free
+from test_shared import Member, child, until_free
 
 from flexcache import CacheConfig
 from flexcache.errors import FlexCacheError
@@ -30,7 +31,6 @@ from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE
 KILLS = int(os.environ.get("CHAOS_KILLS", 16))
 SEED = int(os.environ.get("CHAOS_SEED", 1))
 KINDS = ["scheduler", "rank", "disk", "server"]
-LONGEST_CALL_S = 5.0
 
 
 class Victim:
@@ -61,7 +61,7 @@ class Victim:
         for kind in ("scheduler", "rank"):
             process = self.processes.pop(kind, None)
             if process is not None:
-                said += process.communicate(timeout=30)[0]
+                said += process.communicate(timeout=120)[0]
         return said
 
 
@@ -85,7 +85,7 @@ def working(load: LoadEngine) -> Iterator[threading.Lock]:
         yield between_steps
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
         assert failures == []
 
@@ -113,7 +113,7 @@ def test_any_process_can_be_killed_at_any_moment(tmp_path: Path) -> None:
                     exact_again(survivor, turn)
                 seen = survivor.load.seen
                 assert seen.wrong == []
-                assert seen.longest_call_s < LONGEST_CALL_S
+                assert seen.longest_call_s < NO_HANG_S
                 print(
                     f"kill {turn + 1:3}: {kind:9} back after {time.monotonic() - started:4.1f} s; "
                     f"{seen.steps} steps, {seen.hits} hits, {seen.lost} lost, "

@@ -7,7 +7,8 @@ import signal
 
 import numpy as np
 import pytest
-from test_shared import CONFIG, Member, members, tokens_of, until
+from cluster import until
+from test_shared import CONFIG, Member, members, tokens_of
 
 from flexcache import CacheConfig
 
@@ -16,7 +17,7 @@ from flexcache import CacheConfig
 def test_a_load_by_layer_whose_server_is_gone_is_lost_and_moves_nothing_afterwards(
     fault: signal.Signals,
 ) -> None:
-    zero = Member(CacheConfig(**CONFIG, server_timeout_s=1.0))
+    zero = Member(CacheConfig(**CONFIG, server_timeout_s=3.0))
     with members(zero):
         zero.load.put(3, 20)
         pid = zero.manager.stats()["server_pid"]
@@ -27,7 +28,7 @@ def test_a_load_by_layer_whose_server_is_gone_is_lost_and_moves_nothing_afterwar
         layers = zero.client.load_by_layer(task_id, 20)
         if fault == signal.SIGKILL:
             os.kill(pid, fault)
-        assert not layers.wait_all(5)
+        assert not layers.wait_all(60)
         layers.give_up()
         for layer in zero.kv.values():
             layer[:20] = 5  # the slots serve another request now

@@ -22,9 +22,8 @@ import numpy as np
 import pytest
 import torch
 import zmq
-from cluster import Cluster, joined_kv, running_cluster
+from cluster import READY_S, Cluster, joined_kv, running_cluster, until
 from stores import free_ports
-from test_faults import until
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
@@ -124,7 +123,8 @@ def use_every_tier(server: Server, tmp_path: Path) -> None:
         num_cpu_blocks=192,
         remote_url=f"file://{tmp_path / 'store'}",
         remote_absent_ttl_s=0.1,
-        remote_lookup_timeout_s=1.0,
+        remote_lookup_timeout_s=20.0,
+        server_timeout_s=60.0,
         http_endpoint=str(server.port),
     ) as cluster:
         until(lambda: cluster.manager.stats()["remote"]["available"])
@@ -159,6 +159,15 @@ def clear(server: Server, tier: str) -> int:
     return int(json.loads(server.ask("/cache/clear", {"tier": tier}))["dropped_blocks"])
 
 
+def serves(server: Server) -> bool:
+    try:
+        return bool(json.loads(server.ask("/healthz"))["serving"])
+    except urllib.error.HTTPError as answer:
+        if answer.code != 503:
+            raise
+        return False
+
+
 def hold_the_disk_worker_up(server: Server, tmp_path: Path) -> None:
     """It is stopped with writes waiting for it, and killed; then the files lose their content."""
     with running_cluster([tmp_path], model=MODEL, http_endpoint=str(server.port)) as cluster:
@@ -166,12 +175,12 @@ def hold_the_disk_worker_up(server: Server, tmp_path: Path) -> None:
         pid = cluster.manager.stats()["workers"]["disk"]
         os.kill(pid, signal.SIGSTOP)
         cluster.manager.put_async(TOKENS, cluster.slots(BLOCKS))
-        server.look_until(lambda look: look['waiting_ops{worker="disk"}'] > 0)
+        # The worker has taken all it takes: 8 of the 12 ops.
+        server.look_until(lambda look: look['waiting_ops{worker="disk"}'] == 4)
         os.kill(pid, signal.SIGKILL)
+        until(lambda: not serves(server))
         server.look_until(lambda look: look['worker_deaths_total{worker="disk"}'] == 1)
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            server.ask("/healthz")
-        cluster.manager.wait_ready(30)
+        cluster.manager.wait_ready(READY_S)
         assert json.loads(server.ask("/healthz")) == {"serving": True, "missing": []}
         server.look()
         cluster.put(TOKENS + 5000, BLOCKS)
@@ -207,7 +216,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
     config = CacheConfig(
         num_cpu_blocks=48,
         endpoint=private_endpoint(),
-        client_timeout_s=2.0,
+        client_timeout_s=6.0,
         http_endpoint=str(server.port),
     )
     with ExitStack() as stack:
@@ -222,7 +231,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
         client.register_kv_caches(joined_kv(MODEL, 16))
         manager.start()
         stack.callback(manager.shutdown)
-        manager.wait_ready(30)
+        manager.wait_ready(READY_S)
         manager.put_match(TOKENS)
         server.look()
         with zmq.Context() as context, context.socket(zmq.DEALER) as silent:
@@ -231,7 +240,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
             hello = HelloEngine("silent", "x", os.getpid(), spec, b"calls")
             silent.send(msgspec.msgpack.encode(hello))
             server.look_until(lambda look: look["engines"] == 2)
-            server.look_until(lambda look: look["expired_clients_total"] == 1)
+            server.look_until(lambda look: look["expired_clients_total"] > 0)
         with zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
             deaf.linger = 0
             deaf.rcvhwm = 1
@@ -259,7 +268,10 @@ def fail_at_a_message(server: KVServer) -> None:
 
 def follow_the_cache(server: Server, tmp_path: Path) -> None:
     """Events are published, asked for again, held up and not taken; a trace is written and cut."""
-    traces = tmp_path / "traces"
+    traces, kept, no_directory = (tmp_path / name for name in ("traces", "kept", "none"))
+    kept.mkdir()
+    traces.symlink_to(kept)
+    no_directory.touch()
     publish, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
     with running_cluster(
         model=MODEL,
@@ -278,10 +290,7 @@ def follow_the_cache(server: Server, tmp_path: Path) -> None:
         ask_for_replay(replay)
         server.look_until(lambda look: look["bad_replay_requests_total"] == 1)
         hold_the_publisher_up(cluster, server)
-        for path in traces.iterdir():
-            path.unlink()
-        traces.rmdir()
-        traces.touch()  # there can be no next file
+        no_directory.replace(traces)  # at one stroke: from now on there can be no next file
         for prompt in range(1, 40):
             cluster.get(TOKENS + 10_000 * prompt, BLOCKS)
         server.look_until(lambda look: look["dropped_trace_lines_total"] > 0)
@@ -331,7 +340,7 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'tier_miss_tokens_total{tier="CPU"}': 4 * NUM_BLOCKS * 16,
         "missed_blocks_total": 2 * NUM_BLOCKS,
         "missed_tokens_total": 2 * NUM_BLOCKS * 16,
-        'hit_ratio{window="1m"}': Is(3 / 5),
+        'hit_ratio{window="1m"}': CHANGES,  # on a slow machine some gets are older than that
         'hit_ratio{window="10m"}': Is(3 / 5),
         'hit_ratio{window="1h"}': Is(3 / 5),
         'load_decision_blocks_total{decision="load",tier="SSD"}': NUM_BLOCKS,
@@ -396,7 +405,7 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "late_remote_lookups_total": 4,
         "open_lookups": CHANGES,
         'tier_available{tier="REMOTE"}': CHANGES,
-        "breaker_openings_total": 1,
+        "breaker_openings_total": CHANGES,  # each trial in vain is another one
         'breaker_state{state="open"}': CHANGES,
         'breaker_state{state="closed"}': CHANGES,
     },
@@ -404,7 +413,7 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "engines": CHANGES,
         'engine_ranks{engine="a/dp0"}': CHANGES,
         'engine_open_tasks{engine="a/dp0"}': CHANGES,
-        "expired_clients_total": 1,
+        "expired_clients_total": CHANGES,
         'rejected_messages_total{reason="malformed"}': CHANGES,
         "unread_messages_total": CHANGES,
         "failed_messages_total": CHANGES,

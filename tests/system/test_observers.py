@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from cluster import running_cluster
-from test_faults import until
+from cluster import running_cluster, until
 
 from flexcache import CacheConfig, KVManager, ModelConfig
 from flexcache.server.operator import open_http

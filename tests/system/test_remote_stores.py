@@ -441,7 +441,7 @@ def briefly() -> float:
 
 
 def write_until_it_works(store: RemoteStore, name: str, content: list[memoryview]) -> None:
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 120
     while statuses(store.write_from([name], [content], briefly())) != [Status.OK]:
         assert time.monotonic() < give_up
         time.sleep(0.1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cluster import NO_HANG_S, until
 from load import LoadEngine, make_kv, make_model, tokens_of
 from stores import free_ports
 
@@ -77,15 +78,8 @@ def serving(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[st
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         process.stdout.close()
-
-
-def until(condition: object, timeout: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def until_free(endpoint: str) -> None:
@@ -172,7 +166,7 @@ def test_a_name_that_is_taken_is_disputed_and_free_again_when_its_holder_leaves(
         with pytest.raises(RegistrationError, match=claimed):
             holder.manager.wait_ready(30)
         holder.manager.shutdown()
-        second.wait_ready(30)
+        second.wait_ready(60)
         second.shutdown()
 
 
@@ -188,7 +182,7 @@ def test_without_a_server_all_is_missed_at_once() -> None:
         assert manager.wait([task_id])[task_id].status is KVStatus.NOT_FOUND
         task_id, mask = manager.put_async(tokens_of(1, 4), np.arange(64))
         assert not mask.any()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < NO_HANG_S
     with pytest.raises(ServerLostError):
         manager.stats()
     manager.shutdown()
@@ -202,7 +196,7 @@ def test_a_killed_server_fails_what_is_open_and_is_replaced() -> None:
         matched, mask = one.manager.get_match(tokens_of(3, 20))
         assert mask.all()
         os.kill(zero.manager.stats()["server_pid"], signal.SIGKILL)
-        response = one.manager.wait([matched], 5)[matched]
+        response = one.manager.wait([matched], 60)[matched]
         assert response.status is KVStatus.FAILED
         assert "died" in (response.error or "")
         for engine in (zero, one):
@@ -214,7 +208,7 @@ def test_a_killed_server_fails_what_is_open_and_is_replaced() -> None:
 
 
 def test_a_server_that_hangs_is_given_up_and_taken_back() -> None:
-    config = CacheConfig(**CONFIG, server_timeout_s=1.0)
+    config = CacheConfig(**CONFIG, server_timeout_s=3.0)
     zero = Member(config)
     with members(zero):
         zero.load.put(3, 20)
@@ -224,7 +218,7 @@ def test_a_server_that_hangs_is_given_up_and_taken_back() -> None:
             for _ in range(20):
                 started = time.monotonic()
                 assert zero.load.get(3, 20) == 0
-                assert time.monotonic() - started < 5
+                assert time.monotonic() - started < NO_HANG_S
         finally:
             os.kill(pid, signal.SIGCONT)
         zero.manager.wait_ready(30)
@@ -234,7 +228,7 @@ def test_a_server_that_hangs_is_given_up_and_taken_back() -> None:
 
 
 def test_a_gated_load_at_a_server_that_hangs_is_soon_over_and_moves_nothing_afterwards() -> None:
-    config = CacheConfig(**CONFIG, server_timeout_s=1.0)
+    config = CacheConfig(**CONFIG, server_timeout_s=3.0)
     zero = Member(config)
     with members(zero):
         zero.load.put(3, 20)
@@ -247,7 +241,7 @@ def test_a_gated_load_at_a_server_that_hangs_is_soon_over_and_moves_nothing_afte
             zero.manager.launch([task_id], [slots], gated=True)
             zero.client.open_gates([task_id])
             ended: dict[int, int] = {}
-            until(lambda: ended.update(zero.client.take_ended([task_id])) or ended, timeout=5)
+            until(lambda: ended.update(zero.client.take_ended([task_id])) or ended)
             assert ended == {task_id: 0}
             for layer in zero.kv.values():
                 layer[:20] = 5  # the slots serve another request now
@@ -255,7 +249,7 @@ def test_a_gated_load_at_a_server_that_hangs_is_soon_over_and_moves_nothing_afte
             os.kill(pid, signal.SIGCONT)
         until(lambda: not zero.manager.is_ready())
         zero.manager.wait_ready(30)
-        assert zero.manager.wait([task_id], 5)[task_id].status is KVStatus.FAILED
+        assert zero.manager.wait([task_id], 60)[task_id].status is KVStatus.FAILED
         assert all((layer[:20] == 5).all() for layer in zero.kv.values())
         assert zero.load.get(3, 20) == 20
         assert zero.load.seen.wrong == []
@@ -299,7 +293,7 @@ sys.stdin.read()
 
 
 def test_a_silent_engine_loses_its_session_and_finds_a_new_one() -> None:
-    config = CacheConfig(**CONFIG, client_timeout_s=3.0)
+    config = CacheConfig(**CONFIG, client_timeout_s=6.0)
     zero, one = Member(config, dp_rank=0), Member(config, dp_rank=1)
     with members(zero, one):
         script = (
@@ -370,7 +364,7 @@ def test_status_with_wrong_keys_ends_with_a_word(tmp_path: Path) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "flexcache.cli", "status", "--endpoint", "tcp://127.0.0.1:1"],
         env={**os.environ, "FLEXCACHE_CURVE_KEYS": str(tmp_path)},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert shown.returncode == 1
     assert "curve_keys" in shown.stdout
@@ -411,7 +405,7 @@ def test_over_tcp_with_keys_only_their_holders_are_served(tmp_path: Path) -> Non
         with mine:
             mine.wait_ready(30)
             task_id, _ = mine.put_async(tokens_of(1, 4), np.arange(64))
-            assert mine.wait([task_id], 10)[task_id].mask.all()
+            assert mine.wait([task_id], 60)[task_id].mask.all()
             for wrong in (None, str(others)):
                 stranger = KVManager(
                     make_model(), CacheConfig(endpoint=local, curve_keys=wrong), dp_rank=1

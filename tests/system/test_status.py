@@ -31,8 +31,8 @@ def test_one_look_and_its_figures(tmp_path: Path) -> None:
         cluster.put(TOKENS, range(16))
         cluster.get(TOKENS, range(20, 36))
         command = [*STATUS, cluster.manager.endpoint]
-        looked = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        figures = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+        looked = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        figures = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120)
         stats = cluster.manager.stats()
     assert looked.returncode == 0, looked.stdout
     (cpu,) = (line for line in looked.stdout.splitlines() if line.startswith("CPU "))
@@ -48,7 +48,7 @@ def test_one_look_where_nobody_serves_ends_with_an_error(
 ) -> None:
     command = [*STATUS, f"ipc://{tmp_path}/none", *options]
     environ = {**os.environ, "FLEXCACHE_SERVER_TIMEOUT_S": "0.6"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert done.returncode == 1
     said = done.stderr if "--json" in options else done.stdout  # who reads JSON reads no error
     assert "no server is there" in said

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, running_cluster
+from cluster import Cluster, running_cluster, until
 from load import LoadEngine, make_kv, make_model
-from test_shared import Member, serving, until
+from test_shared import Member, serving
 from typer.testing import CliRunner
 
 from flexcache import CacheConfig

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import (
@@ -40,7 +40,6 @@ def reference_keys(root: RootId, tokens: list[int], tokens_per_block: int) -> li
 
 
 @given(TOKENS, BLOCK_SIZES, st.data())
-@settings(max_examples=200, deadline=None)
 def test_keys_are_those_of_the_reference_in_whatever_order_they_are_asked_for(
     tokens: list[int], tokens_per_block: int, data: st.DataObject
 ) -> None:
@@ -59,7 +58,6 @@ def test_keys_are_those_of_the_reference_in_whatever_order_they_are_asked_for(
 
 
 @given(TOKENS, BLOCK_SIZES)
-@settings(max_examples=50, deadline=None)
 def test_a_key_depends_on_the_tokens_up_to_its_block_only(
     tokens: list[int], tokens_per_block: int
 ) -> None:

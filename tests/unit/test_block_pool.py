@@ -63,7 +63,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPoolMachine = BlockPoolMachine.TestCase
-TestBlockPoolMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestBlockPoolMachine.settings = settings(stateful_step_count=30)
 
 
 def test_a_fresh_pool_gives_out_neighbours_in_rising_order() -> None:

@@ -364,7 +364,7 @@ def test_nothing_is_done_before_it_is_durable_and_reads_do_not_wait(bench: Bench
 
     def gated_sync(fd: int) -> None:
         entered.set()
-        assert proceed.wait(30)
+        assert proceed.wait(60)
         sync(fd)
 
     bench.files.fdatasync = gated_sync  # type: ignore[method-assign]
@@ -373,7 +373,7 @@ def test_nothing_is_done_before_it_is_durable_and_reads_do_not_wait(bench: Bench
     worker.advance()
     io.complete(0)
     assert worker.advance() == []
-    assert entered.wait(30)
+    assert entered.wait(60)
     worker.execute(order(2, OpKind.DISK2H, [3], [3], bytes(8)))
     worker.execute(store(3, [1], [1]))
     worker.execute(store(4, [2], [2], first=1))
@@ -423,7 +423,7 @@ def test_a_failed_sync_fails_all_that_was_written_before_it_was_known(
 
     def gated_sync(fd: int) -> None:
         entered.set()
-        assert proceed.wait(30)
+        assert proceed.wait(60)
         sync(fd)
 
     bench.files.fdatasync = gated_sync  # type: ignore[method-assign]
@@ -433,7 +433,7 @@ def test_a_failed_sync_fails_all_that_was_written_before_it_was_known(
     worker.advance()
     io.complete(0)
     worker.advance()
-    assert entered.wait(30)
+    assert entered.wait(60)
     worker.execute(store(2, [1], [1]))  # will have been written
     worker.execute(store(3, [2, 3, 4, 5], [2, 3, 4, 5]))  # is being written
     worker.execute(order(4, OpKind.DISK2H, [6], [6], bytes(8)))

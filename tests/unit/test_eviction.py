@@ -78,7 +78,7 @@ class ShadowMachine(RuleBasedStateMachine):
 
 
 TestShadowMachine = ShadowMachine.TestCase
-TestShadowMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestShadowMachine.settings = settings(stateful_step_count=40)
 
 
 def test_a_shadow_keeps_its_queue_short() -> None:
@@ -153,7 +153,6 @@ def test_a_kind_seen_once_is_taken_for_an_average_one() -> None:
     ),
     st.integers(1, 10_000),
 )
-@settings(max_examples=60, deadline=None)
 def test_more_space_never_means_less_patience(
     kinds: list[list[float | None]], capacity: int
 ) -> None:
@@ -276,7 +275,6 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.text("ab", min_size=1, max_size=7)), max_size=60))
-@settings(max_examples=60, deadline=None)
 def test_with_any_policy_a_tier_stays_whole(steps: list[tuple[int, str]]) -> None:
     for name in EVICTION_POLICIES:
         policy = make_eviction_policy(name, 9)

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.errors import TaskRevokedError
@@ -23,7 +23,6 @@ def _implementations() -> list[CopyRuns]:
     return [copy_cpu.load_copy_runs(), copy_cpu._copy_with_ctypes]
 
 
-@settings(deadline=None)
 @given(runs=st.lists(st.tuples(_SIZES, _GAPS, _GAPS), max_size=8), seed=st.integers(0, 9))
 def test_every_run_arrives_and_nothing_else_changes(
     runs: list[tuple[int, int, int]], seed: int

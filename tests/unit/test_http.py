@@ -327,7 +327,7 @@ def test_a_call_that_takes_long_keeps_nobody_else_waiting(
     server.gate = threading.Event()
     clearing = threading.Thread(target=post, args=(service, "/cache/clear", {"tier": "CPU"}))
     clearing.start()
-    assert server.entered.wait(30)
+    assert server.entered.wait(60)
     assert ask(service, "GET", "/healthz")[0] == 200
     assert ask(service, "GET", "/metrics")[0] == 200
     server.gate.set()

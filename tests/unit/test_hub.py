@@ -878,13 +878,12 @@ class HubHistories(RuleBasedStateMachine):
 
 
 TestHubHistories = HubHistories.TestCase
-TestHubHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHubHistories.settings = settings(stateful_step_count=40)
 
 
 # -- hostile frames ------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) -> None:
     world = World()

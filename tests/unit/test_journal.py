@@ -150,9 +150,9 @@ class WriteBackJournalMachine(JournalMachine):
 
 
 TestJournal = JournalMachine.TestCase
-TestJournal.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestJournal.settings = settings(stateful_step_count=30)
 TestWriteBackJournal = WriteBackJournalMachine.TestCase
-TestWriteBackJournal.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestWriteBackJournal.settings = settings(stateful_step_count=30)
 
 
 def test_what_is_restored_is_told_without_tokens() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -60,7 +59,6 @@ class LayerLoadMachine(RuleBasedStateMachine):
         assert self.load.wait_all(0) == (self.num_come == 5 and not self.is_lost)
 
 
-LayerLoadMachine.TestCase.settings = settings(max_examples=200, deadline=None)
 TestLayerLoad = LayerLoadMachine.TestCase
 
 

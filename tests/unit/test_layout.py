@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.errors import UnsupportedLayoutError
@@ -213,7 +213,6 @@ def strange_tensors(draw: st.DrawFn) -> tuple[Tensors, int]:
     return tensors, block_dim
 
 
-@settings(max_examples=200, deadline=None)
 @given(strange_tensors())
 def test_whatever_dense_tensors_are_cut_and_turned_to_is_read_right(
     drawn: tuple[Tensors, int],

@@ -120,7 +120,7 @@ log_event(logging.getLogger("flexcache.x"), logging.DEBUG, "too_fine")
 logging.getLogger("other").info("chatter")
 logging.getLogger("other").warning("theirs")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     first, second = done.stderr.splitlines()
     if log_format == "json":

@@ -403,7 +403,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 TestPlannerMachine = PlannerMachine.TestCase
-TestPlannerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestPlannerMachine.settings = settings(stateful_step_count=50)
 
 
 # -- one plan after the other, with room for everything: what is cached is known --------------
@@ -414,7 +414,6 @@ TestPlannerMachine.settings = settings(max_examples=150, stateful_step_count=50,
     st.integers(1, 3),
     st.sampled_from([0, 200]),
 )
-@settings(max_examples=100, deadline=None)
 def test_with_room_for_everything_a_get_brings_all_that_was_ever_put(
     calls: list[tuple[str, str, int]], chunk_blocks: int, disk: int
 ) -> None:

@@ -248,7 +248,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
 
 TestPrefixIndexMachine = PrefixIndexMachine.TestCase
-TestPrefixIndexMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPrefixIndexMachine.settings = settings(stateful_step_count=40)
 
 
 # -- by example -----------------------------------------------------------------------------------

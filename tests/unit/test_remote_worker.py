@@ -139,7 +139,7 @@ class Turns(RuleBasedStateMachine):
         assert self.worker.is_idle == (not self.running and not any(self.waiting.values()))
 
 
-Turns.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Turns.TestCase.settings = settings(stateful_step_count=40)
 TestTurns = Turns.TestCase
 
 
@@ -417,7 +417,6 @@ def test_a_block_comes_back_from_its_object(compression: str) -> None:
     st.integers(0, 2**31),
     st.sampled_from(["flip", "cut", "grow"]),
 )
-@settings(max_examples=300, deadline=None)
 def test_no_damage_goes_unnoticed(compression: str, where: int, damage: str) -> None:
     try:
         data, pieces = encoded(compression=compression)

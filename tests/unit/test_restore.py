@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from builders import prompt
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import EngineBlockKeys
@@ -138,7 +138,6 @@ words = st.text("ab", min_size=1, max_size=5)
 
 
 @given(st.lists(st.tuples(words, st.sampled_from([ROOT, OTHER_ROOT])), max_size=40), st.randoms())
-@settings(max_examples=300, deadline=None)
 def test_exactly_what_can_be_reached_is_restored(history, random) -> None:  # type: ignore[no-untyped-def]
     """``history``: which block was written at each generation, to a slot of its own."""
     free = list(range(len(history)))

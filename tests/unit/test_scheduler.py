@@ -185,9 +185,7 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
             self.scheduler.submit(TaskId(task), make_graph([]))
 
 
-SchedulerAgainstModel.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None
-)
+SchedulerAgainstModel.TestCase.settings = settings(stateful_step_count=40)
 TestSchedulerAgainstModel = SchedulerAgainstModel.TestCase
 
 

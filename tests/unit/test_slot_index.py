@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.storage.slot_index import (
@@ -114,7 +114,6 @@ def test_a_record_of_another_slot_or_another_pool_is_torn(fds: list[int]) -> Non
 
 
 @given(position=st.integers(0, 8 * RECORD_BYTES - 1))
-@settings(max_examples=200, deadline=None)
 def test_any_flipped_bit_is_noticed(position: int) -> None:
     fd = os.memfd_create("index")
     try:
@@ -144,7 +143,6 @@ def test_garbage_never_passes_for_a_record(fds: list[int]) -> None:
     num_directories=st.integers(1, 4),
     writes=st.lists(st.lists(st.integers(0, 30), unique=True, min_size=1), max_size=8),
 )
-@settings(max_examples=80, deadline=None)
 def test_the_last_write_of_a_slot_counts(num_directories: int, writes: list[list[int]]) -> None:
     fds = [os.memfd_create("index") for _ in range(num_directories)]
     try:
@@ -214,7 +212,6 @@ class WornDevice:
     most=st.sampled_from([100, 4096, 5000, 1 << 30]),
     is_strict=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
 def test_pages_that_cannot_be_read_are_torn_and_the_others_come_back(
     bad_pages: set[int], most: int, is_strict: bool
 ) -> None:

@@ -202,7 +202,7 @@ class TaskHistories(RuleBasedStateMachine):
         self.world.check_every_prompt_can_be_stored(PROMPTS)
 
 
-TaskHistories.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TaskHistories.TestCase.settings = settings(stateful_step_count=40)
 TestTaskHistories = TaskHistories.TestCase
 
 

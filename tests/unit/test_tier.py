@@ -319,7 +319,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTierMachine.settings = settings(stateful_step_count=40)
 
 
 # -- by example -----------------------------------------------------------------------------
@@ -717,9 +717,7 @@ class UnchainedKeysMachine(RuleBasedStateMachine):
 
 
 TestUnchainedKeysMachine = UnchainedKeysMachine.TestCase
-TestUnchainedKeysMachine.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None
-)
+TestUnchainedKeysMachine.settings = settings(stateful_step_count=30)
 
 
 # -- the checker ----------------------------------------------------------------------------

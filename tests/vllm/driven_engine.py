@@ -87,7 +87,7 @@ class DrivenEngine:
     def stop(self) -> None:
         """In order; one that does not end is killed. A killed one may be stopped too."""
         try:
-            self._process.communicate(timeout=60)
+            self._process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
             self.kill()
             raise

@@ -107,7 +107,7 @@ class ApiServer:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(), headers
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=READY_S) as response:
             answer = json.load(response)
         details = answer["usage"]["prompt_tokens_details"] or {}
         return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
@@ -115,7 +115,7 @@ class ApiServer:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(60)
+            self.process.wait(120)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -157,7 +157,7 @@ def test_data_parallel_ranks_share_what_one_has_stored(
     assert probes["different"] == []
     assert probes["ranks"] == tp_size
     assert probes["loaded"] == 3 * CACHED // 32 * tp_size
-    deadline = time.monotonic() + 40  # an engine that vLLM kills is mourned for 15 s
+    deadline = time.monotonic() + 120  # an engine that vLLM kills is mourned for 15 s
     while list((runtime_dir / f"flexcache-{os.getuid()}").iterdir()):
         assert time.monotonic() < deadline, "the server that the ranks shared outlives them"
         time.sleep(0.1)

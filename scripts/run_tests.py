@@ -1,0 +1,182 @@
+"""Run the lanes of checks and tests one after the other, all of them even if one fails.
+
+    python scripts/run_tests.py [fast] [PYTEST ARGUMENT]...
+
+A table of all lanes ends the output; the exit status is 1 if a lane failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+NOTHING_SELECTED = 5  # pytest's exit status
+TO_END_S = 30.0
+CLOSING_LINE = re.compile(r"^.* in \d[\d.]*s\b.*$", re.MULTILINE)
+
+CHECKS = {
+    "lint": [str(BIN / "ruff"), "check", "."],
+    "format": [str(BIN / "ruff"), "format", "--check", "."],
+    "types": [str(BIN / "mypy")],
+    "docs": [sys.executable, "scripts/make_docs.py", "--check"],
+}
+
+
+@dataclass(frozen=True)
+class TestLane:
+    """One pytest run.
+
+    Most system tests wait for processes and deadlines, hence more workers than cores. A vLLM engine
+    computes on one core for about half of its life; vLLM has a run of its own since its CPU engine
+    does not start in a process that has imported llvmlite.
+    """
+
+    directories: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+TESTS = {
+    "unit": TestLane(("tests/unit",), ("-n2", "--dist=worksteal")),
+    "system": TestLane(("tests/system", "tests/gpu"), ("-n4", "--dist=worksteal")),
+    "vllm": TestLane(("tests/vllm",), ("-n2", "--dist=loadfile")),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    lane: str
+    status: int
+    seconds: float
+    closing_line: str = ""
+
+    @property
+    def word(self) -> str:
+        words = {0: "passed", NOTHING_SELECTED: "nothing selected"}
+        return words.get(self.status, f"failed ({self.status})")
+
+
+def main(arguments: list[str]) -> int:
+    fast = arguments[:1] == ["fast"]
+    if fast:
+        commands = commands_for(["--hypothesis-profile=fast", *arguments[1:]], ["unit"])
+    else:
+        commands = commands_for(arguments, TESTS)
+        if not arguments:
+            commands = {**CHECKS, **commands}
+    outcomes: list[Outcome] = []
+    try:
+        for lane, command in commands.items():
+            outcomes.append(run(lane, command))
+    except KeyboardInterrupt:
+        print("\ninterrupted")
+        return 128 + signal.SIGINT
+    finally:
+        print_table(outcomes)
+    statuses = {outcome.status for outcome in outcomes}
+    if statuses <= {NOTHING_SELECTED}:
+        return NOTHING_SELECTED
+    return int(not statuses <= {0, NOTHING_SELECTED})
+
+
+def commands_for(arguments: Sequence[str], lanes: Iterable[str]) -> dict[str, list[str]]:
+    """Give every lane the arguments and, of the paths among them, those below its directories.
+
+    If there are paths, lanes without one do not run.
+    """
+    before = ["", *arguments]
+    paths = [
+        argument
+        for previous, argument in zip(before, arguments, strict=False)
+        if previous not in ("-k", "-m") and is_test_path(argument)
+    ]
+    others = [argument for argument in arguments if argument not in paths]
+    commands = {}
+    for lane in lanes:
+        directories = TESTS[lane].directories
+        selected = selected_in(directories, paths) if paths else directories
+        if selected:
+            options = (*TESTS[lane].options, *others, *selected)
+            commands[lane] = [sys.executable, "-m", "pytest", *options]
+    return commands
+
+
+def is_test_path(argument: str) -> bool:
+    path = ROOT / argument.partition("::")[0]
+    return path.exists() and path.resolve().is_relative_to(ROOT / "tests")
+
+
+def selected_in(directories: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Return the paths below the directories, and the directories below a path."""
+    selected = []
+    for argument in paths:
+        path = (ROOT / argument.partition("::")[0]).resolve()
+        for directory in directories:
+            if path.is_relative_to(ROOT / directory):
+                selected.append(argument)
+            elif (ROOT / directory).is_relative_to(path):
+                selected.append(directory)
+    return selected
+
+
+def run(lane: str, command: Sequence[str]) -> Outcome:
+    """Run a lane in a session of its own, so that an interrupt reaches it once and ends it."""
+    print(f"\n=== {lane}: {shlex.join(command)}", flush=True)
+    started, tail = time.monotonic(), b""
+    colors = {"PY_COLORS": "1"} if sys.stdout.isatty() else {}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **colors},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        while chunk := os.read(process.stdout.fileno(), 1 << 16):
+            tail = (tail + chunk)[-4096:]
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
+        status = process.wait()
+    except KeyboardInterrupt:
+        end(process)
+        raise
+    closing_lines = CLOSING_LINE.findall(tail.decode(errors="replace")) if lane in TESTS else []
+    seconds = time.monotonic() - started
+    return Outcome(lane, status, seconds, closing_lines[-1] if closing_lines else "")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt all that the lane has started; kill what does not end."""
+    for sent in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=TO_END_S)
+
+
+def print_table(outcomes: Sequence[Outcome]) -> None:
+    """End with pytest's own closing lines."""
+    print(f"\n{'lane':10}{'outcome':20}{'seconds':>7}")
+    for outcome in outcomes:
+        print(f"{outcome.lane:10}{outcome.word:20}{outcome.seconds:7.0f}")
+    for outcome in outcomes:
+        if outcome.closing_line:
+            print(outcome.closing_line)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,67 @@
+"""`scripts/run_tests.py`: what arguments select, and what is reported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[2] / "scripts" / "run_tests.py"
+_spec = importlib.util.spec_from_file_location("run_tests", PATH)
+assert _spec is not None
+assert _spec.loader is not None
+run_tests = importlib.util.module_from_spec(_spec)
+sys.modules["run_tests"] = run_tests  # dataclasses look there
+_spec.loader.exec_module(run_tests)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "selected"),
+    [
+        (["-k", "tests"], {"unit": "tests/unit", "system": "tests/gpu", "vllm": "tests/vllm"}),
+        (["-x", "tests/unit/test_tier.py"], {"unit": "tests/unit/test_tier.py"}),
+        (["tests/unit/test_tier.py::test_x"], {"unit": "tests/unit/test_tier.py::test_x"}),
+        (["./tests/gpu", "tests/vllm"], {"system": "./tests/gpu", "vllm": "tests/vllm"}),
+        (["tests"], {"unit": "tests/unit", "system": "tests/gpu", "vllm": "tests/vllm"}),
+        (["tests/conftest.py"], {}),
+    ],
+)
+def test_paths_select_just_what_they_name(arguments: list[str], selected: dict[str, str]) -> None:
+    commands = run_tests.commands_for(arguments, run_tests.TESTS)
+    assert {lane: command[-1] for lane, command in commands.items()} == selected
+
+
+def exits_with(status: int) -> list[str]:
+    return [sys.executable, "-c", f"raise SystemExit({status})"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"), [([0, 0], 0), ([0, 5], 0), ([5, 5], 5), ([2, 0], 1), ([5, 1], 1)]
+)
+def test_every_lane_runs_and_any_that_fails_counts(
+    statuses: list[int],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    lanes = {f"lane{number}": exits_with(each) for number, each in enumerate(statuses)}
+    monkeypatch.setattr(run_tests, "CHECKS", lanes)
+    monkeypatch.setattr(run_tests, "TESTS", {})
+    assert run_tests.main([]) == status
+    words = {0: "passed", 5: "nothing selected"}
+    table = capfd.readouterr().out.splitlines()[-len(lanes) :]
+    for row, lane, each in zip(table, lanes, statuses, strict=True):
+        assert row.startswith(f"{lane:10}{words.get(each, f'failed ({each})')}")
+
+
+def test_pytests_own_closing_line_comes_last(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    closing = "======= 3 passed, 1 skipped in 12.34s ======="
+    code = f"print({closing!r}); print('a late line of a process')"
+    monkeypatch.setattr(run_tests, "CHECKS", {"unit": [sys.executable, "-c", code]})
+    monkeypatch.setattr(run_tests, "commands_for", lambda *_: {})
+    assert run_tests.main([]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == closing
