@@ -7,7 +7,7 @@ from task_builders import ABSENT_TTL_S, ENGINE, ROOT, World, keys_of
 
 from flexcache.cache.load_cost import LoadCost
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
-from flexcache.instructions import DISK, REMOTE
+from flexcache.instructions import DISK, REMOTE, device
 from flexcache.task import KVTaskEngine
 from flexcache.task_ids import TaskIds, make_session
 from flexcache.transfer.breaker import BreakerState
@@ -305,6 +305,7 @@ def test_a_tier_answers_miss_until_its_worker_is_up_for_the_first_time() -> None
     engine = KVTaskEngine(world.cache, block_bytes=1)
     ids = TaskIds(make_session(0, 9))
     engine.add_session(ids.session, ENGINE)
+    engine.executor_up(device(ENGINE, 0))
     assert engine.match(ids.next(), TaskKind.GET, keys_of("abcd"), 0, 4, 64, 0.0).num_blocks == 0
     engine.executor_up(DISK)
     assert engine.match(ids.next(), TaskKind.GET, keys_of("abcd"), 0, 4, 64, 0.0).num_blocks == 4
