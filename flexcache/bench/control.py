@@ -18,8 +18,11 @@ import xxhash
 from flexcache.bench.results import Case, NotHere, Result, sample_beside
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
+from flexcache.instructions import device
 from flexcache.manager import KVManager, Mask
 from flexcache.server.local import LocalCache
+from flexcache.server.names import engine_name
+from flexcache.server.server import KVServer
 
 BLOCK = 16
 TURN = 256
@@ -92,7 +95,15 @@ class Caller:
 
     def __enter__(self) -> Caller:
         self.manager.start()
+        with self._server.session() as tasks:  # without its rank an engine hits and stores nothing
+            tasks.executor_up(device(engine_name("", 0), 0))
         return self
+
+    @property
+    def _server(self) -> KVServer:
+        backend = self.manager._backend
+        assert isinstance(backend, LocalCache)
+        return backend.server
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -123,10 +134,8 @@ class Caller:
 
     def store(self, prompt: Prompt) -> None:
         """Make the prompt's blocks cached."""
-        backend = self.manager._backend
-        assert isinstance(backend, LocalCache)
         keys = self.manager._keys(prompt.tokens, None, prompt.keys, None)
-        with backend.server.session() as tasks:
+        with self._server.session() as tasks:
             plan = tasks.cache.plan_put(keys, 0, keys.num_blocks)
             tasks.cache.publish_staging(plan, plan.num_blocks)
             tasks.cache.finish(plan)

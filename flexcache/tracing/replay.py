@@ -157,6 +157,7 @@ def replay(
             f"block_bytes = {block_bytes}: must be a multiple of the block's "
             f"{config.tokens_per_block} tokens"
         )
+    config.check_has_tier()
     _check_fits(config, block_bytes)
     outlook = _Outlook(trace)
     with ExitStack() as stack:

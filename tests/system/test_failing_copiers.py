@@ -115,7 +115,7 @@ def test_a_rank_that_cannot_tell_what_has_landed_ends_its_ops_and_leaves(
         until(lambda: client.state is ClientState.REFUSED)
         assert "illegal memory access" in (client.error or "")
         until(lambda: cluster.manager.stats()["workers"] == {})
-        assert cluster.get(TOKENS[:64], SOURCE[:4]).status is KVStatus.FAILED
+        assert cluster.get(TOKENS[:64], SOURCE[:4]).status is KVStatus.NOT_FOUND
         assert copier.num_closed == 1
         assert fence_is_free(cluster)
         assert not holds_the_pool()

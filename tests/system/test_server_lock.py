@@ -79,9 +79,9 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
     watch.server = server
     server.start()
     model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
-    client = KVTPClient(server.endpoint)
+    client = KVTPClient(server.endpoint, engine_id="engine")
     try:
-        with KVManager(model, config) as manager:
+        with KVManager(model, config, engine_id="engine") as manager:
             client.register_kv_caches(joined_kv(model, 16))
             manager.wait_ready(60)
             until(lambda: manager.stats()["remote"]["available"])

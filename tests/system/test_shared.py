@@ -258,12 +258,14 @@ def test_a_gated_load_at_a_server_that_hangs_is_soon_over_and_moves_nothing_afte
 def test_tasks_of_an_engine_that_dies_give_their_blocks_back() -> None:
     script = """
 import sys, numpy as np
-from flexcache import CacheConfig, KVManager
-from load import make_model, tokens_of
+from flexcache import CacheConfig, KVManager, KVTPClient
+from load import make_kv, make_model, tokens_of
 manager = KVManager(make_model(), CacheConfig(endpoint=sys.argv[1]), engine_id="mortal")
 manager.start()
-while not manager.put_match(tokens_of(1, 24))[1].any():
-    pass
+client = KVTPClient(manager.endpoint)
+client.register_kv_caches(make_kv(make_model()))
+manager.wait_ready(60)
+assert manager.put_match(tokens_of(1, 24))[1].any()
 manager.get_match(tokens_of(2, 24))
 print("holding", flush=True)
 sys.stdin.read()

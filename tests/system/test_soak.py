@@ -34,7 +34,7 @@ def test_many_engines_share_a_server_for_a_while(tmp_path: Path) -> None:
     config = CacheConfig(
         num_cpu_blocks=1024, num_ssd_blocks=4096, ssd_cache_dirs=[str(tmp_path / "ssd")]
     )
-    watcher = Member(config)
+    watcher = Member(config, engine_id="survivor")
     watcher.manager.wait_ready(60)
     endpoint = watcher.manager.endpoint
     server = watcher.manager.stats()["server_pid"]

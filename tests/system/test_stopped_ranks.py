@@ -112,7 +112,7 @@ def test_a_rank_stopped_past_a_deadline_writes_one_piece_at_most_when_it_goes_on
         assert "deadline" in (response.error or "")
         rank.fill(FOREIGN)
         rank.resume()
-        until(lambda: manager.stats()["queues"]["device"]["running"] == 0, WAIT_S)
+        until(lambda: manager.stats()["queues"]["device"]["running"] == 0)
         assert wrong_bytes(rank) <= PIECE_BYTES
         assert manager.stats()["tiers"]["CPU"]["leased"] == 0
         task_id, _ = manager.get_async(TOKENS, TOKENS)  # the rank serves later tasks
