@@ -203,6 +203,8 @@ class KVDPClient:
             self._link.wake()
             self._thread.join()
         self._set_state(SessionState.CLOSED)
+        if self._launcher is not None:
+            self._launcher.close()
         self._link.close()
         self._scratch.close()
 

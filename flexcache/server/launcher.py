@@ -8,6 +8,8 @@ engine: it serves others, and survives it.
 from __future__ import annotations
 
 import logging
+import os
+import select
 import subprocess
 import sys
 
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 5.0  # longer than a server takes to lock its endpoint
 _LONGEST_BACKOFF_S = 30.0
+_LONGEST_START_S = 60.0  # of a server on a busy machine, from its start to the lock
 # The child forks at once and ends, so that nobody has to wait for the server.
 _DETACH = "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
 
@@ -38,6 +41,9 @@ class ServerLauncher:
         self._patience_s = patience_s
         self._next_start_s: float | None = None
         self._backoff_s = _FIRST_BACKOFF_S
+        self._alive_fd = -1
+        """Ends when the server started last does: that holds the other end of the pipe."""
+        self._started_s = 0.0
 
     def ensure(self, now: float) -> None:
         """Start a server unless one lives or was started a moment ago."""
@@ -48,18 +54,39 @@ class ServerLauncher:
             return
         if self._next_start_s is None:
             self._next_start_s = now + self._patience_s
-        if now < self._next_start_s:
+        if now < self._next_start_s or self._is_starting(now):
             return
         self._next_start_s = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
         log_event(logger, logging.INFO, "server_starting", endpoint=endpoint)
+        self.close()
+        self._alive_fd, held_fd = os.pipe()
+        self._started_s = now
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _DETACH], stdin=subprocess.PIPE, start_new_session=True
-            )
+                [sys.executable, "-c", _DETACH], stdin=subprocess.PIPE, start_new_session=True,
+                pass_fds=[held_fd],
+            )  # fmt: skip
             process.communicate(msgspec.json.encode(self._config.to_dict()))
         except OSError as error:  # no more processes for now
             log_event(logger, logging.ERROR, "server_not_started", error=error)
+        finally:
+            os.close(held_fd)
+
+    def _is_starting(self, now: float) -> bool:
+        """Whether the server started last lives, though it does not serve yet. A second one would
+        only be refused, or come up when nothing needs it any more."""
+        if self._alive_fd < 0 or now - self._started_s > _LONGEST_START_S:
+            return False
+        poller = select.poll()  # select.select takes low descriptors only
+        poller.register(self._alive_fd, select.POLLIN)
+        return not poller.poll(0)
+
+    def close(self) -> None:
+        """Forget the server started last; it lives on. Idempotent."""
+        if self._alive_fd >= 0:
+            os.close(self._alive_fd)
+            self._alive_fd = -1
 
     def succeeded(self) -> None:
         """A server welcomed us: the next loss is answered at once again."""
