@@ -576,6 +576,10 @@ class Hub:
         holder = self._ranks.get(name)
         if not self._may_replace(identity, holder, hello, now):
             return
+        conflict = self._layout_conflict(hello.layout) if hello.layout else None
+        if conflict is not None:
+            self._send(identity, Refused(f"tp_rank {hello.tp_rank}: {conflict}", final=False))
+            return
         store = self.store
         welcome = WelcomeRank(
             self.epoch, self.server_pid, store.segment_of(hello.tp_rank).ref(),
@@ -588,19 +592,20 @@ class Hub:
         self._watcher.watch(identity, hello.pid)
         self._send(identity, welcome)
 
-    def _adopt_layout(self, layout: str, now: float) -> str | None:
-        """Have the store keep blocks of a rank's layout; why that cannot be.
-
-        Ranks that serve agree on one. Ranks that have left decide nothing.
-        """
+    def _layout_conflict(self, layout: str) -> str | None:
+        """Why a rank of this layout cannot serve now. Ranks that serve agree on one; ranks that
+        have left decide nothing."""
         assert self.store is not None
-        if layout == self.store.layout:
+        if layout == self.store.layout or not any(rank.serving for rank in self._ranks.values()):
             return None
-        if any(rank.serving for rank in self._ranks.values()):
-            return f"KV layout {layout} differs from the other ranks' {self.store.layout}"
+        return f"KV layout {layout} differs from the other ranks' {self.store.layout}"
+
+    def _adopt_layout(self, layout: str, now: float) -> str | None:
+        """Have the store keep blocks of a rank's layout; why that cannot be."""
+        assert self.store is not None
         try:
             clearing = self.store.adopt_layout(layout, now)
-        except (FlexCacheError, OSError) as error:
+        except FlexCacheError as error:
             return str(error)
         if clearing is not None:
             self.aside.append(Aside(clearing.work, partial(self._layout_cleared, clearing)))
@@ -614,14 +619,17 @@ class Hub:
             log_event(logger, logging.WARNING, "ssd_not_cleared_for_good", error=failure)
 
     def _register(self, rank: Rank, message: Register, now: float) -> None:
-        problem = message.problem or self._adopt_layout(message.layout, now)
+        problem, final = message.problem, True
+        if problem is None and (problem := self._layout_conflict(message.layout)) is not None:
+            final = False  # it may come when the others have left
+        problem = problem or self._adopt_layout(message.layout, now)
         if problem is not None:
             problem = f"tp_rank {rank.tp_rank}: {problem}"
             self._problems[rank.engine, rank.tp_rank] = problem
             while len(self._problems) > _MAX_PROBLEMS:
                 del self._problems[next(iter(self._problems))]
             log_event(logger, logging.ERROR, "rank_refused", engine=rank.engine, reason=problem)
-            self._send(rank.identity, Refused(problem))
+            self._send(rank.identity, Refused(problem, final))
             self._forget(rank)
         else:
             rank.serving = True

@@ -28,6 +28,22 @@ _LONGEST_START_S = 60.0  # of a server on a busy machine, from its start to the 
 _DETACH = "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
 
 
+class Starter:
+    """The engine that started this server, as seen by the server.
+
+    Args:
+        held_fd: This end of the pipe that the engine's launcher made.
+    """
+
+    def __init__(self, held_fd: int) -> None:
+        self._poller = select.poll()
+        self._poller.register(held_fd, 0)
+
+    def has_left(self) -> bool:
+        """Whether it has ended, or found another server."""
+        return bool(self._poller.poll(0))
+
+
 class ServerLauncher:
     """Driven by a client's thread; time is handed in.
 
@@ -42,7 +58,7 @@ class ServerLauncher:
         self._next_start_s: float | None = None
         self._backoff_s = _FIRST_BACKOFF_S
         self._alive_fd = -1
-        """Ends when the server started last does: that holds the other end of the pipe."""
+        """Of a pipe whose other end the server started last holds: each sees the other's end."""
         self._started_s = 0.0
 
     def ensure(self, now: float) -> None:
@@ -64,8 +80,8 @@ class ServerLauncher:
         self._started_s = now
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", _DETACH], stdin=subprocess.PIPE, start_new_session=True,
-                pass_fds=[held_fd],
+                [sys.executable, "-c", _DETACH, str(held_fd)], stdin=subprocess.PIPE,
+                start_new_session=True, pass_fds=[held_fd],
             )  # fmt: skip
             process.communicate(msgspec.json.encode(self._config.to_dict()))
         except OSError as error:  # no more processes for now
@@ -83,12 +99,13 @@ class ServerLauncher:
         return not poller.poll(0)
 
     def close(self) -> None:
-        """Forget the server started last; it lives on. Idempotent."""
+        """Need the server started last no more; it ends unless it has a client. Idempotent."""
         if self._alive_fd >= 0:
             os.close(self._alive_fd)
             self._alive_fd = -1
 
     def succeeded(self) -> None:
         """A server welcomed us: the next loss is answered at once again."""
+        self.close()
         self._backoff_s = _FIRST_BACKOFF_S
         self._next_start_s = None

@@ -81,6 +81,8 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
     """The same in every conversation of one client: it may take its own place again."""
     pid: int
     version: int = PROTOCOL_VERSION
+    layout: str = ""
+    """How it lays out KV, once it knows: spares it to map the pool where that is not wanted now."""
 
 
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):

@@ -12,13 +12,14 @@ import msgspec
 from flexcache.config import ServerConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
+from flexcache.server.launcher import Starter
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 
 logger = logging.getLogger(__name__)
 
 
-def run_server(config: ServerConfig) -> None:
+def run_server(config: ServerConfig, starter: Starter | None = None) -> None:
     """Serve until SIGTERM, SIGINT or idleness; then drain.
 
     Raises:
@@ -26,19 +27,21 @@ def run_server(config: ServerConfig) -> None:
     """
     _raise_descriptor_limit()
     server = KVServer(
-        config.cache, model=config.model, idle_exit_s=config.idle_exit_s, open_http=open_http
-    )
+        config.cache, model=config.model, idle_exit_s=config.idle_exit_s, open_http=open_http,
+        is_needed=lambda: starter is None or not starter.has_left(),
+    )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     server.serve()
 
 
 def main() -> None:
-    """Entry of a server that an engine started; its config is on standard input."""
+    """Entry of a server that an engine started. Its config is on standard input, its end of the
+    engine's pipe the only argument."""
     config = ServerConfig.from_dict(msgspec.json.decode(sys.stdin.buffer.read()))
     set_up_logging(config.cache.log_level, config.cache.log_format)
     try:
-        run_server(config)
+        run_server(config, Starter(int(sys.argv[1])))
     except ConfigError as error:
         log_event(logger, logging.ERROR, "server_not_started", error=error)
         sys.exit(1)

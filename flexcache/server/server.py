@@ -73,6 +73,7 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_TIMEOUT_S = 5.0
 _FIRST_CLIENT_PATIENCE_S = 60.0
+_UNNEEDED_PATIENCE_S = 2.0
 _MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood to end
 _RECEIVE_QUEUE = 64  # messages of one client that wait here; it waits with the others
 _SEND_QUEUE = 10_000
@@ -99,6 +100,7 @@ class KVServer:
         engine: Name of the engine in this process that calls by `session`, if there is one.
         idle_exit_s: Stop once the last client has left, or this long after it has died.
         open_http: Serves the server by HTTP, where the config has an ``http_endpoint``.
+        is_needed: Whether a server that has had no client yet may still get one.
 
     Raises:
         ConfigError: The endpoint must not be served, or a size fits neither model nor machine.
@@ -113,6 +115,7 @@ class KVServer:
         engine: str | None = None,
         idle_exit_s: float | None = None,
         open_http: Callable[[KVServer], Closing] | None = None,
+        is_needed: Callable[[], bool] = lambda: True,
     ) -> None:
         if engine is None:  # nobody is here to take them; they are published, or not told at all
             config = dataclasses.replace(config, kv_events=False)
@@ -126,6 +129,7 @@ class KVServer:
         self._store = CacheStore(model, config) if model is not None else None
         self._engine_name = self.hub.owner = engine
         self._idle_exit_s = idle_exit_s
+        self._is_needed = is_needed
         self._idle_since: float | None = None
         self._had_client = False
         self._changed = threading.Condition()
@@ -546,7 +550,10 @@ class KVServer:
             self._idle_since, self._had_client = None, True
             return False
         if not self._had_client:
-            return now - self._started_s > max(self._idle_exit_s, _FIRST_CLIENT_PATIENCE_S)
+            patience = max(self._idle_exit_s, _FIRST_CLIENT_PATIENCE_S)
+            if not self._is_needed():  # but others may be asking already
+                patience = _UNNEEDED_PATIENCE_S
+            return now - self._started_s > patience
         self._idle_since = self._idle_since or now
         patience = 0.0 if left_orderly else self._idle_exit_s
         return now - self._idle_since >= patience

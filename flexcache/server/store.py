@@ -213,29 +213,38 @@ class CacheStore:
         Raises:
             ConfigError: The SSD tier holds blocks of this model in another layout, and
                 ``ssd_on_mismatch`` is ``refuse``.
-            OSError: The SSD tier's files cannot be written.
         """
         identity, clearing = self._identity(layout), None
+        if layout == self.layout:
+            return None
         if self.disk_pool is not None and self.disk_pool.identity != identity:
-            clearing = self._make_room_on_ssd(self.disk_pool, identity)
-            self.disk_pool.adopt(identity)
+            clearing = self._give_ssd_to(identity, self.disk_pool)
         self.engine.adopt_layout(identity.layout, now)
         self.layout = layout
         return clearing
 
-    def _make_room_on_ssd(self, pool: DiskPool, identity: KVIdentity) -> Clearing | None:
-        found, ssd = pool.identity, self.engine.cache.by_name[TierName.SSD]
-        if found is None or found.model != identity.model or not ssd.index.num_blocks:
-            return None  # another model's blocks leave as room is needed
-        if self.config.ssd_on_mismatch == "refuse":
+    def _give_ssd_to(self, identity: KVIdentity, pool: DiskPool) -> Clearing | None:
+        former, ssd = pool.identity, self.engine.cache.by_name[TierName.SSD]
+        if former is not None and (former.model != identity.model or not ssd.index.num_blocks):
+            former = None  # another model's blocks leave as room is needed
+        if former is not None and self.config.ssd_on_mismatch == "refuse":
             directories = ":".join(self.config.ssd_cache_dirs)
             raise ConfigError(
                 f"ssd_cache_dirs = {directories!r}: it holds {ssd.index.num_blocks} blocks of KV "
-                f"{found.text}; this engine's KV is {identity.text}. Use another directory, or set "
-                "ssd_on_mismatch = clear to drop them"
+                f"{former.text}; this engine's KV is {identity.text}. Use another directory, or "
+                "set ssd_on_mismatch = clear to drop them"
             )
+        try:
+            pool.adopt(identity)
+        except OSError as error:  # the roots keep layouts apart; a restart finds what is recorded
+            log_event(
+                logger, logging.WARNING, "ssd_layout_not_recorded", error=error,
+                effect="a restart may refuse this layout, or look for the former one first",
+            )  # fmt: skip
+        if former is None:
+            return None
         log_event(
-            logger, logging.WARNING, "ssd_layout_cleared", found=found.text, now=identity.text
+            logger, logging.WARNING, "ssd_layout_cleared", found=former.text, now=identity.text
         )
         return self.clear(ssd.name.value)
 

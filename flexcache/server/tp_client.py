@@ -366,6 +366,8 @@ class KVTPClient:
                     log_event(
                         logger, logging.ERROR, "rank_refused", tp_rank=self.tp_rank, reason=reason
                     )
+                if not final and self._state is ClientState.REGISTERING:
+                    self._let_go()
                 self._set_state(ClientState.REFUSED if final else ClientState.HELLO, reason)
                 return not final
             case Rejected(reason):  # the server does not know us any more
@@ -392,6 +394,7 @@ class KVTPClient:
                 self._kv_caches, welcome.block_bytes, self._block_dim, self._layout_description
             )
             self._worker = self._make_worker(welcome, layout)
+            self._hello = msgspec.structs.replace(self._hello, layout=layout.signature)
             answer = Register(layout.signature, layout.num_blocks)
         except Exception as error:  # of any class, as the driver or its wrapper likes
             self._let_go()

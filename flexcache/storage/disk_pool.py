@@ -111,12 +111,12 @@ class DiskPool:
         """Say in every directory whose KV the slots hold from now on.
 
         Raises:
-            OSError: Not all of them say so now.
+            OSError: Not all of them say so, and a restart may take the slots for another's.
         """
+        self.identity = identity
         for position, directory in enumerate(self._directories):
             header = self._header(self.pool_id, position)
             directory.adopt(replace(header, identity=identity))
-        self.identity = identity
 
     def erase(self, slots: SlotIds) -> None:
         """Forget what is recorded of slots, for good.

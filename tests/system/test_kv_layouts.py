@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from test_remote_tier import until_it_stores
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import RegistrationError
 from flexcache.server.runtime import is_served, private_endpoint
+from flexcache.storage.pool_directory import PoolDirectory
 
 MODEL = ModelConfig("test", 3, 4, 32, torch.bfloat16)
 TOKENS = np.arange(24 * 16)
@@ -204,6 +206,43 @@ def test_engines_of_one_server_agree_on_a_layout() -> None:
     finally:
         one.close()
         until(lambda: not is_served(endpoint))
+
+
+def test_an_engine_of_another_layout_is_served_once_the_others_have_left() -> None:
+    endpoint = private_endpoint("layouts in turn")
+    one = Engine(endpoint, "one", joined_kv)
+    try:
+        one.manager.wait_ready(60)
+        two = Engine(endpoint, "two", heads_first_kv)
+        try:
+            with pytest.raises(RegistrationError, match=" differs "):
+                two.manager.wait_ready(60)
+            one.client.close()
+            until(two.manager.is_ready)
+            task, _ = two.manager.put_async(TOKENS, np.arange(len(TOKENS)))
+            assert two.manager.wait([task], 60)[task].status is KVStatus.SUCCESS
+        finally:
+            two.close()
+    finally:
+        one.close()
+        until(lambda: not is_served(endpoint))
+
+
+def test_a_header_that_cannot_be_written_costs_no_rank_and_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with running_cluster([tmp_path], model=MODEL) as cluster:
+        put_and_get_back(cluster)
+    monkeypatch.setattr(PoolDirectory, "adopt", fail)
+    clear = {"make_kv": heads_first_kv, "ssd_on_mismatch": "clear"}
+    with running_cluster([tmp_path], model=MODEL, **clear) as cluster:  # type: ignore[arg-type]
+        assert "ssd_layout_not_recorded" in caplog.text
+        until(lambda: cluster.manager.stats()["tiers"]["SSD"]["free"] == 96)
+        put_and_get_back(cluster)
+        assert cluster.manager.stats()["tiers"]["SSD"]["indexed"] == 24
 
 
 def test_a_rank_that_came_and_left_bars_no_rank_of_another_layout() -> None:

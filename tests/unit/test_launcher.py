@@ -12,7 +12,7 @@ import pytest
 
 from flexcache.config import CacheConfig, ServerConfig
 from flexcache.server import launcher
-from flexcache.server.launcher import ServerLauncher
+from flexcache.server.launcher import ServerLauncher, Starter
 
 SLOW = """
 import os, sys, time
@@ -70,6 +70,15 @@ def test_a_server_that_died_before_it_came_up_is_replaced(slow: Path) -> None:
         time.sleep(0.01)
     (slow / str(first)).unlink()
     starter.close()
+
+
+def test_a_server_sees_that_the_engine_that_started_it_has_left(slow: Path) -> None:
+    engine_fd, server_fd = os.pipe()
+    starter = Starter(server_fd)
+    assert not starter.has_left()
+    os.close(engine_fd)
+    assert starter.has_left()
+    os.close(server_fd)
 
 
 def test_a_launcher_leaves_no_descriptor_behind(slow: Path) -> None:
