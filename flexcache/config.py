@@ -42,6 +42,7 @@ KV_EVENT_FORMATS = ("map", "legacy_array")
 KV_EVENT_HASHES = ("int", "bytes")
 COMPRESSIONS = ("none", "zstd", "lz4")
 _IDLE_EXIT_S = 15.0
+_MOST_GB = 1e9  # an exabyte: beyond it lies a slip of the pen
 
 
 def _reject(name: str, value: object, allowed: str) -> ConfigError:
@@ -315,6 +316,9 @@ class CacheConfig:
             "priority_step_s", "kv_events_buffer", "kv_events_queue", "trace_file_mb",
             "trace_files",
         )  # fmt: skip
+        for name in ("cpu_cache_gb", "ssd_cache_gb"):
+            if (getattr(self, name) or 0) > _MOST_GB:
+                raise _reject(name, getattr(self, name), f"must be at most {_MOST_GB:g}")
         self._check_tier("num_cpu_blocks", "cpu_cache_gb")
         self._check_tier("num_ssd_blocks", "ssd_cache_gb")
         if self.has_ssd_tier and not self.ssd_cache_dirs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import ipaddress
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _numbers = count()
 _PROBE_PATIENCE_S = 0.3
+_MAX_SOCKET_PATH = 107
 
 
 def runtime_dir() -> Path:
@@ -53,6 +55,8 @@ def runtime_dir() -> Path:
 def _private_dir(base: Path) -> Path:
     """Our directory in ``base``. Raises `OSError` where it can be neither found nor made."""
     path = base / f"flexcache-{os.getuid()}"
+    if len(os.fsencode(path / f"{_short('')}.sock")) > _MAX_SOCKET_PATH:
+        raise OSError(errno.ENAMETOOLONG, "too long for the paths of sockets", str(path))
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
@@ -87,8 +91,10 @@ def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):  # nor an abstract one, open to every user
             raise ConfigError(f"endpoint = {endpoint!r}: must be ipc:// and an absolute path")
-        if len(path) > 107:
-            raise ConfigError(f"endpoint = {endpoint!r}: socket paths end at 107 characters")
+        if len(path) > _MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"endpoint = {endpoint!r}: socket paths end at {_MAX_SOCKET_PATH} characters"
+            )
         return
     if parts.scheme == "tcp":
         if has_keys:

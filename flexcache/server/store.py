@@ -96,7 +96,13 @@ class CacheStore:
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
         self._check_memory(stored_bytes * self._num_host_blocks)
-        self.engine = self._make_engine()
+        try:
+            self.engine = self._make_engine()
+        except MemoryError:
+            raise ConfigError(
+                f"{self._num_host_blocks} blocks in DRAM and {self._num_slots} on SSD: their index "
+                "does not fit into memory; lower the sizes"
+            ) from None
         if config.records_changes:
             self.engine.cache.keep_journal(config.tokens_per_block)
         self.segments: list[HostSegment] = []

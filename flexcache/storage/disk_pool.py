@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
@@ -105,7 +106,14 @@ class DiskPool:
             log_event(
                 logger, logging.WARNING, "ssd_records_torn", dropped_records=len(contents.torn)
             )
-        return contents.records
+        return contents.records[self._is_whole(contents.records["slot"])]
+
+    def _is_whole(self, slots: SlotIds) -> npt.NDArray[np.bool_]:
+        """Whether each slot lies within its file, which may have been cut off."""
+        sizes = np.array([os.fstat(fd).st_size for fd in self.data_fds])
+        num_rows = (sizes - HEADER_BYTES) // self.slot_bytes
+        whole: npt.NDArray[np.bool_] = slots // len(sizes) < num_rows[slots % len(sizes)]
+        return whole
 
     def adopt(self, identity: KVIdentity) -> None:
         """Say in every directory whose KV the slots hold from now on.

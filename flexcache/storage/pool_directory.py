@@ -145,6 +145,8 @@ class PoolDirectory:
                     effect="what its slots hold is not known",
                 )  # fmt: skip
             return None
+        if data is None and pages[1]:  # of an older format
+            return None
         if data is None:
             raise missing_data_file(self.path)
         if data != replace(index, identity=None):

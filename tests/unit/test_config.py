@@ -177,3 +177,13 @@ def test_what_an_engine_hands_out_names_its_server() -> None:
     assert split_address(address, "other") == ("ipc:///x.sock", "other")
     assert split_address("ipc:///x.sock", "") == ("ipc:///x.sock", "")
     assert with_engine("ipc:///x.sock", "") == "ipc:///x.sock"
+
+
+@pytest.mark.parametrize("size", [1e300, float("inf")])
+@pytest.mark.parametrize("name", ["cpu_cache_gb", "ssd_cache_gb"])
+def test_a_size_beyond_all_machines_is_refused_by_name(
+    name: str, size: float, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"cpu_cache_gb": 1.0, "ssd_cache_dirs": [str(tmp_path)]}
+    with pytest.raises(ConfigError, match=f"{name} = .*at most"):
+        CacheConfig(**{**sizes, "ssd_cache_gb": 1.0, name: size})

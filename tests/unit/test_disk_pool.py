@@ -39,7 +39,9 @@ def pool(*paths: Path, slots: int = 10, size: int = SLOT_BYTES, on_mismatch: str
 
 
 def fill(opened: DiskPool) -> None:
-    """Record a prompt of as many blocks as there are slots."""
+    """Record a prompt of as many blocks as there are slots, in files of their full size."""
+    for fd in opened.data_fds:
+        os.ftruncate(fd, HEADER_BYTES + opened.num_rows * opened.slot_bytes)
     keys = [b"block %d" % i for i in range(opened.num_slots)]
     records = make_records(b"r" * 16, 0, b"", keys, np.zeros(len(keys), np.uint64))
     SlotIndex(opened.index_fds, opened.pool_id).write(np.arange(len(keys)), records)
@@ -391,3 +393,11 @@ def test_the_header_is_in_one_sector() -> None:
     page = PoolHeader(b"p" * 16, 1 << 40, 1 << 20, 3).page(b"magic..!")
     assert len(page) == HEADER_BYTES
     assert not any(page[512:])
+
+
+def test_records_of_slots_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+    with pool(tmp_path) as opened:
+        fill(opened)
+    os.truncate(tmp_path / DATA_FILE, HEADER_BYTES + 4 * SLOT_BYTES - 1)
+    with pool(tmp_path) as opened:
+        assert slots(opened) == [0, 1, 2]

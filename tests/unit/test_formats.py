@@ -76,6 +76,15 @@ def test_ssd_files_of_format_1_count_as_empty_and_are_made_again(
     assert PoolHeader.parse((tmp_path / INDEX_FILE).read_bytes()[:4096]) is not None
 
 
+def test_slots_of_format_1_beside_a_current_index_count_as_empty(tmp_path: Path) -> None:
+    pool(tmp_path).close()
+    with (tmp_path / DATA_FILE).open("r+b") as file:
+        file.write(header_1(b"FlexSSDd"))
+    opened = pool(tmp_path)
+    assert len(opened.load()) == 0
+    opened.close()
+
+
 def test_what_a_pool_holds_is_known_after_its_restart(tmp_path: Path) -> None:
     opened = pool(tmp_path)
     opened.adopt(KVIdentity.of("model", "layout"))
