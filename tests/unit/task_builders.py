@@ -1,9 +1,9 @@
 """A `KVTaskEngine` in a world of dictionaries: executors that move contents instead of bytes.
 
 The content of a block is the prefix that it ends, and its layout, so a block that holds anything
-else is seen at once. What an executor does not get done leaves garbage behind, and a GPU slot is overwritten as
-soon as its task is answered, as an engine would. Each call carries out the engine's instructions,
-and holds them against what must be true of them.
+else is seen at once. What an executor does not get done leaves garbage behind, and a GPU slot is
+overwritten as soon as its task is answered, as an engine would. Each call carries out the engine's
+instructions, and holds them against what must be true of them.
 """
 
 from __future__ import annotations
