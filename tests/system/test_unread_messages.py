@@ -6,10 +6,12 @@ import os
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 from cluster import PATIENCE_S
 from load import make_model
 
+import flexcache.server.server as server_module
 from flexcache.config import CacheConfig
 from flexcache.server.messages import (
     HelloEngine,
@@ -56,7 +58,11 @@ def hear(socket: zmq.Socket[bytes], kind: type) -> None:
     raise AssertionError(f"no {kind.__name__} came")
 
 
-def test_a_rank_learns_that_its_scheduler_was_given_up_though_nothing_else_happens() -> None:
+def test_a_rank_learns_that_its_scheduler_was_given_up_though_nothing_else_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The pump looks again, unasked, only if its last look was this long ago.
+    monkeypatch.setattr(server_module, "_POLL_INTERVAL_S", 1e6)
     config = CacheConfig(num_cpu_blocks=64, client_timeout_s=100_000.0)
     server = KVServer(config, private_endpoint("unread"))
     server.start()

@@ -321,6 +321,10 @@ class World:
         (self.disputed.add if is_disputed else self.disputed.discard)(engine)
         self.engine.set_disputed(engine, is_disputed, self.now)
         self._carry_out()
+        for task_id, info in self.tasks.items():
+            if is_disputed and info.engine == engine and self.result(task_id) is None:
+                assert self._errands_of(task_id), "a task of a disputed name goes on"
+                assert all(errand.dropped for errand in self._errands_of(task_id))
 
     def down(self, executor: str, reason: str = "it died") -> None:
         """The executor dies with all that it was moving half done."""
