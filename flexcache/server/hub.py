@@ -44,6 +44,7 @@ from flexcache.instructions import (
 )
 from flexcache.logs import log_event
 from flexcache.request_info import NO_INFO, Wanted
+from flexcache.server.asides import Aside
 from flexcache.server.claims import Claimant, Claims
 from flexcache.server.fence import Fence
 from flexcache.server.guard import Buffer, SocketGuard
@@ -144,14 +145,6 @@ class Scheduler:
     scratch: Scratch | None
     heard_s: float
     place: ClassVar[str] = "the scheduler"
-
-
-@dataclass(frozen=True, slots=True)
-class Aside:
-    """``work`` is for another thread; ``end`` is to be called with its error, as an event."""
-
-    work: Callable[[], None]
-    end: Callable[[OSError | None], None]
 
 
 class Hub:
