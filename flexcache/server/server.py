@@ -58,7 +58,12 @@ from flexcache.server.change_feed import ChangeFeed
 from flexcache.server.curve import secure_server
 from flexcache.server.hub import Hub, make_execute
 from flexcache.server.messages import MAX_FRAME_BYTES
-from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint
+from flexcache.server.runtime import (
+    EndpointLock,
+    check_endpoint,
+    listen_privately,
+    private_endpoint,
+)
 from flexcache.server.store import CacheStore
 from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.server.worker_messages import WorkerMessages
@@ -286,12 +291,12 @@ class KVServer:
         if self.config.curve_keys is not None:
             self._authenticator = secure_server(self._front, self.config.curve_keys)
         try:
+            if self.endpoint.startswith("ipc://"):
+                self._front.setsockopt(zmq.USE_FD, listen_privately(self.endpoint))
             self._front.bind(self.endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"endpoint = {self.endpoint!r}: {error.strerror}") from None
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"endpoint = {self.endpoint!r}: {error.strerror or error}") from None
         self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self.endpoint.startswith("ipc://"):
-            os.chmod(self.endpoint.removeprefix("ipc://"), 0o600)  # whatever the umask says
         self._poller.register(self._front, zmq.POLLIN)
         if self.config.has_workers:
             self._back = self._router(self._context)

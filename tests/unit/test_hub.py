@@ -977,7 +977,7 @@ def test_a_rank_that_took_a_place_over_serves_the_scheduler_that_comes_after_it(
     engine.register()
     register_heir(world, engine)
     world.die(engine.events)
-    welcome, ready = world.send(b"new", hello_engine("e", "new", b"new-calls"))[:2]
+    welcome = world.send(b"new", hello_engine("e", "new", b"new-calls"))[0]
     assert isinstance(welcome, WelcomeEngine)
     assert world.last(b"new") == Readiness([], [])
 
