@@ -5,6 +5,10 @@ different engines of one name, and nothing tells which rank goes with which sche
 engine's name is *disputed*: it moves no bytes until all but one claimant of each place are gone.
 
     free --a second client says Hello--> disputed --holder gone | claimants silent--> free
+    free --an heir takes the place--> disputed --heir or all others replaced--> free
+
+A claimant that takes the place of a holder that is gone (an *heir*) may be of another engine than
+those that were there before: it stays disputed until another client has its place, or theirs.
 
 A restarted worker may say Hello a moment before the death of its predecessor is noticed, so a
 dispute counts as a `problems` entry only once a claimant has repeated its claim.
@@ -56,11 +60,24 @@ class _Dispute:
         return " and ".join(f"process {pid}" for pid in pids)
 
 
+@dataclass(slots=True)
+class _Inheritance:
+    """A place that a claimant took over, and the clients at the other places by then."""
+
+    heir: str
+    pid: int
+    others: dict[str, str]
+    is_there: bool = True
+
+
 class Claims:
     """Every disputed place of a server, by engine."""
 
     def __init__(self) -> None:
         self._disputes: dict[str, dict[str, _Dispute]] = {}
+        self._vacant: dict[str, dict[str, set[str]]] = {}
+        """Places whose holder is gone, with the clients that had claimed them."""
+        self._inherited: dict[str, dict[str, _Inheritance]] = {}
 
     def contest(
         self, engine: str, place: str, holder_pid: int, claimant: Claimant, now: float
@@ -81,12 +98,48 @@ class Claims:
 
     def settle(self, engine: str, place: str) -> bool:
         """The holder of a place is gone: its claimants may have it; whether there was a dispute."""
+        inherited = self._inherited.get(engine, {}).get(place)
+        if inherited is not None:
+            inherited.is_there = False
+        dispute = self._end(engine, place)
+        if dispute is not None:
+            self._vacant.setdefault(engine, {})[place] = set(dispute.claims)
+        return dispute is not None or inherited is not None
+
+    def take(self, engine: str, place: str, client: str, pid: int, others: dict[str, str]) -> bool:
+        """A client has got a place; whether that begins or ends a dispute.
+
+        Args:
+            others: The client at every other place of the engine.
+        """
+        was_disputed = self.is_disputed(engine)
+        claimants = self._vacant.get(engine, {}).pop(place, set())
+        known = self._inherited.setdefault(engine, {})
+        for inherited_place, inherited in list(known.items()):
+            if inherited_place == place:
+                inherited.is_there = inherited.heir == client
+                is_over = not inherited.is_there
+            else:
+                if inherited.others.get(place) != client:
+                    inherited.others.pop(place, None)
+                is_over = not inherited.others
+            if is_over:
+                del known[inherited_place]
+        if client in claimants and others:
+            known[place] = _Inheritance(client, pid, dict(others))
+        return was_disputed != self.is_disputed(engine)
+
+    def forget(self, engine: str) -> None:
+        """No client has a place of the engine any more."""
+        self._vacant.pop(engine, None)
+        self._inherited.pop(engine, None)
+
+    def _end(self, engine: str, place: str) -> _Dispute | None:
         disputes = self._disputes.get(engine, {})
-        if disputes.pop(place, None) is None:
-            return False
-        if not disputes:
+        dispute = disputes.pop(place, None)
+        if dispute is not None and not disputes:
             del self._disputes[engine]
-        return True
+        return dispute
 
     def withdraw(self, identity: bytes) -> list[str]:
         """A claimant leaves; the engines for which that changes something."""
@@ -105,23 +158,38 @@ class Claims:
                         del dispute.claims[client]
                         changed[engine] = None
                 if not dispute.claims:
-                    self.settle(engine, place)
+                    self._end(engine, place)
         return list(changed)
 
     def is_disputed(self, engine: str) -> bool:
-        return engine in self._disputes
+        return engine in self._disputes or bool(self._heirs(engine))
+
+    def _heirs(self, engine: str) -> dict[str, _Inheritance]:
+        inherited = self._inherited.get(engine, {})
+        return {place: taken for place, taken in inherited.items() if taken.is_there}
 
     def places(self, engine: str) -> list[str]:
         """The disputed places of an engine, with the processes that claim them."""
         disputes = self._disputes.get(engine, {})
-        return [f"{place} (claimed by {d.processes})" for place, d in disputes.items()]
+        claimed = [f"{place} (claimed by {d.processes})" for place, d in disputes.items()]
+        return claimed + [
+            f"{place} (taken over by process {inheritance.pid})"
+            for place, inheritance in self._heirs(engine).items()
+        ]
 
     def problems(self, engine: str) -> list[str]:
         """What is wrong with an engine's name, and what to do."""
-        return [
+        claimed = [
             self.explain(engine, place)
             for place, dispute in self._disputes.get(engine, {}).items()
             if any(claim.is_repeated for claim in dispute.claims.values())
+        ]
+        return claimed + [
+            f"{place} of engine {engine!r} was taken over by process {inheritance.pid}, which had "
+            "claimed it while another process had it, and may be of another engine than the rest: "
+            "nothing is cached under this name until one side is gone. Restart the engine, or end "
+            "that process, and give each engine an engine_id of its own"
+            for place, inheritance in self._heirs(engine).items()
         ]
 
     def explain(self, engine: str, place: str) -> str:

@@ -44,6 +44,7 @@ from flexcache.instructions import (
 )
 from flexcache.logs import log_event
 from flexcache.request_info import NO_INFO, Wanted
+from flexcache.server.asides import Aside
 from flexcache.server.claims import Claimant, Claims
 from flexcache.server.fence import Fence
 from flexcache.server.guard import Buffer, SocketGuard
@@ -142,14 +143,6 @@ class Scheduler:
     scratch: Scratch | None
     heard_s: float
     place: ClassVar[str] = "the scheduler"
-
-
-@dataclass(frozen=True, slots=True)
-class Aside:
-    """``work`` is for another thread; ``end`` is to be called with its error, as an event."""
-
-    work: Callable[[], None]
-    end: Callable[[OSError | None], None]
 
 
 class Hub:
@@ -590,6 +583,8 @@ class Hub:
         self._problems.pop((hello.engine, hello.tp_rank), None)
         self._watcher.watch(identity, hello.pid)
         self._send(identity, welcome)
+        if self._take_place(rank):
+            self._dispute_changed(rank.engine, now)
 
     def _layout_conflict(self, layout: str) -> str | None:
         """Why a rank of this layout cannot serve now. Ranks that serve agree on one; ranks that
@@ -686,6 +681,7 @@ class Hub:
         self._sessions[session] = scheduler
         self._watcher.watch(identity, hello.pid)
         log_event(logger, logging.INFO, "session_began", engine=hello.engine, pid=hello.pid)
+        has_news = self._take_place(scheduler)
         missing, problems = self.missing(hello.engine), self.problems(hello.engine)
         self._send(
             identity,
@@ -694,6 +690,8 @@ class Hub:
             ),
         )
         self._send(identity, Readiness(missing, problems))
+        if has_news:
+            self._dispute_changed(hello.engine, now)
 
     def open_session(self, engine: str, num_remembered: int = 0) -> SessionId:
         """A session number that is free, opened in the task engine."""
@@ -778,6 +776,17 @@ class Hub:
         self._send(identity, Refused(self._claims.explain(engine, place), final=False))
         return False
 
+    def _take_place(self, peer: Rank | Scheduler) -> bool:
+        """Whether that begins or ends a dispute."""
+        others = {
+            other.place: other.client
+            for other in self._peers.values()
+            if other.engine == peer.engine and other is not peer
+        }
+        if peer.engine == self.owner:
+            others[Scheduler.place] = ""  # of this process
+        return self._claims.take(peer.engine, peer.place, peer.client, peer.pid, others)
+
     def _dispute_changed(self, engine: str, now: float) -> None:
         is_disputed = self._claims.is_disputed(engine)
         self._tasks.set_disputed(engine, is_disputed, now)
@@ -790,7 +799,10 @@ class Hub:
 
     def _lose(self, peer: Rank | Scheduler, reason: str, now: float) -> None:
         self._forget(peer)
-        if self._claims.settle(peer.engine, peer.place):
+        was_disputed = self._claims.settle(peer.engine, peer.place)
+        if all(other.engine != peer.engine for other in self._peers.values()):
+            self._claims.forget(peer.engine)
+        if was_disputed:
             self._dispute_changed(peer.engine, now)
         self.last_left_orderly = reason == "closed"
         level = logging.INFO if self.last_left_orderly else logging.WARNING

@@ -8,6 +8,7 @@ silent for too long although it is asked twice a second.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import uuid
@@ -16,11 +17,14 @@ from collections import deque
 import msgspec
 import zmq
 
-from flexcache.errors import ServerLostError
+from flexcache.errors import ServerLostError, UntrustedError
+from flexcache.logs import log_event
 from flexcache.server.curve import secure_client
 from flexcache.server.messages import HelloEngine, HelloRank, Ping, ToServer
 from flexcache.server.runtime import check_endpoint
 from flexcache.server.trust import Listener, check_server_process, find_listener
+
+logger = logging.getLogger(__name__)
 
 _PING_INTERVAL_S = 0.5
 _RETRY_S = 0.01
@@ -45,6 +49,9 @@ class ServerLink:
         self._socket: zmq.Socket[bytes] | None = None
         self._listener: Listener | None = None
         """What served the endpoint when we connected."""
+        self._was_served = False
+        self._distrusted = ""
+        """Why what is at the endpoint is passed over, as the log says already."""
         self._unsent: deque[bytes] = deque()
         self._poller = zmq.Poller()
         self._pidfd = -1
@@ -61,9 +68,9 @@ class ServerLink:
         on a new connection if another server has taken the place.
 
         Raises:
-            UntrustedError: Another user serves the endpoint, or could.
+            UntrustedError: Another user serves the endpoint, or could, and no server was there yet.
         """
-        listener = find_listener(self.endpoint, self._curve_keys is not None)
+        listener = self._find_listener()
         if listener != self._listener:
             self._disconnect()
         if listener is None:
@@ -79,10 +86,26 @@ class ServerLink:
 
         Raises:
             ServerLostError: Another server has taken its place.
-            UntrustedError: Another user has.
+            UntrustedError: Another user has, and no server was there yet.
         """
-        if find_listener(self.endpoint, self._curve_keys is not None) != self._listener:
+        if self._find_listener() != self._listener:
             raise ServerLostError("another server has taken the endpoint")
+
+    def _find_listener(self) -> Listener | None:
+        """What serves the endpoint. Once a server was there, what cannot be trusted is passed over
+        like no server: another user must not end an engine's cache by listening for a moment."""
+        try:
+            return find_listener(self.endpoint, self._curve_keys is not None)
+        except UntrustedError as error:
+            if not self._was_served:
+                raise
+            if str(error) != self._distrusted:
+                self._distrusted = str(error)
+                log_event(
+                    logger, logging.ERROR, "server_not_trusted", endpoint=self.endpoint,
+                    reason=error, effect="waits for one of this user",
+                )  # fmt: skip
+            return None
 
     def connect(self, identity: bytes, immediate: bool = True) -> zmq.Socket[bytes]:
         """A socket to the server; the caller has made sure of it, and closes it.
@@ -111,6 +134,7 @@ class ServerLink:
         """
         self.check_listener()
         check_server_process(server_pid, paths)
+        self._was_served, self._distrusted = True, ""
         self.heard_s = time.monotonic()
         self._ping_due_s = self.heard_s + _PING_INTERVAL_S
         self._asked_s = None

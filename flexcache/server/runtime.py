@@ -9,6 +9,7 @@ import hashlib
 import ipaddress
 import logging
 import os
+import socket
 import stat
 import tempfile
 import time
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 _numbers = count()
 _PROBE_PATIENCE_S = 0.3
 _MAX_SOCKET_PATH = 107
+_BACKLOG = 100
 
 
 def runtime_dir() -> Path:
@@ -133,6 +135,22 @@ def is_served(endpoint: str) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def listen_privately(endpoint: str) -> int:
+    """A socket that listens at an ``ipc://`` endpoint whose lock is held, for this user alone.
+
+    Its mode is set before it has a name: no other user can connect in between, and the umask, which
+    is the whole process's, is left alone.
+    """
+    path = endpoint.removeprefix("ipc://")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of a server that died
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+        return listener.detach()
 
 
 class EndpointLock:

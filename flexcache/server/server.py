@@ -24,7 +24,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -52,12 +52,18 @@ from flexcache.instructions import (
     TaskEnded,
 )
 from flexcache.logs import log_event
+from flexcache.server.asides import Aside, AsideThread, error_of
 from flexcache.server.availability_log import AvailabilityLog
 from flexcache.server.change_feed import ChangeFeed
 from flexcache.server.curve import secure_server
-from flexcache.server.hub import Aside, Hub, make_execute
+from flexcache.server.hub import Hub, make_execute
 from flexcache.server.messages import MAX_FRAME_BYTES
-from flexcache.server.runtime import EndpointLock, check_endpoint, private_endpoint
+from flexcache.server.runtime import (
+    EndpointLock,
+    check_endpoint,
+    listen_privately,
+    private_endpoint,
+)
 from flexcache.server.store import CacheStore
 from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.server.worker_messages import WorkerMessages
@@ -72,6 +78,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _DRAIN_TIMEOUT_S = 5.0
+_HANG_UP_PATIENCE_S = 0.2
+_HANG_UP_POLL_S = 0.005
 _FIRST_CLIENT_PATIENCE_S = 60.0
 _UNNEEDED_PATIENCE_S = 2.0
 _MAX_MESSAGES_A_TURN = 256  # deadlines and answers are not to wait for a flood to end
@@ -147,7 +155,7 @@ class KVServer:
         self._watched: dict[bytes, int] = {}  # peer -> pidfd
         self._wake = -1
         self._thread: threading.Thread | None = None
-        self._asides: list[threading.Thread] = []
+        self._asides = AsideThread(self._end_aside)
         self._feed: ChangeFeed | None = None
         self._tracer: Tracer | None = None
         self._open_http = open_http
@@ -287,12 +295,12 @@ class KVServer:
         if self.config.curve_keys is not None:
             self._authenticator = secure_server(self._front, self.config.curve_keys)
         try:
+            if self.endpoint.startswith("ipc://"):
+                self._front.setsockopt(zmq.USE_FD, listen_privately(self.endpoint))
             self._front.bind(self.endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"endpoint = {self.endpoint!r}: {error.strerror}") from None
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"endpoint = {self.endpoint!r}: {error.strerror or error}") from None
         self.endpoint = self._front.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self.endpoint.startswith("ipc://"):
-            os.chmod(self.endpoint.removeprefix("ipc://"), 0o600)  # whatever the umask says
         self._poller.register(self._front, zmq.POLLIN)
         if self.config.has_workers:
             self._back = self._router(self._context)
@@ -376,7 +384,7 @@ class KVServer:
             with self.session():
                 assert self._store is not None
                 clearing = self._store.clear(tier)
-            error = _error_of(clearing.work)
+            error = error_of(clearing.work)
             with self._changed:  # also where the cache is shut down meanwhile: dirty blocks wait
                 return clearing.end(error)
 
@@ -520,7 +528,8 @@ class KVServer:
             asides, self.hub.aside = self.hub.aside, []
         for executor, message in to_workers:
             self._send_to_worker(executor, message)
-        self._begin_asides(asides)
+        for aside in asides:
+            self._asides.begin(aside)
         for identity, answer in to_peers:
             self._send(identity, answer)
         if took_any:
@@ -613,26 +622,14 @@ class KVServer:
         self.hub.end_sessions()
         return to_workers
 
-    def _begin_asides(self, asides: Sequence[Aside]) -> None:
-        """Run slow jobs off the pump."""
-        if not asides:
-            return
-        self._asides = [thread for thread in self._asides if thread.is_alive()]
-        for aside in asides:
-            thread = threading.Thread(
-                target=self._do_aside, args=(aside,), name="flexcache-aside", daemon=True
-            )
-            self._asides.append(thread)
-            thread.start()
-
-    def _do_aside(self, aside: Aside) -> None:
-        error = _error_of(aside.work)
+    def _end_aside(self, aside: Aside, error: OSError | None) -> None:
         with self._changed:
             aside.end(error)
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
-    def _send(self, identity: bytes, message: object) -> None:
+    def _send(self, identity: bytes, message: object) -> bool:
+        """Whether the peer is there and takes it."""
         assert self._front is not None
         data = msgspec.msgpack.encode(message)  # may raise, but not between the two frames
         try:
@@ -642,9 +639,12 @@ class KVServer:
             with self._changed:
                 self.hub.does_not_read(identity, time.monotonic())
             os.eventfd_write(self._wake, 1)  # others are to learn what follows from it
+            return False
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # it has gone; its death is due
+            if error.errno != zmq.EHOSTUNREACH:
                 raise
+            return False  # it has gone; its death is due
+        return True
 
     def _send_to_worker(self, executor: str, message: object) -> None:
         assert self._back is not None
@@ -736,16 +736,19 @@ class KVServer:
             return engine.num_open_tasks > 0 or engine.num_held_up > 0
 
     def _stop_peers(self) -> None:
+        """Say so until each has hung up: what a client has not read is lost with its connection."""
         with self._changed:
             peers = self.hub.peers
-        for identity in peers:
-            self._send(identity, Stop())
+        deadline = time.monotonic() + _HANG_UP_PATIENCE_S
+        while peers := [identity for identity in peers if self._send(identity, Stop())]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_HANG_UP_POLL_S)
 
     def _release(self) -> None:
         if self._http is not None:
             self._http.close()
-        for thread in self._asides:
-            thread.join()
+        asides_are_done = self._asides.close()
         with self._changed:
             self.hub.close()
         for worker in self._workers.values():
@@ -764,7 +767,7 @@ class KVServer:
             self._feed.close()
         if self._tracer is not None:
             self._tracer.close()
-        if self._store is not None:
+        if self._store is not None and asides_are_done:  # else its files are still written to
             with self._clearing:  # it writes to the files, and HTTP does not wait for it
                 self._store.close()
         if self._lock_file is not None:
@@ -784,11 +787,3 @@ class _EngineUse:
 
     def __exit__(self, *error: object) -> None:
         self._server._end_use()
-
-
-def _error_of(work: Callable[[], None]) -> OSError | None:
-    try:
-        work()
-    except OSError as error:
-        return error
-    return None

@@ -58,6 +58,7 @@ from flexcache.transfer.messages import Done, Drop, Execute, Stop
 from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.workers.life import show_life_during
 from flexcache.transfer.workers.permit import CopyPermit
 
 logger = logging.getLogger(__name__)
@@ -411,7 +412,8 @@ class KVTPClient:
         self._held.callback(segment.close)
         segment.map(self._show_life)
         permit = CopyPermit(fence.words)
-        copier = open_copier(next(iter(self._kv_caches.values())).device, permit)
+        device = next(iter(self._kv_caches.values())).device
+        copier = show_life_during(lambda: open_copier(device, permit), self._show_life)
         worker = DeviceWorker(layout, segment, copier, permit)
         self._held.callback(worker.close)
         copier.attach(segment, self._show_life)

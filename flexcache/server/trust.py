@@ -12,9 +12,13 @@ servers of its own user:
 The check and zmq's connection are two steps, and zmq connects again by itself. That race is closed
 by asking twice: the same `Listener` before the connection and after the Welcome was there all the
 time in between, since only its own user could have put it back. What is left open is a server that
-ends without a word (`Stop`, or its death, which the client sees before zmq tries again) while its
-process lives on: another user may then take a loopback port, or a name in a sticky directory, and
-be sent block keys and tokens. Memory that it names is still refused by `check_server_process`.
+ends while its process lives on, unnoticed by a client that has not read `Stop` when the server's
+socket closes, 0.2 s later at most: another user may then take a loopback port, or a name in a
+sticky directory, and be sent block keys and tokens. (The death of a process is seen by the client
+before zmq tries again.) Memory that it names is still refused by `check_server_process`.
+
+A client that has had a server passes over what it cannot trust, as if no server were there
+(`server.link`); only at the first contact is it refused for good.
 """
 
 from __future__ import annotations

@@ -939,17 +939,73 @@ def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_lef
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
 
 
-def test_a_rank_whose_predecessor_has_died_takes_its_place(world: World) -> None:
+def register_heir(world: World, engine: Engine) -> None:
+    """Another client claims the rank's place, and gets it when the rank dies."""
+    world.send(b"second", HelloRank("e", 0, "another", 77))
+    world.die(engine.rank)
+    welcome = world.send(b"second", HelloRank("e", 0, "another", 77))[0]
+    assert isinstance(welcome, WelcomeRank)
+    assert Registered() in world.send(b"second", Register("layout", 99))
+
+
+def test_a_rank_that_had_claimed_the_place_of_one_that_died_is_not_paired_with_its_scheduler(
+    world: World,
+) -> None:
     engine = Engine(world)
     engine.register()
     engine.put("abc")
-    world.send(b"second", HelloRank("e", 0, "another", 77))
-    world.die(engine.rank)
-    [welcome] = world.send(b"second", HelloRank("e", 0, "another", 77))
+    register_heir(world, engine)
+    ready = world.last(engine.events)
+    assert ready.missing == ["tp_rank 0 (taken over by process 77)"]
+    assert "engine_id" in ready.problems[0]
+    assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
+    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+    welcome = world.send(b"again", HelloRank("e", 0, "another", 77))[0]  # no other client
     assert isinstance(welcome, WelcomeRank)
-    assert Registered() in world.send(b"second", Register("layout", 99))
+    world.send(b"again", Register("layout", 99))
+    assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
+
+
+def test_a_rank_that_took_a_place_over_serves_the_scheduler_that_comes_after_it(
+    world: World,
+) -> None:
+    engine = Engine(world)
+    engine.register()
+    register_heir(world, engine)
+    world.die(engine.events)
+    welcome = world.send(b"new", hello_engine("e", "new", b"new-calls"))[0]
+    assert isinstance(welcome, WelcomeEngine)
+    assert world.last(b"new") == Readiness([], [])
+
+
+def test_an_engine_goes_on_when_the_rank_that_took_a_place_over_leaves_it(world: World) -> None:
+    engine = Engine(world)
+    engine.register()
+    engine.put("abc")
+    register_heir(world, engine)
+    world.send(b"second", Goodbye())
+    assert world.last(engine.events) == Readiness(["tp_rank 0"], [])
+    engine.rank = b"third"
+    [welcome] = world.send(engine.rank, HelloRank("e", 0, "third", 2))
+    assert isinstance(welcome, WelcomeRank)
+    world.send(engine.rank, Register("layout", 99))
     assert world.last(engine.events) == Readiness([], [])
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
+
+
+def test_a_scheduler_that_had_claimed_the_place_of_one_that_died_is_not_paired_with_its_rank(
+    world: World,
+) -> None:
+    engine = Engine(world)
+    engine.register()
+    world.send(b"second", hello_engine("e", "another", b"second-calls"))
+    world.die(engine.events)
+    world.send(b"second", hello_engine("e", "another", b"second-calls"))
+    assert world.last(b"second").missing == ["the scheduler (taken over by process 1)"]
+    world.die(engine.rank)
+    world.send(b"theirs", HelloRank("e", 0, "theirs", 77))
+    world.send(b"theirs", Register("layout", 99))
+    assert world.last(b"second") == Readiness([], [])
 
 
 def test_an_engine_that_two_schedulers_claim_is_over_for_both_until_one_is_silent(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+import stat
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -16,7 +19,9 @@ import torch
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.errors import RegistrationError, UntrustedError
+from flexcache.server import trust
 from flexcache.server.runtime import EndpointLock, is_served
+from flexcache.server.server import KVServer
 from flexcache.server.status import read_status
 from flexcache.server.trust import check_server_process, find_listener
 
@@ -73,6 +78,13 @@ def shared_dir(tmp_path: Path) -> Iterator[Path]:
     for file in path.iterdir():
         file.unlink()
     path.rmdir()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def free_port() -> int:
@@ -182,6 +194,66 @@ def test_no_client_connects_to_what_another_user_serves(shared_dir: Path, kind: 
             manager.shutdown()
         with pytest.raises(UntrustedError, match=refused):
             read_status(endpoint, None, 1.0)
+
+
+def test_a_cache_that_was_served_outlives_another_users_listener_at_its_port(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    endpoint = f"tcp://127.0.0.1:{port}"
+    config = CacheConfig(num_cpu_blocks=16)
+    manager = KVManager(ModelConfig("m", 1, 1, 8, torch.uint8), CacheConfig(), endpoint=endpoint)
+    client = KVTPClient(manager.endpoint)
+    client.register_kv_caches({"layer": torch.zeros((4, 2, 16, 1, 8), dtype=torch.uint8)})
+    try:
+        server = KVServer(config, endpoint)
+        server.start()
+        manager.start()
+        manager.wait_ready(60)
+        with monkeypatch.context() as patch:
+            theirs = (ip_address("127.0.0.1"), port, OTHER_USER, 99)
+            patch.setattr(trust, "_listeners", lambda: iter([theirs]))
+            server.shutdown()
+
+            def notices() -> int:
+                texts = [record.getMessage() for record in caplog.records]
+                return sum("is served by user" in text for text in texts)
+
+            until(lambda: notices() == 2)
+        server = KVServer(config, endpoint)
+        server.start()
+        manager.wait_ready(60)
+        client.wait_registered(60)
+    finally:
+        client.close()
+        manager.shutdown()
+        server.shutdown()
+
+
+def test_a_socket_is_its_users_alone_from_the_first_moment_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "chmod", lambda *_: None)  # what comes after is too late
+    server = KVServer(CacheConfig(num_cpu_blocks=16), f"ipc://{tmp_path}/s.sock")
+    umask = os.umask(0)
+    try:
+        server.start()
+        assert stat.S_IMODE((tmp_path / "s.sock").stat().st_mode) == 0o600
+    finally:
+        os.umask(umask)
+        server.shutdown()
+    assert not (tmp_path / "s.sock").exists()
+
+
+def test_a_socket_that_a_dead_server_left_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(f"{tmp_path}/s.sock")
+    server = KVServer(CacheConfig(num_cpu_blocks=16), f"ipc://{tmp_path}/s.sock")
+    server.start()
+    try:
+        assert read_status(server.endpoint, None, 30.0)
+    finally:
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType
 
 import numpy as np
@@ -36,6 +35,7 @@ from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay
 from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
+from flexcache.transfer.workers.life import show_life_during
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ Addresses = npt.NDArray[np.int64]
 Runs = tuple[Addresses, Addresses, Addresses]
 
 _PIN_STEP = 1 << 30
-_LIFE_INTERVAL_S = 0.2
 
 # What a load reads was complete before it was ordered; what a store reads the model may still be
 # writing, up to the event it is ordered behind.
@@ -51,7 +50,8 @@ _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 
 
 class CudaCopier:
-    """A `Copier` for one device. All but `fence` belongs to one thread, which it sets up for CUDA.
+    """A `Copier` for one device. From `attach` on, all but `fence` belongs to one thread, which it
+    sets up for CUDA.
 
     Attributes:
         verdicts: Results of the self-test, once attached.
@@ -94,7 +94,7 @@ class CudaCopier:
         try:
             self._bind()
             self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
-            _show_life_during(self._find_ways, after_each_step)
+            show_life_during(self._find_ways, after_each_step)
         except BaseException:
             self.close()
             raise
@@ -307,12 +307,3 @@ class CudaCopier:
             self._queue(runs, kind, way)
         finally:
             self._settle(kind)
-
-
-def _show_life_during(work: Callable[[], None], show_life: Callable[[], None]) -> None:
-    """Run the work on another thread: a compiler may take longer than the server's patience."""
-    with ThreadPoolExecutor(1, "flexcache-copies") as threads:
-        done = threads.submit(work)
-        while not wait([done], _LIFE_INTERVAL_S).done:
-            show_life()
-        done.result()

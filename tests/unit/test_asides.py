@@ -1,0 +1,102 @@
+"""Slow jobs beside the pump: one thread, a bounded queue, and an end that does not wait forever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from flexcache import CacheConfig, KVManager, ModelConfig
+from flexcache.server import asides
+from flexcache.server.asides import MAX_WAITING, Aside, AsideThread
+from flexcache.server.messages import Clear, Failed, Reply
+from flexcache.server.server import KVServer
+from flexcache.storage.disk_pool import DiskPool
+
+WAIT_S = 60.0
+
+
+class Disk:
+    """Jobs that end when the test lets them."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.ended: list[tuple[int, OSError | None]] = []
+        self.thread = AsideThread(lambda aside, error: aside.end(error))
+
+    def begin(self, number: int) -> None:
+        def work() -> None:
+            assert self.answers.wait(WAIT_S)
+            if number == 1:
+                raise RuntimeError("not one that is foreseen")
+
+        self.thread.begin(Aside(work, lambda error: self.ended.append((number, error))))
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    disk = Disk()
+    yield disk
+    disk.answers.set()
+    disk.thread.close()
+
+
+def test_jobs_are_done_in_order_and_one_that_raises_does_not_stop_the_others(disk: Disk) -> None:
+    for number in range(4):
+        disk.begin(number)
+    disk.answers.set()
+    assert disk.thread.close()
+    assert disk.ended == [(0, None), (2, None), (3, None)]
+    assert disk.thread.close()
+
+
+def test_jobs_beyond_the_bound_are_ended_at_once_with_the_reason(disk: Disk) -> None:
+    for number in range(500):
+        disk.begin(number)
+    refused = [error for _, error in disk.ended]
+    assert 500 - MAX_WAITING - 1 <= len(refused) <= 500 - MAX_WAITING
+    assert all("the disk is behind" in str(error) for error in refused)
+
+
+def test_the_end_does_not_wait_for_a_disk_that_hangs(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asides, "_CLOSE_PATIENCE_S", 0.01)
+    disk.begin(0)
+    assert not disk.thread.close()
+    assert disk.ended == []
+
+
+def test_a_flood_of_clears_makes_one_thread_and_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(DiskPool, "erase", lambda pool, slots: answers.wait(WAIT_S))
+    config = CacheConfig(
+        num_cpu_blocks=16, tokens_per_block=16, num_ssd_blocks=16, ssd_cache_dirs=[str(tmp_path)]
+    )
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    server = KVServer(config, endpoint)
+    server.start()
+    manager = KVManager(ModelConfig("m", 1, 1, 8, torch.uint8), CacheConfig(), endpoint=endpoint)
+    try:
+        manager.start()
+        with pytest.raises(TimeoutError, match="tp_rank 0"):
+            manager.wait_ready(2)
+        calls: zmq.Socket[bytes] = manager._backend._calls  # type: ignore[attr-defined]
+        calls.rcvtimeo = int(WAIT_S * 1000)
+        for number in range(100):
+            calls.send(msgspec.msgpack.encode(Clear(number, "SSD")))
+        reply = msgspec.msgpack.decode(calls.recv(), type=Reply)
+        assert isinstance(reply, Failed) and "the disk is behind" in reply.reason
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("flexcache-aside") == 1
+    finally:
+        answers.set()
+        manager.shutdown()
+        server.shutdown()
