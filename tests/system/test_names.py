@@ -180,7 +180,7 @@ def test_a_name_that_two_engines_claim_moves_nothing_until_one_is_gone(endpoint:
             told = other.stdout.readline()
             assert told.startswith(("TimeoutError", "RegistrationError"))
             assert f"claimed by process {os.getpid()} and process {other.pid}" in told
-        with pytest.raises(RegistrationError, match="tp_rank 0 .* was taken over by process"):
+        with pytest.raises(RegistrationError, match=r"tp_rank 0 .* was taken over by process"):
             mine.manager.wait_ready(60)  # nothing proves that the rank is not the rival's
         mine.client.close()
         mine.client = KVTPClient(mine.manager.endpoint, engine_id="same")
