@@ -166,7 +166,7 @@ def test_a_name_that_is_taken_is_disputed_and_free_again_when_its_holder_leaves(
         with pytest.raises(RegistrationError, match=claimed):
             holder.manager.wait_ready(30)
         holder.manager.shutdown()
-        with pytest.raises(RegistrationError, match="the scheduler .* was taken over by process"):
+        with pytest.raises(RegistrationError, match=r"the scheduler .* was taken over by process"):
             second.wait_ready(60)
         holder.client.close()  # a rank of the first
         client = KVTPClient(second.endpoint)
