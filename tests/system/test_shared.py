@@ -171,7 +171,7 @@ def test_a_name_that_is_taken_is_disputed_and_free_again_when_its_holder_leaves(
         holder.client.close()  # a rank of the first
         client = KVTPClient(second.endpoint)
         client.register_kv_caches(make_kv(make_model()))
-        second.wait_ready(60)
+        until(second.is_ready)
         client.close()
         second.shutdown()
 
