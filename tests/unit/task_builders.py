@@ -118,7 +118,7 @@ class World:
             chunk,
             backlog,
             admissions={} if is_late else {n: make_admission(policy, 10) for n in below},
-            write_back={n: DirtyQueue(2, limit=cpu) for n in below} if is_late else {},
+            write_back={n: DirtyQueue(2) for n in below} if is_late else {},
         )
         self.engine = KVTaskEngine(
             self.cache,
@@ -268,7 +268,7 @@ class World:
         return result
 
     def clear(self, tier: TierName) -> int:
-        return len(self.cache.by_name[tier].clear())
+        return len(self.cache.clear(tier.value)[tier])
 
     def cached(self, tier: TierName, text: str) -> int:
         """Blocks of the prompt's longest prefix that the tier has; no side effect."""
