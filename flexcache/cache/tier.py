@@ -31,9 +31,7 @@ from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 
 BlockIds = npt.NDArray[np.int64]
-OnStored = Callable[
-    [RootId, BlockKey | None, Sequence[BlockKey], PromptContent | None, int], None
-]
+OnStored = Callable[[RootId, BlockKey | None, Sequence[BlockKey], PromptContent | None, int], None]
 """Root, key of the block before, keys, content, position of the first key in its prompt."""
 _TICK_S = 1e-6  # well above the resolution of a double of seconds since the machine's start
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from write_back_model import WriteBackModel
 
 from flexcache.cache.admission import make_admission
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
@@ -120,6 +121,9 @@ class World:
             admissions={} if is_late else {n: make_admission(policy, 10) for n in below},
             write_back={n: DirtyQueue(2) for n in below} if is_late else {},
         )
+        self.write_backs = {
+            tier.name: WriteBackModel(self.cache, tier) for tier in tiers[1:] if is_late
+        }
         self.engine = KVTaskEngine(
             self.cache,
             block_bytes=1,
@@ -337,6 +341,9 @@ class World:
             sums = [self._checksum(TierName.CPU, block) for block in op.src.tolist()]
             checksums = np.array(sums, dtype=np.uint64)
         self._move(run, count)
+        target = {OpKind.H2DISK: TierName.SSD, OpKind.H2REMOTE: TierName.REMOTE}.get(op.kind)
+        if target in self.write_backs and count < len(op):
+            self.write_backs[target].num_failed_writes += 1
         self.engine.op_done(
             run.executor, op.op_id, count, self.now,
             error=error, bad_block=bad_block, checksums=checksums,
@@ -542,6 +549,8 @@ class World:
 
     def check(self) -> None:
         self.engine.check()
+        for model in self.write_backs.values():
+            model.check()
         assert self.cache.unavailable == self.away
         for tier in self.cache.tiers:
             stats = tier.stats()
