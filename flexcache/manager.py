@@ -381,8 +381,8 @@ class KVManager:
     def check(self) -> None:
         """Raise `InternalError` if an invariant of the control plane does not hold.
 
-        Where the cache is shared, tiers of more than 32,768 blocks are checked by their counts
-        alone: to walk them would hold up the other engines.
+        Where the cache is shared, only the tiers' counts of blocks are checked: to walk the blocks
+        would hold up the other engines.
         """
         self._backend.check()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flexcache.cache.planner import Plan
-from flexcache.ids import OpId, OpKind, SessionId, TaskId, TaskState
+from flexcache.ids import OpId, OpKind, SessionId, TaskId, TaskKind, TaskState
 from flexcache.instructions import TaskResult
 from flexcache.task_ids import id_before
 from flexcache.transfer.graph import TransferOp
@@ -114,3 +114,15 @@ class Session:
     def uncollected(self) -> Iterator[TaskResult]:
         """Results that were not handed over yet."""
         return (r for task_id, r in self.results.items() if task_id not in self.collected)
+
+
+def count_plan(totals: Totals, plan: Plan, stop: int) -> None:
+    """Count what a match up to block ``stop`` came to."""
+    if plan.dropped:
+        totals.dropped_blocks.update(plan.dropped)
+    if plan.skipped:
+        totals.skipped_blocks.update(plan.skipped)
+    if plan.kind is TaskKind.GET:
+        for tier, count in plan.sources.items():
+            totals.hit_blocks[tier.value] += count
+        totals.missed_blocks += stop - plan.stop

@@ -60,7 +60,7 @@ from flexcache.instructions import (
 )
 from flexcache.lookups import RemoteLookUps
 from flexcache.recorder import Recorder
-from flexcache.sessions import RunningOp, Session, Task
+from flexcache.sessions import RunningOp, Session, Task, count_plan
 from flexcache.task_ids import TaskIds, id_before, make_session, session_of
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.fair_queue import FairQueue
@@ -81,18 +81,6 @@ _GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
 _SHORTEST_LOAD_PATIENCE_S = 0.25  # with the remote store, however fast the engine computes
 _MAX_ERRORS = 8  # that a response names
 NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
-
-
-def _count_plan(totals: Totals, plan: Plan, stop: int) -> None:
-    """What a match up to block ``stop`` came to."""
-    if plan.dropped:
-        totals.dropped_blocks.update(plan.dropped)
-    if plan.skipped:
-        totals.skipped_blocks.update(plan.skipped)
-    if plan.kind is TaskKind.GET:
-        for tier, count in plan.sources.items():
-            totals.hit_blocks[tier.value] += count
-        totals.missed_blocks += stop - plan.stop
 
 
 @dataclass(slots=True, eq=False)
@@ -292,8 +280,8 @@ class KVTaskEngine:
         self._roots.place(keys)
         self.cache.advance(now)
         plan = self._plan(owner, kind, keys, start, stop, retain_s)
-        _count_plan(self.totals, plan, stop)
-        _count_plan(owner.totals, plan, stop)
+        count_plan(self.totals, plan, stop)
+        count_plan(owner.totals, plan, stop)
         if kind is TaskKind.GET:
             self.hit_rates.add(now, stop - start, plan.num_blocks)
         task = Task(task_id, owner, plan, num_tokens)
@@ -458,10 +446,12 @@ class KVTaskEngine:
         return len(self._tasks)
 
     @property
-    def num_awaiting_worker(self) -> int:
-        """Dirty blocks that are not written because the worker of their tier is down."""
+    def num_held_up(self) -> int:
+        """Dirty blocks that wait for the worker of their tier, or for the end of its clearing."""
         return sum(
-            self.cache.num_dirty(tier) for tier, worker in WORKERS.items() if worker not in self._up
+            self.cache.num_dirty(tier)
+            for tier, worker in WORKERS.items()
+            if worker not in self._up or self.cache.is_withheld(tier)
         )
 
     def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
@@ -730,9 +720,11 @@ class KVTaskEngine:
             lane = self._lanes[_EXECUTORS[op.kind]]
             lane.num_running -= 1
             self._fill(lane, now)
+        has_failed = executor == REMOTE and self._judge_store(running, error, now)
         self._count(running, now)
-        if executor == REMOTE:
-            self._judge_store(running, error, now)
+        if op.kind in _STORE_TIER and running.num_ok < len(op):
+            num_lost = len(op) - running.num_ok
+            self._not_stored(task, op.kind, "write_failed", num_lost, has_failed)
         if running.bad_block and op.kind in _LOAD_TIER and running.num_ok < len(op):
             tier, position = _LOAD_TIER[op.kind], op.first + running.num_ok
             self.cache.discard_bad_block(task.plan, tier, position)
@@ -757,24 +749,27 @@ class KVTaskEngine:
                 cost.ended(tier, now, running.num_ok, now - running.started_s)
         if op.kind in _STORE_TIER:
             self.cache.by_name[_STORE_TIER[op.kind]].counters.written_bytes += moved
-            if running.num_ok < len(op):
-                self._not_stored(running.task, op.kind, "write_failed", len(op) - running.num_ok)
 
-    def _judge_store(self, running: RunningOp, error: str | None, now: float) -> None:
-        """Tell the breaker how an op went: a block that is missing or bad is no failure."""
+    def _judge_store(self, running: RunningOp, error: str | None, now: float) -> bool:
+        """Tell the breaker how an op went; whether it counts as a failure of the store. A block
+        that is missing or bad does not."""
         op = running.op
         if not self.breaker.is_closed:
-            return  # what was under way when it opened is no trial
-        if running.num_ok == len(op) or running.bad_block:
+            return False  # what was under way when it opened is no trial
+        is_well = running.num_ok == len(op) or running.bad_block
+        if is_well:
             self.breaker.succeeded(now)
         elif error is not None:
             self.breaker.failed(f"{op.kind.value}: {error}", now)
         self._sync_availability(now)
+        return not is_well and error is not None
 
-    def _not_stored(self, task: Task, kind: OpKind, why: str, num_blocks: int) -> None:
-        """Count blocks that a store op lost, unless they stay dirty since their tier is away."""
+    def _not_stored(
+        self, task: Task, kind: OpKind, why: str, num_blocks: int, has_failed: bool = False
+    ) -> None:
+        """Count blocks that a store op lost, unless they stay dirty until their tier is back."""
         tier = _STORE_TIER[kind]
-        if not self.cache.put_off(task.plan, tier):
+        if not self.cache.put_off(task.plan, tier, has_failed):
             self._drop(task, f"{tier.value.lower()}_{why}", num_blocks)
 
     def _drop(self, task: Task, reason: str, num_blocks: int) -> None:
@@ -951,8 +946,8 @@ class KVTaskEngine:
             report["load_cost"] = self.cache.load_cost.report()
         return report
 
-    def check(self, max_blocks: int | None = None) -> None:
-        """Raise `InternalError` if an invariant does not hold. O(everything); see `Tier.check`."""
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(everything)."""
         if self.lookups is not None and not self.lookups.check():
             raise InternalError("an open question to the store cannot be found or has no deadline")
         if not self._availability.check(self._up):
@@ -960,7 +955,7 @@ class KVTaskEngine:
         for tier in self.cache.unavailable:
             if len(self._lanes[WORKERS[tier]].queue):
                 raise InternalError(f"ops wait for {tier.value}, which is unavailable")
-        self.cache.check(max_blocks)
+        self.cache.check()
         self._scheduler.check()
         owned = [task_id for owner in self._owners.values() for task_id in owner.tasks]
         if sorted(owned) != sorted(self._tasks):

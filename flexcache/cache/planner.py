@@ -138,6 +138,7 @@ class GlobalCacheEngine:
         self.lost: Counter[str] = Counter()
         """Blocks that went and no plan says so, by reason."""
         self._backlog = dict.fromkeys(self.by_name, 0)
+        self._withheld = Counter[TierName]()
         self.journal: Journal | None = None
         self._now = 0.0
         self._op_ids = itertools.count(1)
@@ -276,8 +277,10 @@ class GlobalCacheEngine:
     def plan_write_back(self) -> Plan | None:
         """Plan to write what a tier with write-back is due, if any is; possibly without an op."""
         for name, late in self._write_back.items():
+            if name in self.unavailable or self.is_withheld(name):
+                continue
             tier = self.by_name[name]
-            while name not in self.unavailable and (prompt := late.dirty.peek()) is not None:
+            while (prompt := late.dirty.peek()) is not None:
                 room = self._room(tier)
                 if not room or (self._backlog[name] and room < len(prompt.keys)):
                     break  # until what is under way has been written
@@ -294,13 +297,13 @@ class GlobalCacheEngine:
                 self.finish(plan)
         return None
 
-    def put_off(self, plan: Plan, name: TierName) -> bool:
+    def put_off(self, plan: Plan, name: TierName, has_failed: bool) -> bool:
         """Whether what a plan does not get written to a tier is dirty again, instead of lost.
 
-        It is if the plan writes back and the tier is away.
+        It is if the plan writes back and the tier is away, or has failed as a whole.
         """
         plan.has_failed = True
-        plan.is_put_off |= plan.is_write_back and name in self.unavailable
+        plan.is_put_off |= plan.is_write_back and (has_failed or name in self.unavailable)
         return plan.is_put_off
 
     def begin_closing(self) -> None:
@@ -353,13 +356,18 @@ class GlobalCacheEngine:
         return dropped
 
     def withhold_free(self, tier: Tier) -> Lease:
-        """Keep a tier's free blocks from everybody until `give_back`."""
+        """Keep a tier's free blocks from everybody until `give_back`; what is dirty waits."""
         self._open_plans += 1
+        self._withheld[tier.name] += 1
         return tier.reserve_private(RootId(b""), tier.pool.num_free)
 
     def give_back(self, lease: Lease) -> None:
         self._open_plans -= 1
+        self._withheld[TierName.SSD] -= 1
         self.by_name[TierName.SSD].release(lease)
+
+    def is_withheld(self, name: TierName) -> bool:
+        return self._withheld[name] > 0
 
     def publish_staging(self, plan: Plan, num_ok: int) -> None:
         """The first ``num_ok`` staged blocks hold their bytes."""
@@ -629,10 +637,10 @@ class GlobalCacheEngine:
     def _op_id(self) -> OpId:
         return OpId(next(self._op_ids))
 
-    def check(self, max_blocks: int | None = None) -> None:
-        """Raise `InternalError` if an invariant does not hold. O(capacity); see `Tier.check`."""
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         for tier in self.tiers:
-            tier.check(max_blocks)
+            tier.check()
         if self._open_plans == 0:
             if any(self._backlog.values()):
                 raise InternalError(f"backlog without a plan: {self._backlog}")

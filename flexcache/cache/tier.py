@@ -371,16 +371,14 @@ class Tier:
                 tell(run.root, run.parent, run.keys, None, 0)
         self.pool.take_exactly(np.concatenate(taken))
 
-    def check(self, max_blocks: int | None = None) -> None:
-        """Raise `InternalError` if ids were lost or a structure is broken.
+    def check(self) -> None:
+        """Raise `InternalError` if ids were lost or a structure is broken. O(capacity)."""
+        self.pool.check()
+        self.index.check()
+        self.check_counts()
 
-        O(capacity). With ``max_blocks``, a pool or an index with more blocks is not walked: of it
-        the counts alone are checked.
-        """
-        if max_blocks is None or self.capacity <= max_blocks:
-            self.pool.check()
-        if max_blocks is None or self.index.num_blocks <= max_blocks:
-            self.index.check()
+    def check_counts(self) -> None:
+        """Raise `InternalError` if the counts say that ids were lost. O(1)."""
         total = self.pool.num_free + self.index.num_blocks + self._num_leased
         if total != self.capacity:
             raise InternalError(

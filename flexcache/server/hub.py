@@ -94,8 +94,6 @@ _MAX_PROBLEMS = 256
 _NUM_REPLAYED = 1024
 _MAX_NAME_LENGTH = 256
 _MAX_PARKED = 1024
-_MAX_BLOCKS_WALKED = 1 << 15
-"""In a tier that one client has checked: some 10 ms, for which the others wait."""
 
 PeerInstruction = RunOp | DropOp | RevokeTask | TaskEnded | TaskAnswered | ReplaceExecutor
 
@@ -234,10 +232,12 @@ class Hub:
             self._lose(peer, "its process died", now)
 
     def tick(self, now: float) -> None:
-        """Let those go who have been silent.
+        """Let those go who have been silent. To be called once the messages that wait were taken.
 
         But not a rank that was given ops: it may still be copying, or be about to.
         """
+        for engine in self._claims.expire(now):
+            self._dispute_changed(engine, now)
         for peer in list(self._peers.values()):
             if now - peer.heard_s < self._client_timeout_s:
                 continue
@@ -366,8 +366,6 @@ class Hub:
         caller = self._callers.get(identity)
         if peer is not None:
             peer.heard_s = now
-        for engine in self._claims.expire(now):
-            self._dispute_changed(engine, now)
         match message:
             case HelloRank():
                 self._greet_rank(identity, message, now)
@@ -421,7 +419,8 @@ class Hub:
                 case Clear():
                     return self._clear(caller, request)
                 case CheckInvariants(request_id):
-                    self._tasks.check(_MAX_BLOCKS_WALKED)
+                    for tier in self._tasks.cache.tiers:
+                        tier.check_counts()  # the others wait
                     return Answer(request_id, None)
 
         return self._guarded(request, answer)

@@ -373,7 +373,7 @@ class KVServer:
                 assert self._store is not None
                 clearing = self._store.clear(tier)
             error = _error_of(clearing.work)
-            with self.session():
+            with self._changed:  # also where the cache is shut down meanwhile: dirty blocks wait
                 return clearing.end(error)
 
     def stats(self, session: SessionId | None = None) -> dict[str, Any]:
@@ -634,6 +634,7 @@ class KVServer:
         except zmq.Again:
             with self._changed:
                 self.hub.does_not_read(identity, time.monotonic())
+            os.eventfd_write(self._wake, 1)  # others are to learn what follows from it
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # it has gone; its death is due
                 raise
@@ -723,11 +724,11 @@ class KVServer:
             self._workers[name].stop(_DRAIN_TIMEOUT_S)
 
     def _is_unfinished(self) -> bool:
-        """Whether bytes move, or dirty blocks wait for a worker that is being restarted."""
+        """Whether bytes move, or dirty blocks wait for a worker or the end of a clearing."""
         assert self._store is not None
         with self._changed:
             engine = self._store.engine
-            return engine.num_open_tasks > 0 or engine.num_awaiting_worker > 0
+            return engine.num_open_tasks > 0 or engine.num_held_up > 0
 
     def _stop_peers(self) -> None:
         with self._changed:

@@ -1,13 +1,14 @@
 """A `KVTaskEngine` in a world of dictionaries: executors that move contents instead of bytes.
 
-The content of a block is the prefix that it ends, so a block that holds anything else is seen at
-once. What an executor does not get done leaves garbage behind, and a GPU slot is overwritten as
-soon as its task is answered, as an engine would. Each call carries out the engine's instructions,
-and holds them against what must be true of them.
+The content of a block is the prefix that it ends, and its layout, so a block that holds anything
+else is seen at once. What an executor does not get done leaves garbage behind, and a GPU slot is
+overwritten as soon as its task is answered, as an engine would. Each call carries out the engine's
+instructions, and holds them against what must be true of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from write_back_model import WriteBackModel
 
 from flexcache.cache.admission import make_admission
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
+from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.planner import GlobalCacheEngine, Plan
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
@@ -49,7 +51,8 @@ ABSENT_TTL_S = 5.0
 NAMED = (OpKind.H2DISK, OpKind.H2REMOTE, OpKind.REMOTE2H)
 
 Content = tuple[str, int] | str
-"""A block's prefix and whose share of it, or a word for what no request may ever see."""
+"""A block's prefix, with its layout, and whose share of it; or a word for what no request may ever
+see."""
 
 
 def keys_of(text: str) -> EngineBlockKeys:
@@ -66,12 +69,13 @@ class TaskInfo:
     text: str
     plan: Plan
     slots: np.ndarray
+    layout: str = ""
     launched: bool = False
     gated: bool = False
     announced: TaskEnded | None = None
 
     def content(self, index: int, copy: int) -> Content:
-        return self.text[: self.plan.start + index + 1], copy
+        return self.text[: self.plan.start + index + 1] + self.layout, copy
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +141,8 @@ class World:
         for engine in (ENGINE, OTHER):
             self.begin_session(engine)
         self.now = 1000.0
-        self.executors = [device(e, rank) for e in (ENGINE, OTHER) for rank in load_ranks]
+        self.ranks = [device(e, rank) for e in (ENGINE, OTHER) for rank in load_ranks]
+        self.executors = list(self.ranks)
         self.executors += [DISK] if ssd else []
         self.executors += [REMOTE] if remote else []
         self.alive: dict[str, None] = {}
@@ -159,6 +164,10 @@ class World:
         self.asked: dict[int, RunLookUp] = {}
         self.num_lookups_ended: Counter[int] = Counter()
         self.rotten: set[int] = set()
+        self.layout = ""
+        self.roots = {"": LayoutRoots()}
+        """Where prompts are kept, by layout, of all layouts that there were."""
+        self.disputed: set[str] = set()
         self._load_ranks = list(load_ranks)
         self._copies = list(store_ranks)
         self._op_timeout_s = op_timeout_s
@@ -203,7 +212,8 @@ class World:
     def stored_by_another(self, text: str) -> None:
         """Another node writes a prompt to the remote store."""
         for end in range(1, len(text) + 1):
-            self.store[ROOT, text[:end].encode()] = [(text[:end], copy) for copy in self._copies]
+            name = (self.placed(text).root, text[:end].encode())
+            self.store[name] = [(text[:end] + self.layout, copy) for copy in self._copies]
 
     def match(
         self, kind: TaskKind, text: str, start: int = 0, stop: int | None = None,
@@ -219,7 +229,8 @@ class World:
         slots = np.arange(self._next_slot, self._next_slot + count, dtype=np.int64)
         self._next_slot += count
         assert not self.away & {*plan.sources, *plan.stores}, "a plan for a tier that is away"
-        self.tasks[task_id] = info = TaskInfo(kind, engine, text, plan, slots)
+        assert not (engine in self.disputed and plan.num_blocks), "a plan for a disputed name"
+        self.tasks[task_id] = info = TaskInfo(kind, engine, text, plan, slots, self.layout)
         if kind is TaskKind.PUT:
             for index, slot in enumerate(slots.tolist()):
                 for rank in self._load_ranks:
@@ -276,7 +287,13 @@ class World:
 
     def cached(self, tier: TierName, text: str) -> int:
         """Blocks of the prompt's longest prefix that the tier has; no side effect."""
-        return self.cache.by_name[tier].index.match(keys_of(text)).num_blocks
+        return self.cache.by_name[tier].index.match(self.placed(text)).num_blocks
+
+    def placed(self, text: str, layout: str | None = None) -> EngineBlockKeys:
+        """The keys of a prompt under a layout; the one of now, if None."""
+        keys = keys_of(text)
+        self.roots[self.layout if layout is None else layout].place(keys)
+        return keys
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -289,6 +306,29 @@ class World:
         self.alive[executor] = None
         self.engine.executor_up(executor)
         self._carry_out()
+
+    def adopt(self, layout: str) -> None:
+        """Ranks of this layout take the places of those there were."""
+        for rank in self.ranks:
+            if rank in self.alive:
+                self.down(rank)
+        self.gpu = dict.fromkeys(self.gpu, "of other ranks")
+        self.layout = layout
+        self.roots.setdefault(layout, LayoutRoots(layout.encode()))
+        self.engine.adopt_layout(layout.encode(), self.now)
+        self._carry_out()
+        for rank in self.ranks:
+            self.up(rank)
+
+    def dispute(self, engine: str, is_disputed: bool) -> None:
+        """Another engine claims the name, or has left."""
+        (self.disputed.add if is_disputed else self.disputed.discard)(engine)
+        self.engine.set_disputed(engine, is_disputed, self.now)
+        self._carry_out()
+        for task_id, info in self.tasks.items():
+            if is_disputed and info.engine == engine and self.result(task_id) is None:
+                assert self._errands_of(task_id), "a task of a disputed name goes on"
+                assert all(errand.dropped for errand in self._errands_of(task_id))
 
     def down(self, executor: str, reason: str = "it died") -> None:
         """The executor dies with all that it was moving half done."""
@@ -367,7 +407,7 @@ class World:
     def rot(self, text: str) -> None:
         """The last block of a prompt, which is on the SSD, loses its content there."""
         tier = self.cache.by_name[TierName.SSD]
-        match = tier.index.match(keys_of(text))
+        match = tier.index.match(self.placed(text))
         assert match.num_blocks == len(text)
         slot = int(tier.index.blocks(match)[-1])
         self.rotten.add(slot)
@@ -470,6 +510,8 @@ class World:
             assert info is not None
             assert run.executor.split(":")[1] == info.engine
             assert not info.announced, "a slot was given back before its use"
+            assert info.layout == self.layout, "blocks of another layout than the ranks'"
+            assert info.engine not in self.disputed, "bytes of a disputed name"
             mine = (op.dst if op.kind is OpKind.H2D else op.src).tolist()
             base = op.first - info.plan.start
             assert mine == info.slots[base : base + len(op)].tolist()
@@ -557,8 +599,8 @@ class World:
             assert stats["free"] + stats["indexed"] + stats["leased"] == stats["capacity"]
             assert min(stats["free"], stats["indexed"], stats["leased"]) >= 0
         for text in {info.text for info in self.tasks.values()}:
-            for tier in self.cache.tiers:
-                self._check_content(tier, text)
+            for tier, layout in itertools.product(self.cache.tiers, self.roots):
+                self._check_content(tier, text, layout)
         for engine in (ENGINE, OTHER):
             touches = any(
                 e.run.op.kind.touches_gpu and e.run.executor.split(":")[1] == engine
@@ -572,20 +614,22 @@ class World:
         for task_id, info in self.tasks.items():
             self._check_task(task_id, info)
 
-    def _check_content(self, tier: Tier, text: str) -> None:
+    def _check_content(self, tier: Tier, text: str, layout: str) -> None:
         """What can be found is what it says it is."""
-        blocks = tier.index.blocks(tier.index.match(keys_of(text))).tolist()
+        keys = self.placed(text, layout)
+        blocks = tier.index.blocks(tier.index.match(keys)).tolist()
         if isinstance(tier, RemoteTier):  # it may have lost some, but not mistaken any
-            root = tier.root_at_store(ROOT)
+            root = tier.root_at_store(keys.root)
             for end in range(1, len(blocks) + 1):
                 shares = self.store.get((root, text[:end].encode()))
-                assert shares in (None, [(text[:end], copy) for copy in self._copies])
+                assert shares in (None, [(text[:end] + layout, copy) for copy in self._copies])
             return
         for position, block in enumerate(blocks):
             if tier.name is TierName.SSD and block in self.rotten:
                 continue
             for copy in self._copies:
-                assert self.stored[tier.name, copy, block] == (text[: position + 1], copy)
+                content = (text[: position + 1] + layout, copy)
+                assert self.stored[tier.name, copy, block] == content
 
     def _check_task(self, task_id: TaskId, info: TaskInfo) -> None:
         result = self.result(task_id)
@@ -630,6 +674,8 @@ class World:
 
     def check_every_prompt_can_be_stored(self, texts: Sequence[str]) -> None:
         """No key is blocked and no block is lost: a put of any prompt works, and so does a get."""
+        for engine in list(self.disputed):
+            self.dispute(engine, False)
         for executor in self.executors:
             self.up(executor)
         if ENGINE not in self.sessions:

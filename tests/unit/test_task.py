@@ -159,6 +159,14 @@ class TaskHistories(RuleBasedStateMachine):
             self.world.down(executor, "killed")
             self.world.up(executor)
 
+    @rule(layout=st.sampled_from(["@X", "@Y"]))
+    def ranks_of_another_layout_come(self, layout: str) -> None:
+        self.world.adopt(layout)
+
+    @rule(engine=st.sampled_from([ENGINE, OTHER]))
+    def a_name_is_disputed_or_settled(self, engine: str) -> None:
+        self.world.dispute(engine, engine not in self.world.disputed)
+
     @rule(seconds=st.sampled_from([0.0, 1.0, 31.0, 31.0, 121.0, 700.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.world.tick(seconds)

@@ -361,13 +361,13 @@ def test_with_write_back_what_is_dirty_stays_so_until_the_worker_is_back(
         world.put(text)
         world.finish_all()
     assert world.cache.num_dirty(tier) == 6
-    assert world.engine.num_awaiting_worker == 6
+    assert world.engine.num_held_up == 6
     world.engine.close_down(world.now)
     assert world.cache.num_dirty(tier) == 6, "the worker may be back in time"
     back(world, worker)
     world.finish_all()
     assert [world.cached(tier, text) for text in ("ab", "xy", "pq")] == [2, 2, 2]
-    assert world.engine.num_awaiting_worker == 0
+    assert world.engine.num_held_up == 0
     assert not world.engine.totals.dropped_blocks
     world.check_nothing_is_held()
 
@@ -799,6 +799,48 @@ def test_write_back_waits_for_a_store_that_is_away() -> None:
     world.put("uv")
     world.finish_all()
     assert (ROOT, b"ab") in world.store
+
+
+def test_with_write_back_what_is_dirty_stays_so_while_the_tier_is_being_cleared() -> None:
+    world = World(policy="write_back", cpu=12)
+    ssd = world.cache.by_name[SSD]
+    clearings = [world.cache.withhold_free(ssd) for _ in range(2)]
+    for text in ("ab", "xyz", "pqr"):
+        world.put(text)
+        world.finish_all()
+    assert world.cache.num_dirty(SSD) == world.engine.num_held_up == 8
+    for clearing in clearings:
+        assert world.cache.num_dirty(SSD) == 8
+        world.cache.give_back(clearing)
+        world.tick()
+    world.engine.close_down(world.now)
+    world.finish_all()
+    assert [world.cached(SSD, text) for text in ("ab", "xyz", "pqr")] == [2, 3, 3]
+    assert world.engine.num_held_up == 0
+    assert not world.engine.totals.dropped_blocks
+    world.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("num_ok", [0, 1])
+def test_with_write_back_what_a_failing_store_does_not_take_stays_dirty(num_ok: int) -> None:
+    texts = [letter * 3 for letter in "klmnop"]
+    world = with_store(policy="write_back", cpu=20, ssd=0)
+    for text in texts:
+        world.put(text)
+        for run in world.ops(OpKind.D2H):
+            world.finish(run)
+        for run in world.ops(OpKind.H2REMOTE):
+            world.finish(run, min(num_ok, len(run.op) - 1), error="connection refused")
+    assert not world.engine.breaker.is_closed, "it bounds the retries"
+    assert not world.ops()
+    assert not world.engine.totals.dropped_blocks
+    back(world, REMOTE)
+    world.finish_all()
+    world.engine.close_down(world.now)
+    world.finish_all()
+    assert [world.cached(TierName.REMOTE, text) for text in texts] == [3] * 6
+    assert not world.engine.totals.dropped_blocks
+    world.check_nothing_is_held()
 
 
 def test_write_back_writes_what_dram_still_has_of_a_prompt() -> None:

@@ -1,0 +1,86 @@
+"""A client to which no message can be sent, as seen by the others."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from cluster import PATIENCE_S
+from load import make_model
+
+import flexcache.server.server as server_module
+from flexcache.config import CacheConfig
+from flexcache.server.messages import (
+    HelloEngine,
+    HelloRank,
+    ModelSpec,
+    Ping,
+    Register,
+    SessionOver,
+    ToClient,
+    WelcomeEngine,
+)
+from flexcache.server.runtime import private_endpoint
+from flexcache.server.server import KVServer
+
+ENGINE = "an engine"
+SPEC = ModelSpec.of(make_model(), 16)
+
+
+class FullFor:
+    """A socket whose queue for one peer is full."""
+
+    def __init__(self, socket: zmq.Socket[bytes], peer: bytes) -> None:
+        self._socket, self._peer = socket, peer
+
+    def send(self, data: bytes, flags: int) -> None:
+        if data == self._peer:
+            raise zmq.Again
+        self._socket.send(data, flags)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+def say(socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
+    socket.send(msgspec.msgpack.encode(message))
+
+
+def hear(socket: zmq.Socket[bytes], kind: type) -> None:
+    """Wait for a message of this kind."""
+    while socket.poll(PATIENCE_S * 1000):
+        message = msgspec.msgpack.decode(socket.recv(), type=ToClient)
+        if isinstance(message, kind):
+            return
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def test_a_rank_learns_that_its_scheduler_was_given_up_though_nothing_else_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The pump looks again, unasked, only if its last look was this long ago.
+    monkeypatch.setattr(server_module, "_POLL_INTERVAL_S", 1e6)
+    config = CacheConfig(num_cpu_blocks=64, client_timeout_s=100_000.0)
+    server = KVServer(config, private_endpoint("unread"))
+    server.start()
+    try:
+        with zmq.Context() as context:
+            events, rank = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+            with events, rank:
+                for socket, identity in ((events, b"events"), (rank, b"rank")):
+                    socket.linger, socket.identity = 0, identity
+                    socket.connect(server.endpoint)
+                say(events, HelloEngine(ENGINE, "its scheduler", os.getpid(), SPEC, b"calls"))
+                hear(events, WelcomeEngine)
+                say(rank, HelloRank(ENGINE, 0, "its rank", os.getpid()))
+                say(rank, Register("a layout", 4))
+                server.wait_ready(ENGINE, PATIENCE_S)
+                assert server._front is not None
+                server._front = FullFor(server._front, b"events")  # type: ignore[assignment]
+                say(events, Ping())
+                hear(rank, SessionOver)
+    finally:
+        server.shutdown()
