@@ -153,6 +153,7 @@ class KVTaskEngine:
         disk = cache.by_name.get(TierName.SSD)
         self._checksums = np.zeros(0 if disk is None else disk.capacity, dtype=np.uint64)
         self.totals = Totals()
+        cache.lost = self.totals.dropped_blocks
         self.hit_rates = HitRates()
         self.recorder: Recorder | None = None
         self._op_seconds = {kind: Histogram(SECONDS) for kind in OpKind}

@@ -218,16 +218,16 @@ class Engine:
         backend = self._manager._backend
         tasks = backend.server.hub.store.engine
         tiers, before = tasks.cache.tiers, (backend.wanted, tasks.recorder)
-        journals = [(tier._journal, tier.index.on_removed) for tier in tiers]
+        followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
         backend.wanted, tasks.recorder = Wanted.NOTHING, None
         for tier in tiers:
-            tier._journal = tier.index.on_removed = None
+            tier.on_stored, tier.index.on_removed = [], []
         try:
             yield
         finally:
             backend.wanted, tasks.recorder = before
-            for tier, (journal, on_removed) in zip(tiers, journals, strict=True):
-                tier._journal, tier.index.on_removed = journal, on_removed
+            for tier, (on_stored, on_removed) in zip(tiers, followers, strict=True):
+                tier.on_stored, tier.index.on_removed = on_stored, on_removed
 
     def settle(self) -> None:
         """Until every tier has what was stored; of vLLM's own offloading, until DRAM has it."""

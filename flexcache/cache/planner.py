@@ -26,11 +26,10 @@ from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
 from flexcache.cache.load_cost import LoadCost, why_recomputed
-from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Lease, Tier
-from flexcache.cache.write_back import DirtyPrompt, DirtyQueue
+from flexcache.cache.write_back import DirtyQueue, WriteBack
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import BlockIds, TransferOpGraph
@@ -52,7 +51,8 @@ class Plan:
         dropped: Blocks that a put could not take on, by reason.
         skipped: Blocks that are cached and are not loaded all the same, by reason.
         is_write_back: Whether it writes what was dirty.
-        is_put_off: Whether what it does not get written becomes dirty again.
+        is_put_off: Whether what it does not get written becomes dirty again, whatever failed.
+        has_failed: Whether a write has failed.
     """
 
     kind: TaskKind
@@ -74,6 +74,7 @@ class Plan:
     load_start: int = 0
     is_write_back: bool = False
     is_put_off: bool = False
+    has_failed: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -130,7 +131,12 @@ class GlobalCacheEngine:
         self.is_recording = True
         """Whether what is written to SSD is to outlive this process."""
         self._admissions = dict(admissions or {})
-        self._write_back = dict(write_back or {})
+        self._write_back = {
+            name: WriteBack(self.host, self.by_name[name], dirty, self._lose)
+            for name, dirty in (write_back or {}).items()
+        }
+        self.lost: Counter[str] = Counter()
+        """Blocks that went and no plan says so, by reason."""
         self._backlog = dict.fromkeys(self.by_name, 0)
         self._withheld = Counter[TierName]()
         self.journal: Journal | None = None
@@ -147,7 +153,11 @@ class GlobalCacheEngine:
                 for other in self.tiers
                 if other is not tier and MEDIUM_OF[other.name] is MEDIUM_OF[tier.name]
             ]
-            tier.follow(TierJournal(self.journal, tier.name, others))
+            journal = TierJournal(self.journal, tier.name, others)
+            tier.on_stored.append(journal.stored)
+            tier.index.on_removed.append(journal.removed)
+        for late in self._write_back.values():
+            late.tokens_per_block = tokens_per_block
 
     @property
     def remote(self) -> RemoteTier | None:
@@ -266,23 +276,22 @@ class GlobalCacheEngine:
 
     def plan_write_back(self) -> Plan | None:
         """Plan to write what a tier with write-back is due, if any is; possibly without an op."""
-        for name, dirty in self._write_back.items():
+        for name, late in self._write_back.items():
             if name in self.unavailable or self.is_withheld(name):
                 continue
             tier = self.by_name[name]
-            while (prompt := dirty.peek()) is not None:
-                if self._backlog[name] and self._room(tier) < len(prompt.keys):
+            while (prompt := late.dirty.peek()) is not None:
+                room = self._room(tier)
+                if not room or (self._backlog[name] and room < len(prompt.keys)):
                     break  # until what is under way has been written
-                dirty.pop()
-                match = self._still_on_host(prompt)
-                keys = EngineBlockKeys(
-                    prompt.root,
-                    self.host.index.path_keys(match),
-                    match.num_blocks,
-                    prompt.content,
-                )
-                plan = self.plan_store(keys, match.num_blocks, tiers=[tier])
+                prompt = late.dirty.pop()
+                root, content, last = prompt.root, prompt.content, next(reversed(prompt.keys))
+                path = self.host.index.path_keys(self.host.index.locate(root, last))
+                keys = EngineBlockKeys(root, path, len(path), content)
+                plan = self.plan_store(keys, len(path), tiers=[tier])
                 plan.is_write_back = True
+                if num_beyond := plan.dropped.pop(f"{name.value.lower()}_write_backlog", 0):
+                    late.dirty.add(root, path[-num_beyond:], content, is_old=True)
                 if plan.graph.ops or plan.dropped:
                     return plan
                 self.finish(plan)
@@ -293,31 +302,27 @@ class GlobalCacheEngine:
 
         It is if the plan writes back and the tier is away, or has failed as a whole.
         """
+        plan.has_failed = True
         plan.is_put_off |= plan.is_write_back and (has_failed or name in self.unavailable)
         return plan.is_put_off
 
-    def _still_on_host(self, prompt: DirtyPrompt) -> PrefixMatch:
-        """As far as DRAM has not evicted a prompt's last blocks."""
-        if not self.host.index.contains(prompt.root, prompt.keys[0]):
-            return EMPTY_MATCH
-        low, high = 0, len(prompt.keys)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.host.index.contains(prompt.root, prompt.keys[middle]):
-                low = middle
-            else:
-                high = middle
-        return self.host.index.locate(prompt.root, prompt.keys[low])
-
     def begin_closing(self) -> None:
         """Have `plan_write_back` give out all that is still to be written."""
-        for dirty in self._write_back.values():
-            dirty.drain()
+        for late in self._write_back.values():
+            late.dirty.drain()
 
     def num_dirty(self, name: TierName) -> int:
         """Blocks that wait to be written back to a tier."""
-        dirty = self._write_back.get(name)
-        return 0 if dirty is None else dirty.num_blocks
+        late = self._write_back.get(name)
+        return 0 if late is None else late.dirty.num_blocks
+
+    def is_dirty(self, name: TierName, root: RootId, key: BlockKey) -> bool:
+        late = self._write_back.get(name)
+        return late is not None and late.dirty.contains(root, key)
+
+    def _lose(self, tier: Tier, num_blocks: int) -> None:
+        """DRAM no longer has what a tier with write-back was still to be given."""
+        self.lost[f"{tier.name.value.lower()}_never_written"] += num_blocks
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Occupancy and counters of each tier."""
@@ -342,7 +347,9 @@ class GlobalCacheEngine:
         if tier is not None and tier not in names:
             raise ValueError(f"no tier {tier!r} here; there is {', '.join(names)}")
         mark = 0 if self.journal is None else len(self.journal)
+        kept, self.lost = self.lost, Counter()  # what was to go is not lost
         dropped = {t.name: t.clear() for t in self.tiers if tier in (None, t.name.value)}
+        self.lost = kept
         is_empty = not any(t.index.num_blocks for t in self.tiers)
         if self.journal is not None and tier is None and is_empty:
             self.journal.cleared_since(mark)
@@ -364,16 +371,8 @@ class GlobalCacheEngine:
 
     def publish_staging(self, plan: Plan, num_ok: int) -> None:
         """The first ``num_ok`` staged blocks hold their bytes."""
-        if plan.staging is None:
-            return
-        self.host.publish(plan.staging, num_ok)
-        if not num_ok or not plan.staging.keys:
-            return
-        for name, dirty in self._write_back.items():
-            if name not in plan.sources:  # else that is where they came from
-                staging = plan.staging
-                content = self._content_of(staging.content, staging.first, staging.first + num_ok)
-                dirty.add(DirtyPrompt(plan.root, staging.keys[:num_ok], content))
+        if plan.staging is not None:
+            self.host.publish(plan.staging, num_ok)
 
     def publish_store(self, plan: Plan, name: TierName, num_ok: int) -> None:
         """The first ``num_ok`` blocks of a write-through hold their bytes."""
@@ -382,9 +381,7 @@ class GlobalCacheEngine:
             num_ok = 0  # it was cleared meanwhile, and goes by other names now
         lease = plan.stores[name]
         tier.publish(lease, num_ok)
-        if plan.is_put_off and num_ok < len(lease.keys):
-            unwritten = DirtyPrompt(plan.root, lease.keys[num_ok:], lease.content)
-            self._write_back[name].add(unwritten)
+        lease.is_given_up = plan.has_failed and not plan.is_put_off
 
     def discard_bad_block(self, plan: Plan, name: TierName, position: int) -> None:
         """A read of the task's block ``position`` from a tier failed: drop it there."""
@@ -557,18 +554,9 @@ class GlobalCacheEngine:
 
     def _mark_dirty(self, tier: Tier, keys: BlockKeys, begin: int, end: int) -> None:
         """A tier with write-back lacks what the host has had for longer: it failed once, say."""
-        dirty = self._write_back.get(tier.name)
-        if dirty is not None:
-            content = self._content_of(keys.content, begin, end)
-            dirty.add(DirtyPrompt(keys.root, keys.slice(begin, end), content))
-
-    def _content_of(
-        self, content: PromptContent | None, start: int, stop: int
-    ) -> PromptContent | None:
-        """Of these blocks alone, for the journal; a prompt may be dirty for long."""
-        if content is None or self.journal is None:
-            return None
-        return content.part(start, stop, self.journal.tokens_per_block)
+        late = self._write_back.get(tier.name)
+        if late is not None:
+            late.mark(keys.root, keys.slice(begin, end), keys.content, begin)
 
     def _admitted(self, tier: Tier, keys: BlockKeys, stop: int) -> int:
         """How many blocks of a prompt, from the first on, the tier's policy writes now."""

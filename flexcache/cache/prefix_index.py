@@ -159,8 +159,8 @@ class PrefixIndex:
         self._lru: list[tuple[float, int]] = []  # (recency of the tail, run id), lazily kept
         self._num_blocks = 0
         self._discarded: dict[int, None] = {}  # runs with blocks that wait for their last unpin
-        self.on_removed: Callable[[RootId, Sequence[BlockKey]], None] | None = None
-        """Is told of consecutive blocks that could be found until now."""
+        self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
+        """Are told of consecutive blocks that could be found until now."""
 
     @property
     def num_blocks(self) -> int:
@@ -386,13 +386,14 @@ class PrefixIndex:
 
     def _tell_removed(self, run: Run, offset: int, keys: list[BlockKey]) -> None:
         """Those that can be found until now."""
-        if self.on_removed is None:
+        if not self.on_removed:
             return
         directory = self._directories.get(run.root, {})
         code = (run.run_id << _OFFSET_BITS) + offset
         found = [key for i, key in enumerate(keys) if directory.get(key) == code + i]
         if found:
-            self.on_removed(run.root, found)
+            for tell in self.on_removed:
+                tell(run.root, found)
 
     def _lineage(
         self, parent: PrefixMatch, root: RootId, first_key: BlockKey, now: float

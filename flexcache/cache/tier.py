@@ -25,13 +25,14 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.block_pool import BlockPool
 from flexcache.cache.eviction_policy import EvictionPolicy
-from flexcache.cache.journal import TierJournal
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 
 BlockIds = npt.NDArray[np.int64]
+OnStored = Callable[[RootId, BlockKey | None, Sequence[BlockKey], PromptContent | None, int], None]
+"""Root, key of the block before, keys, content, position of the first key in its prompt."""
 _TICK_S = 1e-6  # well above the resolution of a double of seconds since the machine's start
 
 
@@ -66,6 +67,8 @@ class Lease:
     to_publish: int = 0
     published: PrefixMatch = EMPTY_MATCH
     num_published: int = 0
+    is_given_up: bool = False
+    """Whether what is not published is not to be tried again by itself."""
     waiting: bool = False
     in_flight: bool = False
     released: bool = False
@@ -105,12 +108,10 @@ class Tier:
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
         self._now = 0.0
-        self._journal: TierJournal | None = None
-
-    def follow(self, journal: TierJournal) -> None:
-        """Write down from now on what is indexed here and what goes."""
-        self._journal = journal
-        self.index.on_removed = journal.removed
+        self.on_stored: list[OnStored] = []
+        """Are told of blocks that were indexed; `PrefixIndex.on_removed` of those that went."""
+        self.on_unpublished: Callable[[Lease], None] | None = None
+        """Is told of a lease that has ended without having had all its blocks published."""
 
     @property
     def capacity(self) -> int:
@@ -320,10 +321,9 @@ class Tier:
                                        lease.blocks[stop:]))  # fmt: skip
         self._num_leased -= lease.num_published
         self.counters.stored_blocks += lease.num_published
-        if self._journal is not None:
-            self._journal.stored(
-                lease.root, parent_key, lease.keys[start:stop], lease.content, lease.first + start
-            )
+        keys = lease.keys[start:stop]
+        for tell in self.on_stored:
+            tell(lease.root, parent_key, keys, lease.content, lease.first + start)
 
     def _land(self, lease: Lease) -> list[Lease]:
         """The lease's keys are in flight no more; who waited for one of them may try now."""
@@ -353,6 +353,8 @@ class Tier:
         self.pool.give_back(unpublished)
         self._num_leased -= len(unpublished)
         lease.blocks = NO_BLOCKS
+        if self.on_unpublished is not None and lease.num_published < len(lease.keys):
+            self.on_unpublished(lease)
         self._try_publish(followers)
 
     def restore(self, runs: Iterable[RestoredRun]) -> None:
@@ -365,8 +367,8 @@ class Tier:
             parent = EMPTY_MATCH if run.parent is None else self.index.locate(run.root, run.parent)
             self.index.insert(parent, run.root, run.keys, run.blocks, self._tick())
             taken.append(run.blocks)
-            if self._journal is not None:
-                self._journal.stored(run.root, run.parent, run.keys)
+            for tell in self.on_stored:
+                tell(run.root, run.parent, run.keys, None, 0)
         self.pool.take_exactly(np.concatenate(taken))
 
     def check(self) -> None:

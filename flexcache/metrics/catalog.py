@@ -32,7 +32,8 @@ _WHY_DROPPED = (
     *(
         f"{tier}_{what}"
         for tier in ("ssd", "remote")
-        for what in ("tier_full", "write_backlog", "write_failed", "unavailable", "bad_block")
+        for what in ("tier_full", "write_backlog", "write_failed", "unavailable", "bad_block",
+                     "never_written")
     ),
 )  # fmt: skip
 _WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute")

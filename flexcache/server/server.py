@@ -717,6 +717,8 @@ class KVServer:
             with self._changed:
                 self._store.engine.close_down(time.monotonic())
                 self._route()
+            for worker in self._workers.values():  # what is dirty has little time
+                worker.hurry(time.monotonic())
             self._take_events({})
             while time.monotonic() < deadline and self._is_unfinished():
                 self._start_workers(time.monotonic())

@@ -147,7 +147,7 @@ class CacheStore:
                     if policy != "write_back"
                 },
                 write_back={
-                    name: DirtyQueue(max_dirty, limit=self._num_host_blocks)
+                    name: DirtyQueue(max_dirty)
                     for name, policy in policies.items()
                     if policy == "write_back"
                 },

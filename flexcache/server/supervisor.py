@@ -108,6 +108,12 @@ class WorkerSupervisor:
         self.restart_at = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 
+    def hurry(self, now: float) -> None:
+        """Forget past deaths: a worker that is away is due now, and after another one soon."""
+        self._backoff_s = _FIRST_BACKOFF_S
+        if self.restart_at is not None:
+            self.restart_at = min(self.restart_at, now)
+
     def kill(self) -> None:
         """End the worker at once; `died` is due when the pidfd says so."""
         if self._process is not None:

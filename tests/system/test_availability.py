@@ -75,6 +75,18 @@ def test_a_server_that_stops_waits_for_the_disk_worker_to_write_what_is_dirty(
     check_all_is_on_ssd(tmp_path)
 
 
+def test_a_server_that_stops_starts_a_disk_worker_that_is_in_back_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexcache.server.server._DRAIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("flexcache.server.supervisor._FIRST_BACKOFF_S", 3600.0)
+    with running_cluster([tmp_path], ssd_write_policy="write_back") as cluster:
+        for tokens in PROMPTS:
+            cluster.put(tokens, BLOCKS)
+        kill_disk_worker(cluster)
+    check_all_is_on_ssd(tmp_path)
+
+
 def check_all_is_on_ssd(path: Path) -> None:
     with running_cluster([path]) as cluster:
         for tokens in PROMPTS:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from write_back_model import WriteBackModel
 
 from flexcache.cache.admission import make_admission
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
@@ -122,8 +123,11 @@ class World:
             chunk,
             backlog,
             admissions={} if is_late else {n: make_admission(policy, 10) for n in below},
-            write_back={n: DirtyQueue(2, limit=cpu) for n in below} if is_late else {},
+            write_back={n: DirtyQueue(2) for n in below} if is_late else {},
         )
+        self.write_backs = {
+            tier.name: WriteBackModel(self.cache, tier) for tier in tiers[1:] if is_late
+        }
         self.engine = KVTaskEngine(
             self.cache,
             block_bytes=1,
@@ -279,7 +283,7 @@ class World:
         return result
 
     def clear(self, tier: TierName) -> int:
-        return len(self.cache.by_name[tier].clear())
+        return len(self.cache.clear(tier.value)[tier])
 
     def cached(self, tier: TierName, text: str) -> int:
         """Blocks of the prompt's longest prefix that the tier has; no side effect."""
@@ -377,6 +381,9 @@ class World:
             sums = [self._checksum(TierName.CPU, block) for block in op.src.tolist()]
             checksums = np.array(sums, dtype=np.uint64)
         self._move(run, count)
+        target = {OpKind.H2DISK: TierName.SSD, OpKind.H2REMOTE: TierName.REMOTE}.get(op.kind)
+        if target in self.write_backs and count < len(op):
+            self.write_backs[target].num_failed_writes += 1
         self.engine.op_done(
             run.executor, op.op_id, count, self.now,
             error=error, bad_block=bad_block, checksums=checksums,
@@ -584,6 +591,8 @@ class World:
 
     def check(self) -> None:
         self.engine.check()
+        for model in self.write_backs.values():
+            model.check()
         assert self.cache.unavailable == self.away
         for tier in self.cache.tiers:
             stats = tier.stats()

@@ -81,7 +81,7 @@ class JournalMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         tiers = [Tier(TierName.CPU, 6), Tier(TierName.SSD, 5), RemoteTier(1.0, capacity=7)]
-        dirty = {TierName.SSD: DirtyQueue(2, 6)} if self.write_back else {}
+        dirty = {TierName.SSD: DirtyQueue(2)} if self.write_back else {}
         self.cache = GlobalCacheEngine(tiers, 2, 100, write_back=dirty)
         self.cache.keep_journal(SIZE)
         self.reader = Reader()
@@ -179,7 +179,7 @@ def test_emptying_everything_is_told_in_one_word() -> None:
 
 
 def test_what_waits_to_be_written_back_is_told_with_its_tokens_and_keeps_no_others() -> None:
-    dirty = DirtyQueue(2, 6)
+    dirty = DirtyQueue(2)
     tiers = [Tier(TierName.CPU, 6), Tier(TierName.SSD, 6)]
     cache = GlobalCacheEngine(tiers, 2, 100, write_back={TierName.SSD: dirty})
     cache.keep_journal(SIZE)
@@ -187,7 +187,7 @@ def test_what_waits_to_be_written_back_is_told_with_its_tokens_and_keeps_no_othe
         plan = cache.plan_put(described(word), 0, len(word))
         cache.publish_staging(plan, plan.num_blocks)
         cache.finish(plan)
-    contents = [prompt.content for prompt in dirty._prompts.values()]
+    contents = [prompt.content for prompt in dirty._prompts]
     assert [len(content.token_ids) for content in contents if content] == [SIZE, SIZE, SIZE]
     reader = Reader()
     while (store := cache.plan_write_back()) is not None:

@@ -40,6 +40,9 @@ WORLDS: dict[str, dict[str, Any]] = {
     "two ranks and a remote store": {"load_ranks": (0, 1), "store_ranks": (0, 1), "remote": True},
     "a remote store, no SSD": {"remote": True, "ssd": 0},
     "write-back": {"remote": True, "policy": "write_back"},
+    "write-back to SSD alone": {"policy": "write_back", "chunk": 1},
+    "write-back to a small SSD": {"policy": "write_back", "ssd": 4},
+    "write-back with a short backlog": {"policy": "write_back", "backlog": 3, "remote": True},
     "selective": {"remote": True, "policy": "selective"},
 }
 

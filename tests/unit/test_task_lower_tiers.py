@@ -398,6 +398,95 @@ def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
     world.check_nothing_is_held()
 
 
+@pytest.mark.parametrize(("tier", "worker"), AWAY)
+def test_with_write_back_only_what_dram_evicts_is_forgotten_while_a_tier_is_away(
+    tier: TierName, worker: str
+) -> None:
+    is_remote = tier is TierName.REMOTE
+    world = World(policy="write_back", cpu=5, remote=is_remote, ssd=0 if is_remote else 12)
+    world.put("ab")
+    world.finish_all()
+    world.put("cd")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    world.down(worker)
+    world.check()
+    for text in ("ef", "gh", "ij"):
+        world.put(text)
+        world.finish_all()
+        world.check()
+    in_dram = [text for text in ("ab", "cd", "ef", "gh", "ij") if world.cached(CPU, text)]
+    back(world, worker)
+    world.engine.close_down(world.now)
+    world.tick()
+    world.finish_all()
+    assert [world.cached(tier, text) for text in in_dram] == [
+        world.cached(CPU, text) for text in in_dram
+    ]
+    num_lost = 10 - sum(world.cached(tier, text) for text in ("ab", "cd", "ef", "gh", "ij"))
+    assert num_lost
+    reason = f"{tier.value.lower()}_never_written"
+    assert world.engine.totals.dropped_blocks == {reason: num_lost}
+    world.check_nothing_is_held()
+
+
+def test_with_write_back_a_write_is_repeated_whose_parents_write_was_lost() -> None:
+    world = World(policy="write_back", cpu=12)
+    world.put("abcd")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    parent = world.ops(OpKind.H2DISK)
+    world.put("abcdefg")
+    for run in world.ops(OpKind.D2H):
+        world.finish(run)
+    for run in world.ops(OpKind.H2DISK):
+        if run not in parent:
+            world.finish(run)
+    world.finish(parent[0], 0, error="EIO")
+    world.finish_all()
+    world.engine.close_down(world.now)
+    world.tick()
+    world.finish_all()
+    assert world.cached(SSD, "abcdefg") == 7
+    world.check_nothing_is_held()
+
+
+def test_with_write_back_what_came_from_the_store_is_dirty_for_the_ssd() -> None:
+    world = with_store(policy="write_back", cpu=12)
+    world.put("ab")
+    world.finish_all()
+    world.engine.close_down(world.now)
+    world.tick()
+    world.finish_all()
+    assert world.cached(SSD, "ab") == 2
+    world.clear(CPU)
+    world.stored_by_another("abcd")
+    assert get_after_asking(world, "abcd") == (KVStatus.SUCCESS, 4)
+    world.finish_all()
+    assert world.cached(SSD, "abcd") == 4
+    world.check_nothing_is_held()
+
+
+def test_with_write_back_a_prompt_longer_than_the_backlog_is_written_in_parts() -> None:
+    world = World(policy="write_back", cpu=12, backlog=3)
+    world.put("abcdefgh")
+    world.finish_all()
+    world.engine.close_down(world.now)
+    world.tick()
+    world.finish_all()
+    assert world.cached(SSD, "abcdefgh") == 8
+    assert not world.engine.totals.dropped_blocks
+
+
+def test_what_is_cleared_before_it_was_written_is_not_counted_as_lost() -> None:
+    world = World(policy="write_back", cpu=12)
+    world.put("ab")
+    world.finish_all()
+    world.clear(CPU)
+    assert world.cache.num_dirty(SSD) == 0
+    assert not world.engine.totals.dropped_blocks
+
+
 # -- writes on the cache's own account -------------------------------------------------------------
 
 
