@@ -111,7 +111,7 @@ class Tier:
         self.on_stored: list[OnStored] = []
         """Are told of blocks that were indexed; `PrefixIndex.on_removed` of those that went."""
         self.on_unpublished: Callable[[Lease], None] | None = None
-        """Is told of a lease that has ended without having had all its blocks published."""
+        """Called for a lease that has ended with blocks that were not published."""
 
     @property
     def capacity(self) -> int:

@@ -110,7 +110,7 @@ class WriteBack:
     """Follows DRAM and a tier below it, so that it knows at any time what is dirty.
 
     Args:
-        lose: Is told of blocks that are gone from DRAM before the tier has had them.
+        lose: Called for blocks that are gone from DRAM before the tier has had them.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class WriteBack:
         self._lose = lose
         self.dirty = dirty
         self.tokens_per_block = 0
-        """Of the journal, which is told what the blocks are about; 0 without one."""
+        """Block size where a journal records what blocks hold; 0 without one."""
         host.on_stored.append(self._arrived)
         host.index.on_removed.append(self._evicted)
         tier.on_stored.append(self._written)

@@ -1,7 +1,7 @@
 """Jobs that take too long for the pump: a thread of their own does one after the other.
 
 A disk that hangs holds up this thread alone. What then piles up is refused by name, and the
-server's end waits for it only so long.
+server's end waits for it for a limited time.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class ServerLauncher:
         self._next_start_s: float | None = None
         self._backoff_s = _FIRST_BACKOFF_S
         self._alive_fd = -1
-        """Of a pipe whose other end the server started last holds: each sees the other's end."""
+        """Our end of a pipe; the server started last holds the other. Each sees the other's end."""
         self._started_s = 0.0
 
     def ensure(self, now: float) -> None:

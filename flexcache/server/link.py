@@ -64,7 +64,7 @@ class ServerLink:
         self._poller.register(self._wake, zmq.POLLIN)
 
     def greet(self, hello: HelloRank | HelloEngine) -> None:
-        """Offer Hello to the server, if there is one: under an identity that nobody can guess, and
+        """Offer Hello to the server, if there is one: under an unguessable identity, and
         on a new connection if another server has taken the place.
 
         Raises:

@@ -25,7 +25,7 @@ MODEL = ModelConfig("test", 3, 4, 32, torch.bfloat16)
 
 
 class DriverFault(Exception):
-    """Of a class that nothing in the project knows."""
+    """An error of a class that nothing in the project knows."""
 
 
 class Landed:

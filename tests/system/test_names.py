@@ -108,7 +108,7 @@ def rival(endpoint: str, engine_id: str = "") -> Iterator[subprocess.Popen[str]]
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    """Of a server that was started by hand."""
+    """The endpoint of a server that was started by hand."""
     made = private_endpoint("names")
     with serving("--endpoint", made, FLEXCACHE_NUM_CPU_BLOCKS="64") as process:
         assert process.stdout is not None

@@ -28,7 +28,7 @@ NO_MESSAGES = [
 
 
 def worker_endpoint() -> str:
-    """Of the one server that runs."""
+    """The workers' socket of the one server that runs."""
     (path,) = runtime_dir().glob("*.work")
     return f"ipc://{path}"
 

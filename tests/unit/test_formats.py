@@ -197,7 +197,7 @@ def answers(frame: bytes) -> list[Any]:
 
 
 def greeting(kind: str, version: int) -> bytes:
-    """Of a version whose other fields are not known here."""
+    """A greeting of a version whose other fields are not known here."""
     return msgspec.msgpack.encode({"type": kind, "place": ["new", 1], "version": version})
 
 
