@@ -367,10 +367,9 @@ class KVTPClient:
                     log_event(
                         logger, logging.ERROR, "rank_refused", tp_rank=self.tp_rank, reason=reason
                     )
-                if not final and self._state is ClientState.REGISTERING:
-                    self._let_go()
+                was_greeted = self._state is ClientState.REGISTERING
                 self._set_state(ClientState.REFUSED if final else ClientState.HELLO, reason)
-                return not final
+                return not final and not was_greeted
             case Rejected(reason):  # the server does not know us any more
                 log_event(
                     logger, logging.WARNING, "rank_rejected", tp_rank=self.tp_rank, reason=reason,
