@@ -35,6 +35,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     logging.getLogger("flexcache.integration.vllm").addHandler(_Errors(errors))
     extra = {"num_cpu_blocks": options.get("cpu_blocks", 64), "ssd_cache_dirs": [ssd_dir]}
     extra["num_ssd_blocks"] = options.get("ssd_blocks", 1024)
+    extra["skip_slow_loads"] = False  # tiny models compute faster than a busy disk reads
     extra.update(options.get("extra", {}))
     overrides = dict(options.get("engine", {}))
     llm = LLM(**engine_arguments(options["model"], extra, **overrides))
