@@ -190,7 +190,9 @@ class Engine:
         self.manager.shutdown()
 
 
-def test_engines_of_one_server_agree_on_a_layout() -> None:
+@contextmanager
+def engines_of_two_layouts() -> Iterator[tuple[Engine, Engine]]:
+    """Two engines at one server; the second was refused since the first serves."""
     endpoint = private_endpoint("layouts")
     one = Engine(endpoint, "one", joined_kv)
     try:
@@ -199,33 +201,30 @@ def test_engines_of_one_server_agree_on_a_layout() -> None:
         try:
             with pytest.raises(RegistrationError, match=rf"{HND}.* differs .*{NHD}"):
                 two.manager.wait_ready(60)
+            yield one, two
         finally:
             two.close()
-        task, _ = one.manager.put_async(TOKENS, np.arange(len(TOKENS)))
-        assert one.manager.wait([task], 60)[task].status is KVStatus.SUCCESS
     finally:
         one.close()
         until(lambda: not is_served(endpoint))
+
+
+def stores(engine: Engine) -> bool:
+    task, _ = engine.manager.put_async(TOKENS, np.arange(len(TOKENS)))
+    return engine.manager.wait([task], 60)[task].status is KVStatus.SUCCESS
+
+
+def test_engines_of_one_server_agree_on_a_layout() -> None:
+    with engines_of_two_layouts() as (one, two):
+        two.close()
+        assert stores(one)
 
 
 def test_an_engine_of_another_layout_is_served_once_the_others_have_left() -> None:
-    endpoint = private_endpoint("layouts in turn")
-    one = Engine(endpoint, "one", joined_kv)
-    try:
-        one.manager.wait_ready(60)
-        two = Engine(endpoint, "two", heads_first_kv)
-        try:
-            with pytest.raises(RegistrationError, match=" differs "):
-                two.manager.wait_ready(60)
-            one.client.close()
-            until(two.manager.is_ready)
-            task, _ = two.manager.put_async(TOKENS, np.arange(len(TOKENS)))
-            assert two.manager.wait([task], 60)[task].status is KVStatus.SUCCESS
-        finally:
-            two.close()
-    finally:
-        one.close()
-        until(lambda: not is_served(endpoint))
+    with engines_of_two_layouts() as (one, two):
+        one.client.close()
+        until(two.manager.is_ready)
+        assert stores(two)
 
 
 def test_a_header_that_cannot_be_written_costs_no_rank_and_no_slot(

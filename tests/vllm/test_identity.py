@@ -264,7 +264,9 @@ def test_drafts_of_equal_shape_are_told_apart_by_method_and_model() -> None:
 
 
 def test_a_model_fetched_from_an_object_store_has_the_name_it_was_asked_for_by() -> None:
-    fetched = stand_in(model="/root/.cache/vllm/model_streamer/1a2b", model_weights="s3://b/model")
+    fetched = stand_in(
+        model="/home/user/.cache/vllm/model_streamer/1a2b", model_weights="s3://b/model"
+    )
     assert read_model_id(fetched).startswith("s3://b/model|")
 
 
