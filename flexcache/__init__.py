@@ -8,20 +8,20 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flexcache.version import __version__
+
 if TYPE_CHECKING:
+    from flexcache.client.rank import KVTPClient
     from flexcache.config import CacheConfig, ModelConfig
     from flexcache.ids import KVStatus
     from flexcache.manager import KVManager, KVResponse
-    from flexcache.server.tp_client import KVTPClient
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "CacheConfig": "flexcache.config",
     "KVManager": "flexcache.manager",
     "KVResponse": "flexcache.manager",
     "KVStatus": "flexcache.ids",
-    "KVTPClient": "flexcache.server.tp_client",
+    "KVTPClient": "flexcache.client.rank",
     "ModelConfig": "flexcache.config",
 }
 
@@ -32,6 +32,7 @@ __all__ = [
     "KVStatus",
     "KVTPClient",
     "ModelConfig",
+    "__version__",
 ]
 
 

@@ -49,7 +49,7 @@ def server(
     Without a `model` in the file, the first engine decides what is cached.
     """
     from flexcache.logs import set_up_logging
-    from flexcache.server.curve import make_keys
+    from flexcache.protocol.curve import make_keys
     from flexcache.server.process import run_server
 
     with errors_named(_console):
@@ -148,7 +148,7 @@ def _wide(console: Console) -> Console:
 
 
 def _default_endpoint() -> str:
-    from flexcache.server.runtime import private_endpoint
+    from flexcache.protocol.runtime import private_endpoint
 
     return private_endpoint("server")
 

@@ -20,8 +20,8 @@ from typing import Any, get_type_hints
 import msgspec
 import torch
 
-from flexcache.address import server_of
 from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.protocol.address import server_of
 from flexcache.remote_url import check_remote_url
 from flexcache.request_info import Wanted
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.address import server_of, with_engine
-from flexcache.backend import Backend, MatchedTask
 from flexcache.cache.block_keys import (
     ENGINE_KEYS,
     TOKEN_KEYS,
@@ -24,14 +22,16 @@ from flexcache.cache.block_keys import (
 )
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt_content import PromptContent
+from flexcache.client.backend import Backend, MatchedTask
+from flexcache.client.local import LocalCache
+from flexcache.client.remote import KVDPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.ids import MAX_KEY_BYTES, KVStatus, RootId, TaskKind, TierName
-from flexcache.instructions import TaskResult
+from flexcache.protocol.address import server_of, with_engine
+from flexcache.protocol.names import engine_name, new_engine_id
+from flexcache.protocol.runtime import check_endpoint, private_endpoint
 from flexcache.request_info import NO_INFO, RequestInfo, Wanted
-from flexcache.server.dp_client import KVDPClient
-from flexcache.server.local import LocalCache
-from flexcache.server.names import engine_name, new_engine_id
-from flexcache.server.runtime import check_endpoint, private_endpoint
+from flexcache.tasks.instructions import TaskResult
 
 Mask = npt.NDArray[np.bool_]
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]

@@ -33,8 +33,8 @@ from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
 from flexcache.config import CacheConfig
 from flexcache.ids import TaskKind, TierName
-from flexcache.task import KVTaskEngine
-from flexcache.task_ids import TaskIds, make_session
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tracing.reader import RecordedTrace
 from flexcache.tracing.records import TraceHeader
 from flexcache.tracing.tracer import Tracer

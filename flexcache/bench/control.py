@@ -16,13 +16,13 @@ import torch
 import xxhash
 
 from flexcache.bench.results import Case, NotHere, Result, sample_beside
+from flexcache.client.local import LocalCache
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.instructions import device
 from flexcache.manager import KVManager, Mask
-from flexcache.server.local import LocalCache
-from flexcache.server.names import engine_name
+from flexcache.protocol.names import engine_name
 from flexcache.server.server import KVServer
+from flexcache.tasks.instructions import device
 
 BLOCK = 16
 TURN = 256

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.ids import KVStatus
 from flexcache.manager import KVManager
-from flexcache.server.tp_client import KVTPClient
 
 TOKENS_PER_BLOCK = 16
 _HEAD_SIZE = 256

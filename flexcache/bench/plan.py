@@ -18,9 +18,9 @@ from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
-from flexcache.instructions import DISK, RunOp, device
-from flexcache.task import KVTaskEngine
-from flexcache.task_ids import TaskIds, make_session
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.ids import TaskIds, make_session
+from flexcache.tasks.instructions import DISK, RunOp, device
 from flexcache.transfer.graph import TransferOpGraph
 from flexcache.transfer.scheduler import StartOp, TransferScheduler
 

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from flexcache.client.status import read_status
 from flexcache.config import CONFIG_FILE_ENV, ENV_PREFIX, CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ConfigError, FlexCacheError
-from flexcache.server.runtime import is_served, private_endpoint
-from flexcache.server.status import read_status
+from flexcache.protocol.runtime import is_served, private_endpoint
 from flexcache.storage.alignment import align_up
 
 _ANSWER_TIMEOUT_S = 3.0

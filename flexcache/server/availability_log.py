@@ -6,7 +6,7 @@ import logging
 
 from flexcache.ids import TierName
 from flexcache.logs import log_event
-from flexcache.task import KVTaskEngine
+from flexcache.tasks.engine import KVTaskEngine
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from flexcache.logs import log_event
-from flexcache.server.messages import MAX_FRAME_BYTES
+from flexcache.protocol.messages import MAX_FRAME_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -32,23 +32,9 @@ from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, FlexCacheError, RegistrationError, StorageError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, OpId, SessionId, TaskId
-from flexcache.instructions import (
-    DISK,
-    DropOp,
-    ReplaceExecutor,
-    RevokeTask,
-    RunOp,
-    TaskAnswered,
-    TaskEnded,
-    device,
-)
 from flexcache.logs import log_event
-from flexcache.request_info import NO_INFO, Wanted
-from flexcache.server.asides import Aside
-from flexcache.server.claims import Claimant, Claims
-from flexcache.server.fence import Fence
-from flexcache.server.guard import Buffer, SocketGuard
-from flexcache.server.messages import (
+from flexcache.protocol.fence import Fence
+from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Answer,
@@ -81,11 +67,25 @@ from flexcache.server.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
-from flexcache.server.names import is_anonymous
-from flexcache.server.scratch import Scratch
+from flexcache.protocol.names import is_anonymous
+from flexcache.protocol.scratch import Scratch
+from flexcache.request_info import NO_INFO, Wanted
+from flexcache.server.asides import Aside
+from flexcache.server.claims import Claimant, Claims
+from flexcache.server.guard import Buffer, SocketGuard
 from flexcache.server.store import CacheStore, Clearing
-from flexcache.task import KVTaskEngine
-from flexcache.task_ids import MAX_TASK_ID, make_session, session_of
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.ids import MAX_TASK_ID, make_session, session_of
+from flexcache.tasks.instructions import (
+    DISK,
+    DropOp,
+    ReplaceExecutor,
+    RevokeTask,
+    RunOp,
+    TaskAnswered,
+    TaskEnded,
+    device,
+)
 from flexcache.transfer.messages import Done, Drop, Execute, pack_checksums, pack_ids, unpack_ids
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from flexcache.ids import MAX_KEY_BYTES, TaskKind
 from flexcache.server.server import KVServer
 from flexcache.server.session_calls import SessionCalls
 from flexcache.server.store import CacheStore
-from flexcache.task_ids import TaskIds
+from flexcache.tasks.ids import TaskIds
 
 if TYPE_CHECKING:
     from flexcache.server.http import HttpService

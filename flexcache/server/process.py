@@ -9,10 +9,10 @@ import sys
 
 import msgspec
 
+from flexcache.client.launcher import Starter
 from flexcache.config import ServerConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
-from flexcache.server.launcher import Starter
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 

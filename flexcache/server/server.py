@@ -32,13 +32,31 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from flexcache import __version__
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError, ConfigError, RegistrationError
 from flexcache.events.publisher import KVEventPublisher
 from flexcache.ids import SessionId
-from flexcache.instructions import (
+from flexcache.logs import log_event
+from flexcache.protocol.curve import secure_server
+from flexcache.protocol.messages import MAX_FRAME_BYTES
+from flexcache.protocol.runtime import (
+    EndpointLock,
+    check_endpoint,
+    listen_privately,
+    private_endpoint,
+)
+from flexcache.server.asides import Aside, AsideThread, error_of
+from flexcache.server.availability_log import AvailabilityLog
+from flexcache.server.change_feed import ChangeFeed
+from flexcache.server.hub import Hub, make_execute
+from flexcache.server.store import CacheStore
+from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.server.worker_messages import WorkerMessages
+from flexcache.storage.pool_directory import DirectoryInUseError
+from flexcache.tasks.engine import NUM_REMEMBERED, KVTaskEngine
+from flexcache.tasks.ids import TaskIds, new_epoch
+from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
     DropOp,
@@ -51,27 +69,9 @@ from flexcache.instructions import (
     TaskAnswered,
     TaskEnded,
 )
-from flexcache.logs import log_event
-from flexcache.server.asides import Aside, AsideThread, error_of
-from flexcache.server.availability_log import AvailabilityLog
-from flexcache.server.change_feed import ChangeFeed
-from flexcache.server.curve import secure_server
-from flexcache.server.hub import Hub, make_execute
-from flexcache.server.messages import MAX_FRAME_BYTES
-from flexcache.server.runtime import (
-    EndpointLock,
-    check_endpoint,
-    listen_privately,
-    private_endpoint,
-)
-from flexcache.server.store import CacheStore
-from flexcache.server.supervisor import WorkerSupervisor
-from flexcache.server.worker_messages import WorkerMessages
-from flexcache.storage.pool_directory import DirectoryInUseError
-from flexcache.task import NUM_REMEMBERED, KVTaskEngine
-from flexcache.task_ids import TaskIds, new_epoch
 from flexcache.tracing.tracer import Tracer, make_header
 from flexcache.transfer.messages import Drop, LookUp, Stop
+from flexcache.version import __version__
 
 T = TypeVar("T")
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.backend import MatchedTask
 from flexcache.cache.block_keys import PromptKeys
+from flexcache.client.backend import MatchedTask
 from flexcache.errors import ClosedError
 from flexcache.ids import TaskId, TaskKind
-from flexcache.instructions import TaskResult
 from flexcache.server.server import KVServer
-from flexcache.task_ids import TaskIds
+from flexcache.tasks.ids import TaskIds
+from flexcache.tasks.instructions import TaskResult
 
 
 class SessionCalls:

@@ -23,7 +23,7 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.memory_limit import check_pool_fits
 from flexcache.storage.remote import check_packages
-from flexcache.task import KVTaskEngine
+from flexcache.tasks.engine import KVTaskEngine
 from flexcache.transfer.workers.disk import DiskWorkerConfig
 from flexcache.transfer.workers.remote import RemoteWorkerConfig
 

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from flexcache.ids import OpId
-from flexcache.instructions import REMOTE
 from flexcache.logs import log_event
 from flexcache.server.guard import Buffer, SocketGuard
 from flexcache.server.hub import Hub
 from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.tasks.instructions import REMOTE
 from flexcache.transfer.messages import Done, LookedUp, Ready, unpack_checksums
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ def status(
 
     In a terminal it stays and looks again every second, until Ctrl-C.
     """
+    from flexcache.client.status import read_status
     from flexcache.config import CacheConfig
-    from flexcache.server.runtime import private_endpoint
-    from flexcache.server.status import read_status
+    from flexcache.protocol.runtime import private_endpoint
     from flexcache.status.view import render
     from flexcache.status.watch import watch
 

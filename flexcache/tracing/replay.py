@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexcache.client.rank import KVTPClient
 from flexcache.config import CONFIG_FILE_ENV, CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind, TaskKind, TierName
 from flexcache.manager import MAX_PRIORITY, KVManager
 from flexcache.request_info import RequestInfo
-from flexcache.server.tp_client import KVTPClient
 from flexcache.tracing.reader import RecordedTrace, Trace
 from flexcache.tracing.records import (
     KEY_BYTES,

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flexcache import __version__
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.config import CacheConfig
 from flexcache.ids import OpId, SessionId, TierName
-from flexcache.instructions import TaskResult
 from flexcache.logs import log_event
-from flexcache.sessions import Task
+from flexcache.tasks.instructions import TaskResult
+from flexcache.tasks.model import Task
 from flexcache.tracing.files import RotatingFiles
 from flexcache.tracing.keys import KeyWriter, PackedPrompt, shorten
 from flexcache.tracing.records import (
@@ -42,6 +41,7 @@ from flexcache.tracing.records import (
     TraceHeader,
 )
 from flexcache.transfer.graph import TransferOp
+from flexcache.version import __version__
 
 if TYPE_CHECKING:
     from flexcache.server.store import CacheStore
@@ -75,7 +75,7 @@ def make_header(store: CacheStore) -> TraceHeader:
 
 
 class Tracer:
-    """A `flexcache.recorder.Recorder` that writes to ``config.trace_dir``."""
+    """A `flexcache.tasks.recorder.Recorder` that writes to ``config.trace_dir``."""
 
     def __init__(self, config: CacheConfig, header: TraceHeader) -> None:
         assert config.trace_dir is not None

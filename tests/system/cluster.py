@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flexcache import CacheConfig, KVManager, KVResponse, KVTPClient, ModelConfig
-from flexcache.server.local import LocalCache
+from flexcache.client.local import LocalCache
 from flexcache.server.server import KVServer
 
 NUM_GPU_BLOCKS = 64

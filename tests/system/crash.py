@@ -86,7 +86,7 @@ def put_completely(load: LoadEngine, prompt: int, count: int) -> int:
 def run(directory: str, num_rounds: int, seed: int) -> None:
     """Raises `AssertionError` if a byte is wrong or something durable is lost."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["crash", "flexcache.manager", "flexcache.server.tp_client"])
+    context.set_forkserver_preload(["crash", "flexcache.manager", "flexcache.client.rank"])
     rng = np.random.default_rng(seed)
     before: list[Stored] = []
     older: deque[Stored] = deque(maxlen=200)

@@ -25,7 +25,7 @@ from test_shared import Member, child, until_free
 
 from flexcache import CacheConfig
 from flexcache.errors import FlexCacheError
-from flexcache.server.runtime import runtime_dir
+from flexcache.protocol.runtime import runtime_dir
 from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE
 
 KILLS = int(os.environ.get("CHAOS_KILLS", 16))

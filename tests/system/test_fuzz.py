@@ -20,9 +20,9 @@ from test_shared import Member, members
 from test_soak import resident_mb
 
 from flexcache import CacheConfig
-from flexcache.address import server_of
 from flexcache.ids import TaskKind
-from flexcache.server.messages import (
+from flexcache.protocol.address import server_of
+from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     Cancel,
     CheckInvariants,
@@ -38,8 +38,8 @@ from flexcache.server.messages import (
     Register,
     WelcomeEngine,
 )
-from flexcache.server.runtime import private_endpoint, runtime_dir
-from flexcache.task_ids import TaskIds
+from flexcache.protocol.runtime import private_endpoint, runtime_dir
+from flexcache.tasks.ids import TaskIds
 from flexcache.transfer.messages import Done, LookedUp, Ready, Stop
 
 FRAMES = int(os.environ.get("FUZZ_FRAMES", 1500))

@@ -33,9 +33,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
 from flexcache.metrics.catalog import CATALOG
-from flexcache.server.messages import HelloEngine, ModelSpec
+from flexcache.protocol.messages import HelloEngine, ModelSpec
+from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.operator import open_http
-from flexcache.server.runtime import private_endpoint
 from flexcache.server.server import KVServer
 from flexcache.storage.pool_directory import DATA_FILE
 

@@ -12,8 +12,8 @@ import torch
 from cluster import running_cluster, until
 
 from flexcache import CacheConfig, KVManager, ModelConfig
+from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.operator import open_http
-from flexcache.server.runtime import private_endpoint
 from flexcache.server.server import KVServer
 
 pytest.importorskip("starlette")

@@ -18,11 +18,11 @@ from stores import free_ports
 from test_faults import TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
+from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.hub import Hub
 from flexcache.server.operator import open_http
-from flexcache.server.runtime import private_endpoint
 from flexcache.server.server import KVServer
-from flexcache.task import KVTaskEngine
+from flexcache.tasks.engine import KVTaskEngine
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")

@@ -19,13 +19,13 @@ from load import LoadEngine, make_kv, make_model, tokens_of
 from stores import free_ports
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
-from flexcache.address import server_of
+from flexcache.client.status import read_status
 from flexcache.errors import ConfigError, RegistrationError, ServerLostError
 from flexcache.events.subscriber import KVEventSubscriber, Received
 from flexcache.events.wire import BlockStored
+from flexcache.protocol.address import server_of
+from flexcache.protocol.runtime import is_served, private_endpoint, runtime_dir
 from flexcache.request_info import RequestInfo
-from flexcache.server.runtime import is_served, private_endpoint, runtime_dir
-from flexcache.server.status import read_status
 
 CONFIG = {"num_cpu_blocks": 256}
 

@@ -18,8 +18,8 @@ import pytest
 from cluster import running_cluster
 from rich.console import Console
 
+from flexcache.client.status import read_status
 from flexcache.errors import ServerLostError
-from flexcache.server.status import read_status
 from flexcache.status.watch import watch
 
 STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")

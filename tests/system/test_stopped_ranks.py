@@ -18,7 +18,7 @@ from rank import KV_BYTES, MODEL, NUM_BLOCKS, TOKENS_PER_BLOCK, map_kv
 from test_faults import until
 
 from flexcache import CacheConfig, KVManager, KVStatus
-from flexcache.server.runtime import private_endpoint
+from flexcache.protocol.runtime import private_endpoint
 from flexcache.transfer.workers.permit import PIECE_BYTES
 
 TOKENS = np.arange(NUM_BLOCKS * TOKENS_PER_BLOCK)

@@ -26,8 +26,8 @@ from flexcache.cli import app
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, TraceError
 from flexcache.ids import OpKind, TaskKind, TierName
+from flexcache.protocol.runtime import is_served, private_endpoint
 from flexcache.request_info import RequestInfo
-from flexcache.server.runtime import is_served, private_endpoint
 from flexcache.tracing.chrome import chrome_trace
 from flexcache.tracing.history import histories
 from flexcache.tracing.mooncake import MooncakeTrace, read_requests

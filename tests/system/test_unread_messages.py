@@ -13,7 +13,7 @@ from load import make_model
 
 import flexcache.server.server as server_module
 from flexcache.config import CacheConfig
-from flexcache.server.messages import (
+from flexcache.protocol.messages import (
     HelloEngine,
     HelloRank,
     ModelSpec,
@@ -23,7 +23,7 @@ from flexcache.server.messages import (
     ToClient,
     WelcomeEngine,
 )
-from flexcache.server.runtime import private_endpoint
+from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.server import KVServer
 
 ENGINE = "an engine"

@@ -14,7 +14,7 @@ from cluster import Cluster, running_cluster
 from test_faults import SOURCE, TOKENS, until
 
 from flexcache.logs import LogEvent
-from flexcache.server.runtime import runtime_dir
+from flexcache.protocol.runtime import runtime_dir
 from flexcache.transfer.messages import Done, LookedUp, Ready, Stop
 
 ABSURD: list[msgspec.Struct] = [

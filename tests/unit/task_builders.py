@@ -25,7 +25,9 @@ from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
-from flexcache.instructions import (
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.ids import TaskIds, make_session
+from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
     DropOp,
@@ -39,8 +41,6 @@ from flexcache.instructions import (
     TaskResult,
     device,
 )
-from flexcache.task import KVTaskEngine
-from flexcache.task_ids import TaskIds, make_session
 from flexcache.transfer.graph import TransferOp
 
 ROOT = make_root("a model", [], ENGINE_KEYS)

@@ -12,9 +12,9 @@ import torch
 import zmq
 
 from flexcache import CacheConfig, KVManager, ModelConfig
+from flexcache.protocol.messages import Clear, Failed, Reply
 from flexcache.server import asides
 from flexcache.server.asides import MAX_WAITING, Aside, AsideThread
-from flexcache.server.messages import Clear, Failed, Reply
 from flexcache.server.server import KVServer
 from flexcache.storage.disk_pool import DiskPool
 

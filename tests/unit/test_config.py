@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, ModelConfig
-from flexcache.address import split_address, with_engine
 from flexcache.config import describe_settings
 from flexcache.errors import ConfigError
+from flexcache.protocol.address import split_address, with_engine
 
 BASE: dict[str, Any] = {"num_cpu_blocks": 8}
 

@@ -17,10 +17,10 @@ import zmq
 
 from flexcache import CacheConfig, KVStatus, ModelConfig
 from flexcache.cache.block_keys import TokenBlockKeys
+from flexcache.client.remote import KVDPClient, answer_due_s
 from flexcache.ids import RootId, SessionId, TaskKind
-from flexcache.server.dp_client import KVDPClient, answer_due_s
-from flexcache.server.fence import Fence
-from flexcache.server.messages import (
+from flexcache.protocol.fence import Fence
+from flexcache.protocol.messages import (
     HelloEngine,
     Launch,
     Match,
@@ -29,7 +29,7 @@ from flexcache.server.messages import (
     ToServer,
     WelcomeEngine,
 )
-from flexcache.task_ids import TaskIds, make_session
+from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.transfer.messages import Stop
 from flexcache.transfer.workers.permit import CopyPermit
 

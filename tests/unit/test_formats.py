@@ -20,8 +20,8 @@ import xxhash
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.config import ModelConfig
+from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
 from flexcache.server.hub import Hub
-from flexcache.server.messages import PROTOCOL_VERSION, Refused
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.kv_identity import KVIdentity, digest
 from flexcache.storage.pool_directory import DATA_FILE, FORMAT_VERSION, INDEX_FILE, PoolHeader

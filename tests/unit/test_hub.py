@@ -19,12 +19,8 @@ from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, InternalError, RegistrationError
 from flexcache.ids import KVStatus, TaskKind
-from flexcache.instructions import DISK, REMOTE, DropOp, LookUpEnded, RunLookUp, RunOp, device
-from flexcache.request_info import RequestInfo, Wanted
-from flexcache.server.claims import CLAIM_TTL_S
-from flexcache.server.fence import Fence
-from flexcache.server.hub import Hub
-from flexcache.server.messages import (
+from flexcache.protocol.fence import Fence
+from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     Answer,
     Cancel,
@@ -53,8 +49,12 @@ from flexcache.server.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
+from flexcache.request_info import RequestInfo, Wanted
+from flexcache.server.claims import CLAIM_TTL_S
+from flexcache.server.hub import Hub
 from flexcache.server.store import CacheStore
-from flexcache.task_ids import TaskIds, last_id
+from flexcache.tasks.ids import TaskIds, last_id
+from flexcache.tasks.instructions import DISK, REMOTE, DropOp, LookUpEnded, RunLookUp, RunOp, device
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.permit import CopyPermit
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from flexcache.client import launcher
+from flexcache.client.launcher import ServerLauncher, Starter
 from flexcache.config import CacheConfig, ServerConfig
-from flexcache.server import launcher
-from flexcache.server.launcher import ServerLauncher, Starter
 
 SLOW = """
 import os, sys, time

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
-from flexcache.instructions import Instruction
-from flexcache.lookups import RemoteLookUps
+from flexcache.tasks.instructions import Instruction
+from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.transfer.breaker import CircuitBreaker
 
 WORDS = st.text("ab", min_size=1, max_size=8)

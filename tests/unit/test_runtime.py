@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flexcache.errors import ConfigError
-from flexcache.server.runtime import (
+from flexcache.protocol.runtime import (
     EndpointLock,
     check_endpoint,
     is_served,

@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_root
 from flexcache.cache.packed_keys import unpack_keys
+from flexcache.client.tasks import ClientTask, ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import ConfigError, RegistrationError
 from flexcache.ids import KVStatus, OpId, RootId, SessionId, TaskKind
-from flexcache.instructions import TaskResult
-from flexcache.server.client_tasks import ClientTask, ClientTasks
-from flexcache.server.curve import make_keys
-from flexcache.server.fence import Fence
-from flexcache.server.messages import ModelSpec
-from flexcache.server.scratch import Scratch
-from flexcache.task_ids import TaskIds, epoch_of, id_before, make_session, session_of
+from flexcache.protocol.curve import make_keys
+from flexcache.protocol.fence import Fence
+from flexcache.protocol.messages import ModelSpec
+from flexcache.protocol.scratch import Scratch
+from flexcache.tasks.ids import TaskIds, epoch_of, id_before, make_session, session_of
+from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.fair_queue import FairQueue
 
 # -- the queue for the disk ----------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_a_fence_is_free_once_every_holder_has_let_go() -> None:
 def test_the_death_of_a_holder_frees_the_fence() -> None:
     maker = Fence.create()
     script = (
-        "import sys; from flexcache.server.fence import Fence; Fence.open(sys.argv[1]).hold();"
+        "import sys; from flexcache.protocol.fence import Fence; Fence.open(sys.argv[1]).hold();"
         "f = Fence.open(sys.argv[1]); f.hold(); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(

@@ -16,7 +16,9 @@ from task_builders import ENGINE, GATE_PATIENCE_S, OTHER, SESSION, World, keys_o
 
 from flexcache.errors import InternalError
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
-from flexcache.instructions import (
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.ids import TaskIds, make_session
+from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
     ReplaceExecutor,
@@ -25,8 +27,6 @@ from flexcache.instructions import (
     TaskEnded,
     device,
 )
-from flexcache.task import KVTaskEngine
-from flexcache.task_ids import TaskIds, make_session
 
 PROMPTS = ["abcdef", "abcxy", "ab", "apq", "z"]
 WORLDS: dict[str, dict[str, Any]] = {

@@ -7,9 +7,9 @@ from task_builders import ABSENT_TTL_S, ENGINE, ROOT, World, keys_of
 
 from flexcache.cache.load_cost import LoadCost
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
-from flexcache.instructions import DISK, REMOTE, device
-from flexcache.task import KVTaskEngine
-from flexcache.task_ids import TaskIds, make_session
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.tasks.ids import TaskIds, make_session
+from flexcache.tasks.instructions import DISK, REMOTE, device
 from flexcache.transfer.breaker import BreakerState
 
 CPU, SSD = TierName.CPU, TierName.SSD

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
+from flexcache.client.status import read_status
 from flexcache.errors import RegistrationError, UntrustedError
-from flexcache.server import trust
-from flexcache.server.runtime import EndpointLock, is_served
+from flexcache.protocol import trust
+from flexcache.protocol.runtime import EndpointLock, is_served
+from flexcache.protocol.trust import check_server_process, find_listener
 from flexcache.server.server import KVServer
-from flexcache.server.status import read_status
-from flexcache.server.trust import check_server_process, find_listener
 
 OTHER_USER = 65_534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")

@@ -11,7 +11,7 @@ from engines import MODELS
 from test_processes import run
 
 from flexcache import CacheConfig, KVManager, ModelConfig
-from flexcache.server.runtime import private_endpoint
+from flexcache.protocol.runtime import private_endpoint
 
 PROMPTS = [300, 65]
 

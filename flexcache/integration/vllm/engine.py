@@ -17,7 +17,7 @@ from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.identity import read_model_id
 from flexcache.manager import local_endpoint
-from flexcache.server.runtime import private_endpoint
+from flexcache.protocol.runtime import private_endpoint
 
 
 def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:

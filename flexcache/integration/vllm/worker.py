@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from flexcache.client.rank import KVTPClient
 from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_place
 from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.step_loads import StepLoads
-from flexcache.server.tp_client import KVTPClient
 
 _IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins: better to wait for the copy
 

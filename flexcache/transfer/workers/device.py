@@ -11,7 +11,7 @@ layers, before anything else; several at once take turns, so that all have their
 An op of a revoked task ends with nothing moved; a copy on the CPU stops between two pieces
 (`permit`). Of a copy on a GPU all that was started lands, also while the process is stopped.
 
-`DeviceWorker` is driven by one thread (`server.tp_client`); only what says so may be called from
+`DeviceWorker` is driven by one thread (`client.rank`); only what says so may be called from
 another. It has no sockets.
 """
 

@@ -2,7 +2,7 @@
 
 A rank that hangs or is stopped cannot be asked to let go of GPU slots; its engine is answered all
 the same and reuses them. So the task is revoked before the answer is given, in memory that rank,
-server and scheduler share (`server.fence`), and the rank looks there before each piece of a copy.
+server and scheduler share (`protocol.fence`), and the rank looks there before each piece of a copy.
 If it goes on, what it was in the middle of lands late: one piece at most.
 
     | revoked by the server | revoked by the scheduler |      uint64 each; one writer per word

@@ -17,7 +17,7 @@ import msgspec
 
 from flexcache.config import ServerConfig
 from flexcache.logs import log_event
-from flexcache.server.runtime import is_served
+from flexcache.protocol.runtime import is_served
 
 logger = logging.getLogger(__name__)
 

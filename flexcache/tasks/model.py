@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from flexcache.cache.planner import Plan
 from flexcache.ids import OpId, OpKind, SessionId, TaskId, TaskKind, TaskState
-from flexcache.instructions import TaskResult
-from flexcache.task_ids import id_before
+from flexcache.tasks.ids import id_before
+from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.graph import TransferOp
 from flexcache.transfer.totals import Totals
 

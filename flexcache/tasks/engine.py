@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.availability import WORKERS, Availability
 from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.hit_rate import HitRates
 from flexcache.cache.layout_roots import LayoutRoots
@@ -45,7 +44,9 @@ from flexcache.ids import (
     TaskState,
     TierName,
 )
-from flexcache.instructions import (
+from flexcache.tasks.availability import WORKERS, Availability
+from flexcache.tasks.ids import TaskIds, id_before, make_session, session_of
+from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
     DropOp,
@@ -58,10 +59,9 @@ from flexcache.instructions import (
     TaskResult,
     device,
 )
-from flexcache.lookups import RemoteLookUps
-from flexcache.recorder import Recorder
-from flexcache.sessions import RunningOp, Session, Task, count_plan
-from flexcache.task_ids import TaskIds, id_before, make_session, session_of
+from flexcache.tasks.lookups import RemoteLookUps
+from flexcache.tasks.model import RunningOp, Session, Task, count_plan
+from flexcache.tasks.recorder import Recorder
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.fair_queue import FairQueue
 from flexcache.transfer.graph import BlockIds, TransferOp

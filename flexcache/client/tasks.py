@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.ids import KVStatus, TaskKind
-from flexcache.instructions import TaskResult
+from flexcache.tasks.instructions import TaskResult
 
 BlockIds = npt.NDArray[np.int64]
 _NUM_REMEMBERED = 16_384

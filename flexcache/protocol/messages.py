@@ -88,7 +88,7 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     """The rank's share of the host pool, and what one of its blocks must weigh.
 
-    ``epoch`` is of the task ids that this server gives out; ``fence``: see `server.fence`.
+    ``epoch`` is of the task ids that this server gives out; ``fence``: see `protocol.fence`.
     """
 
     epoch: int

@@ -19,10 +19,10 @@ import zmq
 
 from flexcache.errors import ServerLostError, UntrustedError
 from flexcache.logs import log_event
-from flexcache.server.curve import secure_client
-from flexcache.server.messages import HelloEngine, HelloRank, Ping, ToServer
-from flexcache.server.runtime import check_endpoint
-from flexcache.server.trust import Listener, check_server_process, find_listener
+from flexcache.protocol.curve import secure_client
+from flexcache.protocol.messages import HelloEngine, HelloRank, Ping, ToServer
+from flexcache.protocol.runtime import check_endpoint
+from flexcache.protocol.trust import Listener, check_server_process, find_listener
 
 logger = logging.getLogger(__name__)
 

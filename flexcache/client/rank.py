@@ -26,7 +26,7 @@ from typing import TypeVar
 import msgspec
 import torch
 
-from flexcache.address import split_address
+from flexcache.client.link import ServerLink
 from flexcache.errors import (
     ClosedError,
     DeviceLostError,
@@ -35,9 +35,9 @@ from flexcache.errors import (
     UntrustedError,
 )
 from flexcache.logs import log_event
-from flexcache.server.fence import Fence
-from flexcache.server.link import ServerLink
-from flexcache.server.messages import (
+from flexcache.protocol.address import split_address
+from flexcache.protocol.fence import Fence
+from flexcache.protocol.messages import (
     Ended,
     Goodbye,
     HelloRank,
@@ -50,10 +50,10 @@ from flexcache.server.messages import (
     ToRank,
     WelcomeRank,
 )
-from flexcache.server.names import engine_name
+from flexcache.protocol.names import engine_name
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
-from flexcache.task_ids import epoch_of, session_of
+from flexcache.tasks.ids import epoch_of, session_of
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.device import DeviceWorker

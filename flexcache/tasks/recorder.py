@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.ids import SessionId
-from flexcache.instructions import TaskResult
+from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.graph import TransferOp
 
 if TYPE_CHECKING:
-    from flexcache.sessions import Task
+    from flexcache.tasks.model import Task
 
 
 class Recorder(Protocol):

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from flexcache.address import server_of
+from flexcache.client.link import ServerLink
 from flexcache.errors import ServerLostError
-from flexcache.server.link import ServerLink
-from flexcache.server.messages import Answer, GetStats
-from flexcache.server.trust import find_listener
+from flexcache.protocol.address import server_of
+from flexcache.protocol.messages import Answer, GetStats
+from flexcache.protocol.trust import find_listener
 
 
 def read_status(address: str, curve_keys: str | None, timeout_s: float) -> dict[str, Any]:

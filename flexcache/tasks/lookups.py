@@ -20,7 +20,7 @@ from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.ids import BlockKey, RootId
-from flexcache.instructions import Instruction, LookUpEnded, RunLookUp
+from flexcache.tasks.instructions import Instruction, LookUpEnded, RunLookUp
 from flexcache.transfer.breaker import CircuitBreaker
 
 _MAX_KEYS = 8192

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 
 from flexcache.ids import TierName
-from flexcache.instructions import DISK, REMOTE
+from flexcache.tasks.instructions import DISK, REMOTE
 from flexcache.transfer.breaker import CircuitBreaker
 
 WORKERS = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.journal import Change
 from flexcache.ids import TaskKind, TierName
-from flexcache.instructions import TaskResult
 from flexcache.request_info import Wanted
+from flexcache.tasks.instructions import TaskResult
 
 
 class MatchedTask(NamedTuple):

@@ -18,7 +18,7 @@ sticky directory, and be sent block keys and tokens. (The death of a process is 
 before zmq tries again.) Memory that it names is still refused by `check_server_process`.
 
 A client that has had a server passes over what it cannot trust, as if no server were there
-(`server.link`); only at the first contact is it refused for good.
+(`client.link`); only at the first contact is it refused for good.
 """
 
 from __future__ import annotations

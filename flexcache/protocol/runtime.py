@@ -18,10 +18,10 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from flexcache.address import server_of
 from flexcache.errors import ConfigError, UntrustedError
 from flexcache.logs import log_event
-from flexcache.server.trust import check_file, check_place
+from flexcache.protocol.address import server_of
+from flexcache.protocol.trust import check_file, check_place
 
 logger = logging.getLogger(__name__)
 

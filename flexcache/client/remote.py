@@ -11,9 +11,9 @@ also keeps the session alive:
 
 Without a server every match is a miss at once. Tasks that were open when it was lost are revoked,
 and answered FAILED as soon as no rank of the engine can be copying for them any more: when the
-ranks have let go of the fence (see `server.fence`), or the same server has opened the next session,
-which it does not before it has ended the tasks of the last. If a rank hangs they are answered all
-the same.
+ranks have let go of the fence (see `protocol.fence`), or the same server has opened the next
+session, which it does not before it has ended the tasks of the last. If a rank hangs they are
+answered all the same.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from flexcache.backend import MatchedTask
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.journal import Change
+from flexcache.client.backend import MatchedTask
+from flexcache.client.launcher import ServerLauncher
+from flexcache.client.link import ServerLink
+from flexcache.client.tasks import ClientTask, ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.errors import (
     ClosedError,
@@ -44,14 +47,9 @@ from flexcache.errors import (
     UntrustedError,
 )
 from flexcache.ids import KVStatus, SessionId, TaskKind, TierName
-from flexcache.instructions import TaskResult
 from flexcache.logs import log_event
-from flexcache.request_info import Wanted
-from flexcache.server.client_tasks import ClientTask, ClientTasks
-from flexcache.server.fence import Fence
-from flexcache.server.launcher import ServerLauncher
-from flexcache.server.link import ServerLink
-from flexcache.server.messages import (
+from flexcache.protocol.fence import Fence
+from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     Answer,
     Cancel,
@@ -74,8 +72,10 @@ from flexcache.server.messages import (
     ToScheduler,
     WelcomeEngine,
 )
-from flexcache.server.scratch import Scratch
-from flexcache.task_ids import TaskIds, is_of_same_server, last_id
+from flexcache.protocol.scratch import Scratch
+from flexcache.request_info import Wanted
+from flexcache.tasks.ids import TaskIds, is_of_same_server, last_id
+from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import Stop, pack_ids
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The engine's side: its scheduler's and its ranks' connections to a cache."""

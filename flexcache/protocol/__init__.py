@@ -1,0 +1,1 @@
+"""What server and clients agree on: messages, names, endpoints, shared memory."""
