@@ -23,7 +23,7 @@ import torch
 from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.protocol.address import server_of
 from flexcache.remote_url import check_remote_url
-from flexcache.request_info import Wanted
+from flexcache.request_info import PromptDetail
 
 ENV_PREFIX = "FLEXCACHE_"
 CONFIG_FILE_ENV = ENV_PREFIX + "CONFIG"
@@ -402,11 +402,11 @@ class CacheConfig:
         return self.kv_events or self.kv_events_endpoint is not None
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PromptDetail:
         """What of prompts is passed on."""
         if self.records_changes:
-            return Wanted.TOKENS
-        return Wanted.INFO if self.trace_dir is not None else Wanted.NOTHING
+            return PromptDetail.TOKENS
+        return PromptDetail.INFO if self.trace_dir is not None else PromptDetail.NOTHING
 
     @property
     def has_workers(self) -> bool:
