@@ -49,7 +49,7 @@ def draw(figures: Figures, path: Path) -> None:
         0.87 * _AXIS_END_MS, 0, f"{recompute_ms:,.0f} ms",
         va="center", ha="right", color="white", fontweight="bold",
     )  # fmt: skip
-    rows = [name for name in reversed(SYSTEMS)]
+    rows = list(reversed(SYSTEMS))
     for row, system in enumerate(rows, start=1):
         for offset, run in ((-0.19, "DRAM"), (0.19, "SSD")):
             milliseconds = figures[run][system]
