@@ -7,5 +7,6 @@ story      what happened to one request, as text
 chrome     tasks and ops for chrome://tracing and Perfetto
 overlap    how long ops of two kinds ran at the same time
 summary    hits, bytes moved, latencies
-replay     repeats the calls of a trace on a cache of any configuration: `settings`, `player`
+replay     repeats the calls of a trace on a cache of any configuration: with `settings` and a
+           `player`, and a `report` of what differed
 """
