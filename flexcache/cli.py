@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flexcache.config import ServerConfig, describe_settings
+from flexcache.config import ServerConfig
+from flexcache.config.settings import describe_settings
 from flexcache.doctor.command import doctor
 from flexcache.errors import ConfigError
 from flexcache.events.commands import app as events
@@ -75,7 +76,7 @@ def config() -> None:
     """Show every setting, its environment variable and its default."""
     table = Table("setting", "environment", "default", "unit", "meaning")
     for row in describe_settings():
-        table.add_row(*(row[k] for k in ("field", "environment", "default", "unit", "meaning")))
+        table.add_row(row.name, row.environment, row.default_text, row.unit, row.meaning)
     _console.print(table)
 
 

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from flexcache.client.rank import KVTPClient
-from flexcache.config import CONFIG_FILE_ENV, CacheConfig, ModelConfig
+from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.sources import CONFIG_FILE_ENV
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind, TaskKind, TierName
 from flexcache.manager import MAX_PRIORITY, KVManager
