@@ -1,4 +1,4 @@
-"""What the sub-commands of `flexcache` have in common."""
+"""Error output that the sub-commands of `flexcache` share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flexcache.errors import ConfigError, MissingDependencyError, ServerLostErro
 
 
 @contextlib.contextmanager
-def errors_named(console: Console | None = None) -> Iterator[None]:
-    """What the user can mend is said without a traceback; the command ends with 1."""
+def user_errors(console: Console | None = None) -> Iterator[None]:
+    """Print user errors without a traceback; exit status 1."""
     try:
         yield
     except (ConfigError, MissingDependencyError, ServerLostError, TraceError) as error:

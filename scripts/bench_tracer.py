@@ -33,9 +33,9 @@ from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
 from flexcache.config import CacheConfig
 from flexcache.ids import TaskKind, TierName
+from flexcache.replay.reader import RecordedTrace
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
-from flexcache.tracing.reader import RecordedTrace
 from flexcache.tracing.records import TraceHeader
 from flexcache.tracing.tracer import Tracer
 

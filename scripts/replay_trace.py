@@ -34,7 +34,7 @@ from flexcache.cache.block_keys import EngineBlockKeys, make_root
 from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
 from flexcache.ids import TierName
-from flexcache.tracing.mooncake import hash_key, read_requests
+from flexcache.replay.mooncake import hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 SIZES = (1_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)

@@ -23,7 +23,7 @@ from flexcache.config.values import (
     reject,
     setting,
 )
-from flexcache.request_info import Wanted
+from flexcache.request_info import PromptDetail
 
 EvictionName = Literal["reuse", "lru"]
 EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionName)
@@ -264,11 +264,11 @@ class CacheConfig:
         return self.kv_events or self.kv_events_endpoint is not None
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PromptDetail:
         """How much of each prompt observers need."""
         if self.records_changes:
-            return Wanted.TOKENS
-        return Wanted.INFO if self.trace_dir is not None else Wanted.NOTHING
+            return PromptDetail.TOKENS
+        return PromptDetail.INFO if self.trace_dir is not None else PromptDetail.NOTHING
 
     @property
     def has_workers(self) -> bool:

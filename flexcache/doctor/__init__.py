@@ -1,10 +1,9 @@
-"""What `flexcache doctor` looks at, one module per subject.
+"""What `flexcache doctor` examines, one module per subject.
 
 findings     a line: ok, warning or error, and what to do
-subject      what is looked at: settings, directories, what vLLM is started with
+subject      what is examined: settings, directories, vLLM's options
 machine memory gpu packages agreement endpoints stores directories
              checks, each `Subject -> findings`; none changes anything
-pools        what is in directories of the SSD tier; may verify, repair, clear
+pools        contents of SSD tier directories; can verify, repair and clear
 examination  the table of checks
-command      the command itself
 """

@@ -44,11 +44,11 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class BeganAnew:
+class PublisherRestarted:
     """The publisher was restarted and counts from 0 again: what it told before holds no more."""
 
 
-News = Received | Lost | BeganAnew
+News = Received | Lost | PublisherRestarted
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class KVEventSubscriber:
         self.counters.restarts += 1
         self._next, self._last_payload = 0, None
         self._replayed.clear()
-        self._news.append(BeganAnew())
+        self._news.append(PublisherRestarted())
 
     def _deliver(self, number: int, payload: bytes, topic: bytes) -> None:
         """Put it behind what was delivered; what lies between is lost."""

@@ -25,7 +25,7 @@ from flexcache.cache.journal import Medium, Removed, Stored
 from flexcache.errors import ConfigError
 from flexcache.events.batch_publisher import END_OF_REPLAY, Address, BatchPublisher, is_bound
 from flexcache.events.publisher import KVEventPublisher
-from flexcache.events.subscriber import BeganAnew, KVEventSubscriber, Lost, News, Received
+from flexcache.events.subscriber import KVEventSubscriber, Lost, News, PublisherRestarted, Received
 from flexcache.events.wire import BatchEncoder, BlockRemoved, BlockStored, Event
 from flexcache.ids import BlockKey, RootId
 
@@ -316,7 +316,7 @@ def test_a_publisher_that_began_anew_is_noticed_by_its_numbers() -> None:
     with subscriber, publishing(address.endpoint, None) as second:
         publish(second, 1)
         (news,) = connect(subscriber, second)
-        assert news == BeganAnew()
+        assert news == PublisherRestarted()
     assert subscriber.counters.restarts == 1
 
 
@@ -332,7 +332,7 @@ def test_a_publisher_that_began_anew_is_noticed_when_it_is_back_whatever_its_num
         assert numbers(take(subscriber, 3)) == [0, 1, 2]
     with subscriber, publishing(address.endpoint, address.replay_endpoint) as second:
         publish(second, count)
-        assert numbers(take(subscriber, 1 + count)) == [BeganAnew(), *range(count)]
+        assert numbers(take(subscriber, 1 + count)) == [PublisherRestarted(), *range(count)]
 
 
 def test_what_was_sent_again_and_comes_too_is_told_once() -> None:
@@ -554,7 +554,7 @@ def consolidating(*publishers: BatchPublisher[Event]) -> Iterator[subprocess.Pop
     arguments = [text for source in sources for text in ("--source", source)]
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "flexcache.events.commands", "consolidate", *arguments,
+            sys.executable, "-m", "flexcache.cli", "events", "consolidate", *arguments,
             "--publish", ANY_PORT, "--replay-endpoint", ANY_PORT, "--topic", "kv@pod@model",
         ],
         stdout=subprocess.PIPE, text=True,
@@ -602,7 +602,7 @@ def test_tail_shows_events_in_words_and_as_json() -> None:
         settle(publisher)
         address = publisher.address
         command = [
-            sys.executable, "-m", "flexcache.events.commands", "tail", address.endpoint,
+            sys.executable, "-m", "flexcache.cli", "events", "tail", address.endpoint,
             "--replay", str(address.replay_endpoint), "--count", "1",
         ]  # fmt: skip
         words = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -27,15 +27,15 @@ from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, TraceError
 from flexcache.ids import OpKind, TaskKind, TierName
 from flexcache.protocol.runtime import is_served, private_endpoint
+from flexcache.replay.chrome import chrome_trace
+from flexcache.replay.history import histories
+from flexcache.replay.mooncake import MooncakeTrace, read_requests
+from flexcache.replay.overlap import DRAM_COPIES, SSD_READS, overlap
+from flexcache.replay.reader import RecordedTrace
+from flexcache.replay.replay import ReplayReport, replay, replay_config
+from flexcache.replay.story import tell
 from flexcache.request_info import RequestInfo
-from flexcache.tracing.chrome import chrome_trace
-from flexcache.tracing.history import histories
-from flexcache.tracing.mooncake import MooncakeTrace, read_requests
-from flexcache.tracing.overlap import DRAM_COPIES, SSD_READS, overlap
-from flexcache.tracing.reader import RecordedTrace
 from flexcache.tracing.records import Matched, TraceHeader
-from flexcache.tracing.replay import ReplayReport, replay, replay_config
-from flexcache.tracing.story import tell
 
 BLOCK = 16
 LONG = 40

@@ -3,7 +3,8 @@
     python run_scenario.py '{"tp": 2, "model": "tiny", ...}'
 
 Run as a process, since the number of ranks, the vLLM version and the shape of the pool differ from
-test to test. DRAM is kept small so that early prompts have to come back from SSD.
+test to test. DRAM is kept small so that early prompts have to come back from SSD; with ``settle``
+each prompt reaches SSD before the next one comes, so that none finds DRAM full of unwritten blocks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,16 @@ import logging
 import os
 import sys
 import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engines import ENGINE_ENV, engine_arguments, make_prompt
+
+SETTLED_WITHIN_S = 120.0
+OPEN_STATES = ("created", "ready", "running")
 
 
 def main(options: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +31,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     ssd_dir = options.get("ssd_dir") or tempfile.mkdtemp(prefix="ssd-")
     os.environ.update(ENGINE_ENV, KV_PROBE_DIR=probe_dir)
     import vllm
+    from ports import free_port
     from probe_connector import compare_probes
     from vllm import LLM, SamplingParams
 
@@ -36,6 +44,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     extra = {"num_cpu_blocks": options.get("cpu_blocks", 64), "ssd_cache_dirs": [ssd_dir]}
     extra["num_ssd_blocks"] = options.get("ssd_blocks", 1024)
     extra["skip_slow_loads"] = False  # tiny models compute faster than a busy disk reads
+    extra["http_endpoint"] = address = f"127.0.0.1:{free_port()}"
     extra.update(options.get("extra", {}))
     overrides = dict(options.get("engine", {}))
     llm = LLM(**engine_arguments(options["model"], extra, **overrides))
@@ -46,18 +55,24 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         {"prompt_token_ids": make_prompt(n, i + 1)} for i, n in enumerate(options["prompts"])
     ]
 
-    def run(together: bool) -> list[tuple[list[int], int]]:
+    def run(together: bool, settled: bool = False) -> list[tuple[list[int], int]]:
         groups = [prompts] if together else [[prompt] for prompt in prompts]
-        outputs = [o for group in groups for o in llm.generate(group, sampling, use_tqdm=False)]
+        outputs = []
+        for group in groups:
+            outputs += llm.generate(group, sampling, use_tqdm=False)
+            if settled:
+                step_until(lambda: has_no_open_task(address))
         return [(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
 
-    cold = run(options.get("together", False))
-    for _ in range(200):  # puts hold blocks until they end, and end while the engine steps
-        llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling, use_tqdm=False)
-        if llm.reset_prefix_cache():
-            break
-    else:
-        raise AssertionError("the puts did not end")
+    def step_until(is_done: Callable[[], bool]) -> None:
+        """Puts end, and let go of their blocks, while the engine steps."""
+        deadline = time.monotonic() + SETTLED_WITHIN_S
+        while not is_done():
+            assert time.monotonic() < deadline, "the puts did not end"
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling, use_tqdm=False)
+
+    cold = run(options.get("together", False), options.get("settle", False))
+    step_until(llm.reset_prefix_cache)
     warm = run(options.get("together", False))
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
     llm.llm_engine.engine_core.shutdown()
@@ -72,6 +87,13 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         "dram_hit_tokens": metrics.get("vllm:flexcache_dram_hit_tokens", 0),
         "ssd_hit_tokens": metrics.get("vllm:flexcache_ssd_hit_tokens", 0),
     }
+
+
+def has_no_open_task(address: str) -> bool:
+    """Return whether the engine's cache has finished all its tasks, SSD writes included."""
+    with urllib.request.urlopen(f"http://{address}/status", timeout=30) as answer:
+        tasks = json.load(answer)["tasks"]
+    return not any(tasks[state] for state in OPEN_STATES)
 
 
 class _Errors(logging.Handler):

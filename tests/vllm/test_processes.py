@@ -66,6 +66,7 @@ def test_scheduler_and_workers_in_processes_of_their_own(tp_size: int) -> None:
         "model": "tiny",
         "prompts": [700, 900, 800, 65, 64, 63],
         "cpu_blocks": 64,  # the first prompts must come back from SSD
+        "settle": True,
         "engine": {"tensor_parallel_size": tp_size},
     }
     seen = run(options)
@@ -100,6 +101,7 @@ def test_layers_of_two_sizes_in_one_group_come_back_from_dram_and_ssd(tp_size: i
         "model": "two_sizes",
         "prompts": [65, 700, 900, 1000],
         "cpu_blocks": 72,  # not all of them
+        "settle": True,
         "engine": {"tensor_parallel_size": tp_size},
     }
     seen = run(options, in_process=tp_size == 1)

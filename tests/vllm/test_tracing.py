@@ -10,12 +10,12 @@ from engines import MODELS
 from test_processes import assert_exact, run
 
 from flexcache.ids import TaskKind
-from flexcache.tracing.chrome import chrome_trace
-from flexcache.tracing.overlap import DRAM_COPIES, SSD_READS, overlap
-from flexcache.tracing.reader import RecordedTrace
+from flexcache.replay.chrome import chrome_trace
+from flexcache.replay.overlap import DRAM_COPIES, SSD_READS, overlap
+from flexcache.replay.reader import RecordedTrace
+from flexcache.replay.replay import replay, replay_config
+from flexcache.replay.story import tell
 from flexcache.tracing.records import Matched
-from flexcache.tracing.replay import replay, replay_config
-from flexcache.tracing.story import tell
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -1,4 +1,4 @@
-"""`flexcache events`: look at KV events, and merge those of several publishers."""
+"""`flexcache events`: show KV events, and merge those of several publishers."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexcache.terminal import errors_named
+from flexcache.terminal import user_errors
 
 if TYPE_CHECKING:
     from flexcache.events.subscriber import News
     from flexcache.events.wire import BlockHash, Event
 
-app = typer.Typer(no_args_is_help=True, help="KV events: what the tiers store and lose.")
+app = typer.Typer(no_args_is_help=True, help="KV events: blocks stored and removed, by tier.")
 
 _TOKENS_SHOWN = 4
 
 
 @app.command()
 def tail(
-    endpoint: Annotated[str, typer.Argument(help="Of the publisher: FlexCache's, vLLM's, ...")],
+    endpoint: Annotated[str, typer.Argument(help="Publisher endpoint: FlexCache's, vLLM's, ...")],
     replay: Annotated[
-        str | None, typer.Option(help="Where it is asked for what was missed, from the start on.")
+        str | None,
+        typer.Option(
+            help="Endpoint that replays missed batches; the output begins with the oldest."
+        ),
     ] = None,
-    topic: Annotated[str, typer.Option(help="Only topics that begin so.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line.")] = False,
-    count: Annotated[int | None, typer.Option(help="End after so many batches.")] = None,
+    topic: Annotated[str, typer.Option(help="Only topics with this prefix.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    count: Annotated[int | None, typer.Option(help="Exit after this many batches.")] = None,
 ) -> None:
-    """Show events as they come, one a line."""
+    """Show events as they arrive, one per line."""
     from flexcache.events.subscriber import KVEventSubscriber
 
     with (
-        errors_named(),
+        user_errors(),
         _ended_by_signals(),
         KVEventSubscriber(endpoint, replay, topic) as subscriber,
     ):
@@ -48,16 +51,21 @@ def tail(
 @app.command()
 def consolidate(
     source: Annotated[
-        list[str], typer.Option(help="ENDPOINT[,REPLAY_ENDPOINT] of a publisher; several times.")
+        list[str],
+        typer.Option(help="ENDPOINT[,REPLAY_ENDPOINT] of a publisher. Repeat it for each."),
     ],
-    publish: Annotated[str, typer.Option(help="Where the merged events go.")],
+    publish: Annotated[str, typer.Option(help="Endpoint that publishes the merged events.")],
     replay_endpoint: Annotated[
-        str | None, typer.Option(help="Where missed ones can be asked for.")
+        str | None, typer.Option(help="Endpoint that replays missed batches.")
     ] = None,
-    topic: Annotated[str, typer.Option(help="`kv@POD@MODEL`, as your router expects it.")] = "",
+    topic: Annotated[
+        str, typer.Option(help="Topic, as your router expects it: `kv@POD@MODEL`.")
+    ] = "",
 ) -> None:
-    """Merge what several publishers tell: a block is stored when the first place has it, and
-    removed when the last has lost it."""
+    """Merge the events of several publishers.
+
+    A block is reported stored when the first place has it, removed when the last has lost it.
+    """
     from flexcache.events.batch_publisher import Address
     from flexcache.events.consolidation import Consolidation
 
@@ -72,9 +80,9 @@ def consolidate(
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM are the orderly end; what the user can mend is said in a line."""
+    """Exit quietly on Ctrl-C and SIGTERM; print user errors in a line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with errors_named(), contextlib.suppress(KeyboardInterrupt):
+    with user_errors(), contextlib.suppress(KeyboardInterrupt):
         yield
 
 
@@ -106,12 +114,12 @@ def _readable(hashes: Any) -> Any:
 def _in_words(news: News) -> Iterator[str]:
     from datetime import datetime
 
-    from flexcache.events.subscriber import BeganAnew, Lost, Received
+    from flexcache.events.subscriber import Lost, PublisherRestarted, Received
 
     match news:
         case Lost(first, stop):
             yield f"LOST     batches {first} to {stop - 1}"
-        case BeganAnew():
+        case PublisherRestarted():
             yield "RESTART  the publisher counts from 0 again"
         case Received(number, batch):
             time = datetime.fromtimestamp(batch.ts).strftime("%H:%M:%S.%f")[:-3]
@@ -140,7 +148,3 @@ def _describe(event: Event) -> str:
             return f"removed  {medium or '-':8} {len(hashes):5} blocks {names(hashes)}"
         case AllBlocksCleared():
             return "cleared  all blocks"
-
-
-if __name__ == "__main__":
-    app()

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from flexcache.ids import KVStatus, TaskKind
-from flexcache.tracing.history import TaskHistory, histories
-from flexcache.tracing.reader import Trace
+from flexcache.replay.history import TaskHistory, histories
+from flexcache.replay.reader import Trace
 from flexcache.tracing.records import (
     Cancelled,
     Ended,

@@ -10,21 +10,21 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flexcache.terminal import errors_named
+from flexcache.terminal import user_errors
 
 _UNBOUNDED_WIDTH = 160
-"""Of what goes to a file or a pipe."""
+"""Columns of output that goes to a file or a pipe."""
 
 
 def status(
-    endpoint: Annotated[str | None, typer.Option(help="Of the server to ask.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="Server endpoint.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All figures as one document.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Look once, do not stay.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from look to look.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the status once and exit.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
 ) -> None:
-    """Show what a server holds and does, and who uses it.
+    """Show what a server holds and does, and which engines use it.
 
-    In a terminal it stays and looks again every second, until Ctrl-C.
+    In a terminal the view is updated every second, until Ctrl-C.
     """
     from flexcache.client.status import read_status
     from flexcache.config import CacheConfig
@@ -33,7 +33,7 @@ def status(
     from flexcache.status.watch import watch
 
     console = Console(stderr=as_json)
-    with errors_named(console):
+    with user_errors(console):
         chosen = {"endpoint": endpoint} if endpoint else {}
         settings = CacheConfig.from_env(None, {"endpoint": private_endpoint("server")}, **chosen)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flexcache.ids import OpKind
-from flexcache.tracing.reader import Trace
+from flexcache.replay.reader import Trace
 from flexcache.tracing.records import OpEnded
 
 DRAM_COPIES = (OpKind.H2D, OpKind.D2H)

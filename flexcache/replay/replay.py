@@ -30,8 +30,9 @@ from flexcache.config.sources import CONFIG_FILE_ENV
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind, TaskKind, TierName
 from flexcache.manager import MAX_PRIORITY, KVManager
+from flexcache.replay.reader import RecordedTrace, Trace
+from flexcache.replay.summary import Summary, summarise
 from flexcache.request_info import RequestInfo
-from flexcache.tracing.reader import RecordedTrace, Trace
 from flexcache.tracing.records import (
     KEY_BYTES,
     SETTINGS,
@@ -44,7 +45,6 @@ from flexcache.tracing.records import (
     Record,
     TraceHeader,
 )
-from flexcache.tracing.summary import Summary, summarise
 
 _FILLS_DRAM = (OpKind.D2H, OpKind.DISK2H, OpKind.REMOTE2H)
 _MAX_GPU_BLOCKS = 256  # tasks use the same slots: what is in them means nothing

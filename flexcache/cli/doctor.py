@@ -19,31 +19,32 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 def doctor(
     directories: Annotated[
-        list[Path] | None, typer.Argument(help="SSD cache directories; of a pool, all of them.")
+        list[Path] | None,
+        typer.Argument(help="SSD cache directories; name all directories of a pool."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Settings (.toml, .json, .yaml), of a server or an engine.")
+        Path | None, typer.Option(help="Settings of a server or an engine (.toml, .json, .yaml).")
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="vLLM's, if it is given one.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="vLLM's --block-size, if set.")] = None,
     kv_transfer_config: Annotated[
-        str | None, typer.Option(help="vLLM's, as JSON; its extra config counts as settings.")
+        str | None, typer.Option(help="vLLM's, as JSON; its extra config is read as settings.")
     ] = None,
-    prefix_caching_hash_algo: Annotated[str, typer.Option(help="vLLM's.")] = "sha256",
+    prefix_caching_hash_algo: Annotated[str, typer.Option(help="As given to vLLM.")] = "sha256",
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every block and compare its checksum.")
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Erase the records of blocks that are bad.")
+        bool, typer.Option("--repair", help="Erase the records of bad blocks.")
     ] = False,
     clear: Annotated[
         bool, typer.Option("--clear", help="Empty FlexCache's files in these directories.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Say what is right and wrong with this machine and the settings, and what to do.
+    """Check this machine and the settings, and say how to fix what is wrong.
 
-    Settings are read as an engine reads them: FLEXCACHE_* and a file. Directories are looked into
-    if they are named. Ends with 1 if something is wrong and was not repaired.
+    Settings are read as an engine reads them: FLEXCACHE_* and a file. Only directories that are
+    named are examined. Exits with status 1 if an error was found and not repaired.
     """
     from flexcache.doctor.examination import examine
     from flexcache.doctor.findings import Level
@@ -65,14 +66,14 @@ def doctor(
         for finding in pools.examine(subject.directories):
             yield "pool", finding
 
-    told = []
+    reported = []
     for check, finding in findings():
-        told.append((check, finding))
+        reported.append((check, finding))
         if not as_json:
-            _tell(console, finding)
+            _show(console, finding)
     if as_json:
-        typer.echo(json.dumps({"findings": [_as_table(*item) for item in told]}, indent=1))
-    if any(finding.level is Level.ERROR for _, finding in told):
+        typer.echo(json.dumps({"findings": [_as_table(*item) for item in reported]}, indent=1))
+    if any(finding.level is Level.ERROR for _, finding in reported):
         raise typer.Exit(1)
 
 
@@ -82,13 +83,13 @@ def _transfer_table(text: str | None) -> Mapping[str, Any] | None:
     try:
         table = json.loads(text)
     except ValueError as problem:
-        raise typer.BadParameter(f"--kv-transfer-config is no JSON: {problem}") from None
+        raise typer.BadParameter(f"--kv-transfer-config is not JSON: {problem}") from None
     if not isinstance(table, dict):
         raise typer.BadParameter("--kv-transfer-config must be a JSON object")
     return table
 
 
-def _tell(console: Console, finding: Finding) -> None:
+def _show(console: Console, finding: Finding) -> None:
     level = finding.level.value
     label = f"[{_COLOURS[level]}]{level:8}[/]"
     console.print(label + escape(finding.text), soft_wrap=True, highlight=False)

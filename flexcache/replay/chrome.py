@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flexcache.ids import OpKind
-from flexcache.tracing.history import TaskHistory, histories
-from flexcache.tracing.reader import Trace
+from flexcache.replay.history import TaskHistory, histories
+from flexcache.replay.reader import Trace
 from flexcache.tracing.records import OpEnded
 
 _TASKS, _OPS = 1, 2  # process ids of the rows

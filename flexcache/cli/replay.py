@@ -1,4 +1,4 @@
-"""`flexcache trace` and `flexcache replay`."""
+"""`flexcache replay`."""
 
 from __future__ import annotations
 
@@ -7,94 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.errors import ConfigError, TraceError
-from flexcache.terminal import errors_named
+from flexcache.cli.trace_files import TracePaths, open_trace, write_json
+from flexcache.errors import ConfigError
+from flexcache.terminal import user_errors
 
 if TYPE_CHECKING:
-    from flexcache.tracing.reader import Trace
-    from flexcache.tracing.replay import ReplayReport
-    from flexcache.tracing.summary import Summary
+    from flexcache.replay.replay import ReplayReport
+    from flexcache.replay.summary import Summary
 
-app = typer.Typer(no_args_is_help=True)
 _console = Console()
 _LATE_S = 0.01
-
-TracePaths = Annotated[
-    list[Path], typer.Argument(help="Files of one trace, or the directory that has them.")
-]
-
-
-@app.callback()
-def _main() -> None:
-    """Look at a trace (see the setting `trace_dir`)."""
-
-
-@app.command()
-def chrome(
-    trace: TracePaths, out: Annotated[Path, typer.Argument(help="The file to write.")]
-) -> None:
-    """Write a trace's tasks and ops for chrome://tracing or Perfetto."""
-    from flexcache.tracing.chrome import chrome_trace
-
-    with errors_named(_console):
-        if out.suffix == ".jsonl":
-            raise TraceError(f"{out}: this is where a trace is, name the file to write last")
-        events = chrome_trace(_open(trace))
-        _write(out, events)
-        _console.print(f"{escape(str(out))}: {len(events['traceEvents']):,} events")
-
-
-@app.command()
-def overlap(trace: TracePaths) -> None:
-    """For how long copies to and from DRAM ran while the SSD was read or written."""
-    from flexcache.tracing import overlap as ops
-
-    with errors_named(_console):
-        opened = _open(trace)
-        table = Table("DRAM copies", "beside", "for", "both at once", "of the shorter")
-        for name, kinds in (("SSD reads", ops.SSD_READS), ("SSD writes", ops.SSD_WRITES)):
-            seen = ops.overlap(opened, ops.DRAM_COPIES, kinds)
-            shorter = min(seen.first_s, seen.second_s)
-            table.add_row(
-                f"{seen.first_s:.3f} s", name, f"{seen.second_s:.3f} s", f"{seen.both_s:.3f} s",
-                f"{seen.both_s / shorter:.0%}" if shorter else "",
-            )  # fmt: skip
-        _console.print(table)
-
-
-@app.command()
-def story(
-    trace: TracePaths,
-    wanted: Annotated[
-        str, typer.Argument(metavar="ID", help="Of a task, or the engine's of a request.")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-) -> None:
-    """Tell all that became of a request, in order."""
-    from flexcache.tracing.story import tell
-
-    with errors_named(Console(stderr=as_json)):
-        chapters = tell(_open(trace), wanted)
-        if not chapters:
-            raise TraceError(f"{', '.join(map(str, trace))}: nothing is said of {wanted}")
-    if as_json:
-        print(msgspec.json.encode([chapter.report() for chapter in chapters]).decode())
-        return
-    for task in dict.fromkeys(chapter.task for chapter in chapters):
-        _console.print(f"task {task}", style="bold", highlight=False)
-        for chapter in chapters:
-            if chapter.task == task:
-                _console.print(
-                    f"  {chapter.after_s * 1e3:12.3f} ms  {escape(chapter.text)}",
-                    soft_wrap=True, highlight=False,
-                )  # fmt: skip
 
 
 def replay(
@@ -104,47 +32,39 @@ def replay(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting; `none` takes one away."),
+        typer.Option("--set", metavar="NAME=VALUE", help="Override a setting; `none` removes it."),
     ] = None,
     speed: Annotated[
-        float, typer.Option(min=0, help="1: the trace's pace, 2: twice that. 0: without a pause.")
+        float,
+        typer.Option(min=0, help="1: as fast as the trace, 2: twice as fast, 0: without pauses."),
     ] = 0.0,
     block_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Of a block; the trace's by default.")
+        int | None, typer.Option(min=1, help="Size of a block. Default: as in the trace.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Keep the report in this file.")
+        Path | None, typer.Option("--json", help="Write the report to this file.")
     ] = None,
     trace_dir: Annotated[
-        Path | None, typer.Option(help="Keep the replay's own trace in this directory.")
+        Path | None, typer.Option(help="Keep the trace of the replay itself in this directory.")
     ] = None,
 ) -> None:
-    """Make the calls of a trace again, at a cache of any size and policy.
+    """Repeat the calls of a trace on a cache of any size and policy.
 
-    By default it is the cache that was traced. Also takes traces of Mooncake's format, which need
-    `--set num_cpu_blocks=...`.
+    The default is the configuration that was traced. Traces in Mooncake's format work too; they
+    need `--set num_cpu_blocks=...`.
     """
-    with errors_named(_console):
-        from flexcache.tracing.replay import replay as run
-        from flexcache.tracing.replay import replay_config
+    with user_errors(_console):
+        from flexcache.replay.replay import replay as run
+        from flexcache.replay.replay import replay_config
 
-        opened = _open(trace)
+        opened = open_trace(trace)
         size = block_bytes or opened.header.block_bytes
         wanted = replay_config(opened.header, config, _pairs(settings or []), size)
         with _progress() as progress:
             report = run(opened, wanted, size, speed=speed, trace_dir=trace_dir, progress=progress)
         _show(report)
         if json_file is not None:
-            _write(json_file, report.report())
-
-
-def _open(paths: Sequence[Path]) -> Trace:
-    from flexcache.tracing.mooncake import MooncakeTrace, is_mooncake
-    from flexcache.tracing.reader import RecordedTrace
-
-    if len(paths) == 1 and is_mooncake(paths[0]):
-        return MooncakeTrace(paths[0])
-    return RecordedTrace(paths)
+            write_json(json_file, report.report())
 
 
 def _pairs(settings: Sequence[str]) -> dict[str, str]:
@@ -185,7 +105,7 @@ def _show(report: ReplayReport) -> None:
 
 
 def _rows(summaries: Sequence[Summary]) -> Iterator[list[str]]:
-    """A name, and what each has of it."""
+    """Yield rows of a name and a value per summary."""
 
     def row(name: str, show: Callable[[Summary], str]) -> list[str]:
         return [name, *map(show, summaries)]
@@ -223,10 +143,3 @@ def _hits(summary: Summary, tier: str) -> str:
 def _times(summary: Summary, kind: str) -> str:
     half, most = summary.quantile_s(kind, 0.5), summary.quantile_s(kind, 0.99)
     return "" if half is None or most is None else f"{half * 1e3:.2f} / {most * 1e3:.2f} ms"
-
-
-def _write(path: Path, content: object) -> None:
-    try:
-        path.write_bytes(msgspec.json.encode(content))
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from None

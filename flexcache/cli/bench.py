@@ -1,0 +1,100 @@
+"""`flexcache bench`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from flexcache.errors import ConfigError
+from flexcache.terminal import user_errors
+
+if TYPE_CHECKING:
+    from flexcache.bench.suite import Settings
+
+_UNBOUNDED_WIDTH = 180
+"""Columns of a table that goes to a file or a pipe."""
+
+Only = Annotated[str, typer.Option(help="Only cases whose title contains this.")]
+Thorough = Annotated[
+    bool, typer.Option("--thorough", help="Larger and longer: many minutes instead of two.")
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Exit with status 1 also if a target is missed.")
+]
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="Directory for files of the SSD tier and of stores.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", help="Draw the ratios to this file (.png, .svg, .pdf).")
+]
+Seed = Annotated[int, typer.Option(help="Seed of all random data.")]
+
+
+def bench(
+    sections: Annotated[
+        list[str] | None, typer.Argument(help="Sections to run. Default: all.", show_default=False)
+    ] = None,
+    only: Only = "",
+    thorough: Thorough = False,
+    strict: Strict = False,
+    directory: Directory = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    remote_url: Annotated[
+        str | None, typer.Option(help="A remote store to measure as well.")
+    ] = None,
+    seed: Seed = 0,
+) -> None:
+    """Measure what this machine can do, and how close FlexCache comes.
+
+    Sections: control, plan, index, server, dram, overlap, ssd, remote, gpu. Each figure is shown
+    beside a bound measured in the same run. Exits with status 1 if a case failed.
+    """
+    from flexcache.bench.suite import SECTIONS, Settings
+
+    with user_errors():
+        settings = Settings(
+            tuple(sections or SECTIONS), only, thorough, directory, seed, remote_url
+        )
+    run_and_report(settings, strict=strict, json_file=json_file, plot_file=plot_file)
+
+
+def run_and_report(
+    settings: Settings, *, strict: bool, json_file: Path | None, plot_file: Path | None
+) -> None:
+    """Run cases, show what they measured, write the files asked for, and set the exit status."""
+    from flexcache.bench.plot import check_plot_file, draw
+    from flexcache.bench.progress import CaseProgress
+    from flexcache.bench.report import show_report, write_json
+    from flexcache.bench.suite import run_suite
+
+    console = Console()
+    with user_errors(console):
+        for path in filter(None, (json_file, plot_file)):
+            _check_writable(path)
+        if plot_file is not None:
+            check_plot_file(plot_file)
+        with CaseProgress(Console(stderr=True)) as progress:
+            report = run_suite(settings, progress.announce)
+        show_report(report, console if console.is_terminal else Console(width=_UNBOUNDED_WIDTH))
+        if json_file is not None:
+            write_json(report, json_file)
+        if plot_file is not None:
+            draw(report, plot_file)
+    if report.was_interrupted:
+        raise typer.Exit(130)
+    if report.has_failed or (strict and report.misses_targets):
+        raise typer.Exit(1)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise `ConfigError` before minutes are spent on results that cannot be written."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no directory {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written")
