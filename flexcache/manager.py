@@ -26,11 +26,11 @@ from flexcache.client.backend import Backend, MatchedTask
 from flexcache.client.local import LocalCache
 from flexcache.client.remote import KVDPClient
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.address import server_of, with_engine
 from flexcache.ids import MAX_KEY_BYTES, KVStatus, RootId, TaskKind, TierName
-from flexcache.protocol.address import server_of, with_engine
 from flexcache.protocol.names import engine_name, new_engine_id
 from flexcache.protocol.runtime import check_endpoint, private_endpoint
-from flexcache.request_info import NO_INFO, RequestInfo, Wanted
+from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo
 from flexcache.tasks.instructions import TaskResult
 
 Mask = npt.NDArray[np.bool_]
@@ -142,7 +142,7 @@ class KVManager:
     @property
     def wants_request_info(self) -> bool:
         """Whether KV events or traces are on, which a ``request_info`` is for."""
-        return self._backend.wanted is not Wanted.NOTHING
+        return self._backend.wanted is not PromptDetail.NOTHING
 
     def start(self) -> None:
         """Begin to serve; returns at once. `wait_ready` says when every rank is there."""
@@ -422,7 +422,7 @@ class KVManager:
         content = None
         wanted = self._backend.wanted
         if wanted:
-            tokens = _own_copy(token_ids) if wanted is Wanted.TOKENS else ()
+            tokens = _own_copy(token_ids) if wanted is PromptDetail.TOKENS else ()
             content = PromptContent(tokens, info or NO_INFO)
         keys = self._keys(token_ids, namespace, block_keys, content)
         stop = min(stop, keys.num_blocks)

@@ -1,5 +1,4 @@
-"""What an engine may tell of a request besides its tokens. Nothing is found or lost by it: it goes
-into KV events and traces, for those who read them."""
+"""Optional request metadata for KV events and traces; never affects lookups."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ import msgspec
 
 
 class RequestInfo(msgspec.Struct, frozen=True):
-    """Of one request.
+    """Metadata of one request.
 
     Attributes:
-        request_id: What the engine calls it.
-        lora_id: The adapter's number, as old readers of KV events want it.
+        request_id: The engine's id of the request.
+        lora_id: The adapter's number, for old readers of KV events.
         lora_name: The adapter's name.
-        extra_keys: Per block of the prompt what the engine hashed besides tokens (adapter, images,
-            salt), as it is to be published; None if there is nothing.
+        extra_keys: Per block of the prompt, what the engine hashed besides tokens (adapter, images,
+            salt), as published; None if nothing.
     """
 
     request_id: str = ""
@@ -29,11 +28,11 @@ class RequestInfo(msgspec.Struct, frozen=True):
 NO_INFO = RequestInfo()
 
 
-class Wanted(IntEnum):
-    """How much of what prompts are about somebody is to be told."""
+class PromptDetail(IntEnum):
+    """How much of a prompt's metadata its observers need."""
 
     NOTHING = 0
     INFO = 1
-    """Whose request it is: for a trace."""
+    """Request metadata, for a trace."""
     TOKENS = 2
-    """And its token ids: for KV events."""
+    """And the token ids, for KV events."""

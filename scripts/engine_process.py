@@ -213,13 +213,13 @@ class Engine:
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """As if neither KV events nor a trace had been asked for."""
-        from flexcache.request_info import Wanted
+        from flexcache.request_info import PromptDetail
 
         backend = self._manager._backend
         tasks = backend.server.hub.store.engine
         tiers, before = tasks.cache.tiers, (backend.wanted, tasks.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
-        backend.wanted, tasks.recorder = Wanted.NOTHING, None
+        backend.wanted, tasks.recorder = PromptDetail.NOTHING, None
         for tier in tiers:
             tier.on_stored, tier.index.on_removed = [], []
         try:

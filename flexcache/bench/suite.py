@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from flexcache.bench.machine import describe_machine
 from flexcache.bench.results import Case, Result, Unsupported
+from flexcache.config.remote_url import check_remote_url
 from flexcache.errors import ConfigError, MissingDependencyError
-from flexcache.remote_url import check_remote_url
 
 logger = logging.getLogger(__name__)
 

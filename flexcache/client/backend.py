@@ -11,7 +11,7 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.journal import Change
 from flexcache.ids import TaskKind, TierName
-from flexcache.request_info import Wanted
+from flexcache.request_info import PromptDetail
 from flexcache.tasks.instructions import TaskResult
 
 
@@ -36,7 +36,7 @@ class Backend(Protocol):
         """Of the model and block size."""
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PromptDetail:
         """How much of what prompts are about somebody is told."""
 
     def start(self) -> None:

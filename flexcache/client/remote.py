@@ -73,7 +73,7 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
 )
 from flexcache.protocol.scratch import Scratch
-from flexcache.request_info import Wanted
+from flexcache.request_info import PromptDetail
 from flexcache.tasks.ids import TaskIds, is_of_same_server, last_id
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import Stop, pack_ids
@@ -144,7 +144,7 @@ class KVDPClient:
         self._calls_identity = b""
         self._scratch = Scratch.create(MAX_FRAME_BYTES)
         self._uses_scratch = False
-        self.wanted = Wanted.NOTHING
+        self.wanted = PromptDetail.NOTHING
         """How much of what prompts are about the server passes on."""
         self._is_lost = threading.Event()
         self._request_id = 0
@@ -263,7 +263,7 @@ class KVDPClient:
         """The token ids of a prompt, where the server wants them, its keys do not tell, and they
         fit."""
         content = keys.content
-        if content is None or self.wanted is not Wanted.TOKENS or not key_bytes:
+        if content is None or self.wanted is not PromptDetail.TOKENS or not key_bytes:
             return b""
         if num_bytes + 8 * len(content.token_ids) > _MAX_PROMPT_BYTES:
             return b""

@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from flexcache.config import ModelConfig, read_dtype
+from flexcache.config.model import ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, TaskKind
-from flexcache.request_info import RequestInfo, Wanted
+from flexcache.request_info import PromptDetail, RequestInfo
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
@@ -149,7 +149,7 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     fence: str
     missing: list[str]
     uses_scratch: bool
-    wanted: Wanted = Wanted.NOTHING
+    wanted: PromptDetail = PromptDetail.NOTHING
     """How much of what prompts are about the server passes on."""
 
 

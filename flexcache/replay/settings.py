@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexcache.config import CONFIG_FILE_ENV, CacheConfig
+from flexcache.config import CacheConfig
+from flexcache.config.sources import CONFIG_FILE_ENV
 from flexcache.errors import ConfigError
 from flexcache.ids import TierName
 from flexcache.storage.memory_limit import usable_memory

@@ -69,8 +69,8 @@ from flexcache.protocol.messages import (
 )
 from flexcache.protocol.names import is_anonymous
 from flexcache.protocol.scratch import Scratch
-from flexcache.request_info import NO_INFO, Wanted
-from flexcache.server.asides import Aside
+from flexcache.request_info import NO_INFO, PromptDetail
+from flexcache.server.background import BackgroundJob
 from flexcache.server.claims import Claimant, Claims
 from flexcache.server.guard import Buffer, SocketGuard
 from flexcache.server.store import CacheStore, Clearing
@@ -173,10 +173,10 @@ class Hub:
         self._owners_session: SessionId | None = None
         self.server_pid = 0
         self.outgoing: list[tuple[bytes, ToClient]] = []
-        self.wanted = Wanted.NOTHING
+        self.wanted = PromptDetail.NOTHING
         """Whether somebody is told what prompts are about."""
-        self.aside: list[Aside] = []
-        """What takes too long to be done while others wait."""
+        self.jobs: list[BackgroundJob] = []
+        """Slow jobs, to be run off the event loop."""
         self.counters: Counter[str] = Counter()
         self.extra_stats: Callable[[], dict[str, Any]] = dict
         self.last_left_orderly = False
@@ -452,7 +452,7 @@ class Hub:
             if reply is not None and self._callers.get(caller.calls) is caller:
                 self._send(caller.calls, reply)
 
-        self.aside.append(Aside(clearing.work, end))
+        self.jobs.append(BackgroundJob(clearing.work, end))
         return None
 
     def _match(
@@ -602,7 +602,7 @@ class Hub:
         except FlexCacheError as error:
             return str(error)
         if clearing is not None:
-            self.aside.append(Aside(clearing.work, partial(self._layout_cleared, clearing)))
+            self.jobs.append(BackgroundJob(clearing.work, partial(self._layout_cleared, clearing)))
         return None
 
     def _layout_cleared(self, clearing: Clearing, error: OSError | None) -> None:

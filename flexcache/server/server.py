@@ -46,8 +46,8 @@ from flexcache.protocol.runtime import (
     listen_privately,
     private_endpoint,
 )
-from flexcache.server.asides import Aside, AsideThread, error_of
 from flexcache.server.availability_log import AvailabilityLog
+from flexcache.server.background import BackgroundJob, BackgroundThread, error_of
 from flexcache.server.change_feed import ChangeFeed
 from flexcache.server.hub import Hub, make_execute
 from flexcache.server.store import CacheStore
@@ -155,7 +155,7 @@ class KVServer:
         self._watched: dict[bytes, int] = {}  # peer -> pidfd
         self._wake = -1
         self._thread: threading.Thread | None = None
-        self._asides = AsideThread(self._end_aside)
+        self._background = BackgroundThread(self._end_job)
         self._feed: ChangeFeed | None = None
         self._tracer: Tracer | None = None
         self._open_http = open_http
@@ -525,11 +525,11 @@ class KVServer:
                 self._changed.notify_all()  # an engine may be ready now
             to_workers = self._carry_out()
             to_peers, self.hub.outgoing = self.hub.outgoing, []
-            asides, self.hub.aside = self.hub.aside, []
+            jobs, self.hub.jobs = self.hub.jobs, []
         for executor, message in to_workers:
             self._send_to_worker(executor, message)
-        for aside in asides:
-            self._asides.begin(aside)
+        for job in jobs:
+            self._background.begin(job)
         for identity, answer in to_peers:
             self._send(identity, answer)
         if took_any:
@@ -622,9 +622,9 @@ class KVServer:
         self.hub.end_sessions()
         return to_workers
 
-    def _end_aside(self, aside: Aside, error: OSError | None) -> None:
+    def _end_job(self, job: BackgroundJob, error: OSError | None) -> None:
         with self._changed:
-            aside.end(error)
+            job.end(error)
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
@@ -750,7 +750,7 @@ class KVServer:
     def _release(self) -> None:
         if self._http is not None:
             self._http.close()
-        asides_are_done = self._asides.close()
+        jobs_are_done = self._background.close()
         with self._changed:
             self.hub.close()
         for worker in self._workers.values():
@@ -769,7 +769,7 @@ class KVServer:
             self._feed.close()
         if self._tracer is not None:
             self._tracer.close()
-        if self._store is not None and asides_are_done:  # else its files are still written to
+        if self._store is not None and jobs_are_done:  # else its files are still written to
             with self._clearing:  # it writes to the files, and HTTP does not wait for it
                 self._store.close()
         if self._lock_file is not None:

@@ -49,7 +49,7 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
-from flexcache.request_info import RequestInfo, Wanted
+from flexcache.request_info import PromptDetail, RequestInfo
 from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.store import CacheStore
@@ -116,10 +116,10 @@ class World:
                     case _:
                         self.hub.deliver(instruction)
             self.hub.end_sessions()
-        asides, self.hub.aside = self.hub.aside, []
-        for aside in asides:
-            aside.work()
-            aside.end(None)
+        jobs, self.hub.jobs = self.hub.jobs, []
+        for job in jobs:
+            job.work()
+            job.end(None)
         for peer, message in self.hub.outgoing:
             self.inbox.setdefault(peer, []).append(message)
         self.hub.outgoing = []
@@ -503,7 +503,7 @@ def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: Wor
 
 
 def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored(world: World) -> None:
-    world.hub.wanted = Wanted.TOKENS
+    world.hub.wanted = PromptDetail.TOKENS
     engine = Engine(world)
     engine.register()
     assert world.hub.store is not None

@@ -1,7 +1,7 @@
-"""Jobs that take too long for the pump: a thread of their own does one after the other.
+"""Slow jobs, run one after another on a thread of their own.
 
-A disk that hangs holds up this thread alone. What then piles up is refused by name, and the
-server's end waits for it for a limited time.
+A disk that hangs blocks this thread alone. Jobs beyond a bound are refused with the reason, and the
+end of the server waits for the thread for a limited time.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ _CLOSE_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
-    """``work`` is for another thread; ``end`` is to be called with its error, as an event."""
+class BackgroundJob:
+    """``work`` runs on another thread; ``end`` is called with its error, as an event."""
 
     work: Callable[[], None]
     end: Callable[[OSError | None], None]
 
 
-class AsideThread:
-    """Runs asides in order.
+class BackgroundThread:
+    """Runs jobs in order.
 
     Args:
-        end: Ends an aside, with its error, as an event of the server; also on the caller's thread.
+        end: Ends a job, with its error, as an event of the server. Called on this thread and, for a
+            refused job, on the caller's.
     """
 
-    def __init__(self, end: Callable[[Aside, OSError | None], None]) -> None:
+    def __init__(self, end: Callable[[BackgroundJob, OSError | None], None]) -> None:
         self._end = end
-        self._waiting: queue.Queue[Aside | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[BackgroundJob | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
 
-    def begin(self, aside: Aside) -> None:
-        """Have it done in its turn; or end it at once, undone, where too many wait."""
+    def begin(self, job: BackgroundJob) -> None:
+        """Queue a job; or end it at once with an error, if too many are waiting."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="flexcache-aside", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="flexcache-background", daemon=True
+            )
             self._thread.start()
         try:
-            self._waiting.put_nowait(aside)
+            self._waiting.put_nowait(job)
         except queue.Full:
             error = OSError(f"the disk is behind: {MAX_WAITING} jobs of this kind wait for it")
-            self._end(aside, error)
+            self._end(job, error)
 
     def close(self) -> bool:
-        """Do what waits, for a few seconds at most; whether all is done. Idempotent."""
+        """Finish the queued jobs, for a few seconds at most; whether all are done. Idempotent."""
         if self._thread is None:
             return True
         deadline = time.monotonic() + _CLOSE_PATIENCE_S
@@ -71,15 +74,15 @@ class AsideThread:
         return False
 
     def _run(self) -> None:
-        while (aside := self._waiting.get()) is not None:
+        while (job := self._waiting.get()) is not None:
             try:
-                self._end(aside, error_of(aside.work))
-            except Exception:  # the next one is to have its turn
+                self._end(job, error_of(job.work))
+            except Exception:  # the next job must still run
                 log_event(logger, logging.ERROR, "aside_failed", exc_info=True)
 
 
 def error_of(work: Callable[[], None]) -> OSError | None:
-    """Do it; what went wrong."""
+    """Run a piece of work; return its error, if any."""
     try:
         work()
     except OSError as error:

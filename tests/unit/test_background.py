@@ -1,4 +1,4 @@
-"""Slow jobs beside the pump: one thread, a bounded queue, and an end that does not wait forever."""
+"""Background jobs: one thread, a bounded queue, and an end that does not wait forever."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import zmq
 
 from flexcache import CacheConfig, KVManager, ModelConfig
 from flexcache.protocol.messages import Clear, Failed, Reply
-from flexcache.server import asides
-from flexcache.server.asides import MAX_WAITING, Aside, AsideThread
+from flexcache.server import background
+from flexcache.server.background import MAX_WAITING, BackgroundJob, BackgroundThread
 from flexcache.server.server import KVServer
 from flexcache.storage.disk_pool import DiskPool
 
@@ -27,7 +27,7 @@ class Disk:
     def __init__(self) -> None:
         self.answers = threading.Event()
         self.ended: list[tuple[int, OSError | None]] = []
-        self.thread = AsideThread(lambda aside, error: aside.end(error))
+        self.thread = BackgroundThread(lambda job, error: job.end(error))
 
     def begin(self, number: int) -> None:
         def work() -> None:
@@ -35,7 +35,7 @@ class Disk:
             if number == 1:
                 raise RuntimeError("not one that is foreseen")
 
-        self.thread.begin(Aside(work, lambda error: self.ended.append((number, error))))
+        self.thread.begin(BackgroundJob(work, lambda error: self.ended.append((number, error))))
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_jobs_beyond_the_bound_are_ended_at_once_with_the_reason(disk: Disk) -> 
 def test_the_end_does_not_wait_for_a_disk_that_hangs(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asides, "_CLOSE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(background, "_CLOSE_PATIENCE_S", 0.01)
     disk.begin(0)
     assert not disk.thread.close()
     assert disk.ended == []
@@ -95,7 +95,7 @@ def test_a_flood_of_clears_makes_one_thread_and_is_refused_by_name(
         reply = msgspec.msgpack.decode(calls.recv(), type=Reply)
         assert isinstance(reply, Failed) and "the disk is behind" in reply.reason
         names = [thread.name for thread in threading.enumerate()]
-        assert names.count("flexcache-aside") == 1
+        assert names.count("flexcache-background") == 1
     finally:
         answers.set()
         manager.shutdown()
