@@ -1,6 +1,6 @@
 """Reads the traces that `flexcache.tracing` writes, shows them, and replays them.
 
-reader     a trace's records: `RecordedTrace`
+reader     a trace's records: `RecordedTrace`; `keys` completes those of prompts
 mooncake   the same for request traces in Mooncake's format
 history    the records of each task, collected
 story      what happened to one request, as text

@@ -9,7 +9,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from flexcache.errors import TraceError
-from flexcache.tracing.keys import KeyReader
+from flexcache.replay.keys import KeyReader
 from flexcache.tracing.records import DECODE_ERRORS, FORMAT, Matched, Record, TraceHeader
 
 _header_decoder = msgspec.json.Decoder(TraceHeader)
