@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, ModelConfig
-from flexcache.config import describe_settings
+from flexcache.config.address import split_address, with_engine
+from flexcache.config.settings import describe_settings
 from flexcache.errors import ConfigError
-from flexcache.protocol.address import split_address, with_engine
 
 BASE: dict[str, Any] = {"num_cpu_blocks": 8}
 
@@ -160,8 +160,8 @@ def test_capacities_follow_from_gigabytes() -> None:
 
 def test_every_setting_is_documented() -> None:
     for row in describe_settings():
-        assert row["meaning"].endswith(".")
-        assert row["environment"] == "FLEXCACHE_" + row["field"].upper()
+        assert row.meaning.endswith(".")
+        assert row.environment == "FLEXCACHE_" + row.name.upper()
 
 
 def test_a_config_without_sizes_is_for_a_server_that_is_named() -> None:
