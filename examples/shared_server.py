@@ -3,7 +3,7 @@
     python examples/shared_server.py
 
 Starts `flexcache server` on a private socket, then two engines. Here both run in this process and
-keep their KV in CPU tensors; vLLM engines share a server in the same way, by one FLEXCACHE_ENDPOINT:
+keep their KV in CPU tensors; vLLM engines share a server likewise, by one FLEXCACHE_ENDPOINT:
 
     flexcache server --config cache.toml &
     FLEXCACHE_ENDPOINT=... vllm serve MODEL --port 8001 --kv-transfer-config '...' &

@@ -1,6 +1,6 @@
 """Run vLLM with a FlexCache of DRAM and SSD: a prompt is computed once, then loaded.
 
-    pip install "flexcache[vllm]"
+    pip install ".[vllm]"
     python examples/vllm_single_node.py --model Qwen/Qwen3-0.6B --ssd-dir /nvme0/kv
 
 Run it twice: the second run, a new process, loads the prompt from the SSD directory. (Set
