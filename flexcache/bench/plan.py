@@ -61,11 +61,11 @@ class Requests:
                     engine.op_done(instruction.executor, op.op_id, len(op), time.monotonic())
             instructions = engine.take_instructions()
         times.append(time.perf_counter())
-        result = engine.result(task_id, completely=True)
+        result = engine.sessions.result(task_id, completely=True)
         assert result is not None
         if (result.status, result.num_ok) != (KVStatus.SUCCESS, count):
             raise AssertionError(f"{result.num_ok} of {count} blocks, {result.status.value}")
-        engine.collected(task_id)
+        engine.sessions.collected(task_id)
         return np.diff(times).tolist(), num_ops
 
 

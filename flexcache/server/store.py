@@ -266,8 +266,8 @@ class CacheStore:
         cache = self.engine.cache
         num_dropped = sum(len(blocks) for blocks in cache.clear(tier).values())
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
-        if self.engine.recorder is not None:
-            self.engine.recorder.cleared(tier, num_dropped)
+        if self.engine.accounts.recorder is not None:
+            self.engine.accounts.recorder.cleared(tier, num_dropped)
         if tier is None:
             cache.is_recording = False
         ssd = cache.by_name.get(TierName.SSD)

@@ -96,7 +96,7 @@ class Engine:
         self.drain()
         server = self.server
         with server.session() as engine:
-            while engine.num_open_tasks:
+            while engine.sessions.num_open:
                 server.wait_for_change(0.05)
 
     def forget_gpu(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from flexcache.tasks.stats import HitRateStats
+
 WINDOWS = {"1m": 60.0, "10m": 600.0, "1h": 3600.0}
 _SLICE_S = 10.0
 
@@ -23,12 +25,12 @@ class HitRates:
         slices[-1][1] += num_asked
         slices[-1][2] += num_found
 
-    def report(self, now: float) -> dict[str, dict[str, float]]:
-        """By window; the rate is 0 where nothing was asked for."""
+    def stats(self, now: float) -> dict[str, HitRateStats]:
+        """By window."""
         windows = {}
         for name, length in WINDOWS.items():
             recent = [s for s in self._slices if s[0] > now - length]
             asked, found = int(sum(s[1] for s in recent)), int(sum(s[2] for s in recent))
             rate = found / asked if asked else 0.0
-            windows[name] = {"asked_blocks": asked, "hit_blocks": found, "rate": rate}
+            windows[name] = HitRateStats(asked_blocks=asked, hit_blocks=found, rate=rate)
         return windows

@@ -1,10 +1,11 @@
-"""A histogram with fixed bounds: how often a figure was how large."""
+"""A histogram with fixed bounds."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any
+
+from flexcache.tasks.stats import HistogramStats
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
            2.5, 5.0, 10.0, 30.0)  # fmt: skip
@@ -25,7 +26,6 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def report(self) -> dict[str, Any]:
-        """``counts`` has one more entry than ``bounds``, for what is above the last; each counts
-        only what lies between two bounds."""
-        return {"bounds": list(self._bounds), "counts": list(self._counts), "sum": self._sum}
+    def stats(self) -> HistogramStats:
+        bounds, counts = tuple(self._bounds), tuple(self._counts)
+        return HistogramStats(bounds=bounds, counts=counts, sum=self._sum)
