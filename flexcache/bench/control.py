@@ -136,7 +136,7 @@ class Caller:
         """Make the prompt's blocks cached."""
         keys = self.manager._keys(prompt.tokens, None, prompt.keys, None)
         with self._server.session() as tasks:
-            plan = tasks.cache.plan_put(keys, 0, keys.num_blocks)
+            plan = tasks.cache.stores.plan_put(keys, 0, keys.num_blocks)
             tasks.cache.publish_staging(plan, plan.num_blocks)
             tasks.cache.finish(plan)
 

@@ -571,8 +571,8 @@ class KVServer:
         """Queue for the pump what the engine wants done; whether there is any of it."""
         assert self._store is not None
         engine = self._store.engine
-        if self._feed is not None and engine.cache.journal:
-            self._feed.pass_on(engine.cache.journal.take())
+        if self._feed is not None and engine.cache.tiers.journal:
+            self._feed.pass_on(engine.cache.tiers.journal.take())
         has_news = engine.num_ended_tasks != self._seen_ended
         has_work = False  # not told by the outbox's length: the pump empties it meanwhile
         for instruction in engine.take_instructions():

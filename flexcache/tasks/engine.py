@@ -31,8 +31,9 @@ from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.hit_rate import HitRates
 from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.load_cost import why_recomputed
-from flexcache.cache.planner import LOAD_OP, STORE_OP, GlobalCacheEngine, Plan
+from flexcache.cache.plan import LOAD_OP, STORE_OP, Plan
 from flexcache.cache.restore import Records, RestoreReport, restore_tier
+from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import (
     KVStatus,
@@ -109,7 +110,7 @@ class KVTaskEngine:
 
     def __init__(
         self,
-        cache: GlobalCacheEngine,
+        cache: TieredCache,
         *,
         block_bytes: int,
         load_ranks: Sequence[int] = (0,),
@@ -143,17 +144,19 @@ class KVTaskEngine:
         self._lanes = {DISK: _Lane(op_timeout_s), REMOTE: _Lane(remote_timeout_s)}
         self.breaker = CircuitBreaker()
         self.lookups: RemoteLookUps | None = None
-        if cache.remote is not None:
-            self.lookups = RemoteLookUps(cache.remote, self.breaker, lookup_timeout_s)
+        if cache.tiers.remote is not None:
+            self.lookups = RemoteLookUps(cache.tiers.remote, self.breaker, lookup_timeout_s)
         self._availability = Availability(
-            (tier.name for tier in cache.lower), {TierName.REMOTE: self.breaker}, cache.unavailable
+            (tier.name for tier in cache.tiers.lower),
+            {TierName.REMOTE: self.breaker},
+            cache.tiers.unavailable,
         )
         self._outcomes: deque[Outcome] = deque()
         self._instructions: list[Instruction] = []
-        disk = cache.by_name.get(TierName.SSD)
+        disk = cache.tiers.by_name.get(TierName.SSD)
         self._checksums = np.zeros(0 if disk is None else disk.capacity, dtype=np.uint64)
         self.totals = Totals()
-        cache.lost = self.totals.dropped_blocks
+        cache.tiers.lost = self.totals.dropped_blocks
         self.hit_rates = HitRates()
         self.recorder: Recorder | None = None
         self._op_seconds = {kind: Histogram(SECONDS) for kind in OpKind}
@@ -253,7 +256,7 @@ class KVTaskEngine:
         if kind is TaskKind.PUT or self.lookups is None or REMOTE not in self._up:
             return None
         self._roots.place(keys)
-        if self.cache.num_local(keys) >= stop:
+        if self.cache.tiers.have_locally(keys, stop):
             return None
         return self.lookups.look_up(keys, stop, now, self._instructions)
 
@@ -278,7 +281,7 @@ class KVTaskEngine:
             raise ValueError(f"task {task_id} was given out before")
         owner.last_id = task_id
         self._roots.place(keys)
-        self.cache.advance(now)
+        self.cache.tiers.advance(now)
         plan = self._plan(owner, kind, keys, start, stop, retain_s)
         count_plan(self.totals, plan, stop)
         count_plan(owner.totals, plan, stop)
@@ -292,7 +295,7 @@ class KVTaskEngine:
             self._remember(task, TaskState.COMPLETED, KVStatus.NOT_FOUND, 0)
             if kind is TaskKind.PUT and start < stop and not plan.dropped:
                 backlog = self._backlog_share(owner)
-                store = self.cache.plan_store(keys, stop, backlog, retain_s)
+                store = self.cache.stores.plan_store(keys, stop, backlog, retain_s)
                 self._follow(self._begin_store(store, now), now)
             return plan
         self._tasks[task_id] = owner.tasks[task_id] = task
@@ -317,10 +320,10 @@ class KVTaskEngine:
         if device_op and any(name not in self._up for name in owner.executors[device_op]):
             return self.cache.plan_nothing(kind, keys, start, stop, "ranks_missing")
         if kind is TaskKind.GET:
-            return self.cache.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
+            return self.cache.loads.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
         if kind is TaskKind.PREFETCH:
-            return self.cache.plan_prefetch(keys, start, stop)
-        return self.cache.plan_put(keys, start, stop, self._backlog_share(owner), retain_s)
+            return self.cache.loads.plan_prefetch(keys, start, stop)
+        return self.cache.stores.plan_put(keys, start, stop, self._backlog_share(owner), retain_s)
 
     def _backlog_share(self, owner: Session) -> int:
         """How many more blocks of an engine may wait to be written below.
@@ -328,7 +331,7 @@ class KVTaskEngine:
         Engines that have something going on share the room.
         """
         num_sharing = sum(bool(other.tasks) or other is owner for other in self._owners.values())
-        return self.cache.max_store_backlog // num_sharing - owner.store_backlog
+        return self.cache.stores.max_backlog // num_sharing - owner.store_backlog
 
     def _begin_store(self, plan: Plan, now: float) -> list[Outcome]:
         """Carry out a plan on the cache's own account."""
@@ -348,7 +351,7 @@ class KVTaskEngine:
     def close_down(self, now: float) -> None:
         """Cancel what is open, but not writes below the GPU, and write what is dirty."""
         self._cancel_all(now)
-        self.cache.begin_closing()
+        self.cache.stores.begin_closing()
         self._follow([], now)
 
     def launch(
@@ -449,9 +452,9 @@ class KVTaskEngine:
     def num_held_up(self) -> int:
         """Dirty blocks that wait for the worker of their tier, or for the end of its clearing."""
         return sum(
-            self.cache.num_dirty(tier)
+            self.cache.stores.num_dirty(tier)
             for tier, worker in WORKERS.items()
-            if worker not in self._up or self.cache.is_withheld(tier)
+            if worker not in self._up or self.cache.tiers.is_withheld(tier)
         )
 
     def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
@@ -487,7 +490,7 @@ class KVTaskEngine:
     def restore(self, records: Records) -> RestoreReport:
         """Index what the SSD tier was found to hold at the start (`DiskPool.load`)."""
         self._checksums[records["slot"]] = records["checksum"]
-        return restore_tier(self.cache.by_name[TierName.SSD], records)
+        return restore_tier(self.cache.tiers.by_name[TierName.SSD], records)
 
     def executor_up(self, executor: str) -> None:
         """An executor serves. What waited for its tier starts with the next `tick`."""
@@ -624,7 +627,7 @@ class KVTaskEngine:
                     self._start(outcome, now)
                 else:
                     self._op_ended(outcome)
-            plan = self.cache.plan_write_back()
+            plan = self.cache.stores.plan_write_back()
             if plan is None:
                 return
             self._outcomes.extend(self._begin_store(plan, now))
@@ -633,7 +636,7 @@ class KVTaskEngine:
         task, op = self._tasks[outcome.task_id], outcome.op
         down = [name for name in task.owner.executors[op.kind] if name not in self._up]
         tier = _LOAD_TIER.get(op.kind) or _STORE_TIER.get(op.kind)
-        if down or tier in self.cache.unavailable:
+        if down or tier in self.cache.tiers.unavailable:
             who = ", ".join(down)
             task.errors.append(f"{who} not connected" if down else f"{tier} is not available")
             self._end_undone(task, op)
@@ -691,8 +694,8 @@ class KVTaskEngine:
         checksums = None
         if op.kind is OpKind.DISK2H and op.src is not None:
             checksums = self._checksums[op.src]
-        if op.kind in _LOAD_TIER and self.cache.load_cost is not None:
-            self.cache.load_cost.started(_LOAD_TIER[op.kind], now)
+        if op.kind in _LOAD_TIER and self.cache.loads.cost is not None:
+            self.cache.loads.cost.started(_LOAD_TIER[op.kind], now)
         for executor in executors:
             self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
 
@@ -737,18 +740,18 @@ class KVTaskEngine:
             totals.ops[op.kind].ended(now, len(op), running.num_ok, self._block_bytes)
         self._op_seconds[op.kind].observe(now - running.started_s)
         self._op_bytes[op.kind].observe(moved)
-        host = self.cache.host.counters
+        host = self.cache.tiers.host.counters
         if op.kind in (OpKind.H2D, *_STORE_TIER):
             host.read_bytes += moved
         else:
             host.written_bytes += moved
         if op.kind in _LOAD_TIER:
-            tier, cost = _LOAD_TIER[op.kind], self.cache.load_cost
-            self.cache.by_name[tier].counters.read_bytes += moved
+            tier, cost = _LOAD_TIER[op.kind], self.cache.loads.cost
+            self.cache.tiers.by_name[tier].counters.read_bytes += moved
             if cost is not None:
                 cost.ended(tier, now, running.num_ok, now - running.started_s)
         if op.kind in _STORE_TIER:
-            self.cache.by_name[_STORE_TIER[op.kind]].counters.written_bytes += moved
+            self.cache.tiers.by_name[_STORE_TIER[op.kind]].counters.written_bytes += moved
 
     def _judge_store(self, running: RunningOp, error: str | None, now: float) -> bool:
         """Tell the breaker how an op went; whether it counts as a failure of the store. A block
@@ -769,7 +772,7 @@ class KVTaskEngine:
     ) -> None:
         """Count blocks that a store op lost, unless they stay dirty until their tier is back."""
         tier = _STORE_TIER[kind]
-        if not self.cache.put_off(task.plan, tier, has_failed):
+        if not self.cache.stores.put_off(task.plan, tier, has_failed):
             self._drop(task, f"{tier.value.lower()}_{why}", num_blocks)
 
     def _drop(self, task: Task, reason: str, num_blocks: int) -> None:
@@ -918,7 +921,7 @@ class KVTaskEngine:
             "queues": {**lanes, "device": {"waiting": 0, "running": on_devices}},
             "unlaunched_tasks": len(self._unlaunched),
             "open_lookups": 0 if self.lookups is None else self.lookups.num_open,
-            "store_backlog_blocks": self.cache.store_backlog,
+            "store_backlog_blocks": self.cache.stores.backlog,
         }
 
     def load_decisions(self) -> dict[str, dict[str, int]]:
@@ -929,7 +932,7 @@ class KVTaskEngine:
                 "load": hits[tier.name.value],
                 "recompute": skipped[why_recomputed(tier.name)],
             }
-            for tier in self.cache.lower
+            for tier in self.cache.tiers.lower
         }
 
     def remote_stats(self) -> dict[str, Any]:
@@ -938,12 +941,12 @@ class KVTaskEngine:
         if self.lookups is not None:
             asked = {"asked": self.lookups.num_asked, "late": self.lookups.num_late}
             report["remote"] = {
-                "available": TierName.REMOTE not in self.cache.unavailable,
+                "available": TierName.REMOTE not in self.cache.tiers.unavailable,
                 "breaker": self.breaker.report(),
                 "lookups": asked,
             }
-        if self.cache.load_cost is not None:
-            report["load_cost"] = self.cache.load_cost.report()
+        if self.cache.loads.cost is not None:
+            report["load_cost"] = self.cache.loads.cost.report()
         return report
 
     def check(self) -> None:
@@ -951,8 +954,10 @@ class KVTaskEngine:
         if self.lookups is not None and not self.lookups.check():
             raise InternalError("an open question to the store cannot be found or has no deadline")
         if not self._availability.check(self._up):
-            raise InternalError(f"the tiers {self.cache.unavailable} are not those that are away")
-        for tier in self.cache.unavailable:
+            raise InternalError(
+                f"the tiers {self.cache.tiers.unavailable} are not those that are away"
+            )
+        for tier in self.cache.tiers.unavailable:
             if len(self._lanes[WORKERS[tier]].queue):
                 raise InternalError(f"ops wait for {tier.value}, which is unavailable")
         self.cache.check()
