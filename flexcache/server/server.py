@@ -242,6 +242,15 @@ class KVServer:
             self._absent_observers.append(name)
             return None
 
+    def _open_tracer(self, store: CacheStore) -> Tracer:
+        header = make_header(
+            store.config,
+            store.engine.cache.tiers,
+            fingerprint=store.fingerprint,
+            block_bytes=store.block_bytes,
+        )
+        return Tracer(self.config, header)
+
     def _open_publisher(self, model_id: str) -> KVEventPublisher:
         publisher = KVEventPublisher(self.config, model_id)
         publisher.start()
@@ -269,7 +278,7 @@ class KVServer:
                 publisher = self._observer("KV events", open_publisher)
             self._feed = ChangeFeed(self.config, publisher)
         if self.config.trace_dir is not None:
-            self._tracer = self._observer("trace", lambda: Tracer(self.config, make_header(store)))
+            self._tracer = self._observer("trace", partial(self._open_tracer, store))
             store.engine.recorder = self._tracer
         assert self._lock_file is not None
         endpoint = self._lock_file.worker_endpoint

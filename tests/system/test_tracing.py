@@ -33,7 +33,9 @@ from flexcache.replay.history import histories
 from flexcache.replay.mooncake import MooncakeTrace, read_requests
 from flexcache.replay.overlap import DRAM_COPIES, SSD_READS, overlap
 from flexcache.replay.reader import RecordedTrace
-from flexcache.replay.replay import ReplayReport, replay, replay_config
+from flexcache.replay.replay import replay
+from flexcache.replay.report import ReplayReport
+from flexcache.replay.settings import replay_config
 from flexcache.replay.story import tell
 from flexcache.request_info import RequestInfo
 from flexcache.tracing.records import Matched, TraceHeader
