@@ -36,7 +36,7 @@ from venvs import peer_python
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.bench.remote import measure_store
-from flexcache.bench.results import Case, NotHere, Result
+from flexcache.bench.results import Case, Result, Unsupported
 from flexcache.bench.server import measure_server
 from flexcache.bench.suite import Settings, load_section
 
@@ -54,7 +54,7 @@ def peer_report(venvs: Path, script: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run([python, str(PEERS / script), *arguments], capture_output=True, text=True)
     lines = done.stdout.splitlines()
     if not lines:
-        raise NotHere(f"{script} ended without a word: {done.stderr[-300:]}")
+        raise Unsupported(f"{script} ended without a word: {done.stderr[-300:]}")
     report: dict[str, Any] = json.loads(lines[-1])
     return report
 
@@ -63,7 +63,7 @@ def beside_lmcache_server(venvs: Path) -> Iterator[Result]:
     """Latency of a lookup of 131,072 tokens, and whole cycles of all clients."""
     report = peer_report(venvs, "lmcache_server.py")
     if not report["rows"]:
-        raise NotHere(f"LMCache did not run: {report['notes'][-300:]}")
+        raise Unsupported(f"LMCache did not run: {report['notes'][-300:]}")
     theirs = {(row["clients"], row["what"].split(" of ")[0]): row for row in report["rows"]
               if "none cached" not in row["what"] and "retrieve" not in row["what"]}  # fmt: skip
     for found in measure_server(list(CLIENTS), lambda _: [LOOKUP], SECONDS):
@@ -215,7 +215,7 @@ def lmcache_tiers(venvs: Path, *directory: str) -> dict[str, dict[str, list[floa
     """GB/s of each way of LMCache's, by its name."""
     report = peer_report(venvs, "lmcache_data.py", *directory)
     if report["error"]:
-        raise NotHere(f"{report['peer']} did not run: {report['error'].splitlines()[-1]}")
+        raise Unsupported(f"{report['peer']} did not run: {report['error'].splitlines()[-1]}")
     return {report["peer"]: report["gb_per_s"]}
 
 
@@ -223,7 +223,7 @@ def beside_mooncake() -> Iterator[Result]:
     """The remote tier beside Mooncake's own batch calls with the same buffers."""
     why = missing("mooncake", "mooncake_master")
     if why is not None:
-        raise NotHere(why)
+        raise Unsupported(why)
     with mooncake_master(segment_gb=1.0) as master, mooncake_segment(master.url):
         yield from measure_store(master.url.partition("?")[0], 2 << 20, rounds=7)
 

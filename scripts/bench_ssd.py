@@ -22,7 +22,7 @@ from flexcache.bench.raw_disk import QUEUE_DEPTH, Fio, raw_disks
 from flexcache.bench.ssd import BLOCK_BYTES, ROOT, beside_raw, driven_workers
 from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
-from flexcache.config import SYNC_POLICIES
+from flexcache.config.cache import SSD_SYNCS
 from flexcache.ids import TierName
 from flexcache.storage.block_io import open_block_io
 from flexcache.storage.disk_pool import DiskPool
@@ -42,7 +42,7 @@ def measure_durability(console: Console, path: Path, size: int, rounds: int, eng
         raw[-1].name = SYNCED_PEER
     table = Table("2 MiB blocks", "median", "lowest", "highest", "bound", "of")
     try:
-        with driven_workers(path, size, io, 0, SYNC_POLICIES) as made:
+        with driven_workers(path, size, io, 0, SSD_SYNCS) as made:
             ways = {f"ssd_sync = {sync}": worker.run for sync, worker in made.items()}
             for result in beside_raw(ways, raw, rounds):
                 table.add_row(

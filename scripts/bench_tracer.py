@@ -29,8 +29,9 @@ from flexcache.cache.block_keys import (
     make_root,
 )
 from flexcache.cache.packed_keys import PackedBlockKeys
-from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
 from flexcache.ids import TaskKind, TierName
 from flexcache.replay.reader import RecordedTrace
@@ -84,7 +85,7 @@ def run(
 ) -> Cost:
     num_blocks = make_keys(0).num_blocks
     tier = Tier(TierName.CPU, num_blocks)
-    engine = KVTaskEngine(GlobalCacheEngine([tier], num_blocks, num_blocks), block_bytes=1)
+    engine = KVTaskEngine(TieredCache(Tiers([tier]), num_blocks, num_blocks), block_bytes=1)
     engine.add_session(SESSION, "bench")
     lease = tier.reserve(make_keys(0), 0, num_blocks)
     tier.publish(lease, num_blocks)

@@ -32,7 +32,7 @@ from lmcache_server import running_server
 from reporting import Say, run_and_show
 from venvs import peer_python
 
-from flexcache.bench.results import Case, NotHere, Result
+from flexcache.bench.results import Case, Result, Unsupported
 
 OURS, PEER, LMCACHE = "FlexCache", "vLLM's own offloading", "LMCache"
 SYSTEMS = {OURS: "FlexCache", PEER: "offloading", LMCACHE: "LMCache"}
@@ -117,7 +117,7 @@ def engine(name: str, work_dir: Path, venvs: Path | None) -> Iterator[EngineProc
     """A system's engine, and for LMCache its server.
 
     Raises:
-        DidNotRun, NotHere: Says why.
+        DidNotRun, Unsupported: Says why.
     """
     directory, log = work_dir / SYSTEMS[name], work_dir / "engine.log"
     directory.mkdir()
@@ -126,7 +126,7 @@ def engine(name: str, work_dir: Path, venvs: Path | None) -> Iterator[EngineProc
         python = sys.executable
         if name == LMCACHE:
             if venvs is None:
-                raise NotHere("no environments of peers are named")
+                raise Unsupported("no environments of peers are named")
             python = peer_python(venvs, "lmcache-vllm")
             server_log = stack.enter_context((work_dir / "server.log").open("w+b"))
             files = {"type": "fs_native", "base_path": str(directory), "use_odirect": True}
@@ -148,7 +148,7 @@ def run(
             say(f"starting {name}")
             try:
                 engines[name] = stack.enter_context(engine(name, Path(work_dir), venvs))
-            except (DidNotRun, NotHere, RuntimeError) as error:
+            except (DidNotRun, Unsupported, RuntimeError) as error:
                 if name == OURS:
                     raise
                 absent.append(f"{name} did not run: {error}")

@@ -31,8 +31,9 @@ from rich.table import Table
 
 from flexcache.cache.admission import Admission, make_admission
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import Tiers
 from flexcache.ids import TierName
 from flexcache.replay.mooncake import hash_key, read_requests
 
@@ -94,23 +95,23 @@ def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outc
     """A tier behind DRAM: every request is a get and a put that end at once."""
     dram, tier = Tier(TierName.CPU, capacity // DRAM_SHARE), Tier(TierName.SSD, capacity)
     admissions = {TierName.SSD: make_admission(policy, capacity)}
-    engine, hits = GlobalCacheEngine([dram, tier], LONG_PROMPT, capacity, admissions), 0
+    cache, hits = TieredCache(Tiers([dram, tier]), LONG_PROMPT, capacity, admissions), 0
     for request in trace:
         keys, stop = request.keys, request.keys.num_blocks
-        engine.advance(request.time_s)
-        load = engine.plan_get(keys, 0, stop)
+        cache.tiers.advance(request.time_s)
+        load = cache.loads.plan_get(keys, 0, stop)
         hits += load.num_blocks
-        engine.publish_staging(load, len(load.staging) if load.staging else 0)
-        engine.finish(load)
-        put = engine.plan_put(keys, 0, stop)
+        cache.publish_staging(load, len(load.staging) if load.staging else 0)
+        cache.finish(load)
+        put = cache.stores.plan_put(keys, 0, stop)
         if put.num_blocks == 0:  # DRAM has it all, the tier perhaps not
-            engine.finish(put)
-            put = engine.plan_store(keys, stop)
-        engine.publish_staging(put, put.num_blocks)
+            cache.finish(put)
+            put = cache.stores.plan_store(keys, stop)
+        cache.publish_staging(put, put.num_blocks)
         for name, lease in put.stores.items():
-            engine.publish_store(put, name, len(lease))
-        engine.finish(put)
-    engine.check()
+            cache.publish_store(put, name, len(lease))
+        cache.finish(put)
+    cache.check()
     return Outcome(hits, tier.counters.stored_blocks)
 
 

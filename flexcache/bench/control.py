@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from flexcache.bench.results import Case, NotHere, Result, sample_beside
+from flexcache.bench.results import Case, Result, Unsupported, sample_beside
 from flexcache.client.local import LocalCache
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
@@ -136,7 +136,7 @@ class Caller:
         """Make the prompt's blocks cached."""
         keys = self.manager._keys(prompt.tokens, None, prompt.keys, None)
         with self._server.session() as tasks:
-            plan = tasks.cache.plan_put(keys, 0, keys.num_blocks)
+            plan = tasks.cache.stores.plan_put(keys, 0, keys.num_blocks)
             tasks.cache.publish_staging(plan, plan.num_blocks)
             tasks.cache.finish(plan)
 
@@ -227,12 +227,12 @@ def many_blocks(populations: Sequence[int], seed: int, rounds: int) -> Iterator[
     """A prompt of 16,384 tokens, three quarters of it cached, among ever more blocks of others.
 
     Raises:
-        NotHere: The host pool, of a page for each block, would be larger than memory.
+        Unsupported: The host pool, of a page for each block, would be larger than memory.
     """
     try:
         caller = Caller(populations[-1] + SLACK_BLOCKS)
     except ConfigError as error:
-        raise NotHere(str(error)) from None
+        raise Unsupported(str(error)) from None
     num_tokens, num_cached = 16_384, 12_288
     prompts = [Prompt.random(seed, num_tokens, has_keys=has) for has in (False, True)]
     step = Prompt(np.zeros(10_000 * BLOCK, np.int64))

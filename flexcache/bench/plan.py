@@ -15,8 +15,8 @@ import numpy as np
 
 from flexcache.bench.results import Case, Result, sample_beside
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
-from flexcache.cache.planner import GlobalCacheEngine
-from flexcache.cache.tier import Tier
+from flexcache.cache.build import CacheSizes, build_cache
+from flexcache.config import CacheConfig
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
@@ -34,8 +34,9 @@ class Requests:
     """A task engine over DRAM and SSD, whose executors do nothing and are always done."""
 
     def __init__(self, num_blocks: int) -> None:
-        tiers = [Tier(TierName.CPU, 2 * num_blocks), Tier(TierName.SSD, 2 * num_blocks)]
-        self.cache = GlobalCacheEngine(tiers, CHUNK_BLOCKS, max_store_backlog=2 * num_blocks)
+        size = 2 * num_blocks
+        config = CacheConfig(num_cpu_blocks=size, eviction_policy="lru", skip_slow_loads=False)
+        self.cache = build_cache(config, CacheSizes(size, size, CHUNK_BLOCKS, size))
         self.engine = KVTaskEngine(self.cache, block_bytes=2 << 20)
         self._ids = TaskIds(make_session(1, 1))
         self.engine.add_session(self._ids.session, "bench")
@@ -89,9 +90,9 @@ def requests(num_blocks: int, rounds: int) -> Iterator[Result]:
         prompt = EngineBlockKeys(ROOT, keys, num_blocks)
         put = served.serve(TaskKind.PUT, prompt)
         from_dram = served.serve(TaskKind.GET, prompt)
-        served.cache.clear(TierName.CPU.value)
+        served.cache.tiers.clear(TierName.CPU.value)
         from_ssd = served.serve(TaskKind.GET, prompt)
-        served.cache.clear(None)
+        served.cache.tiers.clear(None)
         if number:  # the first warms up
             measured = {"put to DRAM and SSD": put, "get from DRAM": from_dram,
                         "get from SSD": from_ssd}  # fmt: skip

@@ -60,8 +60,8 @@ def _show_section(section: str, cases: Sequence[CaseReport], console: Console) -
         name = escape(f"{section}, {case.title}")
         if case.outcome is Outcome.FAILED:
             console.print(f"[red]FAILED[/] {name}: {escape(case.reason)}", soft_wrap=True)
-        elif case.outcome is Outcome.NOT_HERE:
-            console.print(f"[yellow]not here[/] {name}: {escape(case.reason)}", soft_wrap=True)
+        elif case.outcome is Outcome.UNSUPPORTED:
+            console.print(f"[yellow]unsupported[/] {name}: {escape(case.reason)}", soft_wrap=True)
     for note in dict.fromkeys(result.note for result in results if result.note):
         names = [result.name for result in results if result.note == note]
         who = names[0] if len(set(names)) == 1 else f"{names[0]}, ..."
@@ -177,7 +177,7 @@ def _summary(report: Report) -> str:
     text = (
         f"{len(report.results)} figures in {report.took_s:.0f} s; targets reached: "
         f"{sum(judged)} of {len(judged)}; cases failed: {counts[Outcome.FAILED]}, "
-        f"not here: {counts[Outcome.NOT_HERE]}"
+        f"unsupported: {counts[Outcome.UNSUPPORTED]}"
     )
     return f"[red]interrupted[/] {text}" if report.was_interrupted else text
 

@@ -93,7 +93,7 @@ class Case:
     run: Callable[[], Iterable[Result]]
 
 
-class NotHere(Exception):
+class Unsupported(Exception):
     """A case cannot run on this machine; says why. Reported, never skipped silently."""
 
 

@@ -261,7 +261,7 @@ def measure_server(
         endpoint, echo_endpoint = f"ipc://{directory}/s", f"ipc://{directory}/e"
         num_blocks = 2 * BLOCKS * min(most, MOST_PROMPTS) + 64
         cache = CacheConfig(num_cpu_blocks=num_blocks, endpoint=endpoint, log_level="WARNING")
-        told = msgspec.json.encode(ServerConfig(cache, idle_exit_s=15.0).to_dict())
+        told = msgspec.json.encode(ServerConfig(cache=cache, idle_exit_s=15.0).to_dict())
         opened.enter_context(_process("flexcache.server.process", told=told))
         opened.enter_context(_process("flexcache.bench.echo", echo_endpoint))
         clients = opened.enter_context(ClientProcesses(endpoint, most))

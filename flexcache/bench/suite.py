@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flexcache.bench.machine import describe_machine
-from flexcache.bench.results import Case, NotHere, Result
+from flexcache.bench.results import Case, Result, Unsupported
+from flexcache.config.remote_url import check_remote_url
 from flexcache.errors import ConfigError, MissingDependencyError
-from flexcache.remote_url import check_remote_url
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Settings:
 
 class Outcome(Enum):
     DONE = "done"
-    NOT_HERE = "not here"
+    UNSUPPORTED = "unsupported"
     FAILED = "failed"
 
 
@@ -184,8 +184,8 @@ def run_case(section: str, case: Case) -> CaseReport:
     outcome, results, reason = Outcome.DONE, list[Result](), ""
     try:
         results.extend(case.run())
-    except (NotHere, MissingDependencyError) as error:
-        outcome, reason = Outcome.NOT_HERE, str(error)
+    except (Unsupported, MissingDependencyError) as error:
+        outcome, reason = Outcome.UNSUPPORTED, str(error)
     except Exception as error:
         logger.debug("%s, %s", section, case.title, exc_info=True)
         outcome, reason = Outcome.FAILED, f"{type(error).__name__}: {error}"

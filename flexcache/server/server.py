@@ -243,6 +243,15 @@ class KVServer:
             self._absent_observers.append(name)
             return None
 
+    def _open_tracer(self, store: CacheStore) -> Tracer:
+        header = make_header(
+            store.config,
+            store.engine.cache.tiers,
+            fingerprint=store.fingerprint,
+            block_bytes=store.block_bytes,
+        )
+        return Tracer(self.config, header)
+
     def _open_publisher(self, model_id: str) -> KVEventPublisher:
         publisher = KVEventPublisher(self.config, model_id)
         publisher.start()
@@ -270,7 +279,7 @@ class KVServer:
                 publisher = self._observer("KV events", open_publisher)
             self._feed = ChangeFeed(self.config, publisher)
         if self.config.trace_dir is not None:
-            self._tracer = self._observer("trace", lambda: Tracer(self.config, make_header(store)))
+            self._tracer = self._observer("trace", partial(self._open_tracer, store))
             store.engine.accounts.recorder = self._tracer
         assert self._lock_file is not None
         endpoint = self._lock_file.worker_endpoint
@@ -570,8 +579,8 @@ class KVServer:
         """Queue for the pump what the engine wants done; whether there is any of it."""
         assert self._store is not None
         engine = self._store.engine
-        if self._feed is not None and engine.cache.journal:
-            self._feed.pass_on(engine.cache.journal.take())
+        if self._feed is not None and engine.cache.tiers.journal:
+            self._feed.pass_on(engine.cache.tiers.journal.take())
         has_news = engine.accounts.num_ended != self._seen_ended
         has_work = False  # not told by the outbox's length: the pump empties it meanwhile
         for instruction in engine.take_instructions():

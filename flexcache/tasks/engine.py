@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from flexcache.cache.block_keys import PromptKeys
-from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.plan import Plan
 from flexcache.cache.restore import Records, RestoreReport, restore_tier
+from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import (
     KVStatus,
@@ -67,7 +68,7 @@ class KVTaskEngine:
 
     def __init__(
         self,
-        cache: GlobalCacheEngine,
+        cache: TieredCache,
         *,
         block_bytes: int,
         load_ranks: Sequence[int] = (0,),
@@ -80,19 +81,19 @@ class KVTaskEngine:
     ) -> None:
         self.cache = cache
         self.sessions = Sessions(load_ranks, store_ranks)
-        self.accounts = Accounts(block_bytes, cache.lost, cache.load_cost)
+        self.accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads.cost)
         self.breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
-        ssd = cache.by_name.get(TierName.SSD)
+        ssd = cache.tiers.by_name.get(TierName.SSD)
         self._checksums = SlotChecksums(0 if ssd is None else ssd.capacity)
         self.executors = Executors(
-            cache.lower, cache.unavailable, self.breaker, self._checksums, self._instructions,
-            self.accounts, block_bytes=block_bytes, op_timeout_s=op_timeout_s,
+            cache.tiers, self.breaker, self._checksums, self.accounts, self._instructions,
+            block_bytes=block_bytes, op_timeout_s=op_timeout_s,
             remote_timeout_s=remote_timeout_s,
         )  # fmt: skip
         self.lookups: RemoteLookUps | None = None
-        if cache.remote is not None:
-            self.lookups = RemoteLookUps(cache.remote, self.breaker, lookup_timeout_s)
+        if cache.tiers.remote is not None:
+            self.lookups = RemoteLookUps(cache.tiers.remote, self.breaker, lookup_timeout_s)
         self._runner = TaskRunner(
             cache, self.sessions, self.executors, self.accounts, self._instructions
         )
@@ -234,7 +235,7 @@ class KVTaskEngine:
     def close_down(self, now: float) -> None:
         """Cancel what is open, but not writes below the GPU, and write what is dirty."""
         self._cancel_unanswered(self.sessions.of_engines(), now)
-        self.cache.begin_closing()
+        self.cache.stores.begin_closing()
         self._runner.follow(now)
 
     # -- events ----------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class KVTaskEngine:
     def restore(self, records: Records) -> RestoreReport:
         """Index what the SSD tier was found to hold at startup (`DiskPool.load`)."""
         self._checksums.restore(records)
-        return restore_tier(self.cache.by_name[TierName.SSD], records)
+        return restore_tier(self.cache.tiers.by_name[TierName.SSD], records)
 
     def executor_up(self, executor: str) -> None:
         """An executor serves. What waited for its tier starts with the next `tick`."""
@@ -319,9 +320,9 @@ class KVTaskEngine:
     def num_held_up(self) -> int:
         """Dirty blocks that wait for the worker of their tier, or for the end of its clearing."""
         return sum(
-            self.cache.num_dirty(tier)
+            self.cache.stores.num_dirty(tier)
             for tier, worker in WORKERS.items()
-            if not self.executors.is_up(worker) or self.cache.is_withheld(tier)
+            if not self.executors.is_up(worker) or self.cache.tiers.is_withheld(tier)
         )
 
     def stats(self, identity: CacheIdentity, now: float) -> CacheStats:

@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexcache.cache.tier import Tier
+from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskId, TaskState, TierName
 from flexcache.tasks.accounts import Accounts
@@ -59,8 +59,7 @@ class Executors:
     """All executors of one cache.
 
     Args:
-        lower: Tiers below the host tier.
-        unavailable: Receives the names of those that do not take part.
+        tiers: Learns which of them are unavailable.
         breaker: Circuit breaker of the remote store.
         checksums: Checksums of the SSD tier's slots.
         instructions: Receives `RunOp`, `DropOp` and `ReplaceExecutor`.
@@ -71,22 +70,21 @@ class Executors:
 
     def __init__(
         self,
-        lower: Sequence[Tier],
-        unavailable: set[TierName],
+        tiers: Tiers,
         breaker: CircuitBreaker,
         checksums: SlotChecksums,
-        instructions: list[Instruction],
         accounts: Accounts,
+        instructions: list[Instruction],
         *,
         block_bytes: int,
         op_timeout_s: float,
         remote_timeout_s: float,
     ) -> None:
         self._up: dict[str, None] = {}
-        self._unavailable = unavailable
+        self._unavailable = tiers.unavailable
         self._breaker = breaker
         self._availability = Availability(
-            (tier.name for tier in lower), {TierName.REMOTE: breaker}, unavailable
+            (tier.name for tier in tiers.lower), {TierName.REMOTE: breaker}, tiers.unavailable
         )
         self._checksums = checksums
         self._instructions = instructions

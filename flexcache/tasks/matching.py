@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.layout_roots import LayoutRoots
-from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.plan import Plan
+from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TaskKind
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
@@ -26,7 +27,7 @@ class Matcher:
 
     def __init__(
         self,
-        cache: GlobalCacheEngine,
+        cache: TieredCache,
         sessions: Sessions,
         executors: Executors,
         lookups: RemoteLookUps | None,
@@ -58,7 +59,7 @@ class Matcher:
         if kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
             return None
         self._roots.place(keys)
-        if self._cache.num_local(keys) >= stop:
+        if self._cache.tiers.have_locally(keys, stop):
             return None
         return lookups.look_up(keys, stop, now, self._instructions)
 
@@ -73,19 +74,21 @@ class Matcher:
         now: float,
     ) -> Plan:
         self._roots.place(keys)
-        self._cache.advance(now)
+        self._cache.tiers.advance(now)
         reason = self._why_not(owner, kind)
         if reason is not None:
             return self._cache.plan_nothing(kind, keys, start, stop, reason)
         if kind is TaskKind.GET:
-            return self._cache.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
+            return self._cache.loads.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
         if kind is TaskKind.PREFETCH:
-            return self._cache.plan_prefetch(keys, start, stop)
-        return self._cache.plan_put(keys, start, stop, self._share_of_backlog(owner), retain_s)
+            return self._cache.loads.plan_prefetch(keys, start, stop)
+        return self._cache.stores.plan_put(
+            keys, start, stop, self._share_of_backlog(owner), retain_s
+        )
 
     def plan_store(self, owner: Session, keys: BlockKeys, stop: int, retain_s: float) -> Plan:
         """For a put that DRAM had nothing to take from: what the tiers below it lack."""
-        return self._cache.plan_store(keys, stop, self._share_of_backlog(owner), retain_s)
+        return self._cache.stores.plan_store(keys, stop, self._share_of_backlog(owner), retain_s)
 
     def _why_not(self, owner: Session, kind: TaskKind) -> str | None:
         """Why nothing can be matched for a session now."""
@@ -103,5 +106,5 @@ class Matcher:
 
         Sessions that have open tasks share the room.
         """
-        room = self._cache.max_store_backlog // self._sessions.num_with_tasks(owner)
+        room = self._cache.stores.max_backlog // self._sessions.num_with_tasks(owner)
         return room - owner.store_backlog

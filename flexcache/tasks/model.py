@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from flexcache.cache.planner import Plan
+from flexcache.cache.plan import Plan
 from flexcache.ids import KVStatus, OpId, OpKind, SessionId, TaskId, TaskKind, TaskState, TierName
 from flexcache.tasks.ids import id_before
 from flexcache.tasks.instructions import TaskResult

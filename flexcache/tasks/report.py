@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexcache.cache.load_cost import why_recomputed
-from flexcache.cache.planner import GlobalCacheEngine
+from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.lookups import RemoteLookUps
@@ -26,15 +26,15 @@ from flexcache.transfer.breaker import CircuitBreaker
 
 
 def cache_stats(
-    identity: CacheIdentity, cache: GlobalCacheEngine, accounts: Accounts, sessions: Sessions,
+    identity: CacheIdentity, cache: TieredCache, accounts: Accounts, sessions: Sessions,
     queues: dict[str, QueueStats], num_unlaunched: int, lookups: RemoteLookUps | None,
     breaker: CircuitBreaker, now: float,
 ) -> CacheStats:  # fmt: skip
     """The parts of a `KVTaskEngine` as statistics."""
     op_times, op_sizes = accounts.op_seconds, accounts.op_bytes
     load_cost = None
-    if cache.load_cost is not None:
-        load_cost = {n: LoadCostStats(**cost) for n, cost in cache.load_cost.report().items()}
+    if cache.loads.cost is not None:
+        load_cost = {n: LoadCostStats(**cost) for n, cost in cache.loads.cost.report().items()}
     return CacheStats(
         identity=identity,
         totals=accounts.totals.stats(),
@@ -49,14 +49,14 @@ def cache_stats(
         queues=queues,
         unlaunched_tasks=num_unlaunched,
         open_lookups=0 if lookups is None else lookups.num_open,
-        store_backlog_blocks=cache.store_backlog,
+        store_backlog_blocks=cache.stores.backlog,
         load_decisions=_load_decisions(cache, accounts.totals),
         remote=None if lookups is None else _remote(cache, lookups, breaker),
         load_cost=load_cost,
     )
 
 
-def _tiers(cache: GlobalCacheEngine, totals: Totals) -> dict[str, TierStats]:
+def _tiers(cache: TieredCache, totals: Totals) -> dict[str, TierStats]:
     """Bytes are those of the ops that read and wrote the tier; every op has one end in DRAM."""
     num_read = dict.fromkeys(TierName, 0)
     num_written = dict.fromkeys(TierName, 0)
@@ -74,21 +74,19 @@ def _tiers(cache: GlobalCacheEngine, totals: Totals) -> dict[str, TierStats]:
     }
 
 
-def _load_decisions(cache: GlobalCacheEngine, totals: Totals) -> dict[str, LoadDecisions]:
+def _load_decisions(cache: TieredCache, totals: Totals) -> dict[str, LoadDecisions]:
     return {
         tier.name.value: LoadDecisions(
             load=totals.hit_blocks[tier.name.value],
             recompute=totals.skipped_blocks[why_recomputed(tier.name)],
         )
-        for tier in cache.lower
+        for tier in cache.tiers.lower
     }
 
 
-def _remote(
-    cache: GlobalCacheEngine, lookups: RemoteLookUps, breaker: CircuitBreaker
-) -> RemoteStats:
+def _remote(cache: TieredCache, lookups: RemoteLookUps, breaker: CircuitBreaker) -> RemoteStats:
     return RemoteStats(
-        available=TierName.REMOTE not in cache.unavailable,
+        available=TierName.REMOTE not in cache.tiers.unavailable,
         breaker=BreakerStats(**breaker.report()),
         lookups=LookUpStats(asked=lookups.num_asked, late=lookups.num_late),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexcache.cache.planner import LOAD_OP, STORE_OP
+from flexcache.cache.plan import LOAD_OP, STORE_OP
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.instructions import DISK, REMOTE
 

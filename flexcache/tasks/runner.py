@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.plan import Plan
+from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import KVStatus, OpKind, TaskKind, TaskState
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors
@@ -47,7 +48,7 @@ class TaskRunner:
 
     def __init__(
         self,
-        cache: GlobalCacheEngine,
+        cache: TieredCache,
         sessions: Sessions,
         executors: Executors,
         accounts: Accounts,
@@ -138,7 +139,7 @@ class TaskRunner:
                     self._op_ended(task, outcome, now)
                 elif (undone := self._executors.start(task, outcome.op, now)) is not None:
                     self._settle_one(undone)
-            plan = self._cache.plan_write_back()
+            plan = self._cache.stores.plan_write_back()
             if plan is None:
                 return
             self._submit_store(plan, now)
@@ -168,7 +169,7 @@ class TaskRunner:
         """Count what of an op is lost."""
         task, op, num_lost = run.task, run.op, len(run.op) - run.num_ok
         if num_lost and (tier := STORE_TIER.get(op.kind)) is not None:
-            if not self._cache.put_off(task.plan, tier, run.store_failed):
+            if not self._cache.stores.put_off(task.plan, tier, run.store_failed):
                 why = "unavailable" if run.started_s is None else "write_failed"
                 self._accounts.dropped(task, f"{tier.value.lower()}_{why}", num_lost)
         elif num_lost and run.bad_block and (tier := LOAD_TIER.get(op.kind)) is not None:

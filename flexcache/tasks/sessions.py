@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexcache.cache.planner import Plan
+from flexcache.cache.plan import Plan
 from flexcache.errors import InternalError
 from flexcache.ids import KVStatus, OpKind, SessionId, TaskId, TaskState
 from flexcache.tasks.ids import TaskIds, id_before, make_session, session_of

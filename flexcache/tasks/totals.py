@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from flexcache.cache.planner import Plan
+from flexcache.cache.plan import Plan
 from flexcache.ids import OpKind, TaskKind
 from flexcache.tasks.stats import OpStats, TotalsStats
 

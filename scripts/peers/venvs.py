@@ -7,7 +7,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from flexcache.bench.results import NotHere
+from flexcache.bench.results import Unsupported
 
 HERE = Path(__file__).parent
 ON_TOP_OF_OURS = {"lmcache-vllm"}  # sees the packages of the environment that runs this
@@ -17,7 +17,7 @@ def peer_python(venvs: Path, name: str) -> str:
     """The interpreter of the environment ``venvs/name``, which is made if it is not there.
 
     Raises:
-        NotHere: ``requirements-<name>.txt`` could not be installed; says why.
+        Unsupported: ``requirements-<name>.txt`` could not be installed; says why.
     """
     directory = venvs / name
     python, stamp = directory / "bin" / "python", directory / ".complete"
@@ -36,6 +36,8 @@ def peer_python(venvs: Path, name: str) -> str:
     done = subprocess.run(install, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise NotHere(f"{requirements.name} does not install: {said[-1] if said else 'no reason'}")
+        raise Unsupported(
+            f"{requirements.name} does not install: {said[-1] if said else 'no reason'}"
+        )
     stamp.write_text(requirements.read_text())
     return str(python)

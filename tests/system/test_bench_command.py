@@ -38,8 +38,8 @@ def test_requests_without_bytes_and_the_scheduler_are_measured() -> None:
 
 def test_a_case_that_fails_is_named_and_ends_with_1() -> None:
     run = run_bench("remote", "--remote-url", "mooncake://127.0.0.1:1", "--only", "mooncake")
-    # Without Mooncake's client the case is not here; with it nobody answers at that address.
-    if "not here remote, mooncake" in run.stdout:
+    # Without Mooncake's client the case is unsupported; with it no server answers at that address.
+    if "unsupported remote, mooncake" in run.stdout:
         assert run.returncode == 0
     else:
         assert "FAILED remote, mooncake" in run.stdout

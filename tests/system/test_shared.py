@@ -20,10 +20,10 @@ from stores import free_ports
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
 from flexcache.client.status import read_status
+from flexcache.config.address import server_of
 from flexcache.errors import ConfigError, RegistrationError, ServerLostError
 from flexcache.events.subscriber import KVEventSubscriber, Received
 from flexcache.events.wire import BlockStored
-from flexcache.protocol.address import server_of
 from flexcache.protocol.runtime import is_served, private_endpoint, runtime_dir
 from flexcache.request_info import RequestInfo
 

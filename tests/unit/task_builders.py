@@ -15,16 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from builders import make_cache
 from write_back_model import WriteBackModel
 
-from flexcache.cache.admission import make_admission
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.layout_roots import LayoutRoots
-from flexcache.cache.load_cost import LoadCost
-from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.plan import Plan
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
-from flexcache.cache.write_back import DirtyQueue
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
@@ -50,7 +48,6 @@ ROOT = make_root("a model", [], ENGINE_KEYS)
 GATE_PATIENCE_S = 600.0
 ENGINE, OTHER = "an engine", "another"
 SESSION = make_session(0, 0)
-ABSENT_TTL_S = 5.0
 NAMED = (OpKind.H2DISK, OpKind.H2REMOTE, OpKind.REMOTE2H)
 
 Content = tuple[str, int] | str
@@ -113,25 +110,21 @@ class World:
         store_ranks: Sequence[int] = (0,),
         op_timeout_s: float = 30.0,
         match_ttl_s: float = 120.0,
-        load_cost: LoadCost | None = None,
+        skip_slow_loads: bool = False,
     ) -> None:
-        tiers = [Tier(TierName.CPU, cpu)]
-        if ssd:
-            tiers.append(Tier(TierName.SSD, ssd))
-        if remote:
-            tiers.append(RemoteTier(ABSENT_TTL_S, capacity=30))
-        below = [tier.name for tier in tiers[1:]]
-        is_late = policy == "write_back"
-        self.cache = GlobalCacheEngine(
-            tiers,
-            chunk,
-            backlog,
-            admissions={} if is_late else {n: make_admission(policy, 10) for n in below},
-            write_back={n: DirtyQueue(2) for n in below} if is_late else {},
-            load_cost=load_cost,
+        self.cache = make_cache(
+            cpu,
+            ssd,
+            30 if remote else 0,
+            chunk=chunk,
+            backlog=backlog,
+            policy=policy,
+            skip_slow_loads=skip_slow_loads,
         )
         self.write_backs = {
-            tier.name: WriteBackModel(self.cache, tier) for tier in tiers[1:] if is_late
+            tier.name: WriteBackModel(self.cache, tier)
+            for tier in self.cache.tiers.lower
+            if policy == "write_back"
         }
         self.engine = KVTaskEngine(
             self.cache,
@@ -295,11 +288,11 @@ class World:
         return self.engine.stats(IDENTITY, self.now)
 
     def clear(self, tier: TierName) -> int:
-        return len(self.cache.clear(tier.value)[tier])
+        return len(self.cache.tiers.clear(tier.value)[tier])
 
     def cached(self, tier: TierName, text: str) -> int:
         """Blocks of the prompt's longest prefix that the tier has; no side effect."""
-        return self.cache.by_name[tier].index.match(self.placed(text)).num_blocks
+        return self.cache.tiers.by_name[tier].index.match(self.placed(text)).num_blocks
 
     def placed(self, text: str, layout: str | None = None) -> EngineBlockKeys:
         """The keys of a prompt under a layout; the one of now, if None."""
@@ -418,7 +411,7 @@ class World:
 
     def rot(self, text: str) -> None:
         """The last block of a prompt, which is on the SSD, loses its content there."""
-        tier = self.cache.by_name[TierName.SSD]
+        tier = self.cache.tiers.by_name[TierName.SSD]
         match = tier.index.match(self.placed(text))
         assert match.num_blocks == len(text)
         slot = int(tier.index.blocks(match)[-1])
@@ -511,7 +504,7 @@ class World:
         assert op.src is not None
         assert op.dst is not None
         assert len(op.src) == len(op.dst) > 0
-        if op.kind in NAMED and (op.kind is not OpKind.H2DISK or self.cache.is_recording):
+        if op.kind in NAMED and (op.kind is not OpKind.H2DISK or self.cache.stores.is_recording):
             self._check_names(op)
         if info is None:  # the cache's own
             assert op.kind in (OpKind.H2DISK, OpKind.H2REMOTE)
@@ -583,8 +576,10 @@ class World:
     def away(self) -> set[TierName]:
         """Lower tiers whose worker is down or whose breaker is not closed."""
         workers = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
-        away = {tier.name for tier in self.cache.lower if workers[tier.name] not in self.alive}
-        if self.cache.remote is not None and not self.engine.breaker.is_closed:
+        away = {
+            tier.name for tier in self.cache.tiers.lower if workers[tier.name] not in self.alive
+        }
+        if self.cache.tiers.remote is not None and not self.engine.breaker.is_closed:
             away.add(TierName.REMOTE)
         return away
 
@@ -605,7 +600,7 @@ class World:
         self.engine.check()
         for model in self.write_backs.values():
             model.check()
-        assert self.cache.unavailable == self.away
+        assert self.cache.tiers.unavailable == self.away
         for tier in self.cache.tiers:
             stats = tier.stats()
             assert stats["free"] + stats["indexed"] + stats["leased"] == stats["capacity"]
@@ -622,7 +617,7 @@ class World:
         for errand in self.at_work.values():
             for places in _places(errand.run):
                 for name, block in places:
-                    assert not self.cache.by_name[name].pool.is_free(block)
+                    assert not self.cache.tiers.by_name[name].pool.is_free(block)
         for task_id, info in self.tasks.items():
             self._check_task(task_id, info)
 

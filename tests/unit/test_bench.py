@@ -17,7 +17,7 @@ from rich.console import Console
 from flexcache.bench.machine import describe_directory, describe_machine
 from flexcache.bench.plot import bars_of, check_plot_file, draw
 from flexcache.bench.report import figure, growth, show_report, target, write_json
-from flexcache.bench.results import Case, NotHere, Result, sample, sample_beside
+from flexcache.bench.results import Case, Result, Unsupported, sample, sample_beside
 from flexcache.bench.suite import Outcome, Report, Settings, run_case, run_suite
 from flexcache.errors import ConfigError, MissingDependencyError
 
@@ -121,17 +121,17 @@ def test_a_case_that_raises_is_failed_and_keeps_what_it_had_measured() -> None:
     assert report.reason == "AssertionError: wrong bytes"
 
 
-@pytest.mark.parametrize("error", [NotHere("no GPU"), MissingDependencyError("no obstore")])
+@pytest.mark.parametrize("error", [Unsupported("no GPU"), MissingDependencyError("no obstore")])
 def test_what_lacks_is_told_apart_from_what_fails(error: Exception) -> None:
     report = run_case("gpu", a_case("copies", error=error))
-    assert (report.outcome, report.reason) == (Outcome.NOT_HERE, str(error))
+    assert (report.outcome, report.reason) == (Outcome.UNSUPPORTED, str(error))
 
 
 def test_the_other_cases_and_sections_go_on_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_cases(thorough: bool) -> list[Case]:
-        raise NotHere("no GPU")
+        raise Unsupported("no GPU")
 
     def broken_cases(thorough: bool) -> list[Case]:
         raise RuntimeError("broken")
@@ -144,15 +144,15 @@ def test_the_other_cases_and_sections_go_on_after_a_failure(
     )  # fmt: skip
     report = run_suite(Settings(sections=("gpu", "ssd", "dram")))
     assert [(case.section, case.title, case.outcome) for case in report.cases] == [
-        ("gpu", "all of it", Outcome.NOT_HERE),
+        ("gpu", "all of it", Outcome.UNSUPPORTED),
         ("ssd", "all of it", Outcome.FAILED),
         ("dram", "first", Outcome.FAILED),
         ("dram", "second", Outcome.DONE),
     ]
     assert report.has_failed
     text = shown(report)
-    for words in ("not here gpu, all of it: no GPU", "FAILED dram, first: ValueError: no",
-                  "targets reached: 1 of 1", "cases failed: 2, not here: 1"):  # fmt: skip
+    for words in ("unsupported gpu, all of it: no GPU", "FAILED dram, first: ValueError: no",
+                  "targets reached: 1 of 1", "cases failed: 2, unsupported: 1"):  # fmt: skip
         assert words in text
 
 

@@ -235,7 +235,7 @@ def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking
         assert isinstance(failed, Failed)
         tier.pool.give_back(lost)
     tasks.check()
-    host = tasks.cache.host
+    host = tasks.cache.tiers.host
     host.pool._stack[0] = host.pool._stack[1]  # seen only by a walk
     assert asking.send(engine.calls, CheckInvariants(2)) == [Answer(2, None)]
     with pytest.raises(InternalError):
@@ -521,8 +521,8 @@ def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored(world: World) -
     data[:] = bytes(len(data))  # the client may use its memory for something else by now
     engine.launch(task_id, 2)
     engine.work()
-    assert cache.journal is not None
-    [stored] = cache.journal.take()
+    assert cache.tiers.journal is not None
+    [stored] = cache.tiers.journal.take()
     assert isinstance(stored, Stored)
     assert (stored.token_ids, stored.info) == (list(range(32)), info)
     assert stored.extra_keys == [["x"], ["y"]]

@@ -57,7 +57,7 @@ class TaskHistories(RuleBasedStateMachine):
         self.world = World(**WORLDS[name])
         self.world.put(known)
         self.world.finish_all()
-        if TierName.SSD in self.world.cache.by_name:
+        if TierName.SSD in self.world.cache.tiers.by_name:
             self.world.clear(TierName.CPU)
 
     @rule(
@@ -180,7 +180,7 @@ class TaskHistories(RuleBasedStateMachine):
     def lose_blocks(self, damage: str, text: str) -> None:
         if damage == "clear CPU":
             self.world.clear(TierName.CPU)
-        elif TierName.SSD in self.world.cache.by_name:
+        elif TierName.SSD in self.world.cache.tiers.by_name:
             if damage == "clear SSD":
                 self.world.clear(TierName.SSD)
             elif self.world.cached(TierName.SSD, text) == len(text):
@@ -769,7 +769,7 @@ def test_a_late_device_op_is_answered_and_its_blocks_stay_leased_until_it_ends(
     scene: Scene, gated: bool
 ) -> None:
     world, task_id = scene()
-    leased_before = world.cache.host.num_leased
+    leased_before = world.cache.tiers.host.num_leased
     world.launch(task_id, gated=gated)
     num_at_work = len(world.at_work)
     if gated:
@@ -785,7 +785,7 @@ def test_a_late_device_op_is_answered_and_its_blocks_stay_leased_until_it_ends(
     assert len(world.at_work) == num_at_work  # nothing more is started
     assert all(world.was_dropped(run) for run in world.ops())  # nor may start any more
     world.check()
-    assert world.cache.host.num_leased == leased_before
+    assert world.cache.tiers.host.num_leased == leased_before
     world.finish_all()
     assert status(world, task_id) == (KVStatus.FAILED, 0)
     assert world.num_answered[task_id] == 1

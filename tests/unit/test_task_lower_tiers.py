@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from task_builders import ABSENT_TTL_S, ENGINE, ROOT, World, keys_of
+from builders import ABSENT_TTL_S
+from task_builders import ENGINE, ROOT, World, keys_of
 
-from flexcache.cache.load_cost import LoadCost
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
@@ -234,7 +234,7 @@ def test_an_op_of_the_store_has_a_deadline_of_its_own() -> None:
 
 
 def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
-    world = with_store(ssd=0, load_cost=LoadCost())
+    world = with_store(ssd=0, skip_slow_loads=True)
     for number in range(5):
         text = "abcdef"[number] * 3
         world.stored_by_another(text)
@@ -359,10 +359,10 @@ def test_with_write_back_what_is_dirty_stays_so_until_the_worker_is_back(
     for text in ("ab", "xy", "pq"):
         world.put(text)
         world.finish_all()
-    assert world.cache.num_dirty(tier) == 6
+    assert world.cache.stores.num_dirty(tier) == 6
     assert world.engine.num_held_up == 6
     world.engine.close_down(world.now)
-    assert world.cache.num_dirty(tier) == 6, "the worker may be back in time"
+    assert world.cache.stores.num_dirty(tier) == 6, "the worker may be back in time"
     back(world, worker)
     world.finish_all()
     assert [world.cached(tier, text) for text in ("ab", "xy", "pq")] == [2, 2, 2]
@@ -387,7 +387,7 @@ def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
         world.finish(world.ops()[0])
     world.down(worker)
     assert world.cached(tier, "abcd") == num_done
-    assert world.cache.num_dirty(tier) == 4 - num_done
+    assert world.cache.stores.num_dirty(tier) == 4 - num_done
     assert not world.engine.accounts.totals.dropped_blocks
     back(world, worker)
     world.engine.close_down(world.now)
@@ -482,7 +482,7 @@ def test_what_is_cleared_before_it_was_written_is_not_counted_as_lost() -> None:
     world.put("ab")
     world.finish_all()
     world.clear(CPU)
-    assert world.cache.num_dirty(SSD) == 0
+    assert world.cache.stores.num_dirty(SSD) == 0
     assert not world.engine.accounts.totals.dropped_blocks
 
 
@@ -517,11 +517,11 @@ def test_with_write_back_a_put_writes_nothing_until_too_much_is_dirty() -> None:
     world.put("ab")
     world.finish_all()
     assert world.cached(SSD, "ab") == 0
-    assert world.cache.num_dirty(SSD) == 2
+    assert world.cache.stores.num_dirty(SSD) == 2
     world.put("xyz")
     world.finish_all()
     assert world.cached(SSD, "ab") == 2, "the oldest goes first"
-    assert world.cache.num_dirty(SSD) <= 2
+    assert world.cache.stores.num_dirty(SSD) <= 2
     world.check_nothing_is_held()
 
 
@@ -533,7 +533,7 @@ def test_with_write_back_all_is_written_at_the_end() -> None:
     world.tick()
     world.finish_all()
     assert world.cached(SSD, "ab") == 2
-    assert world.cache.num_dirty(SSD) == 0
+    assert world.cache.stores.num_dirty(SSD) == 0
 
 
 def test_with_write_back_what_is_gone_from_dram_is_let_go() -> None:
@@ -544,7 +544,7 @@ def test_with_write_back_what_is_gone_from_dram_is_let_go() -> None:
     world.engine.close_down(world.now)
     world.tick()
     assert not world.at_work
-    assert world.cache.num_dirty(SSD) == 0
+    assert world.cache.stores.num_dirty(SSD) == 0
 
 
 def test_with_selective_a_prompt_is_written_when_it_is_seen_again() -> None:
@@ -789,7 +789,7 @@ def test_write_back_waits_for_a_store_that_is_away() -> None:
         world.put(text)
         world.finish_all()
     assert world.store == {}
-    assert world.cache.num_dirty(TierName.REMOTE) == 8
+    assert world.cache.stores.num_dirty(TierName.REMOTE) == 8
     for _ in range(20):
         world.tick(0.2)
         for trial in list(world.asked):
@@ -802,15 +802,14 @@ def test_write_back_waits_for_a_store_that_is_away() -> None:
 
 def test_with_write_back_what_is_dirty_stays_so_while_the_tier_is_being_cleared() -> None:
     world = World(policy="write_back", cpu=12)
-    ssd = world.cache.by_name[SSD]
-    clearings = [world.cache.withhold_free(ssd) for _ in range(2)]
+    clearings = [world.cache.tiers.withhold_free(SSD) for _ in range(2)]
     for text in ("ab", "xyz", "pqr"):
         world.put(text)
         world.finish_all()
-    assert world.cache.num_dirty(SSD) == world.engine.num_held_up == 8
+    assert world.cache.stores.num_dirty(SSD) == world.engine.num_held_up == 8
     for clearing in clearings:
-        assert world.cache.num_dirty(SSD) == 8
-        world.cache.give_back(clearing)
+        assert world.cache.stores.num_dirty(SSD) == 8
+        world.cache.tiers.give_back(SSD, clearing)
         world.tick()
     world.engine.close_down(world.now)
     world.finish_all()
@@ -846,7 +845,7 @@ def test_write_back_writes_what_dram_still_has_of_a_prompt() -> None:
     world = World(policy="write_back", cpu=6)
     world.put("ab")
     world.finish_all()
-    world.cache.host.pool.give_back(world.cache.host.index.evict(1))
+    world.cache.tiers.host.pool.give_back(world.cache.tiers.host.index.evict(1))
     assert world.cached(CPU, "ab") == 1
     world.engine.close_down(world.now)
     world.tick()
@@ -875,12 +874,12 @@ def test_with_write_back_what_came_from_the_ssd_is_not_dirty() -> None:
     world.clear(CPU)
     world.get("abcd")
     world.finish_all()
-    assert world.cache.num_dirty(SSD) == 0
+    assert world.cache.stores.num_dirty(SSD) == 0
 
 
 def test_after_everything_was_cleared_nothing_is_recorded_any_more() -> None:
     world = World()
-    world.cache.is_recording = False
+    world.cache.stores.is_recording = False
     world.put("abc")
     for run in world.ops(OpKind.D2H):
         world.finish(run)

@@ -328,7 +328,7 @@ def test_a_last_line_that_is_torn_is_no_error(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"timestamp": 0}\n')
-    with pytest.raises(TraceError, match=r"other\.jsonl is no trace"):
+    with pytest.raises(TraceError, match=r"other\.jsonl is not a trace"):
         RecordedTrace([other])
     newer = tmp_path / "newer.jsonl"
     newer.write_text('{"format": 99, "block_bytes": 1, "tokens_per_block": 1}\n')
@@ -378,7 +378,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: bytes) -> None:
 def test_a_header_that_is_wrong_is_named(tmp_path: Path, header: bytes) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(header)
-    with pytest.raises(TraceError, match=r"trace\.jsonl is no trace"):
+    with pytest.raises(TraceError, match=r"trace\.jsonl is not a trace"):
         RecordedTrace([file])
 
 

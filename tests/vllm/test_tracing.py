@@ -13,7 +13,8 @@ from flexcache.ids import TaskKind
 from flexcache.replay.chrome import chrome_trace
 from flexcache.replay.overlap import DRAM_COPIES, SSD_READS, overlap
 from flexcache.replay.reader import RecordedTrace
-from flexcache.replay.replay import replay, replay_config
+from flexcache.replay.replay import replay
+from flexcache.replay.settings import replay_config
 from flexcache.replay.story import tell
 from flexcache.tracing.records import Matched
 

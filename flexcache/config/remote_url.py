@@ -1,4 +1,4 @@
-"""What a remote store's URL may say. Pure: needs no optional package and asks nobody."""
+"""URLs of remote stores: their schemes and options. Pure: needs no optional package, no network."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class RemoteUrl:
 
 
 def check_remote_url(url: str) -> RemoteUrl:
-    """Take a URL apart.
+    """Parse and validate a URL.
 
     Raises:
-        ConfigError: It names the field, the value and what is allowed.
+        ConfigError: It is malformed; names the field, the value and what is allowed.
     """
 
     def reject(allowed: str) -> ConfigError:
-        return ConfigError(f"remote_url = {_presentable(url)!r}: {allowed}")
+        return ConfigError(f"remote_url = {presentable(url)!r}: {allowed}")
 
     try:
         split = urlsplit(url)
@@ -67,13 +67,13 @@ def check_remote_url(url: str) -> RemoteUrl:
             raise reject(f"option {name!r} is not known to {split.scheme}://; {hint}")
         problem = allowed[name](value)
         if problem:
-            raise reject(f"{name} = {_presentable(value)!r}: {problem}")
+            raise reject(f"{name} = {presentable(value)!r}: {problem}")
     location = split.netloc + (split.path.rstrip("/") if split.netloc else unquote(split.path))
     return RemoteUrl(split.scheme, location, options)
 
 
-def _presentable(url: str) -> str:
-    """The URL without what may be a secret: user info, query and fragment."""
+def presentable(url: str) -> str:
+    """Strip what may be a secret: user info, query and fragment."""
     return re.split("[?#]", re.sub("//.*@", "//***@", url))[0]
 
 
