@@ -23,6 +23,11 @@ Later sources override earlier ones: default, file, environment, arguments. An u
 refused, with the closest known ones. vLLM sets `tokens_per_block` itself. `flexcache server` takes
 the same settings; its file may also have a table `model` and `idle_exit_s` (see protocol.md).
 
+`flexcache config` shows the values in effect and where each comes from (default, file,
+environment). Secrets are masked. `--config FILE` reads another file, `--describe` adds variables
+and meanings, `--json` is for programs. The exit status is 1 if an engine would refuse the settings.
+What vLLM is given in `kv_connector_extra_config` comes on top.
+
 This table is generated from the code by `scripts/make_docs.py`.
 
 | setting | environment | default | unit | meaning |

@@ -50,7 +50,7 @@ HEADLINES = (
     Headline("SSD read, ordinary pages", "SSD write / read", 1, False),
     Headline("SSD write, huge pages", "SSD write / read", 2, False),
     Headline("SSD read, huge pages", "SSD write / read", 3, False),
-    Headline("S3, the slower way", "REMOTE", 1, False),  # the first number is S3's 3
+    Headline("S3, the slower direction", "REMOTE", 1, False),  # the first number is S3's 3
     Headline("Mooncake write", "REMOTE", 3, False),
     Headline("Mooncake read", "REMOTE", 4, False),
     Headline("shared directory write", "REMOTE", 5, False),

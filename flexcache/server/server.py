@@ -54,7 +54,7 @@ from flexcache.server.store import CacheStore
 from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.server.worker_messages import WorkerMessages
 from flexcache.storage.pool_directory import DirectoryInUseError
-from flexcache.tasks.engine import NUM_REMEMBERED, KVTaskEngine
+from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.instructions import (
     DISK,
@@ -69,6 +69,7 @@ from flexcache.tasks.instructions import (
     TaskAnswered,
     TaskEnded,
 )
+from flexcache.tasks.sessions import NUM_REMEMBERED
 from flexcache.tracing.tracer import Tracer, make_header
 from flexcache.transfer.messages import Drop, LookUp, Stop
 from flexcache.version import __version__
@@ -279,7 +280,7 @@ class KVServer:
             self._feed = ChangeFeed(self.config, publisher)
         if self.config.trace_dir is not None:
             self._tracer = self._observer("trace", partial(self._open_tracer, store))
-            store.engine.recorder = self._tracer
+            store.engine.accounts.recorder = self._tracer
         assert self._lock_file is not None
         endpoint = self._lock_file.worker_endpoint
         if store.disk_pool is not None:
@@ -410,7 +411,7 @@ class KVServer:
             missing = [
                 f"{name} worker"
                 for name in self._workers
-                if self._store is None or not self._store.engine.is_up(name)
+                if self._store is None or not self._store.engine.executors.is_up(name)
             ]
             missing += self.hub.absentees() + self._absent_observers
             return {"serving": not self._stopping, "missing": missing}
@@ -438,8 +439,6 @@ class KVServer:
             "workers": workers,
             "worker_restarts": restarts,
         }
-        if self._store is not None:
-            report["hit_rate"] = self._store.engine.hit_rates.report(now)
         if self._feed is not None:
             report["events"] = self._feed.stats()
         if self._tracer is not None:
@@ -580,9 +579,9 @@ class KVServer:
         """Queue for the pump what the engine wants done; whether there is any of it."""
         assert self._store is not None
         engine = self._store.engine
-        if self._feed is not None and engine.cache.journal:
-            self._feed.pass_on(engine.cache.journal.take())
-        has_news = engine.num_ended_tasks != self._seen_ended
+        if self._feed is not None and engine.cache.tiers.journal:
+            self._feed.pass_on(engine.cache.tiers.journal.take())
+        has_news = engine.accounts.num_ended != self._seen_ended
         has_work = False  # not told by the outbox's length: the pump empties it meanwhile
         for instruction in engine.take_instructions():
             if isinstance(instruction, RevokeTask):  # now: a caller must not be answered before
@@ -594,7 +593,7 @@ class KVServer:
                 self._outbox.append(instruction)
                 has_work = True
         if has_news:
-            self._seen_ended = engine.num_ended_tasks
+            self._seen_ended = engine.accounts.num_ended
             self._changed.notify_all()
         return has_work
 
@@ -744,7 +743,7 @@ class KVServer:
         assert self._store is not None
         with self._changed:
             engine = self._store.engine
-            return engine.num_open_tasks > 0 or engine.num_held_up > 0
+            return engine.sessions.num_open > 0 or engine.num_held_up > 0
 
     def _stop_peers(self) -> None:
         """Say so until each has hung up: what a client has not read is lost with its connection."""

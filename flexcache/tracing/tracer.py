@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import msgspec
 
 from flexcache.cache.block_keys import PromptKeys
-from flexcache.cache.tier import Tier
+from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
 from flexcache.ids import OpId, SessionId, TierName
 from flexcache.logs import log_event
@@ -55,7 +54,7 @@ _CLOSE_PATIENCE_S = 4.0  # for a disk that hangs
 
 
 def make_header(
-    config: CacheConfig, tiers: Sequence[Tier], *, fingerprint: str, block_bytes: int
+    config: CacheConfig, tiers: Tiers, *, fingerprint: str, block_bytes: int
 ) -> TraceHeader:
     """Make the header of a trace that begins now."""
     settings = asdict(config)

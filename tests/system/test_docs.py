@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("*.md", "docs/*.md", "deploy/*.md", "examples/*.md")
 
 
