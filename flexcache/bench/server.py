@@ -32,9 +32,10 @@ import torch
 from flexcache.bench.control import BLOCK, KEY_BYTES, MODEL, Prompt
 from flexcache.bench.echo import echo
 from flexcache.bench.results import Case, Result
+from flexcache.cache.prompt import Mask
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ServerConfig
-from flexcache.manager import KVManager, Mask
+from flexcache.manager import KVManager
 
 TOKENS = 131_072
 PARTLY = 100_000

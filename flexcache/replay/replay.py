@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexcache.cache.prompt import MAX_PRIORITY
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CONFIG_FILE_ENV, CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind, TaskKind, TierName
-from flexcache.manager import MAX_PRIORITY, KVManager
+from flexcache.manager import KVManager
 from flexcache.replay.reader import RecordedTrace, Trace
 from flexcache.replay.summary import Summary, summarise
 from flexcache.request_info import RequestInfo
