@@ -16,8 +16,8 @@ from flexcache.client.client import EngineClient
 from flexcache.client.connect import open_client
 from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks, matched_slots
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.address import with_engine
 from flexcache.ids import KVStatus, TaskKind, TierName
-from flexcache.protocol.address import with_engine
 from flexcache.request_info import PromptDetail, RequestInfo
 from flexcache.tasks.instructions import MatchedTask, TaskResult
 

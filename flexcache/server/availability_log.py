@@ -17,7 +17,7 @@ class AvailabilityLog:
     def __init__(self, engine: KVTaskEngine) -> None:
         self._engine = engine
         self._breaker_was_closed = True
-        self._unavailable = {tier.name for tier in engine.cache.lower}
+        self._unavailable = {tier.name for tier in engine.cache.tiers.lower}
 
     def update(self) -> None:
         """Log what has changed since the last call."""
@@ -28,7 +28,7 @@ class AvailabilityLog:
                 log_event(logger, logging.INFO, "breaker_closed")
             else:
                 log_event(logger, logging.WARNING, "breaker_opened", reason=breaker.last_reason)
-        unavailable = self._engine.cache.unavailable
+        unavailable = self._engine.cache.tiers.unavailable
         if unavailable == self._unavailable:
             return
         for tier in TierName:

@@ -52,7 +52,7 @@ class LocalSession:
         if lookup is None or not may_wait:
             return lookup is None
         with self._server.session() as tasks:
-            while tasks.is_looking_up(lookup):
+            while tasks.lookups is not None and tasks.lookups.is_open(lookup):
                 self._server.wait_for_change(None)  # it has a deadline
                 if self._server.stopping:
                     raise ClosedError("the cache was shut down")
@@ -70,4 +70,4 @@ class LocalSession:
 
     def report_prefill(self, blocks_per_s: float) -> None:
         with self._server.session() as tasks:
-            tasks.report_prefill(self.ids.session, blocks_per_s)
+            tasks.sessions.report_prefill(self.ids.session, blocks_per_s)

@@ -54,7 +54,7 @@ from flexcache.server.store import CacheStore
 from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.server.worker_messages import WorkerMessages
 from flexcache.storage.pool_directory import DirectoryInUseError
-from flexcache.tasks.engine import NUM_REMEMBERED, KVTaskEngine
+from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch, session_of
 from flexcache.tasks.instructions import (
     DISK,
@@ -70,6 +70,7 @@ from flexcache.tasks.instructions import (
     TaskEnded,
     TaskResult,
 )
+from flexcache.tasks.sessions import NUM_REMEMBERED
 from flexcache.tracing.tracer import Tracer, make_header
 from flexcache.transfer.messages import Drop, LookUp, Stop
 from flexcache.version import __version__
@@ -262,6 +263,15 @@ class KVServer:
             self._absent_observers.append(name)
             return None
 
+    def _open_tracer(self, store: CacheStore) -> Tracer:
+        header = make_header(
+            store.config,
+            store.engine.cache.tiers,
+            fingerprint=store.fingerprint,
+            block_bytes=store.block_bytes,
+        )
+        return Tracer(self.config, header)
+
     def _open_publisher(self, model_id: str) -> KVEventPublisher:
         publisher = KVEventPublisher(self.config, model_id)
         publisher.start()
@@ -289,8 +299,8 @@ class KVServer:
                 publisher = self._observer("KV events", open_publisher)
             self._feed = ChangeFeed(self.config, publisher)
         if self.config.trace_dir is not None:
-            self._tracer = self._observer("trace", lambda: Tracer(self.config, make_header(store)))
-            store.engine.recorder = self._tracer
+            self._tracer = self._observer("trace", partial(self._open_tracer, store))
+            store.engine.accounts.recorder = self._tracer
         assert self._lock_file is not None
         endpoint = self._lock_file.worker_endpoint
         if store.disk_pool is not None:
@@ -421,7 +431,7 @@ class KVServer:
             missing = [
                 f"{name} worker"
                 for name in self._workers
-                if self._store is None or not self._store.engine.is_up(name)
+                if self._store is None or not self._store.engine.executors.is_up(name)
             ]
             missing += self.hub.absentees() + self._absent_observers
             return {"serving": not self._stopping, "missing": missing}
@@ -449,8 +459,6 @@ class KVServer:
             "workers": workers,
             "worker_restarts": restarts,
         }
-        if self._store is not None:
-            report["hit_rate"] = self._store.engine.hit_rates.report(now)
         if self._feed is not None:
             report["events"] = self._feed.stats()
         if self._tracer is not None:
@@ -593,8 +601,8 @@ class KVServer:
         """Queue for the pump what the engine wants done; whether there is any of it."""
         assert self._store is not None
         engine = self._store.engine
-        if self._feed is not None and engine.cache.journal:
-            self._feed.pass_on(engine.cache.journal.take())
+        if self._feed is not None and engine.cache.tiers.journal:
+            self._feed.pass_on(engine.cache.tiers.journal.take())
         has_news = False
         has_work = False  # not told by the outbox's length: the pump empties it meanwhile
         for instruction in engine.take_instructions():
@@ -620,7 +628,7 @@ class KVServer:
             self._answers.answer(instruction.task_id, instruction.result)
             if instruction.result.is_final:
                 assert self._store is not None
-                self._store.engine.collected(instruction.task_id)
+                self._store.engine.sessions.collected(instruction.task_id)
         return False
 
     def _carry_out(self) -> list[tuple[str, object]]:
@@ -762,7 +770,7 @@ class KVServer:
         assert self._store is not None
         with self._changed:
             engine = self._store.engine
-            return engine.num_open_tasks > 0 or engine.num_held_up > 0
+            return engine.sessions.num_open > 0 or engine.num_held_up > 0
 
     def _stop_peers(self) -> None:
         """Say so until each has hung up: what a client has not read is lost with its connection."""
