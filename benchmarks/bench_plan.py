@@ -1,6 +1,6 @@
 """What requests cost between their match and their end, but for the bytes.
 
-The task engine plans, launches and completes ops that nobody carries out: each is reported done as
+The task engine plans, launches and completes ops that are not carried out: each is reported done as
 soon as it was handed out. Beside it, what the bare scheduler takes for a graph of such ops.
 """
 

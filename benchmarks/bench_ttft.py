@@ -6,7 +6,7 @@ where environments of peers are named, LMCache.
 The engines stand side by side, each in a process of its own, and take turns: in each round all of
 them get the same new prompt, first cold, then with GPU memory dropped, then with DRAM dropped too.
 A hit of FlexCache that changes the answer ends the benchmark, and so does one that was none; of
-peers it is counted (LMCache has chunks of 256 tokens, so more is computed anew, and rounded anew).
+peers it is counted (LMCache has chunks of 256 tokens, so more is recomputed, and rounded again).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROUNDS = 5
 
 @dataclass
 class Seen:
-    """Of one system: milliseconds by run, and prompts whose answer a hit changed."""
+    """Results of one system: milliseconds by run, and prompts whose answer a hit changed."""
 
     ms: dict[str, list[float]] = field(default_factory=lambda: {run: [] for run in RUNS})
     num_changed: int = 0

@@ -175,7 +175,7 @@ class Client:
 
 
 def run_client(url: str, index: int, pipe: Connection) -> None:
-    """A client process: does what it is told until the pipe closes."""
+    """A client process: carries out requests until the pipe closes."""
     die_with_parent()
     try:
         client = Client(url, index)

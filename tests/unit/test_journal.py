@@ -1,4 +1,4 @@
-"""What the journal says is what can be found: whoever applies its changes has the index."""
+"""The journal says what can be found: an observer that applies its changes has the index."""
 
 from __future__ import annotations
 
