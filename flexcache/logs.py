@@ -54,7 +54,7 @@ def set_up_logging(level: str, log_format: str) -> None:
 
     Args:
         level: Of the `flexcache` logger; others' libraries are heard from WARNING on.
-        log_format: One of `flexcache.config.LOG_FORMATS`.
+        log_format: As `CacheConfig.log_format`.
     """
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

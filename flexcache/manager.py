@@ -26,8 +26,8 @@ from flexcache.client.backend import Backend, MatchedTask
 from flexcache.client.local import LocalCache
 from flexcache.client.remote import KVDPClient
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.address import server_of, with_engine
 from flexcache.ids import MAX_KEY_BYTES, KVStatus, RootId, TaskKind, TierName
-from flexcache.protocol.address import server_of, with_engine
 from flexcache.protocol.names import engine_name, new_engine_id
 from flexcache.protocol.runtime import check_endpoint, private_endpoint
 from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flexcache.config import describe_settings
+from flexcache.config.settings import describe_settings
 from flexcache.metrics import page as metrics_page
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -19,11 +19,16 @@ HEAD = """# Configuration
 Every setting is a field of `CacheConfig`, an environment variable, a key of the file that
 `FLEXCACHE_CONFIG` names (`.json`, `.toml`, `.yaml`), and in vLLM a key of
 `kv_connector_extra_config`.
-Later beats earlier: default, file, environment, arguments. A name that does not exist is refused,
-with the closest ones that do. vLLM sets `tokens_per_block` itself. `flexcache server` takes the
-same settings; its file may also have a table `model` and `idle_exit_s` (see protocol.md).
+Later sources override earlier ones: default, file, environment, arguments. An unknown name is
+refused, with the closest known ones. vLLM sets `tokens_per_block` itself. `flexcache server` takes
+the same settings; its file may also have a table `model` and `idle_exit_s` (see protocol.md).
 
-This table is made from the code by `scripts/make_docs.py`; `flexcache config` prints it too.
+`flexcache config` shows the values in effect and where each comes from (default, file,
+environment). Secrets are masked. `--config FILE` reads another file, `--describe` adds variables
+and meanings, `--json` is for programs. The exit status is 1 if an engine would refuse the settings.
+What vLLM is given in `kv_connector_extra_config` comes on top.
+
+This table is generated from the code by `scripts/make_docs.py`.
 
 | setting | environment | default | unit | meaning |
 | --- | --- | --- | --- | --- |
@@ -32,8 +37,7 @@ This table is made from the code by `scripts/make_docs.py`; `flexcache config` p
 
 def render_settings() -> str:
     rows = [
-        f"| `{row['field']}` | `{row['environment']}` | {row['default']} | {row['unit']} "
-        f"| {row['meaning']} |"
+        f"| `{row.name}` | `{row.environment}` | {row.default_text} | {row.unit} | {row.meaning} |"
         for row in describe_settings()
     ]
     return HEAD + "\n".join(rows) + "\n"

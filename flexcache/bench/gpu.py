@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.bench.results import Case, NotHere, Result, sample, sample_beside
+from flexcache.bench.results import Case, Result, Unsupported, sample, sample_beside
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import describe_kv_caches
@@ -37,9 +37,9 @@ SLOWDOWN_REACH = 0.97
 
 
 def cases(thorough: bool, seed: int) -> list[Case]:
-    """Of the section. Raises `NotHere` where there is no CUDA device."""
+    """Of the section. Raises `Unsupported` where there is no CUDA device."""
     if not torch.cuda.is_available():
-        raise NotHere("no CUDA device here")
+        raise Unsupported("no CUDA device here")
     rounds = 50 if thorough else 10
     op_bytes = OP_BYTES * (8 if thorough else 1)
     return [
@@ -61,12 +61,12 @@ def pinning_copier(device: torch.device, segment: HostSegment) -> CudaCopier:
     """A copier with the segment pinned: what is measured beside it is to be of pinned memory.
 
     Raises:
-        NotHere: It cannot be pinned.
+        Unsupported: It cannot be pinned.
     """
     copier = CudaCopier(device)
     copier.attach(segment)
     if not copier.is_pinned:
-        raise NotHere(f"{segment.size >> 20} MiB of host memory cannot be pinned")
+        raise Unsupported(f"{segment.size >> 20} MiB of host memory cannot be pinned")
     return copier
 
 

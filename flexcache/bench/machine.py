@@ -1,4 +1,4 @@
-"""What a machine is, as far as it matters for reading a figure that was measured on it."""
+"""Describes a machine, as far as it matters for reading a figure measured on it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flexcache.storage.memory_limit import installed_memory, usable_memory
 from flexcache.storage.mounts import mount_of
 
 _PACKAGES = (
@@ -20,15 +21,17 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def describe_machine(directory: Path) -> dict[str, Any]:
-    """Plain numbers and strings.
+    """Return plain numbers and strings.
 
     Args:
-        directory: Where files are written; its file system and block device are described too.
+        directory: Directory that files are written to; its file system and block device are
+            described too.
     """
     return {
         "cpu": _value("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": installed_memory(),
+        "memory_limit_bytes": usable_memory(),
         "load_before": os.getloadavg()[0],
         "kernel": platform.release(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
@@ -45,7 +48,7 @@ def describe_machine(directory: Path) -> dict[str, Any]:
 
 
 def describe_directory(directory: Path) -> dict[str, Any]:
-    """The file system that a directory is on, and the block device under that, if any."""
+    """Describe the file system of a directory, and the block device below it, if any."""
     directory = directory.resolve()
     mount = mount_of(directory)
     described = {}
@@ -92,13 +95,13 @@ def _reserved_huge_pages() -> dict[str, int]:
 
 
 def _chosen(path: Path) -> str:
-    """The bracketed word of ``always [madvise] never``."""
+    """Return the bracketed word of ``always [madvise] never``."""
     _, bracket, rest = _read(path).partition("[")
     return rest.partition("]")[0] if bracket else ""
 
 
 def _value(path: str, name: str) -> str:
-    """The value of the first line ``name : value``."""
+    """Return the value of the first line ``name : value``."""
     for line in _read(Path(path)).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == name:

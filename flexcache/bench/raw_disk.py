@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from flexcache.bench.results import NotHere
+from flexcache.bench.results import Unsupported
 from flexcache.storage.block_io import BlockIO, Direction, Request
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Fio(RawDisk):
         command = [*self._command, f"--rw={direction.value}"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise NotHere(f"{self.name}: {done.stderr.strip() or done.stdout.strip()}"[:500])
+            raise Unsupported(f"{self.name}: {done.stderr.strip() or done.stdout.strip()}"[:500])
         answer = done.stdout[done.stdout.index("{") :]  # warnings may come before
         job = json.loads(answer)["jobs"][0][direction.value]
         return float(job["io_bytes"] / job["runtime"] / 1e6)
@@ -98,6 +98,6 @@ def raw_disks(path: Path, size: int, block_bytes: int, io: BlockIO) -> list[RawD
     for engine in ("libaio", "io_uring") if shutil.which("fio") else ():
         try:
             disks.append(Fio(path, size, block_bytes, engine))
-        except NotHere as reason:  # containers often forbid io_uring
+        except Unsupported as reason:  # containers often forbid io_uring
             logger.warning("%s", reason)
     return disks or [BareLoop(path, size, block_bytes, io)]

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from flexcache.bench.results import Case, Result
+from flexcache.config.remote_url import check_remote_url
 from flexcache.ids import OpKind
-from flexcache.remote_url import check_remote_url
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import check_packages, open_remote_store
 from flexcache.storage.remote.base import RemoteStore, Status

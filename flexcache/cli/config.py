@@ -2,16 +2,85 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from flexcache.terminal import user_errors
 
-def config() -> None:
-    """Show every setting, its environment variable and its default."""
-    from flexcache.config import describe_settings
+if TYPE_CHECKING:
+    from flexcache.config.settings import EffectiveSettings
 
-    columns = ("field", "environment", "default", "unit", "meaning")
-    table = Table("setting", *columns[1:])
-    for row in describe_settings():
-        table.add_row(*(row[column] for column in columns))
-    Console().print(table)
+_PIPE_WIDTH = 180  # output to a pipe need not fit a terminal
+
+
+def config(
+    file: Annotated[
+        Path | None,
+        typer.Option("--config", help="Settings file, instead of FLEXCACHE_CONFIG's."),
+    ] = None,
+    describe: Annotated[
+        bool, typer.Option("--describe", help="Add each setting's variable and meaning.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Show the settings in effect and where each comes from. Secrets are masked.
+
+    Exits with status 1 if an engine or a server would refuse them. Settings given to vLLM in
+    kv_connector_extra_config override these; they are not seen here.
+    """
+    from flexcache.config.settings import read_effective_settings
+
+    console = Console()
+    with user_errors(console):
+        found = read_effective_settings(path=None if file is None else str(file))
+    if as_json:
+        typer.echo(json.dumps(_as_table(found), indent=1, default=str))
+    else:
+        wide = console if console.is_terminal else Console(width=_PIPE_WIDTH)
+        _show(wide, found, describe)
+    if found.error is not None:
+        raise typer.Exit(1)
+
+
+def _show(console: Console, found: EffectiveSettings, describe: bool) -> None:
+    from flexcache.config.settings import DEFAULT, describe_settings
+
+    columns = ("environment", "meaning") if describe else ()
+    table = Table("setting", "value", "unit", "source", *columns)
+    described = {row.name: row for row in describe_settings()}
+    for setting in found.settings:
+        row = described.get(setting.name)
+        more = (row.environment, row.meaning) if describe and row is not None else ()
+        cells = (setting.name, _text(setting.value), setting.unit, setting.source, *more)
+        style = None if setting.source == DEFAULT else "bold"
+        table.add_row(*map(escape, cells), style=style)
+    console.print(table)
+    for name in found.unknown:
+        hint = f"; did you mean {' or '.join(name.closest)}?" if name.closest else ""
+        text = f"{name.name}: no such setting ({name.source}){hint}"
+        console.print(f"[red]{escape(text)}[/]", soft_wrap=True, highlight=False)
+    if found.error is not None and not found.unknown:
+        console.print(f"[red]{escape(found.error)}[/]", soft_wrap=True, highlight=False)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (list, tuple)):
+        return ":".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _as_table(found: EffectiveSettings) -> dict[str, Any]:
+    return {
+        "settings": {s.name: {"value": s.value, "source": s.source} for s in found.settings},
+        "unknown": [asdict(name) for name in found.unknown],
+        "error": found.error,
+    }

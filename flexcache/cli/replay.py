@@ -18,7 +18,7 @@ from flexcache.errors import ConfigError
 from flexcache.terminal import user_errors
 
 if TYPE_CHECKING:
-    from flexcache.replay.replay import ReplayReport
+    from flexcache.replay.report import ReplayReport
     from flexcache.replay.summary import Summary
 
 _console = Console()
@@ -55,7 +55,7 @@ def replay(
     """
     with user_errors(_console):
         from flexcache.replay.replay import replay as run
-        from flexcache.replay.replay import replay_config
+        from flexcache.replay.settings import replay_config
 
         opened = open_trace(trace)
         size = block_bytes or opened.header.block_bytes

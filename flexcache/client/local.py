@@ -40,7 +40,7 @@ class LocalCache(SessionCalls):
     def report_prefill(self, blocks_per_s: float) -> None:
         with self.server.session() as tasks:
             assert self.ids is not None
-            tasks.report_prefill(self.ids.session, blocks_per_s)
+            tasks.sessions.report_prefill(self.ids.session, blocks_per_s)
 
     def take_changes(self) -> list[Change]:
         return self.server.take_changes()

@@ -27,6 +27,7 @@ import msgspec
 import torch
 
 from flexcache.client.link import ServerLink
+from flexcache.config.address import split_address
 from flexcache.errors import (
     ClosedError,
     DeviceLostError,
@@ -35,7 +36,6 @@ from flexcache.errors import (
     UntrustedError,
 )
 from flexcache.logs import log_event
-from flexcache.protocol.address import split_address
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     Ended,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexcache.config import ENV_PREFIX
+from flexcache.config.sources import ENV_PREFIX
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.packages import as_pair, vllm_version
 from flexcache.doctor.subject import Subject

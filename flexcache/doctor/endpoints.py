@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from flexcache.config import check_http_endpoint
+from flexcache.config.address import check_http_endpoint
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.subject import Subject
 from flexcache.errors import ConfigError

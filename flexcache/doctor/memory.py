@@ -11,9 +11,9 @@ import re
 import resource
 from collections.abc import Iterator, Sequence
 
+from flexcache.config.remote_url import check_remote_url
 from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
 from flexcache.doctor.subject import Subject
-from flexcache.remote_url import check_remote_url
 from flexcache.storage.memory_limit import memory_limits
 
 _MUCH_OF_LIMIT = 0.8

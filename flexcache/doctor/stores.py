@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from flexcache.config.remote_url import RemoteUrl, check_remote_url
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.subject import Subject
 from flexcache.errors import MissingDependencyError
-from flexcache.remote_url import RemoteUrl, check_remote_url
 from flexcache.storage.remote import check_packages
 
 _STORE_TIMEOUT_S = 3.0

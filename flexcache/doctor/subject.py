@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from flexcache.client.status import read_status
-from flexcache.config import CONFIG_FILE_ENV, ENV_PREFIX, CacheConfig, ModelConfig, ServerConfig
+from flexcache.config import CacheConfig, ModelConfig, ServerConfig
+from flexcache.config.sources import CONFIG_FILE_ENV, ENV_PREFIX
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.protocol.runtime import is_served, private_endpoint
 from flexcache.storage.alignment import align_up

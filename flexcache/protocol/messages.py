@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from flexcache.config import ModelConfig, read_dtype
+from flexcache.config.model import ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, TaskKind
 from flexcache.request_info import PromptDetail, RequestInfo

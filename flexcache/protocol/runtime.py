@@ -18,9 +18,9 @@ from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from flexcache.config.address import server_of
 from flexcache.errors import ConfigError, UntrustedError
 from flexcache.logs import log_event
-from flexcache.protocol.address import server_of
 from flexcache.protocol.trust import check_file, check_place
 
 logger = logging.getLogger(__name__)

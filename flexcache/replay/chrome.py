@@ -1,7 +1,7 @@
 """A trace as Chrome's trace events, for chrome://tracing and Perfetto.
 
-Tasks and ops are rows; what overlaps gets a row of its own. An arrow leads from a task to each of
-its ops. Below are how many ops wait for each worker and how many it has.
+Tasks and ops are rows; slices that overlap get rows of their own. An arrow leads from a task to
+each of its ops. Counters below show how many ops wait for each worker and how many it runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORKERS = {
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """An object that is a Chrome trace once it is JSON. Times in it are microseconds."""
+    """Return a Chrome trace, to be encoded as JSON. Its times are microseconds."""
     tasks = list(histories(trace.records()).values())
     ops = sorted(
         ((task, op) for task in tasks for op in task.ops), key=lambda pair: pair[1].started
@@ -56,7 +56,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
 
 
 class _Rows:
-    """Rows of groups: a slice goes to the first row of its group that is free then."""
+    """Assigns rows: a slice goes to the first row of its group that is free at its start."""
 
     def __init__(self) -> None:
         self._free_at: dict[str, list[tuple[float, int]]] = {}
@@ -64,7 +64,7 @@ class _Rows:
         self._numbers = itertools.count(1)
 
     def take(self, group: str, start: float, stop: float) -> int:
-        """Slices must come in the order of their starts."""
+        """Return a row for a slice. Slices must come in the order of their starts."""
         rows = self._free_at.setdefault(group, [])
         if rows and rows[0][0] <= start:
             _, row = heapq.heappop(rows)
@@ -139,7 +139,7 @@ def _op_events(task: TaskHistory, op: OpEnded, task_row: int, row: int) -> Itera
 
 
 def _queue_events(tasks: Sequence[TaskHistory]) -> Iterator[dict[str, Any]]:
-    """A count for each worker, at each of its changes."""
+    """Yield counters for each worker, at each of their changes."""
     changes: list[tuple[float, str, str, int]] = []
     for task in tasks:
         ready = task.ready_s()

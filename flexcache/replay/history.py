@@ -1,4 +1,4 @@
-"""What a trace says of each task, put together again."""
+"""Collects the records of each task in a trace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flexcache.tracing.records import Cancelled, Ended, Launched, Matched, OpEnd
 
 @dataclass(slots=True)
 class TaskHistory:
-    """One task, as far as the trace has it: its beginning or its end may be missing."""
+    """One task, as far as the trace has it: its start or its end may be missing."""
 
     task: int
     match: Matched | None = None
     launch: Launched | None = None
     cancel: Cancelled | None = None
     ops: list[OpEnded] = field(default_factory=list)
-    """In the order of their ends."""
+    """Ordered by their ends."""
     end: Ended | None = None
 
     @property
@@ -32,7 +32,7 @@ class TaskHistory:
 
     @property
     def events(self) -> list[Record]:
-        """All that the trace says, in order of time."""
+        """All records of the task, ordered by time."""
         said = (self.match, self.launch, self.cancel, *self.ops, self.end)
         return sorted((record for record in said if record is not None), key=lambda r: r.time)
 
@@ -46,14 +46,14 @@ class TaskHistory:
 
     @property
     def latency_s(self) -> float | None:
-        """From the launch until the caller was answered; None for what had no launch or end."""
+        """Time from the launch to the answer; None without a launch or an end."""
         if self.launch is None or self.end is None:
             return None
         at_gpu = [op.time for op in self.ops if op.kind.touches_gpu]
         return max(at_gpu, default=self.end.time) - self.launch.time
 
     def ready_s(self) -> dict[int, float]:
-        """When each op could have started: after the launch, and after those it builds on."""
+        """Return when each op could have started: after the launch and the ops it depends on."""
         ends = {op.op: op.time for op in self.ops}
         launched = [] if self.launch is None else [self.launch.time]
         ready = {}
@@ -64,7 +64,7 @@ class TaskHistory:
 
 
 def histories(records: Iterable[Record]) -> dict[int, TaskHistory]:
-    """By task, in the order in which they are first spoken of."""
+    """Return tasks by id, in the order of their first records."""
     tasks: dict[int, TaskHistory] = {}
     for record in records:
         if not isinstance(record, Matched | Launched | Cancelled | OpEnded | Ended):

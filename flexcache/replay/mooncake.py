@@ -1,5 +1,8 @@
-"""Request traces as Mooncake publishes them: a line of JSON per request, with the time in
-milliseconds and one id per 512 tokens of the prompt. Equal ids stand for equal prefixes."""
+"""Reads request traces in Mooncake's format.
+
+A line of JSON per request has its time in milliseconds and one id per 512 tokens of the prompt.
+Equal ids stand for equal prefixes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from flexcache.tracing.records import DECODE_ERRORS, KEY_BYTES, Matched, Record,
 
 TOKENS_PER_ID = 512
 DEFAULT_BLOCK_BYTES = 8192
-"""Such a trace does not say how large its blocks are: small ones, since hits are what it is for."""
+"""Size of a block, which the format does not have. Small, since only hits are of interest."""
 
 
 class MooncakeRequest(msgspec.Struct, frozen=True):
@@ -31,12 +34,16 @@ _decoder = msgspec.json.Decoder(MooncakeRequest)
 
 
 def hash_key(hash_id: int) -> bytes:
-    """The block key that stands for an id."""
+    """Return the block key that stands for an id."""
     return hash_id.to_bytes(KEY_BYTES, "big")
 
 
 def read_requests(path: Path) -> Iterator[MooncakeRequest]:
-    """Raises `TraceError` for a line that is none."""
+    """Yield the requests of a file.
+
+    Raises:
+        TraceError: A line is not a request.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -46,7 +53,7 @@ def read_requests(path: Path) -> Iterator[MooncakeRequest]:
 
 
 def is_mooncake(path: Path) -> bool:
-    """Whether the file begins like such a trace."""
+    """Return whether the file begins with a request in this format."""
     try:
         return path.is_file() and next(read_requests(path), None) is not None
     except (TraceError, OSError):
@@ -54,7 +61,7 @@ def is_mooncake(path: Path) -> bool:
 
 
 class MooncakeTrace:
-    """Each request as a get of its prompt and then a put, of which nothing is known yet."""
+    """Presents each request as a get of its prompt and then a put, without outcomes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

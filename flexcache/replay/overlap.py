@@ -1,4 +1,4 @@
-"""For how long a worker's ops ran, and for how long those of two workers ran at once."""
+"""How long ops of two groups ran, and how long both ran at the same time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Seconds in which at least one op of each kind was running, alone or both at once."""
+    """Seconds in which at least one op of each group was running, and of both at once."""
 
     first_s: float
     second_s: float
@@ -26,7 +26,7 @@ class Overlap:
 
 
 def overlap(trace: Trace, first: Iterable[OpKind], second: Iterable[OpKind]) -> Overlap:
-    """Of ops of two groups of kinds."""
+    """Measure the overlap of ops of two groups of kinds."""
     first, second = set(first), set(second)
     mine, other = [], []
     for record in trace.records():
@@ -41,7 +41,7 @@ def overlap(trace: Trace, first: Iterable[OpKind], second: Iterable[OpKind]) -> 
 
 
 def _union(intervals: list[Interval]) -> list[Interval]:
-    """In order, and apart from one another."""
+    """Merge intervals that touch. The result is sorted."""
     joined: list[Interval] = []
     for start, stop in sorted(intervals):
         if joined and start <= joined[-1][1]:

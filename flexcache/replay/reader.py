@@ -1,4 +1,4 @@
-"""Reads traces back: the files of one run, in order."""
+"""Reads traces: the files of one run, in order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from flexcache.errors import TraceError
-from flexcache.tracing.keys import KeyReader
+from flexcache.replay.keys import KeyReader
 from flexcache.tracing.records import DECODE_ERRORS, FORMAT, Matched, Record, TraceHeader
 
 _header_decoder = msgspec.json.Decoder(TraceHeader)
@@ -17,27 +17,27 @@ _record_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 class Trace(Protocol):
-    """Records in the order in which things happened, as often as they are asked for."""
+    """Records in the order of events. They can be read more than once."""
 
     @property
     def header(self) -> TraceHeader: ...
 
     @property
     def has_outcomes(self) -> bool:
-        """Whether it says what came of the calls."""
+        """Whether the trace has the outcomes of its calls."""
 
     def records(self, *, with_keys: bool = False) -> Iterator[Record]:
-        """With ``with_keys`` matches have all their keys; else they are as in the file."""
+        """Yield all records; ``with_keys`` completes the keys of matches."""
 
 
 class RecordedTrace:
-    """What a `Tracer` wrote.
+    """A trace written by `Tracer`.
 
     Args:
-        paths: Files of one trace, in any order, or directories that hold those of one.
+        paths: Files of one trace, in any order, or directories that contain those of one.
 
     Raises:
-        TraceError: A file is no trace, or of another one.
+        TraceError: A file is not a trace, or belongs to another one.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -48,7 +48,7 @@ class RecordedTrace:
         names = {(header.pid, header.began_unix_s) for header in headers.values()}
         if len(names) > 1:
             listed = ", ".join(sorted(path.name for path in headers))
-            raise TraceError(f"these are files of {len(names)} traces, name those of one: {listed}")
+            raise TraceError(f"these are files of {len(names)} traces; name those of one: {listed}")
         self._paths = sorted(headers, key=lambda path: headers[path].file)
         self.header = headers[self._paths[0]]
         self.has_outcomes = True
@@ -75,14 +75,14 @@ def _read_header(path: Path) -> TraceHeader:
         with _open(path) as file:
             header = _header_decoder.decode(file.readline())
     except DECODE_ERRORS as error:
-        raise TraceError(f"{path} is no trace: {error}") from None
+        raise TraceError(f"{path} is not a trace: {error}") from None
     if header.format > FORMAT:
         raise TraceError(f"{path} has format {header.format}; {FORMAT} is the last known here")
     return header
 
 
 def _open(path: Path) -> BinaryIO:
-    """Files of a trace that goes on may be gone by the time that they are read."""
+    """Open a file, which may be gone by now if the trace is still being written."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -90,12 +90,12 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, Record]]:
-    """All but the first, with their numbers."""
+    """Yield records with their line numbers, without the header."""
     with _open(path) as file:
         file.readline()
         for number, line in enumerate(file, 2):
             if not line.endswith(b"\n"):
-                return  # whoever wrote it was killed, or the disk was full
+                return  # the writer was killed, or the disk was full
             try:
                 record = _record_decoder.decode(line)
             except DECODE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""The whole story of a request: every call, op and end that bears its id, in order."""
+"""The story of a request: every call, op and end with its id, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WITHOUT = ("keys", "base", "base_blocks")
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """Something that happened ``after_s`` seconds after the first of the story."""
+    """An event, ``after_s`` seconds after the first one of the story."""
 
     after_s: float
     task: int
@@ -33,7 +33,7 @@ class Chapter:
     record: Record
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return plain numbers and strings."""
         said = msgspec.to_builtins(self.record)
         for name in _WITHOUT:
             said.pop(name, None)
@@ -41,12 +41,12 @@ class Chapter:
 
 
 def tell(trace: Trace, wanted: str) -> list[Chapter]:
-    """What became of a task, by its id, or of a request, by what the engine calls it.
+    """Return what happened to a task, by its id, or to a request, by the engine's id.
 
-    vLLM adds a random suffix to the id that a client gave: what it adds may be left out.
+    vLLM adds a random suffix to a client's request id; it may be left out.
 
     Returns:
-        In order; empty if the trace knows no such id.
+        Events in order; empty if the trace has no such id.
     """
     tasks = [task for task in histories(trace.records()).values() if _is_meant(task, wanted)]
     if not tasks:

@@ -1,4 +1,4 @@
-"""What a trace comes to: hits, what was moved, and how long it took."""
+"""Summarises a trace: hits, bytes moved, latencies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flexcache.tracing.records import ClearedTier, Matched
 
 @dataclass(slots=True)
 class Summary:
-    """Blocks, bytes and seconds.
+    """Totals in blocks, bytes and seconds.
 
     Attributes:
-        calls: By kind of task.
-        asked_blocks: That gets asked for; what of them was found is in ``hit_blocks`` by tier, the
+        calls: Number of tasks, by kind.
+        asked_blocks: Blocks that gets asked for. Those found are in ``hit_blocks`` by tier, the
             rest in ``missed_blocks``.
-        stored_blocks: That puts brought to DRAM.
-        latencies_s: From launch to answer, by kind of task.
-        moved_bytes: By kind of op.
+        stored_blocks: Blocks that puts brought to DRAM.
+        latencies_s: Times from launch to answer, by kind of task.
+        moved_bytes: Bytes by kind of op.
     """
 
     block_bytes: int
@@ -47,7 +47,7 @@ class Summary:
         return float(np.quantile(times, share)) if times else None
 
     def report(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return plain numbers and strings."""
         return {
             "calls": dict(self.calls),
             "asked_blocks": self.asked_blocks,
@@ -69,7 +69,7 @@ class Summary:
 
 
 def summarise(trace: Trace) -> Summary:
-    """Of a whole trace. One pass and, for a while, memory of the size of its files."""
+    """Summarise a whole trace, in one pass. Needs memory of the size of its files."""
     summary = Summary(trace.header.block_bytes, trace.header.tokens_per_block)
     records = list(trace.records())
     for task in histories(records).values():

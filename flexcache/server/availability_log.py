@@ -28,8 +28,8 @@ class AvailabilityLog:
             else:
                 log_event(logger, logging.WARNING, "breaker_opened", reason=breaker.last_reason)
         if self._unavailable is None:
-            self._unavailable = {tier.name for tier in engine.cache.lower}
-        unavailable = engine.cache.unavailable
+            self._unavailable = {tier.name for tier in engine.cache.tiers.lower}
+        unavailable = engine.cache.tiers.unavailable
         if unavailable == self._unavailable:
             return
         for tier in TierName:

@@ -188,7 +188,7 @@ class EventLoop:
         with self._changed:
             assert self._hub.store is not None
             engine = self._hub.store.engine
-            return engine.num_open_tasks > 0 or engine.num_held_up > 0
+            return engine.sessions.num_open > 0 or engine.num_held_up > 0
 
     def _stop_peers(self) -> None:
         """Send Stop until each peer has hung up: a peer that disconnects first loses what it has

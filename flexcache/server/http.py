@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from flexcache.config import check_http_endpoint
+from flexcache.config.address import check_http_endpoint
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.metrics.collector import Exposition

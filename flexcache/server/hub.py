@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from flexcache.config import ModelConfig
 from flexcache.ids import OpId, SessionId, TaskId
 from flexcache.logs import log_event
@@ -67,6 +69,7 @@ from flexcache.tasks.instructions import (
     TaskEnded,
     TaskResult,
 )
+from flexcache.tasks.stats import CacheIdentity, cache_to_plain
 from flexcache.transfer.messages import Done, Drop
 
 logger = logging.getLogger(__name__)
@@ -155,8 +158,8 @@ class Hub:
                 self._deliver(instruction, now)
         self._notices.end_sessions(tasks)
         changes = self.readiness.num_changes
-        if self._seen_ended != tasks.num_ended_tasks or self._seen_readiness != changes:
-            self._seen_ended, self._seen_readiness = tasks.num_ended_tasks, changes
+        if self._seen_ended != tasks.accounts.num_ended or self._seen_readiness != changes:
+            self._seen_ended, self._seen_readiness = tasks.accounts.num_ended, changes
             has_news = True
         return has_news
 
@@ -215,7 +218,7 @@ class Hub:
                     self._reject(identity, "malformed", text)
             case GetStats():
                 session = caller.session if caller is not None else None
-                self.outbox.send(identity, Answer(message.request_id, self.stats(session)))
+                self.outbox.send(identity, Answer(message.request_id, self.stats(now, session)))
             case Done() if isinstance(peer, Rank) and peer.serving:
                 self._slot.tasks.op_done(
                     peer.executor, OpId(message.op_id), message.num_ok, now, error=message.error
@@ -297,36 +300,32 @@ class Hub:
             if name.startswith("tp_rank")
         ]
 
-    def stats(self, session: SessionId | None = None) -> dict[str, Any]:
+    def stats(self, now: float, session: SessionId | None = None) -> dict[str, Any]:
         """Plain numbers and strings; ``engine`` is the session's own share."""
         report: dict[str, Any] = {"counters": dict(self.counters), **self._extra_stats()}
         store = self._slot.store
         if store is None:
             return report | {"tiers": {}, "tasks": {}, "engines": {}}
         tasks = store.engine
+        identity = CacheIdentity(
+            fingerprint=store.fingerprint,
+            layout=store.layout or "",
+            block_bytes=store.block_bytes,
+            tokens_per_block=store.config.tokens_per_block,
+        )
         report |= {
-            "fingerprint": store.fingerprint,
-            "layout": store.layout or "",
-            "block_bytes": store.block_bytes,
-            "tokens_per_block": store.config.tokens_per_block,
-            "tiers": tasks.cache.stats(),
-            **tasks.remote_stats(),
-            "tasks": tasks.tasks_by_state(),
-            **tasks.totals.report(),
-            **tasks.times(),
-            **tasks.queues(),
-            "load_decisions": tasks.load_decisions(),
+            **cache_to_plain(tasks.stats(identity, now)),
             "engines": {
                 engine: {
                     "pid": pid,
-                    "open_tasks": tasks.num_open_tasks_of(session_id),
+                    "open_tasks": tasks.sessions.num_open_of(session_id),
                     "ranks": len(self.workers(engine)),
                 }
                 for engine, pid, session_id in self.sessions.engines()
             },
         }
         if session is not None:
-            report["engine"] = tasks.session_totals(session).report()
+            report["engine"] = msgspec.to_builtins(tasks.sessions.totals_of(session).stats())
         return report
 
     def revoke_all(self) -> None:

@@ -56,13 +56,22 @@ class Observers:
                 publisher = self._start("KV events", lambda: self._open_publisher(store))
             self.feed = ChangeFeed(config, publisher)
         if config.trace_dir is not None:
-            self._tracer = self._start("trace", lambda: Tracer(config, make_header(store)))
-            store.engine.recorder = self._tracer
+            self._tracer = self._start("trace", lambda: self._open_tracer(store))
+            store.engine.accounts.recorder = self._tracer
 
     def _open_publisher(self, store: CacheStore) -> KVEventPublisher:
         publisher = KVEventPublisher(self._config, store.model.model_id)
         publisher.start()
         return publisher
+
+    def _open_tracer(self, store: CacheStore) -> Tracer:
+        header = make_header(
+            store.config,
+            store.engine.cache.tiers,
+            fingerprint=store.fingerprint,
+            block_bytes=store.block_bytes,
+        )
+        return Tracer(self._config, header)
 
     def _start(self, name: str, start: Callable[[], T]) -> T | None:
         """Start an optional observer. If it fails (port taken, say), run without it."""

@@ -31,9 +31,9 @@ class EngineReadiness:
         names = [
             f"tp_rank {rank}"
             for rank in range(store.model.tp_size)
-            if not store.engine.is_up(device(engine, rank))
+            if not store.engine.executors.is_up(device(engine, rank))
         ]
-        if store.disk_pool is not None and not store.engine.is_up(DISK):
+        if store.disk_pool is not None and not store.engine.executors.is_up(DISK):
             names.append("disk worker")
         return names + self._claims.places(engine)
 

@@ -184,7 +184,7 @@ class Requests:
     ) -> Matched:
         tasks = self._slot.tasks
         if request.prefill_blocks_per_s > 0:
-            tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
+            tasks.sessions.report_prefill(caller.session, request.prefill_blocks_per_s)
         plan = tasks.match(
             TaskId(request.task_id), request.kind, keys, request.start, request.stop,
             request.num_tokens, now, request.retain_s,
@@ -219,7 +219,7 @@ class Requests:
         for number in np.frombuffer(message.task_ids, dtype="<u8").tolist():
             try:
                 task_id = _check_owner(caller, number)
-                if not tasks.was_launched(task_id):
+                if not tasks.sessions.was_launched(task_id):
                     self._unasked.add(task_id)
                 tasks.cancel([task_id], now)
             except KeyError:

@@ -45,9 +45,10 @@ from flexcache.server.observers import Closing, Observers
 from flexcache.server.reactor import Reactor
 from flexcache.server.store import CacheStore
 from flexcache.server.workers import WorkerPool
-from flexcache.tasks.engine import NUM_REMEMBERED, KVTaskEngine
+from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.instructions import DISK, REMOTE
+from flexcache.tasks.sessions import NUM_REMEMBERED
 from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -246,7 +247,7 @@ class KVServer:
         """Pass on what the task engine did; must be called with the lock held."""
         feed = self._observers.feed
         if feed is not None and self._store is not None:
-            journal = self._store.engine.cache.journal
+            journal = self._store.engine.cache.tiers.journal
             if journal:
                 feed.pass_on(journal.take())
         if self.hub.route(time.monotonic()):
@@ -309,7 +310,7 @@ class KVServer:
         with self._changed:
             if self.stopping:
                 raise ClosedError("the cache was shut down")
-            return self.hub.stats(session)
+            return self.hub.stats(time.monotonic(), session)
 
     def health(self) -> dict[str, Any]:
         """Whether the server is at work, and which of its parts are missing."""
@@ -328,17 +329,14 @@ class KVServer:
             return self._observers.take_changes()
 
     def _own_stats(self) -> dict[str, Any]:
-        now = time.monotonic()
         report: dict[str, Any] = {
             "version": __version__,
-            "uptime_s": now - self._started_s,
+            "uptime_s": time.monotonic() - self._started_s,
             "endpoint": self.endpoint,
             "server_pid": os.getpid(),
             "workers": self.hub.workers() | self._pool.pids(),
             "worker_restarts": self._pool.restarts(),
         }
-        if self._store is not None:
-            report["hit_rate"] = self._store.engine.hit_rates.report(now)
         return report | self._observers.stats()
 
     # -- the end ---------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class SessionCalls:
         if lookup is None or not may_wait:
             return lookup is None
         with self.server.session() as tasks:
-            while tasks.is_looking_up(lookup):
+            while tasks.lookups is not None and tasks.lookups.is_open(lookup):
                 self.server.wait_for_change(None)  # it has a deadline
                 if self.server.stopping:
                     raise ClosedError("the cache was shut down")
@@ -80,7 +80,7 @@ class SessionCalls:
             while True:
                 over = {}
                 for task_id in wanted:
-                    result = tasks.result(task_id, completely)
+                    result = tasks.sessions.result(task_id, completely)
                     if result is not None:
                         over[int(task_id)] = result
                 left = None if deadline is None else deadline - time.monotonic()
@@ -91,7 +91,7 @@ class SessionCalls:
                     raise ClosedError("the cache was shut down")
             for number, result in over.items():
                 if result.is_final:
-                    tasks.collected(TaskId(number))
+                    tasks.sessions.collected(TaskId(number))
             return over
 
     def clear(self, tier: str | None) -> int:

@@ -6,13 +6,9 @@ import logging
 import time
 from dataclasses import dataclass
 
-from flexcache.cache.admission import make_admission
-from flexcache.cache.eviction import make_eviction_policy
-from flexcache.cache.load_cost import LoadCost
-from flexcache.cache.planner import GlobalCacheEngine
-from flexcache.cache.remote_tier import RemoteTier
-from flexcache.cache.tier import Lease, Tier
-from flexcache.cache.write_back import DirtyQueue
+from flexcache.cache.build import CacheSizes, build_cache
+from flexcache.cache.tier import Lease
+from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError, StorageError
 from flexcache.ids import TierName
@@ -30,7 +26,6 @@ from flexcache.transfer.workers.remote import RemoteWorkerConfig
 logger = logging.getLogger(__name__)
 
 
-_UNFED_CHUNKS = 4  # that one op copies
 _REPLACE_AFTER_S = 1.0  # a remote worker that has not said by then that its store is late
 
 
@@ -43,7 +38,7 @@ class Clearing:
     """
 
     num_dropped: int
-    _cache: GlobalCacheEngine | None = None
+    _tiers: Tiers | None = None
     _withheld: Lease | None = None
     _pool: DiskPool | None = None
 
@@ -66,8 +61,8 @@ class Clearing:
         Raises:
             StorageError: ``work`` failed.
         """
-        if self._cache is not None and self._withheld is not None:
-            self._cache.give_back(self._withheld)
+        if self._tiers is not None and self._withheld is not None:
+            self._tiers.give_back(TierName.SSD, self._withheld)
         if error is not None:
             raise StorageError(
                 "the SSD tier is empty now, but not for good: "
@@ -91,20 +86,18 @@ class CacheStore:
         self.block_bytes_per_rank = config.tokens_per_block * model.token_size_in_bytes_per_rank
         self.block_bytes = self.block_bytes_per_rank * model.num_kv_copies
         stored_bytes = align_up(self.block_bytes_per_rank) * model.num_kv_copies
-        self._num_host_blocks = config.cpu_blocks_for(stored_bytes)
-        self._num_slots = config.ssd_blocks_for(stored_bytes)
+        sizes = CacheSizes.for_blocks(config, self.block_bytes, stored_bytes)
+        self._num_host_blocks, self._num_slots = sizes.num_host_blocks, sizes.num_slots
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
         self._check_memory(stored_bytes * self._num_host_blocks)
         try:
-            self.engine = self._make_engine()
+            self.engine = self._make_engine(sizes)
         except MemoryError:
             raise ConfigError(
                 f"{self._num_host_blocks} blocks in DRAM and {self._num_slots} on SSD: their index "
                 "does not fit into memory; lower the sizes"
             ) from None
-        if config.records_changes:
-            self.engine.cache.keep_journal(config.tokens_per_block)
         self.segments: list[HostSegment] = []
         self.disk_pool: DiskPool | None = None
         self.layout: str | None = None
@@ -114,45 +107,10 @@ class CacheStore:
         """Control groups do not count reserved huge pages."""
         check_pool_fits(wanted, in_control_group=self.config.hugepages != "reserved")
 
-    def _make_engine(self) -> KVTaskEngine:
+    def _make_engine(self, sizes: CacheSizes) -> KVTaskEngine:
         config = self.config
-        host_policy = make_eviction_policy(config.eviction_policy, self._num_host_blocks)
-        tiers = [Tier(TierName.CPU, self._num_host_blocks, host_policy)]
-        policies: dict[TierName, str] = {}
-        if self._num_slots:
-            ssd_policy = make_eviction_policy(config.eviction_policy, self._num_slots)
-            tiers.append(Tier(TierName.SSD, self._num_slots, ssd_policy))
-            policies[TierName.SSD] = config.ssd_write_policy
-        if config.remote_url is not None:
-            tiers.append(RemoteTier(config.remote_absent_ttl_s, config.remote_index_blocks))
-            policies[TierName.REMOTE] = config.remote_write_policy
-        max_dirty = int(config.write_back_max_dirty * self._num_host_blocks)
-        # With nothing to feed, an op is only so long that a load never waits long behind a store.
-        chunk_bytes = config.transfer_chunk_mb * 1e6 * (1 if len(tiers) > 1 else _UNFED_CHUNKS)
-        chunk_blocks = max(1, int(chunk_bytes) // self.block_bytes)
-        # Blocks that wait to be written below are pinned: an eighth stays for gets to stage in.
-        max_store_backlog = max(1, self._num_host_blocks - self._num_host_blocks // 8)
         return KVTaskEngine(
-            GlobalCacheEngine(
-                tiers,
-                chunk_blocks,
-                max_store_backlog,
-                admissions={
-                    name: make_admission(
-                        policy,
-                        self._num_slots if name is TierName.SSD else None,
-                        config.write_min_sightings,
-                    )
-                    for name, policy in policies.items()
-                    if policy != "write_back"
-                },
-                write_back={
-                    name: DirtyQueue(max_dirty)
-                    for name, policy in policies.items()
-                    if policy == "write_back"
-                },
-                load_cost=LoadCost() if config.skip_slow_loads else None,
-            ),
+            build_cache(config, sizes),
             block_bytes=self.block_bytes,
             load_ranks=range(self.model.tp_size),
             store_ranks=range(self.model.num_kv_copies),
@@ -230,7 +188,7 @@ class CacheStore:
         return clearing
 
     def _give_ssd_to(self, identity: KVIdentity, pool: DiskPool) -> Clearing | None:
-        former, ssd = pool.identity, self.engine.cache.by_name[TierName.SSD]
+        former, ssd = pool.identity, self.engine.cache.tiers.by_name[TierName.SSD]
         if former is not None and (former.model != identity.model or not ssd.index.num_blocks):
             former = None  # another model's blocks leave as room is needed
         if former is not None and self.config.ssd_on_mismatch == "refuse":
@@ -263,17 +221,16 @@ class CacheStore:
         Raises:
             ValueError: There is no such tier.
         """
-        cache = self.engine.cache
-        num_dropped = sum(len(blocks) for blocks in cache.clear(tier).values())
+        cache, tiers = self.engine.cache, self.engine.cache.tiers
+        num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
-        if self.engine.recorder is not None:
-            self.engine.recorder.cleared(tier, num_dropped)
+        if self.engine.accounts.recorder is not None:
+            self.engine.accounts.recorder.cleared(tier, num_dropped)
         if tier is None:
-            cache.is_recording = False
-        ssd = cache.by_name.get(TierName.SSD)
-        if self.disk_pool is None or ssd is None or tier not in (None, ssd.name.value):
+            cache.stores.is_recording = False
+        if self.disk_pool is None or tier not in (None, TierName.SSD.value):
             return Clearing(num_dropped)
-        return Clearing(num_dropped, cache, cache.withhold_free(ssd), self.disk_pool)
+        return Clearing(num_dropped, tiers, tiers.withhold_free(TierName.SSD), self.disk_pool)
 
     def segment_of(self, tp_rank: int) -> HostSegment:
         return self.segments[tp_rank if len(self.segments) > 1 else 0]

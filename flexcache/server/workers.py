@@ -71,7 +71,7 @@ class WorkerPool:
         return [
             f"{name} worker"
             for name in self._workers
-            if store is None or not store.engine.is_up(name)
+            if store is None or not store.engine.executors.is_up(name)
         ]
 
     # -- events ----------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class HostSegment:
         """Make a segment.
 
         Args:
-            hugepages: One of `flexcache.config.HUGEPAGES`.
+            hugepages: As `CacheConfig.hugepages`.
 
         Raises:
             ConfigError: Too few huge pages are reserved; says how many it takes.

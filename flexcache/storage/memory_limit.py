@@ -1,7 +1,7 @@
-"""How much memory this process may use: what is installed, and the limits of its control groups.
+"""How much memory this process may use: installed memory, and the limits of its control groups.
 
-A container is a control group. When its memory exceeds the limit, the kernel ends one of its
-processes without a word; so a pool that cannot fit is refused beforehand.
+A container is a control group. When its memory exceeds the limit, the kernel kills one of its
+processes without a message; so a pool that cannot fit is refused beforehand.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
 
-_NO_LIMIT = 1 << 60  # beyond it: what version 1 says for "none"
+_NO_LIMIT = 1 << 60  # version 1 reports a larger number for "no limit"
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Where a version of control groups has its files, and what it calls them."""
+    """File locations and names of a control-group version."""
 
     base: str
     limit: str
@@ -39,17 +39,31 @@ _V2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit in bytes, and what is used of it but for the page cache, which makes room."""
+    """A limit in bytes, and how much of it is used, not counting reclaimable page cache."""
 
     limit: int
     used: int
 
 
-def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
-    """Limits of the control groups that this process is in, those above them included.
+def installed_memory() -> int:
+    """Return the machine's physical memory in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that this process may have at most: the machine's, or its container's.
 
     Args:
-        root: Where the system's files are looked for.
+        root: Root of the file system that contains the system's files.
+    """
+    return min([installed_memory(), *(limit.limit for limit in memory_limits(root))])
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """Return the limits of this process's control groups and their ancestors.
+
+    Args:
+        root: Root of the file system that contains the system's files.
     """
     return list(_limits(root))
 
@@ -60,7 +74,7 @@ def _limits(root: Path) -> Iterator[MemoryLimit]:
         if controllers and "memory" not in controllers.split(","):
             continue
         version = _V1 if controllers else _V2
-        # In a container the path is often the host's; then its root is what can be seen.
+        # In a container the path is often the host's; only the root is visible then.
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):
             place = root / version.base / str(group).lstrip("/")
             limit = _number(_read(place / version.limit))
@@ -71,18 +85,18 @@ def _limits(root: Path) -> Iterator[MemoryLimit]:
 
 
 def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = Path("/")) -> None:
-    """Refuse a pool that would have the kernel end some process; warn of one that may.
+    """Refuse a pool that would make the kernel kill a process; warn about one that might.
 
     Args:
         wanted: Bytes of the pool.
-        in_control_group: Whether control groups count its memory; of reserved huge pages they do
-            not.
+        in_control_group: Whether control groups count its memory. They do not count reserved
+            huge pages.
 
     Raises:
         ConfigError: It is larger than the machine's memory, or than a control group's limit.
     """
     remedy = "lower cpu_cache_gb or num_cpu_blocks"
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    installed = installed_memory()
     if wanted > installed:
         raise ConfigError(
             f"the DRAM tier of {wanted / 1e9:.1f} GB is larger than this machine's memory, "
@@ -105,7 +119,7 @@ def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = 
 
 
 def _read(path: Path) -> str:
-    """The text of a file, "" if there is none."""
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
@@ -113,5 +127,5 @@ def _read(path: Path) -> str:
 
 
 def _number(text: str) -> int:
-    """0 if it is none, such as ``max``."""
+    """Return 0 for text that is not a number, such as ``max``."""
     return int(text) if text.isdecimal() else 0

@@ -1,4 +1,4 @@
-"""Files that follow one another, of which the oldest go."""
+"""A sequence of files of which the oldest are deleted."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import BinaryIO
 
 
 class RotatingFiles:
-    """Lines, in files ``<stem>.0001.jsonl``, ``<stem>.0002.jsonl``, ... of a directory.
+    """Writes lines to files ``<stem>.0001.jsonl``, ``<stem>.0002.jsonl``, ... of a directory.
 
     Args:
-        max_bytes: A file is followed by another once it has so many.
-        max_files: How many are kept.
-        make_first_line: Of the file with this number.
+        max_bytes: Size at which the next file begins.
+        max_files: How many files are kept.
+        make_first_line: Returns the first line of the file with this number.
 
     Every method may raise `OSError`.
     """
@@ -39,21 +39,21 @@ class RotatingFiles:
         self._size = 0
         self.path: Path | None = None
         self.num_bytes = 0
-        """Written since the start, also to files that are gone."""
+        """Total bytes written, including deleted files."""
 
     @property
     def room(self) -> int:
-        """Bytes that still belong into the current file."""
+        """Bytes left in the current file."""
         return self._max_bytes - self._size
 
     def begin_next(self) -> None:
-        """End the current file, if there is one, and begin another."""
+        """Close the current file, if there is one, and begin the next."""
         self.close()
         self._number += 1
         self._directory.mkdir(parents=True, exist_ok=True)
         self.path = self._directory / f"{self._stem}.{self._number:04}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(self.path, flags, 0o600)  # what is asked is nobody else's to know
+        descriptor = os.open(self.path, flags, 0o600)  # prompts are private to this user
         self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115
         self._kept.append(self.path)
         self._size = 0
@@ -62,7 +62,7 @@ class RotatingFiles:
         self.write(self._make_first_line(self._number))
 
     def write(self, lines: bytes) -> None:
-        """To the current file. A line may be torn where the disk is full."""
+        """Append to the current file. A full disk may tear a line."""
         assert self._file is not None
         left = memoryview(lines)
         while left:

@@ -1,7 +1,7 @@
-"""A prompt's block keys in a trace: eight bytes each, and only those that no line before has.
+"""Writes a prompt's block keys to a trace: eight bytes each, without those of earlier lines.
 
-A request is looked up and then stored, a conversation goes on where it ended, so most prompts begin
-like one that was written already: a line names that one and gives the rest.
+A request is looked up and then stored, and a conversation continues where it ended, so most prompts
+begin like one that was written already: a line refers to that one and has only the remaining keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOT_BYTES = 8
 
 
 class PackedPrompt(NamedTuple):
-    """What `BlockKeys.packed` says of a prompt."""
+    """A prompt as `BlockKeys.packed` returns it."""
 
     root: RootId
     key_bytes: int
@@ -31,17 +31,17 @@ class PackedPrompt(NamedTuple):
 
 
 def shorten(keys: Iterable[bytes]) -> bytes:
-    """The last bytes of each key, one after the other."""
+    """Concatenate the last bytes of each key."""
     return b"".join([key[-KEY_BYTES:].rjust(KEY_BYTES, b"\0") for key in keys])
 
 
 class KeyWriter:
-    """Completes matches by their keys. What it refers to is in the same file."""
+    """Adds keys to matches. A match only refers to earlier ones of the same file."""
 
     def __init__(self, tokens_per_block: int) -> None:
         self._tokens_per_block = tokens_per_block
         self._bases: OrderedDict[tuple[RootId, bytes], tuple[int, int]] = OrderedDict()
-        """Root and last key of a prompt -> a task that was matched with it, number of blocks."""
+        """Root and last key of a prompt -> a task that matched it, and its number of blocks."""
 
     def begin_file(self) -> None:
         self._bases.clear()
@@ -64,8 +64,11 @@ class KeyWriter:
         )
 
     def _find_base(self, match: Matched, keys: BlockKeys) -> tuple[int, int]:
-        """Prompts end where this one does, or where what is cached of it does. A key says all
-        that is before it, so of tokens no more than these few are hashed."""
+        """Return an earlier task whose prompt this one begins with, and its number of blocks.
+
+        Such a prompt ends where this one does, or where the cached part of this one does. A key
+        covers everything before it, so only these few are computed of a prompt of tokens.
+        """
         for count in (match.stop, match.found_start + match.num_blocks, match.found_start):
             base, num_blocks = self._bases.get(_end_of(keys, count), (0, 0)) if count else (0, 0)
             if base and num_blocks == count:
@@ -82,79 +85,3 @@ def _rest(prompt: PackedPrompt, keys: BlockKeys, start: int, stop: int) -> bytes
         return shorten(keys.slice(start, stop))
     table = np.frombuffer(prompt.data, dtype=np.uint8).reshape(-1, prompt.key_bytes)
     return table[start:stop, -KEY_BYTES:].tobytes()
-
-
-class _Keys:
-    """Keys of blocks from ``start`` on; those before are as in ``base``, which starts earlier.
-
-    ``jump`` is a base further back, chosen such that any base is found in O(log n) steps.
-    """
-
-    __slots__ = ("base", "depth", "jump", "rest", "start")
-
-    def __init__(self, base: _Keys | None, start: int, rest: bytes) -> None:
-        self.start = start
-        self.rest = rest
-        self.base: _Keys = self if base is None else base
-        self.jump: _Keys = self.base
-        self.depth: int = 0 if base is None else base.depth + 1
-        far = self.base.jump
-        if self.base.depth - far.depth == far.depth - far.jump.depth:
-            self.jump = far.jump
-
-    def last_before(self, stop: int) -> _Keys:
-        """The nearest of this one and its bases that starts before ``stop``."""
-        keys = self
-        while keys.start >= stop:
-            keys = keys.jump if keys.jump.start >= stop else keys.base
-        return keys
-
-
-class KeyReader:
-    """Gives the matches of one file all their keys back. Holds no more than the file has.
-
-    A match costs at most as many steps as it has keys, and O(log n) for those it shares.
-    """
-
-    def __init__(self) -> None:
-        self._prompts: dict[int, tuple[_Keys, int]] = {}
-        """By task, with the number of blocks."""
-        self._last: tuple[_Keys, bytes] = _Keys(None, 0, b""), b""
-        """What was completed last, whole: a prompt that grows with each call costs a copy."""
-
-    def complete(self, match: Matched) -> Matched:
-        """Raises `ValueError` if a line is missing that this one refers to, or keys are."""
-        own, keys = _Keys(None, 0, match.keys), match.keys
-        if match.base:
-            if match.base not in self._prompts:
-                raise ValueError(
-                    f"task {match.task} begins like task {match.base}, which is not there"
-                )
-            base, num_blocks = self._prompts[match.base]
-            if match.base_blocks > num_blocks:
-                raise ValueError(
-                    f"task {match.task} begins with {match.base_blocks} blocks of task "
-                    f"{match.base}, which has {num_blocks}"
-                )
-            if match.base_blocks:
-                base = base.last_before(match.base_blocks)
-                own = _Keys(base, match.base_blocks, match.keys) if match.keys else base
-                keys = self._join(base, match.base_blocks) + match.keys
-        if len(keys) != match.stop * KEY_BYTES:
-            raise ValueError(f"task {match.task} has {match.stop} blocks and {len(keys)} key bytes")
-        self._prompts[match.task] = own, match.stop
-        self._last = own, keys
-        return msgspec.structs.replace(match, base=0, base_blocks=0, keys=keys)
-
-    def _join(self, keys: _Keys, stop: int) -> bytes:
-        """The first ``stop`` keys."""
-        last, whole = self._last
-        pieces = []
-        while stop:
-            keys = keys.last_before(stop)
-            if keys is last and len(whole) >= stop * KEY_BYTES:
-                pieces.append(whole[: stop * KEY_BYTES])
-                break
-            pieces.append(keys.rest[: (stop - keys.start) * KEY_BYTES])
-            stop = keys.start
-        return b"".join(reversed(pieces))

@@ -1,7 +1,7 @@
 """The lines of a trace. A file begins with a `TraceHeader`; each further line is a `Record`.
 
-Times are seconds since the trace began, by a clock that is never set. Lines are in the order in
-which things happened, an op where it ended. Fields that have their default are left out.
+Times are seconds since the trace began, by a monotonic clock. Lines are in the order of events, an
+op at its end. Fields with default values are omitted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from flexcache.ids import KVStatus, OpKind, TaskKind
 
 FORMAT = 1
-"""Goes up when an old reader would misread a new trace."""
+"""Incremented when an old reader would misread a new trace."""
 
 KEY_BYTES = 8
 
@@ -22,30 +22,30 @@ SETTINGS = (
     "write_back_max_dirty", "priority_step_s", "skip_slow_loads", "transfer_chunk_mb",
     "max_open_tasks", "match_ttl_s",
 )  # fmt: skip
-"""Those of `CacheConfig` that decide what is moved and kept."""
+"""Fields of `CacheConfig` that decide what is moved and kept."""
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding a line may raise that somebody else has written."""
+"""What decoding an untrusted line may raise."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 _Size = Annotated[int, msgspec.Meta(gt=0, le=2**40)]
 _Tokens = Annotated[int, msgspec.Meta(gt=0, le=2**16)]
 _Rate = Annotated[float, msgspec.Meta(ge=0)]
 TraceTime = Annotated[float, msgspec.Meta(ge=0, le=1e10)]
-"""Seconds. What waits for one must be able to say for how long."""
+"""Seconds. Bounded, so that a replay can sleep until then."""
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whose trace it is, and which of its files this one is.
+    """Identifies the trace, and the file within it.
 
     Attributes:
-        version: Of FlexCache.
-        block_bytes: Of one block over all ranks.
-        capacities: Blocks of each tier. The remote store has no limit of ours: 0.
+        version: FlexCache's version.
+        block_bytes: Size of one block over all ranks.
+        capacities: Blocks of each tier; 0 for the remote store, which FlexCache does not limit.
         indexed: Blocks that each tier held when the trace began.
-        settings: Those of `SETTINGS`.
-        began_unix_s: When the trace began. With ``pid`` it names the trace.
-        file: Number of the file, from 1 on.
+        settings: Values of `SETTINGS`.
+        began_unix_s: When the trace began. Identifies the trace together with ``pid``.
+        file: Number of the file, from 1.
     """
 
     format: int = FORMAT
@@ -66,20 +66,20 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
 
 class Matched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="match"):
-    """Blocks ``[start, stop)`` of a prompt were asked for, and what was found.
+    """A match of blocks ``[start, stop)`` of a prompt, and what it found.
 
     Attributes:
-        engine: Who asked.
-        request: What the engine calls the request.
-        root: Of the keys, as hex: prompts of different roots share nothing.
-        prefill_blocks_per_s: What the engine said it computes; 0 if it has not.
+        engine: Name of the engine.
+        request: The engine's id of the request.
+        root: Root of the keys, as hex: prompts with different roots share no blocks.
+        prefill_blocks_per_s: Prefill rate that the engine reported; 0 if it has not.
         keys: The last 8 bytes of each block's key, which is the whole hash where KV events carry
-            64 bits. Of blocks ``[base_blocks, stop)``: those before are as in the match of the
-            task ``base``, which stands earlier in the same file.
+            64 bits, for blocks ``[base_blocks, stop)``. Earlier keys are those of the match of the
+            task ``base``, which is earlier in the same file.
         found_start: First of the ``num_blocks`` blocks that the task is to move.
         sources: How many of them each tier supplies.
         dropped: Blocks that cannot be stored, by reason.
-        skipped: Blocks that are cached and not loaded, by reason.
+        skipped: Blocks that are cached but not loaded, by reason.
     """
 
     task: int
@@ -113,11 +113,11 @@ class Cancelled(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="cance
 
 
 class OpEnded(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="op"):
-    """An op was with its executors from ``started`` to ``time``.
+    """An op that its executors ran from ``started`` to ``time``.
 
     Attributes:
         first: Position of its first block in the prompt.
-        blocks: How many it was to move; the first ``num_ok`` of them it has moved.
+        blocks: Number of blocks to move; the first ``num_ok`` of them were moved.
         after: Ops that had to end before it could start.
     """
 
@@ -133,7 +133,7 @@ class OpEnded(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="op"):
 
 
 class Ended(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
-    """The task has come to its final state with ``num_ok`` blocks moved."""
+    """The final state of a task, with ``num_ok`` blocks moved."""
 
     task: int
     kind: TaskKind
@@ -143,7 +143,7 @@ class Ended(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
 
 
 class ClearedTier(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="clear"):
-    """``tier`` is None where all were cleared."""
+    """``tier`` is None when all tiers were cleared."""
 
     tier: str | None = None
     num_blocks: int

@@ -1,8 +1,8 @@
-"""Tracer: writes down every call and op, so that it can be replayed and looked at.
+"""Tracer: records every call and op, for replay and analysis.
 
-Who calls only appends to a queue; a thread of ours encodes and writes a tenth of a second later.
-What does not fit the queue is dropped and counted. Nothing that goes wrong here is anybody's
-concern: where the disk is full the trace ends, with one line in the log.
+Callers only append to a queue; a thread encodes and writes it a tenth of a second later. Records
+that do not fit the queue are dropped and counted. Failures never reach callers: when the disk is
+full the trace ends, with one line in the log.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig
 from flexcache.ids import OpId, SessionId, TierName
 from flexcache.logs import log_event
@@ -43,27 +44,25 @@ from flexcache.tracing.records import (
 from flexcache.transfer.graph import TransferOp
 from flexcache.version import __version__
 
-if TYPE_CHECKING:
-    from flexcache.server.store import CacheStore
-
 logger = logging.getLogger(__name__)
 
 _WRITE_INTERVAL_S = 0.1
 _MAX_QUEUED = 100_000
-_MAX_QUEUED_BYTES = 64 << 20  # of keys and tokens
+_MAX_QUEUED_BYTES = 64 << 20  # keys and tokens
 _MAX_CHUNK = 1 << 20
-_CLOSE_PATIENCE_S = 4.0  # with a disk that hangs
+_CLOSE_PATIENCE_S = 4.0  # for a disk that hangs
 
 
-def make_header(store: CacheStore) -> TraceHeader:
-    """Of a trace that begins now."""
-    settings = asdict(store.config)
-    tiers = store.engine.cache.tiers
+def make_header(
+    config: CacheConfig, tiers: Tiers, *, fingerprint: str, block_bytes: int
+) -> TraceHeader:
+    """Make the header of a trace that begins now."""
+    settings = asdict(config)
     return TraceHeader(
         version=__version__,
-        fingerprint=store.fingerprint,
-        block_bytes=store.block_bytes,
-        tokens_per_block=store.config.tokens_per_block,
+        fingerprint=fingerprint,
+        block_bytes=block_bytes,
+        tokens_per_block=config.tokens_per_block,
         capacities={
             tier.name.value: 0 if tier.name is TierName.REMOTE else tier.capacity for tier in tiers
         },
@@ -83,8 +82,9 @@ class Tracer:
         self._origin_s = time.monotonic()
         self._queue: deque[tuple[Record, PackedPrompt | None]] = deque()
         self._started: dict[OpId, float] = {}
-        self._bytes_queued = 0  # since the start; only callers count it, and only the thread the
-        self._bytes_written = 0  # other: no count needs a lock
+        # Totals. Only callers write the first and only the thread the second, so neither is locked.
+        self._bytes_queued = 0
+        self._bytes_written = 0
         self._num_dropped = 0
         self._num_abandoned = 0
         self._num_lines = 0
@@ -104,7 +104,7 @@ class Tracer:
         self._thread.start()
 
     def stats(self) -> dict[str, Any]:
-        """Lines and bytes written, lines dropped, and the file that is being written."""
+        """Return lines and bytes written, lines dropped, and the current file."""
         return {
             "lines": self._num_lines,
             "dropped_lines": self._num_dropped + self._num_abandoned,
@@ -113,7 +113,7 @@ class Tracer:
         }
 
     def close(self) -> None:
-        """Write what is queued, for a few seconds at most. Idempotent."""
+        """Write what is queued; gives up after a few seconds. Idempotent."""
         self._stop.set()
         self._thread.join(_CLOSE_PATIENCE_S)
         self._is_over = True
@@ -124,7 +124,7 @@ class Tracer:
                 effect="its last lines may be lost",
             )  # fmt: skip
 
-    # -- what is told ----------------------------------------------------------------------------
+    # -- calls of the recorder ---------------------------------------------------------------------
 
     def matched(self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float) -> None:
         plan, owner = task.plan, task.owner
@@ -147,7 +147,7 @@ class Tracer:
         )
         try:
             key_bytes, packed = keys.packed(stop)
-        except ValueError:  # an engine's keys of several sizes
+        except ValueError:  # the engine's keys differ in size
             key_bytes, packed = KEY_BYTES, shorten(keys.slice(0, stop))
         if self._bytes_queued - self._bytes_written > _MAX_QUEUED_BYTES:
             self._num_dropped += 1
@@ -240,7 +240,7 @@ class Tracer:
             self._num_lines += lines.count(b"\n")
 
     def _encode_queued(self, max_bytes: int) -> bytes:
-        """Lines of about so many bytes together; at least one."""
+        """Encode about ``max_bytes`` of lines, at least one."""
         lines = bytearray()
         while self._queue and len(lines) < max_bytes:
             record, prompt = self._queue.popleft()

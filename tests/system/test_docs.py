@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+from paths import ROOT
+
+PAGES = ("*.md", "docs/*.md", "deploy/*.md", "examples/*.md")
 
 
 def test_the_readmes_python_example_runs(tmp_path: Path) -> None:
@@ -34,8 +38,28 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_links_between_the_pages_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+    for page in [path for pattern in PAGES for path in ROOT.glob(pattern)]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists() or (page.parent / f"{target}.md").exists(), (
                 f"{page.name}: {target}"
             )
+
+
+def test_the_readmes_chart_shows_the_figures_of_the_benchmarks_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    image = pytest.importorskip("PIL.Image")
+    fresh = tmp_path / "chart.png"
+    subprocess.run([sys.executable, ROOT / "scripts" / "render_chart.py", fresh], check=True)
+
+    def figures(path: Path) -> dict[str, dict[str, float]]:
+        shown: dict[str, dict[str, float]] = json.loads(image.open(path).text["Description"])
+        return shown
+
+    assert figures(ROOT / "docs" / "ttft.png") == figures(fresh)
+    (text,) = re.findall(
+        r"!\[(.*?)\]\(docs/ttft.png\)", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    for run, systems in figures(fresh).items():
+        shown = [min(systems.values())] if run == "cold" else systems.values()
+        for milliseconds in shown:
+            assert re.search(rf"\b{milliseconds:,.0f}\b", text), f"{milliseconds} ms of {run}"

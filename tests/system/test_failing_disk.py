@@ -35,7 +35,7 @@ def worker_of(cluster: Cluster) -> tuple[int, int]:
 def offset_of(cluster: Cluster, position: int) -> int:
     """Where a block of the prompt that was stored last lies in the data file."""
     with cluster.server.session() as session:
-        *_, run = session.cache.lower[0].index._runs.values()
+        *_, run = session.cache.tiers.lower[0].index._runs.values()
         slot = int(run.blocks[position])
     assert cluster.server.hub.store is not None
     pool = cluster.server.hub.store.disk_pool

@@ -33,7 +33,7 @@ def flip_byte(path: Path, offset: int) -> None:
 
 def slot_of(cluster: Cluster, position: int) -> int:
     with cluster.server.session() as engine:
-        return int(next(iter(engine.cache.lower[0].index._runs.values())).blocks[position])
+        return int(next(iter(engine.cache.tiers.lower[0].index._runs.values())).blocks[position])
 
 
 def rejected(cluster: Cluster) -> int:

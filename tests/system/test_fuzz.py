@@ -20,8 +20,8 @@ from test_shared import Member, members
 from test_soak import resident_mb
 
 from flexcache import CacheConfig
+from flexcache.config.address import server_of
 from flexcache.ids import TaskKind
-from flexcache.protocol.address import server_of
 from flexcache.protocol.messages import (
     MAX_FRAME_BYTES,
     Cancel,

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 from flexcache import CacheConfig
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
 from flexcache.cache.eviction import make_eviction_policy
-from flexcache.cache.planner import GlobalCacheEngine
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import Tiers
 from flexcache.cli import app
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError, TraceError
@@ -32,7 +33,9 @@ from flexcache.replay.history import histories
 from flexcache.replay.mooncake import MooncakeTrace, read_requests
 from flexcache.replay.overlap import DRAM_COPIES, SSD_READS, overlap
 from flexcache.replay.reader import RecordedTrace
-from flexcache.replay.replay import ReplayReport, replay, replay_config
+from flexcache.replay.replay import replay
+from flexcache.replay.report import ReplayReport
+from flexcache.replay.settings import replay_config
 from flexcache.replay.story import tell
 from flexcache.request_info import RequestInfo
 from flexcache.tracing.records import Matched, TraceHeader
@@ -464,17 +467,17 @@ def test_a_trace_in_mooncakes_format_is_replayed(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
     tier = Tier(TierName.CPU, capacity, make_eviction_policy("lru", capacity))
-    planner, root, expected = GlobalCacheEngine([tier], 1000, capacity), make_root("m", (), "k"), 0
+    cache, root, expected = TieredCache(Tiers([tier]), 1000, capacity), make_root("m", (), "k"), 0
     for request in read_requests(path):
         keys = [number.to_bytes(8, "big") for number in request.hash_ids]
         prompt = EngineBlockKeys(root, keys, len(keys))
-        planner.advance(request.time_s)
-        get = planner.plan_get(prompt, 0, len(keys))
+        cache.tiers.advance(request.time_s)
+        get = cache.loads.plan_get(prompt, 0, len(keys))
         expected += get.num_blocks
-        planner.finish(get)
-        put = planner.plan_put(prompt, 0, len(keys))
-        planner.publish_staging(put, put.num_blocks)
-        planner.finish(put)
+        cache.finish(get)
+        put = cache.stores.plan_put(prompt, 0, len(keys))
+        cache.publish_staging(put, put.num_blocks)
+        cache.finish(put)
     report = replayed(MooncakeTrace(path), num_cpu_blocks=capacity, eviction_policy="lru")
     assert report.then is None
     assert 0 < expected < report.now.asked_blocks

@@ -11,11 +11,41 @@ import numpy as np
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.block_pool import BlockIds
+from flexcache.cache.build import CacheSizes, build_cache
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey, RootId
 
 ROOT = RootId(b"a-model")
 OTHER_ROOT = RootId(b"another-model")
 ROOTS = (ROOT, OTHER_ROOT)
+ABSENT_TTL_S = 5.0
+_MAX_DIRTY = 2.5  # two blocks, and a fraction against rounding
+
+
+def make_cache(
+    host: int, ssd: int = 0, remote: int = 0, *, chunk: int = 2, backlog: int = 1000,
+    policy: str = "write_through", tokens_per_block: int | None = None,
+    skip_slow_loads: bool = False,
+) -> TieredCache:  # fmt: skip
+    """Build a cache of tiny tiers as a server does; with a block size it keeps a journal.
+
+    With the policy ``write_back`` two dirty blocks are enough to be written.
+    """
+    config = CacheConfig(
+        num_cpu_blocks=host,
+        remote_url="memory://" if remote else None,
+        remote_index_blocks=remote or 1,
+        remote_absent_ttl_s=ABSENT_TTL_S,
+        ssd_write_policy=policy,  # type: ignore[arg-type]
+        remote_write_policy=policy,  # type: ignore[arg-type]
+        write_back_max_dirty=min(0.75, _MAX_DIRTY / host),
+        eviction_policy="lru",
+        skip_slow_loads=skip_slow_loads,
+        kv_events=tokens_per_block is not None,
+        tokens_per_block=tokens_per_block or 16,
+    )
+    return build_cache(config, CacheSizes(host, ssd, chunk, backlog))
 
 
 def key_of(word: str) -> BlockKey:

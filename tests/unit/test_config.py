@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, ModelConfig
-from flexcache.config import describe_settings
+from flexcache.config.address import split_address, with_engine
+from flexcache.config.settings import describe_settings
 from flexcache.errors import ConfigError
-from flexcache.protocol.address import split_address, with_engine
 
 BASE: dict[str, Any] = {"num_cpu_blocks": 8}
 
@@ -76,8 +76,12 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "eviction_policy": "mru"}, "eviction_policy = 'mru'.*lru"),
         ({**BASE, "io_engine": "spdk"}, "io_engine = 'spdk'.*io_uring"),
         ({**BASE, "remote_url": "ftp://host/kv"}, "must begin with one of"),
-        ({**BASE, "op_timeout_s": 0}, "op_timeout_s"),
-        ({**BASE, "direct_io": "maybe"}, "direct_io = 'maybe'"),
+        ({**BASE, "op_timeout_s": 0}, "op_timeout_s = 0: must be a number greater than 0"),
+        ({**BASE, "op_timeout_s": float("nan")}, "op_timeout_s = nan"),
+        ({**BASE, "write_back_max_dirty": 0.8}, "greater than 0 and at most 0.75"),
+        ({**BASE, "ssd_queue_depth": 2.5}, "must be a whole number of at least 1"),
+        ({**BASE, "curve_keys": 5}, "curve_keys = 5: must be text"),
+        ({**BASE, "direct_io": "maybe"}, "direct_io = 'maybe': must be true or false"),
         ({**BASE, "log_level": "LOUD"}, "log_level"),
         ({**BASE, "http_endpoint": "0.0.0.0:1"}, "http_token must be set"),
         ({**BASE, "http_endpoint": "0.0.0.0:1", "http_token": ""}, "http_token = .*one at least"),
@@ -160,8 +164,8 @@ def test_capacities_follow_from_gigabytes() -> None:
 
 def test_every_setting_is_documented() -> None:
     for row in describe_settings():
-        assert row["meaning"].endswith(".")
-        assert row["environment"] == "FLEXCACHE_" + row["field"].upper()
+        assert row.meaning.endswith(".")
+        assert row.environment == "FLEXCACHE_" + row.name.upper()
 
 
 def test_a_config_without_sizes_is_for_a_server_that_is_named() -> None:

@@ -18,7 +18,7 @@ from flexcache.cache.eviction_returns import ReturnTimes, bin_of
 from flexcache.cache.eviction_reuse import Reuse
 from flexcache.cache.eviction_shadow import Shadow
 from flexcache.cache.tier import Tier
-from flexcache.config import EVICTION_POLICIES
+from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, TierName
 

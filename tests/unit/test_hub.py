@@ -250,7 +250,7 @@ def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking
         assert isinstance(failed, Failed)
         tier.pool.give_back(lost)
     tasks.check()
-    host = tasks.cache.host
+    host = tasks.cache.tiers.host
     host.pool._stack[0] = host.pool._stack[1]  # seen only by a walk
     assert asking.send(engine.calls, CheckInvariants(2)) == [Answer(2, None)]
     with pytest.raises(InternalError):
@@ -302,7 +302,7 @@ def test_who_left_while_the_store_was_asked_gets_no_task(asking: World) -> None:
     [matched] = asking.inbox[other.calls]
     assert matched.num_blocks == 3
     assert asking.hub.store is not None
-    assert asking.hub.store.engine.num_open_tasks == 1
+    assert asking.hub.store.engine.sessions.num_open == 1
 
 
 def test_what_one_engine_put_another_gets(world: World) -> None:
@@ -376,10 +376,10 @@ def test_a_client_takes_its_own_place_again_and_its_tasks_are_gone(world: World)
     engine = Engine(world)
     engine.register()
     engine.match(TaskKind.PUT, "abc")
-    assert world.hub.stats()["tiers"]["CPU"]["leased"] == 3
+    assert world.hub.stats(world.now)["tiers"]["CPU"]["leased"] == 3
     welcome, _ = world.send(b"again", hello_engine("e", "e", b"again-calls"))
     assert isinstance(welcome, WelcomeEngine)
-    assert world.hub.stats()["tiers"]["CPU"]["leased"] == 0
+    assert world.hub.stats(world.now)["tiers"]["CPU"]["leased"] == 0
     [rejected] = world.send(engine.events, Ping())
     assert isinstance(rejected, Rejected)  # the former self learns that it is not known any more
 
@@ -396,7 +396,9 @@ def test_a_new_engine_waits_until_the_slots_of_its_former_self_are_let_go(world:
     assert "still move bytes" in refused.reason
     engine.work()
     assert isinstance(world.send(b"new", hello_engine("e", "new", b"nc"))[0], WelcomeEngine)
-    assert world.hub.stats()["tiers"]["CPU"]["indexed"] == 0  # a cancelled put publishes nothing
+    assert (
+        world.hub.stats(world.now)["tiers"]["CPU"]["indexed"] == 0
+    )  # a cancelled put publishes nothing
 
 
 def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) -> None:
@@ -404,7 +406,7 @@ def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) ->
     world.now += TIMEOUT_S - 1
     assert world.send(lively.events, Ping()) == [Pong()]
     world.hub.expire(world.now + 2)
-    assert list(world.hub.stats()["engines"]) == ["lively"]
+    assert list(world.hub.stats(world.now)["engines"]) == ["lively"]
     assert world.hub.counters["expired_clients"] == 1
     assert quiet.events not in world.watched
 
@@ -439,7 +441,7 @@ def test_a_rank_is_refused_for_a_layout_that_differs_and_everybody_is_told(world
     assert told.missing == ["tp_rank 0"]
     assert "another layout" in told.problems[0]
     assert world.last(one.events).problems == []
-    assert not world.hub.store.engine.is_up(device("two", 0))  # type: ignore[union-attr]
+    assert not world.hub.store.engine.executors.is_up(device("two", 0))  # type: ignore[union-attr]
 
 
 def test_a_rank_that_comes_back_is_told_what_ended_while_it_was_away(world: World) -> None:
@@ -485,7 +487,7 @@ def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
     task_id, _ = one.match(TaskKind.PUT, "abc")
     world.send(two.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
     two.launch(task_id, 3)
-    assert world.hub.stats()["tasks"]["created"] == 1
+    assert world.hub.stats(world.now)["tasks"]["created"] == 1
     stolen = Match(5, task_id + 1, TaskKind.PUT, ROOT, 0, 1, 16, 8)
     [failed] = world.send(two.calls, stolen, keys("z"))
     assert isinstance(failed, Failed)
@@ -536,8 +538,8 @@ def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored() -> None:
     data[:] = bytes(len(data))  # the client may use its memory for something else by now
     engine.launch(task_id, 2)
     engine.work()
-    assert cache.journal is not None
-    [stored] = cache.journal.take()
+    assert cache.tiers.journal is not None
+    [stored] = cache.tiers.journal.take()
     assert isinstance(stored, Stored)
     assert (stored.token_ids, stored.info) == (list(range(32)), info)
     assert stored.extra_keys == [["x"], ["y"]]
@@ -854,16 +856,16 @@ class HubHistories(RuleBasedStateMachine):
     @invariant()
     def places_are_held_by_whom_the_model_says(self) -> None:
         hub = self.world.hub
-        assert set(hub.stats()["engines"]) == set(self.engines)
+        assert set(hub.stats(self.world.now)["engines"]) == set(self.engines)
         if hub.store is None:
             return
         hub.store.engine.check()
         assert hub.workers() == {device(name, 0): 2 for name in self.ranks}
         for name in NAMES:
-            assert hub.store.engine.is_up(device(name, 0)) == (name in self.ranks)
+            assert hub.store.engine.executors.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
         assert set(hub.peers) == set(self.world.watched) == expected
-        stats = hub.stats()["tiers"]["CPU"]
+        stats = hub.stats(self.world.now)["tiers"]["CPU"]
         assert stats["free"] + stats["indexed"] + stats["leased"] == BLOCKS
 
     @invariant()
@@ -881,7 +883,7 @@ class HubHistories(RuleBasedStateMachine):
         for peer in [*self.world.hub.peers]:
             self.world.die(peer)
         if self.world.hub.store is not None:
-            stats = self.world.hub.stats()
+            stats = self.world.hub.stats(self.world.now)
             assert stats["tiers"]["CPU"]["leased"] == 0
             assert sum(stats["tasks"].values()) == 0
         self.world.close()
@@ -916,9 +918,9 @@ def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) ->
             world.send_raw(peer, [bytes(frame), *extra])
         assert world.hub.store is not None
         world.hub.store.engine.check()
-        assert "two" in world.hub.stats()["engines"]
+        assert "two" in world.hub.stats(world.now)["engines"]
         world.send(other.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
-        assert world.hub.stats()["engines"]["two"]["open_tasks"] == 0
+        assert world.hub.stats(world.now)["engines"]["two"]["open_tasks"] == 0
     finally:
         world.close()
 
@@ -941,7 +943,7 @@ def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_lef
     assert world.last(engine.events).status is KVStatus.CANCELLED
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
     assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
-    assert world.hub.stats()["dropped_blocks"] == {"name_disputed": 3}
+    assert world.hub.stats(world.now)["dropped_blocks"] == {"name_disputed": 3}
     other = Engine(world, "o")
     other.register()
     assert other.match(TaskKind.GET, "abc")[1].num_blocks == 3  # of another name

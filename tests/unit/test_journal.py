@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-from builders import ROOT, key_of, keys_of, words
+from builders import ROOT, key_of, keys_of, make_cache, words
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.journal import MEDIUM_OF, Cleared, Medium, Removed, Stored
-from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.plan import Plan
 from flexcache.cache.prompt_content import PromptContent
-from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import RestoredRun, Tier
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.ids import BlockKey, TierName
 from flexcache.request_info import RequestInfo
@@ -80,21 +81,20 @@ class JournalMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        tiers = [Tier(TierName.CPU, 6), Tier(TierName.SSD, 5), RemoteTier(1.0, capacity=7)]
-        dirty = {TierName.SSD: DirtyQueue(2)} if self.write_back else {}
-        self.cache = GlobalCacheEngine(tiers, 2, 100, write_back=dirty)
-        self.cache.keep_journal(SIZE)
+        policy = "write_back" if self.write_back else "write_through"
+        self.cache = make_cache(6, 5, 7, policy=policy, tokens_per_block=SIZE)
         self.reader = Reader()
         self.plans: list[tuple[Plan, str]] = []
 
     @rule(word=some_word, as_array=st.booleans())
     def put(self, word: str, as_array: bool) -> None:
-        plan = self.cache.plan_put(described(word, as_array), 0, len(word))
+        plan = self.cache.stores.plan_put(described(word, as_array), 0, len(word))
         self.plans.append((plan, word))
 
     @rule(word=some_word, prefetch=st.booleans())
     def load(self, word: str, prefetch: bool) -> None:
-        plan_load = self.cache.plan_prefetch if prefetch else self.cache.plan_get
+        loads = self.cache.loads
+        plan_load = loads.plan_prefetch if prefetch else loads.plan_get
         self.plans.append((plan_load(described(word), 0, len(word)), word))
 
     @rule(position=st.integers(0, 9), share=st.sampled_from([0.0, 0.5, 1.0]), stores=st.booleans())
@@ -111,29 +111,29 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def write_what_is_dirty(self) -> None:
-        while (plan := self.cache.plan_write_back()) is not None:
+        while (plan := self.cache.stores.plan_write_back()) is not None:
             for name, lease in plan.stores.items():
                 self.cache.publish_store(plan, name, len(lease))
             self.cache.finish(plan)
 
     @rule(word=some_word)
     def learn(self, word: str) -> None:
-        remote = self.cache.remote
+        remote = self.cache.tiers.remote
         assert remote is not None
         remote.learn(ROOT, None, keys_of(word), 0, described(word).content)
 
     @rule(word=some_word, tier=st.integers(0, 2))
     def lose_a_block(self, word: str, tier: int) -> None:
-        self.cache.tiers[tier].discard(ROOT, key_of(word))
+        list(self.cache.tiers)[tier].discard(ROOT, key_of(word))
 
     @rule(tier=st.sampled_from(["CPU", "SSD", "REMOTE", None]))
     def clear(self, tier: str | None) -> None:
-        self.cache.clear(tier)
+        self.cache.tiers.clear(tier)
 
     @invariant()
     def the_reader_knows_what_can_be_found(self) -> None:
-        assert self.cache.journal is not None
-        self.reader.read(self.cache.journal.take())
+        assert self.cache.tiers.journal is not None
+        self.reader.read(self.cache.tiers.journal.take())
         for medium in Medium:
             found = {
                 key_of(word)
@@ -156,45 +156,44 @@ TestWriteBackJournal.settings = settings(stateful_step_count=30)
 
 
 def test_what_is_restored_is_told_without_tokens() -> None:
-    ssd = Tier(TierName.SSD, 4)
-    cache = GlobalCacheEngine([Tier(TierName.CPU, 4), ssd], 2, 4)
-    cache.keep_journal(SIZE)
-    ssd.restore([RestoredRun(ROOT, None, keys_of("ab"), np.array([0, 1]))])
-    assert cache.journal is not None
-    assert cache.journal.take() == [
+    cache = make_cache(4, 4, tokens_per_block=SIZE)
+    cache.tiers.by_name[TierName.SSD].restore(
+        [RestoredRun(ROOT, None, keys_of("ab"), np.array([0, 1]))]
+    )
+    assert cache.tiers.journal is not None
+    assert cache.tiers.journal.take() == [
         Stored(Medium.STORAGE, ROOT, None, keys_of("ab"), block_size=SIZE)
     ]
 
 
 def test_emptying_everything_is_told_in_one_word() -> None:
-    cache = GlobalCacheEngine([Tier(TierName.CPU, 4)], 2, 4)
-    cache.keep_journal(SIZE)
-    plan = cache.plan_put(described("ab"), 0, 2)
+    cache = make_cache(4, tokens_per_block=SIZE)
+    plan = cache.stores.plan_put(described("ab"), 0, 2)
     cache.publish_staging(plan, 2)
     cache.finish(plan)
-    assert cache.journal is not None
-    cache.journal.take()
-    cache.clear(None)
-    assert cache.journal.take() == [Cleared()]
+    assert cache.tiers.journal is not None
+    cache.tiers.journal.take()
+    cache.tiers.clear(None)
+    assert cache.tiers.journal.take() == [Cleared()]
 
 
 def test_what_waits_to_be_written_back_is_told_with_its_tokens_and_keeps_no_others() -> None:
     dirty = DirtyQueue(2)
     tiers = [Tier(TierName.CPU, 6), Tier(TierName.SSD, 6)]
-    cache = GlobalCacheEngine(tiers, 2, 100, write_back={TierName.SSD: dirty})
+    cache = TieredCache(Tiers(tiers), 2, 100, write_back={TierName.SSD: dirty})
     cache.keep_journal(SIZE)
     for word in ("a", "ab", "aba"):  # one conversation, that goes on
-        plan = cache.plan_put(described(word), 0, len(word))
+        plan = cache.stores.plan_put(described(word), 0, len(word))
         cache.publish_staging(plan, plan.num_blocks)
         cache.finish(plan)
     contents = [prompt.content for prompt in dirty._prompts]
     assert [len(content.token_ids) for content in contents if content] == [SIZE, SIZE, SIZE]
     reader = Reader()
-    while (store := cache.plan_write_back()) is not None:
+    while (store := cache.stores.plan_write_back()) is not None:
         cache.publish_store(store, TierName.SSD, len(store.stores[TierName.SSD]))
         cache.finish(store)
-    assert cache.journal is not None
-    changes = cache.journal.take()
+    assert cache.tiers.journal is not None
+    changes = cache.tiers.journal.take()
     reader.read(changes)
     written = [change for change in changes if change.medium is Medium.STORAGE]  # type: ignore[union-attr]
     assert written and all(isinstance(change, Stored) and change.token_ids for change in written)

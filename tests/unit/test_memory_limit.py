@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from flexcache.errors import ConfigError
-from flexcache.storage.memory_limit import MemoryLimit, check_pool_fits, memory_limits
+from flexcache.storage.memory_limit import (
+    MemoryLimit,
+    check_pool_fits,
+    installed_memory,
+    memory_limits,
+    usable_memory,
+)
 
 V1 = "sys/fs/cgroup/memory"
 V2 = "sys/fs/cgroup"
@@ -54,6 +60,12 @@ def test_a_pool_beyond_the_limit_of_a_group_above_is_refused_with_both_numbers(
     with pytest.raises(ConfigError, match=r"3\.0 GB.*container.*2\.0 GB.*cpu_cache_gb"):
         check_pool_fits(3_000_000_000, root=tmp_path)
     check_pool_fits(3_000_000_000, in_control_group=False, root=tmp_path)
+
+
+def test_the_lowest_limit_says_how_much_memory_may_be_used(tmp_path: Path) -> None:
+    assert usable_memory(tmp_path) == installed_memory() > 0
+    limited(tmp_path, 4000)
+    assert usable_memory(tmp_path) == 4000
 
 
 @pytest.mark.parametrize(("cache", "warns"), [(0, True), (1_500_000_000, False)])

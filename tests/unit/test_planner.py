@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from builders import OTHER_ROOT, ROOT, ROOTS, key_of, keys_of, prefixes, prompt
+from builders import OTHER_ROOT, ROOT, ROOTS, key_of, keys_of, make_cache, prefixes, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,8 +22,10 @@ from hypothesis.stateful import (
 )
 
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.plan import Plan
 from flexcache.cache.tier import Lease, Tier
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import BlockIds, TransferOp
@@ -102,10 +104,10 @@ class World:
     def __init__(
         self, host: int, disk: int, chunk_blocks: int = 2, max_store_backlog: int = PLENTY
     ) -> None:
-        self.host = Tier(CPU, host)
-        self.disk = Tier(SSD, disk)
-        self.tiers = [self.host, self.disk] if disk else [self.host]
-        self.engine = GlobalCacheEngine(self.tiers, chunk_blocks, max_store_backlog)
+        self.cache = make_cache(host, disk, chunk=chunk_blocks, backlog=max_store_backlog)
+        self.tiers = list(self.cache.tiers)
+        self.host = self.cache.tiers.host
+        self.disk = self.cache.tiers.lower[0] if disk else Tier(SSD, 0)
         self.max_store_backlog = max_store_backlog
         self.bytes: dict[Place, Bytes | None] = {}
         self.bad_sectors: set[Place] = set()
@@ -116,7 +118,7 @@ class World:
     def get(self, word: str, start: int = 0, root: RootId = ROOT) -> Task:
         cached = max(self.num_cached(tier, word, root) for tier in self.tiers)
         keys = prompt(word, root)
-        task = self._open(self.engine.plan_get(keys, start, len(word)), keys)
+        task = self._open(self.cache.loads.plan_get(keys, start, len(word)), keys)
         self._check_load(task, start, cached)
         covered = [p for op in task.ops(OpKind.H2D) for p in self._positions(op)]
         assert covered == list(range(start, task.plan.stop))
@@ -125,7 +127,7 @@ class World:
     def prefetch(self, word: str, start: int = 0, root: RootId = ROOT) -> Task:
         cached = max(self.num_cached(tier, word, root) for tier in self.tiers)
         keys = prompt(word, root)
-        task = self._open(self.engine.plan_prefetch(keys, start, len(word)), keys)
+        task = self._open(self.cache.loads.plan_prefetch(keys, start, len(word)), keys)
         self._check_load(task, start, cached)
         assert not task.ops(OpKind.H2D)
         return task
@@ -134,7 +136,7 @@ class World:
         cached = self.num_cached(self.host, word, root)
         keys = prompt(word, root)
         awaited = self.host.num_in_flight(keys, cached, len(word))
-        task = self._open(self.engine.plan_put(keys, start, len(word)), keys)
+        task = self._open(self.cache.stores.plan_put(keys, start, len(word)), keys)
         plan = task.plan
         moved = [p for op in task.ops(OpKind.D2H) for p in self._positions(op)]
         assert moved == list(range(plan.start, plan.stop))
@@ -190,7 +192,7 @@ class World:
             if op.kind is not OpKind.D2H:
                 place = sources(op)[index]
                 if op.kind is OpKind.DISK2H and place in self.bad_sectors:  # as a checksum tells
-                    self.engine.discard_bad_block(task.plan, SSD, position)
+                    self.cache.discard_bad_block(task.plan, SSD, position)
                     break
                 assert self.bytes.get(place) == content, f"wrong bytes in {place}"
             if op.kind in TARGET:
@@ -212,10 +214,10 @@ class World:
         if not any(other.kind is op.kind for other in task.open_ops):
             if op.kind is OpKind.H2DISK:
                 num_stored = task.num_moved(OpKind.H2DISK, plan.store_starts[SSD])
-                self.engine.publish_store(plan, SSD, num_stored)
+                self.cache.publish_store(plan, SSD, num_stored)
             elif op.kind is not OpKind.H2D:
                 first = plan.start if op.kind is OpKind.D2H else plan.load_start
-                self.engine.publish_staging(plan, task.num_moved(op.kind, first))
+                self.cache.publish_staging(plan, task.num_moved(op.kind, first))
         self._finish_if_done(task)
 
     def _finish_if_done(self, task: Task) -> None:
@@ -225,7 +227,7 @@ class World:
     def cancel(self, task: Task) -> None:
         """End a task between two of its ops; what is left of it never starts."""
         self.tasks.remove(task)
-        self.engine.finish(task.plan)
+        self.cache.finish(task.plan)
 
     def run(self, task: Task, fail: dict[OpKind, int] | None = None) -> int:
         """Carry out the rest of a plan in the graph's order; how many blocks the GPU got or gave.
@@ -251,12 +253,12 @@ class World:
         return self.num_cached(self.host, word), self.num_cached(self.disk, word)
 
     def check(self) -> None:
-        self.engine.check()
-        assert self.engine.store_backlog <= self.max_store_backlog
+        self.cache.check()
+        assert self.cache.stores.backlog <= self.max_store_backlog
         for task in self.tasks:
             for op in task.open_ops:
                 for name, block in sources(op) + targets(op):
-                    tier = self.engine.by_name[name]
+                    tier = self.cache.tiers.by_name[name]
                     assert not tier.pool.is_free(block), "a block of an open plan was freed"
         for tier in self.tiers:
             for root in ROOTS:
@@ -812,43 +814,43 @@ def test_prefetches_do_not_count_as_hits() -> None:
 @pytest.mark.parametrize("tiers", [[], [Tier(SSD, 4)], [Tier(SSD, 4), Tier(CPU, 4)]])
 def test_the_host_tier_comes_first(tiers: Sequence[Tier]) -> None:
     with pytest.raises(InternalError, match="host tier"):
-        GlobalCacheEngine(tiers, 2, 10)
+        Tiers(tiers)
 
 
 # -- the checker ------------------------------------------------------------------------------
 
 
-def _forget_a_lease(engine: GlobalCacheEngine) -> None:
-    engine.host.reserve(prompt("bb"), 0, 2)
+def _forget_a_lease(cache: TieredCache) -> None:
+    cache.tiers.host.reserve(prompt("bb"), 0, 2)
 
 
-def _forget_a_private_lease(engine: GlobalCacheEngine) -> None:
-    lease: Lease = engine.lower[0].reserve_private(ROOT, 1)
+def _forget_a_private_lease(cache: TieredCache) -> None:
+    lease: Lease = cache.tiers.lower[0].reserve_private(ROOT, 1)
     assert len(lease) == 1
 
 
-def _miscount_the_backlog(engine: GlobalCacheEngine) -> None:
-    engine._backlog[SSD] += 1
+def _miscount_the_backlog(cache: TieredCache) -> None:
+    cache.stores._backlog[SSD] += 1
 
 
-def _break_a_tier(engine: GlobalCacheEngine) -> None:
-    engine.lower[0].pool.take(1)
+def _break_a_tier(cache: TieredCache) -> None:
+    cache.tiers.lower[0].pool.take(1)
 
 
 @pytest.mark.parametrize(
     "damage", [_forget_a_lease, _forget_a_private_lease, _miscount_the_backlog, _break_a_tier]
 )
-def test_check_notices_damage(damage: Callable[[GlobalCacheEngine], None]) -> None:
+def test_check_notices_damage(damage: Callable[[TieredCache], None]) -> None:
     world = World(8, 8)
     world.run(world.put("abab"))
-    world.engine.check()
-    damage(world.engine)
+    world.cache.check()
+    damage(world.cache)
     with pytest.raises(InternalError):
-        world.engine.check()
+        world.cache.check()
 
 
 def test_leases_of_an_open_plan_are_no_damage() -> None:
     world = World(8, 8)
     task = world.put("abab")
     assert [lease.keys for lease in task.plan.stores.values()] == [keys_of("abab")]
-    world.engine.check()
+    world.cache.check()

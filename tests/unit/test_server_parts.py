@@ -281,7 +281,10 @@ def test_a_server_config_survives_its_way_to_another_process() -> None:
     model = ModelConfig("m", 3, 4, 32, torch.bfloat16, tp_size=2)
     cache = CacheConfig(num_cpu_blocks=4, endpoint="ipc:///x", ssd_cache_dirs=["/tmp"],
                         num_ssd_blocks=8)  # fmt: skip
-    for config in (ServerConfig(cache, model, 3.5), ServerConfig(cache)):
+    for config in (
+        ServerConfig(cache=cache, model=model, idle_exit_s=3.5),
+        ServerConfig(cache=cache),
+    ):
         assert ServerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 

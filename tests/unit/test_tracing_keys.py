@@ -15,7 +15,8 @@ from msgspec import structs
 
 from flexcache.cache.block_keys import TokenBlockKeys
 from flexcache.ids import RootId, TaskKind
-from flexcache.tracing.keys import KeyReader, KeyWriter, PackedPrompt
+from flexcache.replay.keys import KeyReader
+from flexcache.tracing.keys import KeyWriter, PackedPrompt
 from flexcache.tracing.records import KEY_BYTES, Matched
 
 ROOTS = (RootId(b"one model's root"), RootId(b"another's root.."))

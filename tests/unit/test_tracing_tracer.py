@@ -49,7 +49,7 @@ def make_tracer(directory: Path, **settings: object) -> Tracer:
 
 def traced_world(directory: Path, **options: object) -> tuple[World, Tracer]:
     world = World(**options)  # type: ignore[arg-type]
-    world.engine.recorder = tracer = make_tracer(directory)
+    world.engine.accounts.recorder = tracer = make_tracer(directory)
     return world, tracer
 
 
@@ -201,7 +201,7 @@ def test_the_oldest_files_go_and_the_others_are_read_in_order(tmp_path: Path) ->
 def test_a_file_can_be_read_without_those_before_it(tmp_path: Path) -> None:
     config = CacheConfig(num_cpu_blocks=1, trace_dir=str(tmp_path), trace_file_mb=0.002)
     world = World()
-    world.engine.recorder = tracer = Tracer(config, HEADER)
+    world.engine.accounts.recorder = tracer = Tracer(config, HEADER)
     task_ids = []
     for _ in range(40):  # of one prompt, that every line but the first refers to
         task_ids.append(world.ids.next())
@@ -328,7 +328,7 @@ def test_a_last_line_that_is_torn_is_no_error(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"timestamp": 0}\n')
-    with pytest.raises(TraceError, match=r"other\.jsonl is no trace"):
+    with pytest.raises(TraceError, match=r"other\.jsonl is not a trace"):
         RecordedTrace([other])
     newer = tmp_path / "newer.jsonl"
     newer.write_text('{"format": 99, "block_bytes": 1, "tokens_per_block": 1}\n')
@@ -378,7 +378,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: bytes) -> None:
 def test_a_header_that_is_wrong_is_named(tmp_path: Path, header: bytes) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(header)
-    with pytest.raises(TraceError, match=r"trace\.jsonl is no trace"):
+    with pytest.raises(TraceError, match=r"trace\.jsonl is not a trace"):
         RecordedTrace([file])
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexcache.cache.planner import GlobalCacheEngine, Plan
+from flexcache.cache.plan import Plan
 from flexcache.cache.tier import Lease, Tier
+from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import BlockKey, RootId, TierName
 
 
@@ -17,17 +18,17 @@ class WriteBackModel:
     had no place for it, or failed to write it, which is counted.
     """
 
-    def __init__(self, cache: GlobalCacheEngine, tier: Tier) -> None:
+    def __init__(self, cache: TieredCache, tier: Tier) -> None:
         self._cache = cache
         self._tier = tier
         self._excused: set[tuple[RootId, BlockKey]] = set()
         self.num_failed_writes = 0
         """Writes that the tier's worker has reported as failed."""
-        cache.host.index.on_removed.append(self._gone_from_dram)
+        cache.tiers.host.index.on_removed.append(self._gone_from_dram)
         tier.index.on_removed.append(self._gone_from_tier)
         self._unpublished, tier.on_unpublished = tier.on_unpublished, self._lease_ended
-        self._plan_store: Callable[..., Plan] = cache.plan_store
-        cache.plan_store = self._plan  # type: ignore[method-assign]
+        self._plan_store: Callable[..., Plan] = cache.stores.plan_store
+        cache.stores.plan_store = self._plan  # type: ignore[method-assign]
 
     def _gone_from_dram(self, root: RootId, keys: Sequence[BlockKey]) -> None:
         self._excused.difference_update((root, key) for key in keys)
@@ -49,16 +50,16 @@ class WriteBackModel:
         return plan
 
     def _excuse(self, root: RootId, keys: Sequence[BlockKey]) -> None:
-        on_host = self._cache.host.index
+        on_host = self._cache.tiers.host.index
         self._excused.update((root, key) for key in keys if on_host.contains(root, key))
 
     def check(self) -> None:
         name: TierName = self._tier.name
         num_dirty = 0
-        for root, directory in self._cache.host.index._directories.items():
+        for root, directory in self._cache.tiers.host.index._directories.items():
             flight = self._tier._flights.get(root)
             for key in directory:
-                is_dirty = self._cache.is_dirty(name, root, key)
+                is_dirty = self._cache.stores.is_dirty(name, root, key)
                 num_dirty += is_dirty
                 assert (
                     is_dirty
@@ -66,4 +67,4 @@ class WriteBackModel:
                     or (flight is not None and key in flight.owners)
                     or (root, key) in self._excused
                 ), f"{key!r} is in DRAM, and {name.value} will never have it"
-        assert self._cache.num_dirty(name) == num_dirty, "dirty, and DRAM does not have it"
+        assert self._cache.stores.num_dirty(name) == num_dirty, "dirty, and DRAM does not have it"

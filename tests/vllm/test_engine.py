@@ -181,7 +181,7 @@ def test_negative_control_a_byte_flipped_in_dram_is_seen_by_the_comparison(engin
     engine.generate(prompt)
     engine.forget_gpu()
     with engine.server.session() as tasks:
-        index = tasks.cache.host.index
+        index = tasks.cache.tiers.host.index
         flipped = next(iter(index._runs.values())).blocks[4]
     flip_dram_byte(engine, int(flipped))
     engine.generate(prompt)
@@ -196,7 +196,7 @@ def test_a_byte_flipped_on_ssd_is_noticed_and_the_rest_recomputed(engine: Engine
     engine.manager.clear("CPU")
     server = engine.server
     with server.session() as tasks:
-        slot = int(next(iter(tasks.cache.lower[0].index._runs.values())).blocks[7])
+        slot = int(next(iter(tasks.cache.tiers.lower[0].index._runs.values())).blocks[7])
     pool, directory = server.hub.store.disk_pool, server.config.ssd_cache_dirs[0]
     _, offset = locate_slot(slot, pool.data_fds, pool.slot_bytes)
     with (Path(directory) / DATA_FILE).open("r+b") as file:

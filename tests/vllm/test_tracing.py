@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODELS
+from paths import MODELS
 from test_processes import assert_exact, run
 
 from flexcache.ids import TaskKind
 from flexcache.replay.chrome import chrome_trace
 from flexcache.replay.overlap import DRAM_COPIES, SSD_READS, overlap
 from flexcache.replay.reader import RecordedTrace
-from flexcache.replay.replay import replay, replay_config
+from flexcache.replay.replay import replay
+from flexcache.replay.settings import replay_config
 from flexcache.replay.story import tell
 from flexcache.tracing.records import Matched
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from flexcache.config.remote_url import RemoteUrl, check_remote_url
 from flexcache.errors import MissingDependencyError
-from flexcache.remote_url import RemoteUrl, check_remote_url
 from flexcache.storage.remote.base import Region, RemoteStore
 
 __all__ = [

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from flexcache.config.remote_url import RemoteUrl
 from flexcache.errors import MissingDependencyError
-from flexcache.remote_url import RemoteUrl
 from flexcache.storage.remote.base import (
     MISSING,
     Outcome,

@@ -18,8 +18,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flexcache.config.remote_url import RemoteUrl
 from flexcache.errors import ConfigError, MissingDependencyError
-from flexcache.remote_url import RemoteUrl
 from flexcache.storage.remote.base import (
     MISSING,
     Outcome,

@@ -37,7 +37,7 @@ class GroupCommit:
     Args:
         data_fds: Of the pool's directories; slot `s` is in directory `s % n`.
         index_fds: Likewise.
-        sync: One of `flexcache.config.SYNC_POLICIES`.
+        sync: As `CacheConfig.ssd_sync`.
         executor: What the directories' commits run on, instead of a thread each.
     """
 

@@ -1,0 +1,92 @@
+"""Wires a cache from its settings: tiers, eviction, write policies, load cost and journal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexcache.cache.admission import make_admission
+from flexcache.cache.eviction import make_eviction_policy
+from flexcache.cache.load_cost import LoadCost
+from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import Tiers
+from flexcache.cache.write_back import DirtyQueue
+from flexcache.config import CacheConfig
+from flexcache.ids import TierName
+
+_UNFED_CHUNKS = 4  # that one op copies
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Sizes of a cache, in blocks.
+
+    Attributes:
+        num_slots: Of the SSD tier; 0 for none.
+        chunk_blocks: Moved by one op where one tier feeds another.
+        max_store_backlog: Host blocks that may wait to be written below.
+    """
+
+    num_host_blocks: int
+    num_slots: int
+    chunk_blocks: int
+    max_store_backlog: int
+
+    @classmethod
+    def for_blocks(cls, config: CacheConfig, block_bytes: int, stored_bytes: int) -> CacheSizes:
+        """Convert the sizes of a config.
+
+        Args:
+            block_bytes: KV bytes of a block, over all ranks.
+            stored_bytes: Bytes that it takes in a tier, aligned.
+
+        Raises:
+            ConfigError: A tier has no room for one block.
+        """
+        num_host_blocks = config.cpu_blocks_for(stored_bytes)
+        # With no tier to feed, an op is only short enough that a load never waits long for a store.
+        num_chunks = 1 if config.has_workers else _UNFED_CHUNKS
+        chunk_bytes = int(config.transfer_chunk_mb * 1e6 * num_chunks)
+        return cls(
+            num_host_blocks=num_host_blocks,
+            num_slots=config.ssd_blocks_for(stored_bytes),
+            chunk_blocks=max(1, chunk_bytes // block_bytes),
+            # Blocks that wait to be written are pinned: an eighth stays for gets to stage in.
+            max_store_backlog=max(1, num_host_blocks - num_host_blocks // 8),
+        )
+
+
+def build_cache(config: CacheConfig, sizes: CacheSizes) -> TieredCache:
+    """Build an empty cache with the tiers that the sizes and ``remote_url`` name."""
+    host_policy = make_eviction_policy(config.eviction_policy, sizes.num_host_blocks)
+    tiers = [Tier(TierName.CPU, sizes.num_host_blocks, host_policy)]
+    policies: dict[TierName, str] = {}
+    if sizes.num_slots:
+        ssd_policy = make_eviction_policy(config.eviction_policy, sizes.num_slots)
+        tiers.append(Tier(TierName.SSD, sizes.num_slots, ssd_policy))
+        policies[TierName.SSD] = config.ssd_write_policy
+    if config.remote_url is not None:
+        tiers.append(RemoteTier(config.remote_absent_ttl_s, config.remote_index_blocks))
+        policies[TierName.REMOTE] = config.remote_write_policy
+    capacities = {TierName.SSD: sizes.num_slots}
+    max_dirty = int(config.write_back_max_dirty * sizes.num_host_blocks)
+    cache = TieredCache(
+        Tiers(tiers),
+        sizes.chunk_blocks,
+        sizes.max_store_backlog,
+        admissions={
+            name: make_admission(policy, capacities.get(name), config.write_min_sightings)
+            for name, policy in policies.items()
+            if policy != "write_back"
+        },
+        write_back={
+            name: DirtyQueue(max_dirty)
+            for name, policy in policies.items()
+            if policy == "write_back"
+        },
+        load_cost=LoadCost() if config.skip_slow_loads else None,
+    )
+    if config.records_changes:
+        cache.keep_journal(config.tokens_per_block)
+    return cache

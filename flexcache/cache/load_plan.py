@@ -1,0 +1,160 @@
+"""LoadPlanner: what gets and prefetches bring up, and from which tier.
+
+    get, blocks of the prompt:   0      start        host           disk        end
+                                 |--------|------------|--------------|-----------|
+                                   engine   H2D          DISK2H, H2D    not cached
+                                   has it   at once      in chunks
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.load_cost import LoadCost, why_recomputed
+from flexcache.cache.plan import LOAD_OP, Plan, block_names, chunks
+from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.tier import Tier
+from flexcache.cache.tiers import Tiers
+from flexcache.ids import OpId, OpKind, TaskKind, TierName
+
+
+class _Segment(NamedTuple):
+    """Blocks ``[begin, end)`` of a prompt that a lower tier supplies."""
+
+    tier: Tier
+    match: PrefixMatch
+    begin: int
+    end: int
+
+
+class LoadPlanner:
+    """Plans gets and prefetches over a cache's tiers.
+
+    Args:
+        op_ids: Shared with the cache's other planner.
+        chunk_blocks: Blocks per op where one tier feeds another, so that both work at once.
+        load_cost: Tells which loads would take longer than recomputing; None to make them all.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        op_ids: Iterator[OpId],
+        chunk_blocks: int,
+        load_cost: LoadCost | None = None,
+    ) -> None:
+        self._tiers = tiers
+        self._host = tiers.host
+        self._op_ids = op_ids
+        self._chunk_blocks = chunk_blocks
+        self.cost = load_cost
+
+    def plan_get(
+        self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0
+    ) -> Plan:
+        """Plan to bring the cached part of blocks ``[start, stop)`` to the GPU.
+
+        Args:
+            prefill_blocks_per_s: How fast the engine computes; what it computes faster than it
+                would be loaded is not loaded. 0 if unknown.
+        """
+        plan = self._plan(TaskKind.GET, keys, start, stop, prefill_blocks_per_s)
+        last = self._tiers.last
+        for tier in self._tiers:
+            num_hits = plan.sources.get(tier.name, 0)
+            tier.counters.hit_blocks += num_hits
+            tier.counters.miss_blocks += stop - (plan.stop if tier is last else start + num_hits)
+        return plan
+
+    def plan_prefetch(self, keys: BlockKeys, start: int, stop: int) -> Plan:
+        """Plan to bring the cached part of blocks ``[start, stop)`` to the host tier."""
+        return self._plan(TaskKind.PREFETCH, keys, start, stop)
+
+    def _plan(
+        self,
+        kind: TaskKind,
+        keys: BlockKeys,
+        start: int,
+        stop: int,
+        prefill_blocks_per_s: float = 0.0,
+    ) -> Plan:
+        plan = Plan(kind, keys.root, start, start)
+        self._tiers.num_holders += 1
+        on_host = self._host.match(keys)
+        covered = min(on_host.num_blocks, stop)
+        segments: list[_Segment] = []
+        for tier in self._tiers.lower:
+            if covered >= stop:
+                break
+            if tier.name in self._tiers.unavailable:
+                continue
+            match = tier.match(keys)
+            begin, end = max(covered, start), min(match.num_blocks, stop)
+            if begin >= end:
+                continue
+            if not self._pays(tier.name, end - begin, prefill_blocks_per_s):
+                plan.skipped[why_recomputed(tier.name)] = end - begin
+                continue
+            segments.append(_Segment(tier, match, begin, end))
+            covered = end
+        if covered <= start:
+            return plan
+        if on_host.num_blocks:
+            plan.pin(self._host, on_host)
+        for segment in segments:
+            plan.pin(segment.tier, segment.match)
+        host_stop = max(start, min(on_host.num_blocks, stop))
+        plan.stop = host_stop
+        if host_stop > start:
+            plan.sources[TierName.CPU] = host_stop - start
+            if kind is TaskKind.GET:
+                source = self._host.index.blocks(on_host, start)[: host_stop - start]
+                plan.graph.add(next(self._op_ids), OpKind.H2D, start, source, None)
+        if segments:
+            self._add_staged_loads(plan, keys, on_host, segments, covered)
+        return plan
+
+    def _pays(self, name: TierName, num_blocks: int, prefill_blocks_per_s: float) -> bool:
+        cost = self.cost
+        return cost is None or cost.pays(name, num_blocks, prefill_blocks_per_s, self._tiers.now)
+
+    def _add_staged_loads(
+        self,
+        plan: Plan,
+        keys: BlockKeys,
+        on_host: PrefixMatch,
+        segments: list[_Segment],
+        stop: int,
+    ) -> None:
+        """Read what the host tier lacks into a lease on it, and on to the GPU chunk by chunk."""
+        begin = plan.stop
+        attaches = begin <= on_host.num_blocks
+        if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
+            plan.staging = self._host.reserve(keys, begin, stop)
+        else:  # another task brings them already, or only the engine has what precedes them
+            plan.staging = self._host.reserve_private(keys.root, stop - begin)
+        staged = plan.staging.blocks.copy()
+        plan.stop = begin + len(staged)
+        plan.load_keys, plan.load_start = keys.slice(begin, plan.stop), begin
+        for tier, match, low, high in segments:
+            high = min(high, plan.stop)
+            if low >= high:
+                continue
+            plan.sources[tier.name] = high - low
+            slots = tier.index.blocks(match, low)
+            for chunk in chunks(low, high, self._chunk_blocks):
+                source = slots[chunk.start - low : chunk.stop - low]
+                landing = staged[chunk.start - begin : chunk.stop - begin]
+                names = None
+                if isinstance(tier, RemoteTier):
+                    names = block_names(tier, keys, chunk.start, chunk.stop)
+                op = next(self._op_ids)
+                plan.graph.add(op, LOAD_OP[tier.name], chunk.start, source, landing, names=names)
+                if plan.kind is TaskKind.GET:
+                    upload = next(self._op_ids)
+                    plan.graph.add(upload, OpKind.H2D, chunk.start, landing, None, [op])

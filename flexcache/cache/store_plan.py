@@ -1,0 +1,332 @@
+"""StorePlanner: what puts copy off the GPU, and what is written to the tiers below DRAM, and when.
+
+What a put copies to the host tier goes on to the tiers below by each one's write policy: at once
+(write-through), as far as an `Admission` lets it, or when a `DirtyQueue` is full (write-back).
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from flexcache.cache.admission import Admission
+from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
+from flexcache.cache.plan import STORE_OP, Plan, block_names, chunks
+from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.tier import Lease, Tier
+from flexcache.cache.tiers import Tiers
+from flexcache.cache.write_back import DirtyQueue, WriteBack
+from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
+from flexcache.transfer.graph import BlockIds
+
+_REMOTE_SHARE_OF_BACKLOG = 4  # a quarter: a store that hangs must not hold up the disk
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """An op that copies the blocks of a chunk from the GPU to ``landing``."""
+
+    op: OpId
+    chunk: range
+    landing: BlockIds
+
+
+class StorePlanner:
+    """Plans puts, and writes to lower tiers, over a cache's tiers.
+
+    Args:
+        op_ids: Shared with the cache's other planner.
+        chunk_blocks: Blocks per op where one tier feeds another, so that both work at once.
+        max_backlog: Host blocks that may wait to be written below; what exceeds it in a put stays
+            on the host tier only.
+        admissions: For tiers that do not take every block.
+        write_back: For tiers that are written to late.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        op_ids: Iterator[OpId],
+        chunk_blocks: int,
+        max_backlog: int,
+        admissions: Mapping[TierName, Admission],
+        write_back: Mapping[TierName, DirtyQueue],
+    ) -> None:
+        self._tiers = tiers
+        self._host = tiers.host
+        self._op_ids = op_ids
+        self._chunk_blocks = chunk_blocks
+        self.max_backlog = max_backlog
+        self.is_recording = True
+        """Whether what is written to SSD shall outlive this process."""
+        self._admissions = dict(admissions)
+        self._write_back = {
+            name: WriteBack(self._host, tiers.by_name[name], dirty, tiers.lose)
+            for name, dirty in write_back.items()
+        }
+        self._backlog = dict.fromkeys(tiers.by_name, 0)
+
+    @property
+    def backlog(self) -> int:
+        """Host blocks that wait to be written below, counted once per tier."""
+        return sum(self._backlog.values())
+
+    def keep_content(self, tokens_per_block: int) -> None:
+        """Keep, for a journal, the content of blocks that wait to be written back."""
+        for late in self._write_back.values():
+            late.tokens_per_block = tokens_per_block
+
+    def plan_put(
+        self,
+        keys: BlockKeys,
+        start: int,
+        stop: int,
+        max_backlog: int | None = None,
+        retain_s: float = 0.0,
+    ) -> Plan:
+        """Plan to store the blocks ``[start, stop)`` that the host tier neither has nor awaits.
+
+        Blocks whose prefix is not cached are not stored: no lookup could find them.
+
+        Args:
+            max_backlog: At most this many are written below.
+            retain_s: In every tier the prompt counts as used this much later.
+        """
+        cached = self._host.refresh(keys, retain_s)
+        first = cached.num_blocks
+        first += self._host.num_in_flight(keys, first, stop)
+        plan = Plan(TaskKind.PUT, keys.root, first, first)
+        self._tiers.num_holders += 1
+        if start > first:
+            plan.dropped["prefix_not_cached"] = stop - start
+            return plan
+        if first >= stop:
+            plan.start = plan.stop = stop
+            return plan
+        plan.staging = self._host.reserve(keys, first, stop)
+        plan.staging.retain_s = retain_s
+        plan.stop = first + len(plan.staging)
+        if plan.stop < stop:
+            plan.dropped["host_tier_full"] = stop - plan.stop
+        copies = self._add_copies(plan)
+        if copies:
+            self._add_stores(plan, keys, cached, copies, None, max_backlog, retain_s)
+        return plan
+
+    def plan_store(
+        self,
+        keys: BlockKeys,
+        stop: int,
+        max_backlog: int | None = None,
+        retain_s: float = 0.0,
+        tiers: Iterable[Tier] | None = None,
+    ) -> Plan:
+        """Plan to write what the host has of a prompt's first blocks to the tiers that lack it.
+
+        Does not touch the GPU. The graph is empty if no tier lacks anything.
+
+        Args:
+            tiers: Write only to these, whatever their write policy.
+        """
+        cached = self._host.index.match(keys)
+        stop = min(stop, cached.num_blocks)
+        plan = Plan(TaskKind.STORE, keys.root, stop, stop)
+        self._tiers.num_holders += 1
+        self._add_stores(plan, keys, cached, [], tiers, max_backlog, retain_s)
+        return plan
+
+    def plan_write_back(self) -> Plan | None:
+        """Plan to write blocks that a tier with write-back is due; None if there are none.
+
+        The plan may have no op, if all of them are dropped.
+        """
+        for name, late in self._write_back.items():
+            if name in self._tiers.unavailable or self._tiers.is_withheld(name):
+                continue
+            tier = self._tiers.by_name[name]
+            while (prompt := late.dirty.peek()) is not None:
+                room = self._room(tier)
+                if not room or (self._backlog[name] and room < len(prompt.keys)):
+                    break  # until what is under way has been written
+                prompt = late.dirty.pop()
+                root, content, last = prompt.root, prompt.content, next(reversed(prompt.keys))
+                path = self._host.index.path_keys(self._host.index.locate(root, last))
+                keys = EngineBlockKeys(root, path, len(path), content)
+                plan = self.plan_store(keys, len(path), tiers=[tier])
+                plan.is_write_back = True
+                if num_beyond := plan.dropped.pop(f"{name.value.lower()}_write_backlog", 0):
+                    late.dirty.add(root, path[-num_beyond:], content, is_old=True)
+                if plan.graph.ops or plan.dropped:
+                    return plan
+                self._tiers.num_holders -= 1  # a plan without an op holds nothing
+        return None
+
+    def put_off(self, plan: Plan, name: TierName, has_failed: bool) -> bool:
+        """Whether what a plan failed to write to a tier becomes dirty again instead of lost.
+
+        It does if the plan writes back and the tier is unavailable, or has failed as a whole.
+        """
+        plan.has_failed = True
+        plan.is_put_off |= plan.is_write_back and (has_failed or name in self._tiers.unavailable)
+        return plan.is_put_off
+
+    def begin_closing(self) -> None:
+        """Make `plan_write_back` return everything that is still to be written."""
+        for late in self._write_back.values():
+            late.dirty.drain()
+
+    def num_dirty(self, name: TierName) -> int:
+        """Blocks that wait to be written back to a tier."""
+        late = self._write_back.get(name)
+        return 0 if late is None else late.dirty.num_blocks
+
+    def is_dirty(self, name: TierName, root: RootId, key: BlockKey) -> bool:
+        late = self._write_back.get(name)
+        return late is not None and late.dirty.contains(root, key)
+
+    def release(self, plan: Plan) -> None:
+        """End a plan's writes: what was not published is freed."""
+        for name, lease in plan.stores.items():
+            self._backlog[name] -= plan.num_reserved[name]
+            self._tiers.by_name[name].release(lease)
+        plan.stores = {}
+
+    def stats_of(self, name: TierName) -> dict[str, int]:
+        """Counters of a tier's write policy."""
+        stats = self._admissions[name].stats() if name in self._admissions else {}
+        return stats | {"dirty_blocks": self.num_dirty(name)} if name in self._write_back else stats
+
+    def _add_copies(self, plan: Plan) -> list[_Copy]:
+        """Copy the staged blocks off the GPU, in chunks."""
+        assert plan.staging is not None
+        staged = plan.staging.blocks.copy()
+        copies = []
+        for chunk in chunks(plan.start, plan.stop, self._chunk_blocks):
+            landing = staged[chunk.start - plan.start : chunk.stop - plan.start]
+            op = plan.graph.add(next(self._op_ids), OpKind.D2H, chunk.start, None, landing)
+            copies.append(_Copy(op, chunk, landing))
+        return copies
+
+    def _add_stores(
+        self,
+        plan: Plan,
+        keys: BlockKeys,
+        cached: PrefixMatch,
+        copies: Sequence[_Copy],
+        tiers: Iterable[Tier] | None,
+        max_backlog: int | None,
+        retain_s: float,
+    ) -> None:
+        """Write to the tiers below what they lack of the host's blocks and of those being copied.
+
+        Args:
+            copies: Ops that bring blocks ``[plan.start, plan.stop)`` to the host.
+            tiers: None for all, each by its own policy.
+        """
+        for tier in self._tiers.lower if tiers is None else tiers:
+            begin = tier.refresh(keys, retain_s).num_blocks
+            begin += tier.num_in_flight(keys, begin, plan.stop)
+            end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop)
+            if begin >= end:
+                if tiers is None and begin < plan.start <= cached.num_blocks:
+                    self._mark_dirty(tier, keys, begin, plan.start)
+                continue
+            if begin < plan.start and cached.num_blocks < plan.start:
+                continue  # the blocks before are still copied to the host: their put writes them
+            end = self._bounded(plan, tier, begin, end, max_backlog)
+            if begin >= end:
+                continue
+            lease = tier.reserve(keys, begin, end)
+            lease.retain_s = retain_s
+            plan.stores[tier.name] = lease
+            plan.store_starts[tier.name] = begin
+            plan.num_reserved[tier.name] = len(lease)
+            if isinstance(tier, RemoteTier):
+                plan.remote_root = tier.root_at_store(plan.root)
+            self._backlog[tier.name] += len(lease)
+            if begin + len(lease) < end:
+                plan.dropped[f"{tier.name.value.lower()}_tier_full"] = end - begin - len(lease)
+            end = begin + len(lease)
+            self._add_back_fill(plan, tier, keys, lease, cached, begin, min(end, plan.start))
+            for copy in copies:
+                low, high = max(copy.chunk.start, begin), min(copy.chunk.stop, end)
+                if low < high:
+                    source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
+                    target = lease.blocks[low - begin : high - begin]
+                    self._add_store(plan, tier, keys, low, source, target, [copy.op])
+
+    def _mark_dirty(self, tier: Tier, keys: BlockKeys, begin: int, end: int) -> None:
+        """Mark host blocks that a tier with write-back lacks, because a write failed once, say."""
+        late = self._write_back.get(tier.name)
+        if late is not None:
+            late.mark(keys.root, keys.slice(begin, end), keys.content, begin)
+
+    def _admitted(self, tier: Tier, keys: BlockKeys, stop: int) -> int:
+        """Return how many of a prompt's first blocks the tier's policy writes now."""
+        if tier.name in self._write_back:
+            return 0
+        admission = self._admissions.get(tier.name)
+        return stop if admission is None else admission.admit(keys, stop)
+
+    def _room(self, tier: Tier) -> int:
+        """Return how many more host blocks may wait to be written to a tier."""
+        room = self.max_backlog - self.backlog
+        if tier.name is TierName.REMOTE:
+            share = self.max_backlog // _REMOTE_SHARE_OF_BACKLOG
+            room = min(room, share - self._backlog[tier.name])
+        return max(0, room)
+
+    def _bounded(
+        self, plan: Plan, tier: Tier, begin: int, end: int, max_backlog: int | None
+    ) -> int:
+        """Return where to stop writing to keep the backlog bounded; counts what is beyond."""
+        name, room = tier.name.value.lower(), self._room(tier)
+        if max_backlog is not None:
+            room = max(0, min(room, max_backlog))
+        reason = f"{name}_write_backlog"
+        if tier.name in self._tiers.unavailable:
+            room, reason = 0, f"{name}_unavailable"
+        if end - begin > room:
+            plan.dropped[reason] = end - begin - room
+        return min(end, begin + room)
+
+    def _add_back_fill(
+        self,
+        plan: Plan,
+        tier: Tier,
+        keys: BlockKeys,
+        lease: Lease,
+        cached: PrefixMatch,
+        begin: int,
+        end: int,
+    ) -> None:
+        """Write blocks that the host tier has and a lower one lacks."""
+        if begin >= end:
+            return
+        plan.pin(self._host, cached)
+        source = self._host.index.blocks(cached, begin)
+        for chunk in chunks(begin, end, self._chunk_blocks):
+            low, high = chunk.start - begin, chunk.stop - begin
+            self._add_store(
+                plan, tier, keys, chunk.start, source[low:high], lease.blocks[low:high], []
+            )
+
+    def _add_store(
+        self,
+        plan: Plan,
+        tier: Tier,
+        keys: BlockKeys,
+        first: int,
+        source: BlockIds,
+        target: BlockIds,
+        depends_on: Sequence[OpId],
+    ) -> None:
+        names = None
+        if self.is_recording or isinstance(tier, RemoteTier):
+            names = block_names(tier, keys, first, first + len(target))
+        plan.graph.add(
+            next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
+        )

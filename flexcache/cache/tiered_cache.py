@@ -1,0 +1,120 @@
+"""TieredCache: the tiers of one model, the plans that move blocks between them, and their end.
+
+A plan is a graph of ops and the leases and pins that keep its blocks in place. It is made by
+`TieredCache.loads` or `TieredCache.stores`; whoever carries it out publishes what arrived and ends
+it with `finish`.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from flexcache.cache.admission import Admission
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.load_cost import LoadCost
+from flexcache.cache.load_plan import LoadPlanner
+from flexcache.cache.plan import Plan
+from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.store_plan import StorePlanner
+from flexcache.cache.tiers import Tiers
+from flexcache.cache.write_back import DirtyQueue
+from flexcache.errors import InternalError
+from flexcache.ids import OpId, TaskKind, TierName
+
+
+class TieredCache:
+    """Tiers and the planners over them. `build_cache` wires one from a config.
+
+    Args:
+        chunk_blocks: Blocks per op where one tier feeds another, so that both work at once.
+        max_store_backlog: Host blocks that may wait to be written below; what exceeds it in a put
+            stays on the host tier only.
+        admissions: For tiers that do not take every block.
+        write_back: For tiers that are written to late.
+        load_cost: Tells which loads would take longer than recomputing; None to make them all.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        chunk_blocks: int,
+        max_store_backlog: int,
+        admissions: Mapping[TierName, Admission] | None = None,
+        write_back: Mapping[TierName, DirtyQueue] | None = None,
+        load_cost: LoadCost | None = None,
+    ) -> None:
+        op_ids: Iterator[OpId] = map(OpId, itertools.count(1))
+        chunk_blocks = max(1, chunk_blocks)
+        self.tiers = tiers
+        self.loads = LoadPlanner(tiers, op_ids, chunk_blocks, load_cost)
+        self.stores = StorePlanner(
+            tiers, op_ids, chunk_blocks, max_store_backlog, admissions or {}, write_back or {}
+        )
+
+    def keep_journal(self, tokens_per_block: int) -> None:
+        """Record, from now on, what every tier stores and loses."""
+        self.tiers.keep_journal(tokens_per_block)
+        self.stores.keep_content(tokens_per_block)
+
+    def plan_nothing(
+        self, kind: TaskKind, keys: BlockKeys, start: int, stop: int, reason: str
+    ) -> Plan:
+        """Plan a get that must be a miss, or a put that is dropped, for ``reason``."""
+        plan = Plan(kind, keys.root, start, start)
+        self.tiers.num_holders += 1
+        if kind is TaskKind.PUT and stop > start:
+            plan.dropped[reason] = stop - start
+        return plan
+
+    def publish_staging(self, plan: Plan, num_ok: int) -> None:
+        """Make the first ``num_ok`` staged blocks findable: they hold their bytes."""
+        if plan.staging is not None:
+            self.tiers.host.publish(plan.staging, num_ok)
+
+    def publish_store(self, plan: Plan, name: TierName, num_ok: int) -> None:
+        """Make the first ``num_ok`` blocks written to a lower tier findable there."""
+        tier = self.tiers.by_name[name]
+        if isinstance(tier, RemoteTier) and tier.root_at_store(plan.root) != plan.remote_root:
+            num_ok = 0  # the tier was cleared meanwhile and uses other names now
+        lease = plan.stores[name]
+        tier.publish(lease, num_ok)
+        lease.is_given_up = plan.has_failed and not plan.is_put_off
+
+    def discard_bad_block(self, plan: Plan, name: TierName, position: int) -> None:
+        """Drop the task's block ``position`` from a tier where reading it failed."""
+        key = plan.load_keys[position - plan.load_start]
+        tier = self.tiers.by_name[name]
+        tier.discard(plan.root, key)
+        if isinstance(tier, RemoteTier):
+            tier.learn_absent(plan.root, key, self.tiers.now)
+
+    def finish(self, plan: Plan) -> None:
+        """End the plan: every op has ended or was never started. Frees all that it held."""
+        if plan.staging is not None:
+            self.tiers.host.release(plan.staging)
+        self.stores.release(plan)
+        for tier, match in plan.pins:
+            tier.unpin(match)
+        plan.staging = None
+        plan.pins = []
+        self.tiers.num_holders -= 1
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Occupancy and counters of each tier."""
+        return {
+            tier.name.value: {
+                **tier.stats(),
+                "available": int(tier.name not in self.tiers.unavailable),
+                **self.stores.stats_of(tier.name),
+            }
+            for tier in self.tiers
+        }
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(capacity)."""
+        self.tiers.check()
+        if not self.tiers.num_holders and self.stores.backlog:
+            raise InternalError(f"backlog without a plan: {self.stores.backlog} blocks")

@@ -1,0 +1,122 @@
+"""Tiers: the tiers of one cache, fastest first, and what holds for all of them.
+
+The first is the host tier (pinned DRAM): all that goes to or comes from the GPU passes through it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
+from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.tier import BlockIds, Lease, Tier
+from flexcache.errors import InternalError
+from flexcache.ids import RootId, TierName
+
+
+class Tiers:
+    """An ordered list of tiers, the host tier first.
+
+    Attributes:
+        unavailable: Tiers that are neither read nor written at present.
+        num_holders: Unfinished plans and withheld leases: while there are none, nothing is leased.
+        lost: Blocks that are gone without a plan that says so, by reason.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        if not tiers or tiers[0].name is not TierName.CPU:
+            raise InternalError("the first tier must be the host tier")
+        self._tiers = tuple(tiers)
+        self.host = tiers[0]
+        self.lower = self._tiers[1:]
+        self.by_name = {tier.name: tier for tier in tiers}
+        self.unavailable: set[TierName] = set()
+        self.num_holders = 0
+        self.lost: Counter[str] = Counter()
+        self.journal: Journal | None = None
+        self.now = 0.0
+        self._withheld = Counter[TierName]()
+
+    def __iter__(self) -> Iterator[Tier]:
+        return iter(self._tiers)
+
+    @property
+    def last(self) -> Tier:
+        return self._tiers[-1]
+
+    @property
+    def remote(self) -> RemoteTier | None:
+        return self.last if isinstance(self.last, RemoteTier) else None
+
+    def advance(self, now: float) -> None:
+        """Set the time: recency is counted in seconds."""
+        self.now = now
+        for tier in self._tiers:
+            tier.advance(now)
+
+    def have_locally(self, keys: BlockKeys, stop: int) -> bool:
+        """Whether a tier on this machine can supply the first ``stop`` blocks of a prompt."""
+        return any(
+            tier.index.match(keys).num_blocks >= stop
+            for tier in self._tiers
+            if tier.name is not TierName.REMOTE and tier.name not in self.unavailable
+        )
+
+    def keep_journal(self, tokens_per_block: int) -> None:
+        """Record, from now on, what every tier stores and loses."""
+        self.journal = Journal(tokens_per_block)
+        for tier in self._tiers:
+            others = [
+                other.index.contains
+                for other in self._tiers
+                if other is not tier and MEDIUM_OF[other.name] is MEDIUM_OF[tier.name]
+            ]
+            journal = TierJournal(self.journal, tier.name, others)
+            tier.on_stored.append(journal.stored)
+            tier.index.on_removed.append(journal.removed)
+
+    def lose(self, tier: Tier, num_blocks: int) -> None:
+        """Count blocks that the host tier evicted before a tier with write-back received them."""
+        self.lost[f"{tier.name.value.lower()}_never_written"] += num_blocks
+
+    def clear(self, name: str | None) -> dict[TierName, BlockIds]:
+        """Drop the unheld blocks of one tier, or of all; returns their ids by tier.
+
+        Raises:
+            ValueError: There is no such tier; names the existing ones.
+        """
+        names = [known.value for known in self.by_name]
+        if name is not None and name not in names:
+            raise ValueError(f"no tier {name!r} here; there is {', '.join(names)}")
+        mark = 0 if self.journal is None else len(self.journal)
+        kept, self.lost = self.lost, Counter()  # what is dropped on request is not lost
+        dropped = {t.name: t.clear() for t in self._tiers if name in (None, t.name.value)}
+        self.lost = kept
+        is_empty = not any(tier.index.num_blocks for tier in self._tiers)
+        if self.journal is not None and name is None and is_empty:
+            self.journal.cleared_since(mark)
+        return dropped
+
+    def withhold_free(self, name: TierName) -> Lease:
+        """Keep a tier's free blocks from every plan until `give_back`; dirty blocks wait."""
+        self.num_holders += 1
+        self._withheld[name] += 1
+        tier = self.by_name[name]
+        return tier.reserve_private(RootId(b""), tier.pool.num_free)
+
+    def give_back(self, name: TierName, lease: Lease) -> None:
+        self.num_holders -= 1
+        self._withheld[name] -= 1
+        self.by_name[name].release(lease)
+
+    def is_withheld(self, name: TierName) -> bool:
+        return self._withheld[name] > 0
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(capacity)."""
+        for tier in self._tiers:
+            tier.check()
+            if not self.num_holders and tier.num_leased:
+                raise InternalError(f"{tier.name.value}: blocks leased and no plan open")

@@ -1,0 +1,30 @@
+"""Settings: what the model's KV looks like, how much of it is kept where, and how it moves.
+
+The three classes are frozen and validated at construction; a bad value is a `ConfigError` that
+names the field, the value and what is allowed. Only `sources` reads the environment. The classes
+are imported on first use, because worker processes read URLs and addresses without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexcache.config.cache import CacheConfig
+    from flexcache.config.model import ModelConfig
+    from flexcache.config.server import ServerConfig
+
+_HOMES = {
+    "CacheConfig": "flexcache.config.cache",
+    "ModelConfig": "flexcache.config.model",
+    "ServerConfig": "flexcache.config.server",
+}
+
+__all__ = ["CacheConfig", "ModelConfig", "ServerConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

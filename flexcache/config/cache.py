@@ -1,0 +1,374 @@
+"""CacheConfig: the settings of a cache. ``docs/configuration.md`` is generated from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from msgspec import Meta
+
+from flexcache.config import sources
+from flexcache.config.address import check_http_endpoint, server_of
+from flexcache.config.remote_url import check_remote_url
+from flexcache.config.values import (
+    Count,
+    Gigabytes,
+    Megabytes,
+    Seconds,
+    check_writable,
+    parse,
+    reject,
+    setting,
+)
+from flexcache.request_info import PromptDetail
+
+EvictionName = Literal["reuse", "lru"]
+EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionName)
+WritePolicy = Literal["write_through", "write_back", "selective", "adaptive"]
+SsdSync = Literal["group", "none"]
+SSD_SYNCS: tuple[str, ...] = get_args(SsdSync)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How much KV is kept where, and how it moves.
+
+    Every field is also the environment variable ``FLEXCACHE_<FIELD>`` and, in vLLM, a key of
+    ``kv_connector_extra_config``.
+    """
+
+    tokens_per_block: Count = setting(16, "Tokens of one cached block.", "tokens")
+    num_cpu_blocks: Count | None = setting(
+        None, "Size of the DRAM tier in blocks. Give this or cpu_cache_gb.", "blocks"
+    )
+    cpu_cache_gb: Gigabytes | None = setting(
+        None, "Size of the DRAM tier in GB, over all ranks.", "1e9 bytes"
+    )
+    hugepages: Literal["transparent", "reserved"] = setting(
+        "transparent",
+        "Pages of the DRAM tier. transparent: huge pages where the system grants them to shared "
+        "memory by advice. reserved: the system's reserved ones (vm.nr_hugepages), or refuse to "
+        "start.",
+    )
+    num_ssd_blocks: Count | None = setting(
+        None, "Size of the SSD tier in blocks. If this and ssd_cache_gb are unset: no SSD tier.",
+        "blocks",
+    )  # fmt: skip
+    ssd_cache_gb: Gigabytes | None = setting(
+        None, "Size of the SSD tier in GB, over all directories.", "1e9 bytes"
+    )
+    ssd_cache_dirs: Sequence[str] = setting(
+        (),
+        "Directories of the SSD tier, striped block by block (separated by `:` in the "
+        "environment).",
+    )
+    ssd_sync: SsdSync = setting(
+        "group",
+        "group: a block counts as stored once it is on the device (writes are synced together). "
+        "none: left to the system; survives a killed process, not a power cut.",
+    )
+    ssd_on_mismatch: Literal["refuse", "clear"] = setting(
+        "refuse",
+        "What to do with a FlexCache directory that does not fit (another block size, say): "
+        "refuse to start, or clear it.",
+    )
+    ssd_write_policy: WritePolicy = setting(
+        "write_through",
+        "write_through: every block at once. write_back: when DRAM holds too many that the SSD "
+        "lacks. selective: blocks seen repeatedly. adaptive: write_through or selective, "
+        "whichever pays better.",
+    )
+    remote_url: str | None = setting(
+        None,
+        "Remote store: `mooncake://HOST:PORT`, `s3://BUCKET/PREFIX` (`gs://`, `az://`), "
+        "`file:///DIR`.",
+    )
+    remote_write_policy: WritePolicy = setting("write_through", "As ssd_write_policy.")
+    remote_compression: Literal["none", "zstd", "lz4"] = setting(
+        "none", "Compression of blocks in the remote store: none, zstd, lz4."
+    )
+    remote_concurrency: Count = setting(
+        16, "Concurrent requests to an object store for one op.", "requests"
+    )
+    remote_timeout_s: Seconds = setting(
+        3.0, "Deadline of one op of the remote store. A worker that exceeds it is replaced.", "s"
+    )
+    remote_lookup_timeout_s: Seconds = setting(
+        0.25, "How long a match waits to learn what the store has. vLLM's steps do not wait.", "s"
+    )
+    remote_absent_ttl_s: Seconds = setting(
+        5.0, "How long before a block that the store did not have is looked up again.", "s"
+    )
+    remote_index_blocks: Count = setting(
+        262_144,
+        "Blocks of the remote store to remember at most, at 0.2 to 1 KB of memory each. The least "
+        "recently used are forgotten first, and looked up again when a prompt needs them.",
+        "blocks",
+    )
+    write_min_sightings: Count = setting(
+        2, "For selective: the sighting of a block at which it is written.", "sightings"
+    )
+    write_back_max_dirty: Annotated[float, Meta(gt=0, le=0.75)] = setting(
+        0.5, "For write_back: the share of DRAM that may wait to be written.", "of DRAM"
+    )
+    priority_step_s: Seconds = setting(
+        3600.0, "Each step of a put's priority counts as a use this much later.", "s"
+    )
+    skip_slow_loads: bool = setting(
+        True, "Skip loads that the engine recomputes faster, judged by measured times of both."
+    )
+    eviction_policy: EvictionName = setting(
+        "reuse",
+        "For DRAM and SSD. lru: evicts the least recently used blocks. reuse: evicts the blocks "
+        "least likely to be reused, estimated from the return times of similar prompts; LRU where "
+        "that is no better.",
+    )
+    endpoint: str | None = setting(
+        None,
+        "Address of a server that engines share, `ipc://PATH` or `tcp://HOST:PORT`. Unset: "
+        "data-parallel ranks share a private server, a single engine keeps its own cache.",
+    )
+    curve_keys: str | None = setting(
+        None,
+        "Directory made by `flexcache server --keygen DIR`. Required for TCP beyond loopback.",
+    )
+    server_timeout_s: Seconds = setting(
+        3.0, "A server silent for this long is given up; every get misses until one is back.", "s"
+    )
+    client_timeout_s: Seconds = setting(
+        30.0, "An engine silent for this long is considered dead; its tasks are cancelled.", "s"
+    )
+    max_open_tasks: Count = setting(
+        4096,
+        "Open tasks of one engine at a server. Beyond it gets are misses and puts are dropped.",
+        "tasks",
+    )
+    io_engine: Literal["auto", "io_uring", "threads"] = setting(
+        "auto", "SSD I/O: auto (io_uring, else threads), io_uring (or fail), threads."
+    )
+    direct_io: bool = setting(True, "O_DIRECT on the SSD tier where the directory allows it.")
+    ssd_queue_depth: Count = setting(32, "Block I/Os in flight at the SSD tier.", "I/Os")
+    transfer_chunk_mb: Megabytes = setting(
+        16.0, "Blocks move from tier to tier in chunks of about this size.", "1e6 bytes"
+    )
+    op_timeout_s: Seconds = setting(
+        30.0, "Deadline of one op. A late disk worker is replaced, a late rank fails.", "s"
+    )
+    layerwise_load: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "vLLM computes while a load from DRAM arrives, layer by layer: on (its step waits for the "
+        "layers), off (requests wait between steps), auto (on while nothing else runs).",
+    )
+    match_ttl_s: Seconds = setting(
+        120.0, "A match that is not launched is cancelled after this long.", "s"
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting(
+        "INFO", "Level of the `flexcache` logger."
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text",
+        "Format of a server's log: text, or json (one object per line). vLLM uses its own.",
+    )
+    http_endpoint: str | None = setting(
+        None,
+        "`HOST:PORT`, or a port on loopback, for `/metrics`, `/healthz`, `/status` and `/cache`. "
+        "Unset: no HTTP.",
+    )
+    http_token: str | None = setting(
+        None,
+        "Bearer token that HTTP requests must carry. Required beyond loopback.",
+        is_secret=True,
+    )
+    kv_events: bool = setting(
+        False,
+        "Record every block that DRAM and the tiers below store or lose, for `take_changes`. vLLM "
+        "sets it with its own KV events.",
+    )
+    kv_events_endpoint: str | None = setting(
+        None, "ZMQ address to publish KV events at, for example `tcp://*:5557`. Implies kv_events."
+    )
+    kv_events_replay_endpoint: str | None = setting(
+        None, "ZMQ address that serves missed events again."
+    )
+    kv_events_topic: str | None = setting(
+        None, "Topic of published KV events. Unset: `kv@HOST@MODEL`."
+    )
+    kv_events_format: Literal["map", "legacy_array"] = setting(
+        "map", "map: as vLLM 0.24 and later. legacy_array: as vLLM until 0.23."
+    )
+    kv_events_hashes: Literal["int", "bytes"] = setting(
+        "int", "Block hashes as 64-bit integers, vLLM's default, or as bytes."
+    )
+    kv_events_buffer: Count = setting(10_000, "Batches of KV events kept for replay.", "batches")
+    kv_events_queue: Count = setting(
+        10_000,
+        "Batches of KV events that may wait to be sent; beyond it the oldest are dropped.",
+        "batches",
+    )
+    trace_dir: str | None = setting(
+        None, "Directory for traces of every call and op (`flexcache replay`). Unset: no trace."
+    )
+    trace_file_mb: Megabytes = setting(
+        64.0, "Size at which a trace continues in a new file.", "1e6 bytes"
+    )
+    trace_files: Count = setting(4, "Files of a trace to keep.", "files")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if spec.name in sources.LISTS:
+                value = _paths(spec.name, value)
+            else:
+                hint, is_secret = _hints()[spec.name], spec.metadata["is_secret"]
+                value = parse(spec.name, value, hint, is_secret=is_secret)
+            object.__setattr__(self, spec.name, value)
+        if self.endpoint is not None:  # possibly the address that an engine's manager hands out
+            object.__setattr__(self, "endpoint", server_of(self.endpoint))
+        _check_sizes(self)
+        _check_ssd_directories(self)
+        _check_endpoints(self)
+        if self.trace_dir is not None:
+            check_writable("trace_dir", self.trace_dir)
+        if self.remote_lookup_timeout_s >= self.server_timeout_s / 2:
+            raise reject(
+                "remote_lookup_timeout_s",
+                self.remote_lookup_timeout_s,
+                f"must be below half of server_timeout_s, {self.server_timeout_s:g} s",
+            )
+
+    def check_has_tier(self) -> None:
+        """Raise `ConfigError` if neither a size nor the endpoint of a server is set."""
+        if not self.has_cpu_tier and self.endpoint is None:
+            raise reject(
+                "cpu_cache_gb",
+                None,
+                "no tier to cache in: set cpu_cache_gb or num_cpu_blocks, or the endpoint of a "
+                "server that has one",
+            )
+
+    @property
+    def has_cpu_tier(self) -> bool:
+        """False for an engine that only uses a server's cache."""
+        return self.num_cpu_blocks is not None or self.cpu_cache_gb is not None
+
+    @property
+    def has_ssd_tier(self) -> bool:
+        return self.num_ssd_blocks is not None or self.ssd_cache_gb is not None
+
+    @property
+    def records_changes(self) -> bool:
+        """Whether what the tiers store and lose is recorded for an observer."""
+        return self.kv_events or self.kv_events_endpoint is not None
+
+    @property
+    def wanted(self) -> PromptDetail:
+        """How much of each prompt observers need."""
+        if self.records_changes:
+            return PromptDetail.TOKENS
+        return PromptDetail.INFO if self.trace_dir is not None else PromptDetail.NOTHING
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether a tier is served by a worker process."""
+        return self.has_ssd_tier or self.remote_url is not None
+
+    def cpu_blocks_for(self, block_bytes: int) -> int:
+        """Capacity of the DRAM tier in blocks of ``block_bytes`` (over all ranks)."""
+        return _capacity("cpu_cache_gb", self.num_cpu_blocks, self.cpu_cache_gb, block_bytes)
+
+    def ssd_blocks_for(self, block_bytes: int) -> int:
+        """Capacity of the SSD tier in blocks of ``block_bytes``; 0 without that tier."""
+        if not self.has_ssd_tier:
+            return 0
+        return _capacity("ssd_cache_gb", self.num_ssd_blocks, self.ssd_cache_gb, block_bytes)
+
+    @classmethod
+    def from_env(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        /,
+        **overrides: Any,
+    ) -> CacheConfig:
+        """Make a config from ``defaults``, then the file that ``FLEXCACHE_CONFIG`` names, then
+        ``FLEXCACHE_*`` variables, then ``overrides``; later ones win.
+
+        A size given in one form replaces the other form of the same tier given earlier.
+        """
+        file, variables = sources.read_layers(environ)
+        for name in sources.SERVER_ONLY:
+            file.pop(name, None)
+        return cls.from_layers(defaults or {}, file, variables, overrides)
+
+    @classmethod
+    def from_layers(cls, *layers: Mapping[str, Any]) -> CacheConfig:
+        """Make a config from tables of settings; later ones win."""
+        known = [spec.name for spec in fields(cls)]
+        for layer in layers:
+            sources.require_known(layer, known)
+        return cls(**sources.merge(*layers))
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(CacheConfig, include_extras=True)
+
+
+def _paths(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise reject(name, value, "must be a list of directories")
+    return tuple(os.fspath(item) for item in value)
+
+
+def _check_sizes(config: CacheConfig) -> None:
+    for blocks, gigabytes in (
+        ("num_cpu_blocks", "cpu_cache_gb"),
+        ("num_ssd_blocks", "ssd_cache_gb"),
+    ):
+        num_blocks = getattr(config, blocks)
+        if num_blocks is not None and getattr(config, gigabytes) is not None:
+            raise reject(blocks, num_blocks, f"set either this or {gigabytes}")
+
+
+def _check_ssd_directories(config: CacheConfig) -> None:
+    directories = config.ssd_cache_dirs
+    if config.has_ssd_tier and not directories:
+        raise reject("ssd_cache_dirs", (), "an SSD tier needs at least one directory")
+    if directories and not config.has_ssd_tier:
+        hint = "ssd_cache_dirs is set: set ssd_cache_gb or num_ssd_blocks"
+        raise reject("ssd_cache_gb", None, hint)
+    if len(set(directories)) != len(directories):
+        raise reject("ssd_cache_dirs", directories, "names a directory twice")
+    for directory in directories:
+        check_writable("ssd_cache_dirs", directory)
+
+
+def _check_endpoints(config: CacheConfig) -> None:
+    if config.remote_url is not None:
+        check_remote_url(config.remote_url)
+    token = config.http_token
+    if token is not None and not (token and all("!" <= character <= "~" for character in token)):
+        allowed = "must be visible ASCII characters, no spaces; one at least"
+        raise reject("http_token", "...", allowed)
+    if config.http_endpoint is not None:
+        check_http_endpoint(config.http_endpoint, has_token=token is not None)
+    replay = config.kv_events_replay_endpoint
+    if replay is not None and config.kv_events_endpoint is None:
+        hint = "set kv_events_endpoint, whose events it replays"
+        raise reject("kv_events_replay_endpoint", replay, hint)
+
+
+def _capacity(name: str, blocks: int | None, gigabytes: float | None, block_bytes: int) -> int:
+    if blocks is not None:
+        return blocks
+    if gigabytes is None:
+        raise reject(name, None, f"must be set where the cache is kept (or num_{name[:3]}_blocks)")
+    capacity = int(gigabytes * 1e9) // block_bytes
+    if capacity == 0:
+        raise reject(
+            name, gigabytes, f"must hold at least one block, which is {block_bytes / 1e9:.6f} GB"
+        )
+    return capacity

@@ -1,0 +1,117 @@
+"""ModelConfig: the shape of a model's KV cache. The only module of the package that needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexcache.config.values import reject
+
+LAYOUT_VERSION = 1
+"""Increases when FlexCache stores other bytes for the same KV."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model's KV cache.
+
+    Args:
+        model_id: Name of the weights; KV of different models never mixes.
+        num_layers: Layers that hold KV.
+        num_kv_heads: KV heads of the whole model, over all tensor-parallel ranks.
+        head_size: Elements of one head of K (and of V). For MLA the latent size (512 + 64).
+        dtype: Element type of the KV cache as the engine allocates it.
+        use_mla: One latent vector per token instead of K and V per head, the same on every rank.
+        tp_size: Tensor-parallel ranks, each with its share of the heads.
+        dp_size: Data-parallel engine ranks.
+    """
+
+    model_id: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    use_mla: bool = False
+    tp_size: int = 1
+    dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_id, str) or not self.model_id:
+            raise reject("model_id", self.model_id, "must be a non-empty string")
+        for name in ("num_layers", "num_kv_heads", "head_size", "tp_size", "dp_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise reject(name, value, "must be an integer of at least 1")
+        if not isinstance(self.dtype, torch.dtype):
+            raise reject("dtype", self.dtype, "must be a torch.dtype")
+        if not self.use_mla and max(self.num_kv_heads, self.tp_size) % min(
+            self.num_kv_heads, self.tp_size
+        ):
+            raise reject(
+                "num_kv_heads",
+                self.num_kv_heads,
+                f"must divide evenly over tp_size = {self.tp_size}, or the other way round",
+            )
+
+    @property
+    def num_kv_copies(self) -> int:
+        """Ranks whose bytes are stored: one for MLA, where every rank holds the same."""
+        return 1 if self.use_mla else self.tp_size
+
+    @property
+    def token_size_in_bytes_per_rank(self) -> int:
+        """KV bytes of one token on one rank, over all layers."""
+        if self.use_mla:
+            elements = self.head_size
+        else:  # more ranks than heads: heads are replicated, as vLLM does
+            elements = 2 * max(1, self.num_kv_heads // self.tp_size) * self.head_size
+        return self.num_layers * elements * int(self.dtype.itemsize)
+
+    @property
+    def token_size_in_bytes(self) -> int:
+        """KV bytes of one token as stored: over all layers and all ranks (MLA: one rank's copy)."""
+        return self.token_size_in_bytes_per_rank * self.num_kv_copies
+
+    def fingerprint(self, tokens_per_block: int) -> str:
+        """Name, in readable form, all that must agree for KV bytes to be interchangeable."""
+        attention = "mla" if self.use_mla else "mha"
+        return (
+            f"{self.model_id}|{str(self.dtype).removeprefix('torch.')}|{attention}"
+            f"|layers={self.num_layers}|heads={self.num_kv_heads}|head={self.head_size}"
+            f"|tp={self.tp_size}|block={tokens_per_block}|layout=v{LAYOUT_VERSION}"
+        )
+
+    @classmethod
+    def from_table(cls, table: Any) -> ModelConfig:
+        """Read the table ``model`` of a settings file, where dtype is a name.
+
+        Raises:
+            ConfigError: A field is missing, unknown or wrong.
+        """
+        if not isinstance(table, Mapping):
+            raise reject("model", table, "must be a table")
+        try:
+            return cls(**{**table, "dtype": read_dtype(str(table.get("dtype")))})
+        except TypeError as error:
+            raise reject("model", dict(table), str(error)) from None
+
+
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+def read_dtype(name: str) -> torch.dtype:
+    """Look up torch's dtype of this name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in _DTYPES:
+        raise reject("dtype", name, f"must be one of {', '.join(sorted(_DTYPES))}")
+    return _DTYPES[name]

@@ -1,0 +1,120 @@
+"""`flexcache config`: the settings in effect, where each comes from, and nothing secret."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flexcache.cli import app
+from flexcache.config.settings import describe_settings
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str, **variables: str) -> Result:
+    for setting in describe_settings():
+        monkeypatch.delenv(setting.environment, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"FLEXCACHE_{name}", value)
+    return CliRunner().invoke(app, ["config", *options])
+
+
+def settings_of(result: Result) -> dict[str, Any]:
+    return dict(json.loads(result.stdout)["settings"])
+
+
+def test_each_setting_names_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps({"cpu_cache_gb": 1, "ssd_queue_depth": 8, "idle_exit_s": 5}))
+    result = run(monkeypatch, "--json", CONFIG=str(file), SSD_QUEUE_DEPTH="16")
+    assert result.exit_code == 0
+    settings = settings_of(result)
+    assert settings["cpu_cache_gb"] == {"value": 1.0, "source": f"file {file}"}
+    assert settings["ssd_queue_depth"] == {
+        "value": 16, "source": "environment FLEXCACHE_SSD_QUEUE_DEPTH",
+    }  # fmt: skip
+    assert settings["match_ttl_s"] == {"value": 120.0, "source": "default"}
+    assert settings["idle_exit_s"] == {"value": 5, "source": f"file {file}"}
+    assert settings.keys() >= {setting.name for setting in describe_settings()}
+    named = settings_of(run(monkeypatch, "--json", "--config", str(file), CONFIG="/not/there"))
+    assert named["cpu_cache_gb"]["value"] == 1.0
+
+
+def test_a_size_that_is_replaced_in_its_other_form_is_not_in_effect(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps({"cpu_cache_gb": 1}))
+    settings = settings_of(run(monkeypatch, "--json", CONFIG=str(file), NUM_CPU_BLOCKS="7"))
+    assert settings["cpu_cache_gb"] == {"value": None, "source": "default"}
+    assert settings["num_cpu_blocks"]["value"] == 7
+
+
+def test_the_table_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch, SSD_QUEUE_DEPTH="16")
+    (row,) = [line for line in result.stdout.splitlines() if "ssd_queue_depth" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "ssd_queue_depth", "16", "I/Os", "environment FLEXCACHE_SSD_QUEUE_DEPTH",
+    ]  # fmt: skip
+    described = run(monkeypatch, "--describe")
+    assert "FLEXCACHE_SSD_QUEUE_DEPTH" in described.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"HTTP_TOKEN": "correct-horse"},
+        {"HTTP_TOKEN": "correct-horse and a space"},
+        {"REMOTE_URL": "s3://user:correct-horse@bucket"},
+        {"REMOTE_URL": "ftp://host/kv?key=correct-horse"},
+        {"HTTP_TOKENS": "correct-horse"},
+    ],
+)
+def test_secrets_are_never_shown(
+    monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    result = run(monkeypatch, *options, **variables)
+    assert "correct-horse" not in result.output
+    assert "***" in result.output or result.exit_code == 1
+
+
+def test_a_secret_of_the_wrong_type_is_not_quoted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps({"http_token": 31415926}))
+    result = run(monkeypatch, CONFIG=str(file))
+    assert "31415926" not in result.output
+    assert "http_token = '...': must be text" in result.stdout
+
+
+def test_an_unknown_name_comes_with_the_closest_known_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps({"log_levle": "DEBUG"}))
+    result = run(monkeypatch, "--json", CONFIG=str(file), SSD_QUEUE_DEPT="3")
+    assert result.exit_code == 1
+    in_file, in_environment = json.loads(result.stdout)["unknown"]
+    assert (in_file["name"], in_file["closest"][0]) == ("log_levle", "log_level")
+    assert in_environment["name"] == "FLEXCACHE_SSD_QUEUE_DEPT"
+    assert in_environment["closest"][0] == "FLEXCACHE_SSD_QUEUE_DEPTH"
+    assert "did you mean FLEXCACHE_SSD_QUEUE_DEPTH" in run(monkeypatch, SSD_QUEUE_DEPT="3").stdout
+
+
+def test_settings_that_would_be_refused_are_shown_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = run(monkeypatch, OP_TIMEOUT_S="0", SSD_QUEUE_DEPTH="16")
+    assert result.exit_code == 1
+    assert "op_timeout_s = '0': must be a number greater than 0" in result.stdout
+    assert "environment FLEXCACHE_SSD_QUEUE_DEPTH" in result.stdout
+
+
+def test_a_file_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch, "--config", "/not/there.json")
+    assert result.exit_code == 1
+    assert "cannot be read" in result.output
