@@ -83,7 +83,7 @@ class EventLoop:
                 exc_info=True,
             )  # fmt: skip
             with self._changed:
-                self._hub.revoke_all()
+                self._hub.fail()
                 self._reactor.stopping = True
                 self._changed.notify_all()
             self._stop_peers()

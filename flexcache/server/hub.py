@@ -114,7 +114,6 @@ class Hub:
             ToServer, self.counters, handle=self._dispatch, refuse=self._reject,
             undecodable=self._refuse_undecodable, failed=self._failed, has_data=_has_data,
         )  # fmt: skip
-        self._seen_ended = 0
         self._seen_readiness = 0
 
     # -- events ----------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ class Hub:
         """Carry out or queue what the task engine decided.
 
         Returns:
-            Whether a task, a look-up or what an engine waits for has changed.
+            Whether a look-up has ended, or what an engine waits for has changed.
         """
         if self._slot.store is None:
             return False
@@ -154,12 +153,11 @@ class Hub:
         has_news = False
         while instructions := tasks.take_instructions():
             for instruction in instructions:
-                has_news |= isinstance(instruction, (TaskEnded, LookUpEnded))
+                has_news |= isinstance(instruction, LookUpEnded)
                 self._deliver(instruction, now)
         self._notices.end_sessions(tasks)
-        changes = self.readiness.num_changes
-        if self._seen_ended != tasks.accounts.num_ended or self._seen_readiness != changes:
-            self._seen_ended, self._seen_readiness = tasks.accounts.num_ended, changes
+        if self._seen_readiness != self.readiness.num_changes:
+            self._seen_readiness = self.readiness.num_changes
             has_news = True
         return has_news
 
@@ -188,9 +186,11 @@ class Hub:
                 log_event(logger, logging.ERROR, "rank_is_late", executor=executor, reason=reason)
 
     def _task_answered(self, task_id: TaskId, result: TaskResult) -> None:
-        if self.sessions.is_local(session_of(task_id)):
-            return  # calls from this process ask for the result themselves
-        self._requests.task_answered(task_id, result)
+        session = session_of(task_id)
+        if self.sessions.is_local(session):  # at once: waking the event loop costs a match
+            self.sessions.answer_local(session, task_id, result)
+        else:
+            self._requests.task_answered(task_id, result)
 
     def _send_to_rank(self, executor: str, message: RunOp | Drop) -> None:
         rank = self._registry.rank(executor)
@@ -328,13 +328,14 @@ class Hub:
             report["engine"] = msgspec.to_builtins(tasks.sessions.totals_of(session).stats())
         return report
 
-    def revoke_all(self) -> None:
-        """The server ends: let no rank begin another copy on its behalf."""
+    def fail(self) -> None:
+        """The server has failed: no rank may begin another copy, no caller may wait for it."""
         self._registry.revoke_all()
+        self.sessions.close_local()
 
     def close(self) -> None:
         """Forget every peer. Idempotent."""
-        self.revoke_all()
+        self._registry.revoke_all()
         self._peers.close()
 
     def check(self) -> None:

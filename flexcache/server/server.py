@@ -7,8 +7,8 @@
 As a process of its own (`flexcache server`) it serves many engines, and its event loop runs on the
 main thread. Inside an engine's scheduler it serves that one, whose calls come by `session`. Hub,
 task engine and outbox are used under one condition's lock only, by the loop and by every session;
-its waiters are notified when a task ends. The sockets belong to the loop, which sends after it has
-released the lock.
+its waiters are notified when a look-up ends or an engine's readiness changes. The sockets belong to
+the loop, which sends after it has released the lock.
 
     new --start()--> serving --stop(), SIGTERM, idle--> draining --> stopped
 """
@@ -43,6 +43,7 @@ from flexcache.server.idle_exit import IdleExit
 from flexcache.server.local_host import LocalHost
 from flexcache.server.observers import Closing, Observers
 from flexcache.server.reactor import Reactor
+from flexcache.server.sessions import Answers
 from flexcache.server.store import CacheStore
 from flexcache.server.workers import WorkerPool
 from flexcache.tasks.engine import KVTaskEngine
@@ -115,8 +116,11 @@ class KVServer:
 
     # -- for the process that owns it ------------------------------------------------------------
 
-    def start(self) -> TaskIds | None:
+    def start(self, answers: Answers | None = None) -> TaskIds | None:
         """Bind, make the pools and serve on a thread; returns at once.
+
+        Args:
+            answers: Receives the answers to the engine in this process.
 
         Returns:
             What numbers the tasks of the engine in this process, if there is one.
@@ -124,7 +128,7 @@ class KVServer:
         Raises:
             ConfigError: The endpoint or a directory is another process's, or cannot be used.
         """
-        loop, ids = self._open()
+        loop, ids = self._open(answers)
         self._thread = threading.Thread(
             target=self._run, args=[loop], name="flexcache-server", daemon=True
         )
@@ -166,7 +170,7 @@ class KVServer:
             log_event(logger, logging.INFO, "server_ended", endpoint=self.endpoint)
         return failure
 
-    def _open(self) -> tuple[EventLoop, TaskIds | None]:
+    def _open(self, answers: Answers | None = None) -> tuple[EventLoop, TaskIds | None]:
         if self._endpoint is not None:
             raise ValueError("the server was started before")
         ids = None
@@ -180,8 +184,9 @@ class KVServer:
                 with self._changed:
                     self.hub.open_store(self._store.model, self.config.tokens_per_block)
                     if self._engine_name is not None:
-                        session = self.hub.sessions.open_local(self._engine_name, NUM_REMEMBERED)
-                        ids = TaskIds(session)
+                        ids = self.hub.sessions.open_local(
+                            self._engine_name, answers, NUM_REMEMBERED
+                        )
             if self._open_http is not None:
                 self._observers.open_http(partial(self._open_http, self))
         except BaseException:
@@ -254,7 +259,7 @@ class KVServer:
             self._changed.notify_all()
 
     def wait_for_change(self, timeout: float | None) -> None:
-        """Inside `session`: release the lock until some task ended, or for ``timeout`` s."""
+        """Inside `session`: release the lock until a look-up has ended, or for ``timeout`` s."""
         self._changed.wait(timeout)
 
     @property
@@ -318,10 +323,10 @@ class KVServer:
             missing = self._pool.missing() + self.hub.absentees() + self._observers.absent
             return {"serving": not self.stopping, "missing": missing}
 
-    def open_session(self, name: str, num_remembered: int) -> SessionId:
+    def open_session(self, name: str) -> TaskIds:
         """Open a session for calls from this process; there must be a model."""
         with self._changed:
-            return self.hub.sessions.open_local(name, num_remembered)
+            return self.hub.sessions.open_local(name)
 
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call, with ``kv_events``."""
