@@ -61,6 +61,11 @@ class TaskState(str, Enum):
     CREATED = "created"
     READY = "ready"
     RUNNING = "running"
+    OVERDUE = "overdue"
+    """Answered, although a copy that missed its deadline may still land."""
+    CANCELLING = "cancelling"
+    """Nothing more starts; ops that run end first."""
+    CANCELLING_OVERDUE = "cancelling_overdue"
     COMPLETED = "completed"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -68,6 +73,23 @@ class TaskState(str, Enum):
     @property
     def is_final(self) -> bool:
         return self in (TaskState.COMPLETED, TaskState.CANCELLED, TaskState.FAILED)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its caller has cancelled it, be it over or not."""
+        return self in (
+            TaskState.CANCELLING, TaskState.CANCELLING_OVERDUE, TaskState.CANCELLED,
+        )  # fmt: skip
+
+    @property
+    def is_overdue(self) -> bool:
+        return self is TaskState.OVERDUE or self is TaskState.CANCELLING_OVERDUE
+
+    @property
+    def reported(self) -> TaskState:
+        """The state that statistics count it under: while ops run, a task is running."""
+        is_ending = self.is_overdue or self is TaskState.CANCELLING
+        return TaskState.RUNNING if is_ending else self
 
 
 class KVStatus(str, Enum):

@@ -38,15 +38,13 @@ _TICK_S = 1e-6  # well above the resolution of a double of seconds since the mac
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in a tier since it was made, in blocks and bytes."""
+    """What happened in a tier since it was made, in blocks."""
 
     hit_blocks: int = 0
     miss_blocks: int = 0
     stored_blocks: int = 0
     evicted_blocks: int = 0
     dropped_blocks: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)

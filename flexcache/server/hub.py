@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ from flexcache.tasks.instructions import (
     TaskEnded,
     device,
 )
+from flexcache.tasks.stats import CacheIdentity, cache_to_plain
 from flexcache.transfer.messages import Done, Drop, Execute, pack_checksums, pack_ids, unpack_ids
 
 logger = logging.getLogger(__name__)
@@ -234,7 +236,7 @@ class Hub:
         for peer in list(self._peers.values()):
             if now - peer.heard_s < self._client_timeout_s:
                 continue
-            if isinstance(peer, Rank) and self._tasks.is_busy(peer.executor):
+            if isinstance(peer, Rank) and self._tasks.executors.is_busy(peer.executor):
                 peer.heard_s = now
                 continue
             self.counters["expired_clients"] += 1
@@ -286,9 +288,9 @@ class Hub:
         names = [
             f"tp_rank {rank}"
             for rank in range(self.store.model.tp_size)
-            if not tasks.is_up(device(engine, rank))
+            if not tasks.executors.is_up(device(engine, rank))
         ]
-        if self.store.disk_pool is not None and not tasks.is_up(DISK):
+        if self.store.disk_pool is not None and not tasks.executors.is_up(DISK):
             names.append("disk worker")
         return names + self._claims.places(engine)
 
@@ -320,29 +322,25 @@ class Hub:
         if self.store is None:
             return report | {"tiers": {}, "tasks": {}, "engines": {}}
         tasks = self.store.engine
+        identity = CacheIdentity(
+            fingerprint=self.store.fingerprint,
+            layout=self.store.layout or "",
+            block_bytes=self.store.block_bytes,
+            tokens_per_block=self.store.config.tokens_per_block,
+        )
         report |= {
-            "fingerprint": self.store.fingerprint,
-            "layout": self.store.layout or "",
-            "block_bytes": self.store.block_bytes,
-            "tokens_per_block": self.store.config.tokens_per_block,
-            "tiers": tasks.cache.stats(),
-            **tasks.remote_stats(),
-            "tasks": tasks.tasks_by_state(),
-            **tasks.totals.report(),
-            **tasks.times(),
-            **tasks.queues(),
-            "load_decisions": tasks.load_decisions(),
+            **cache_to_plain(tasks.stats(identity, time.monotonic())),
             "engines": {
                 engine: {
                     "pid": pid,
-                    "open_tasks": tasks.num_open_tasks_of(session_id),
+                    "open_tasks": tasks.sessions.num_open_of(session_id),
                     "ranks": len(self.workers(engine)),
                 }
                 for engine, pid, session_id in self._engines()
             },
         }
         if session is not None:
-            report["engine"] = tasks.session_totals(session).report()
+            report["engine"] = msgspec.to_builtins(tasks.sessions.totals_of(session).stats())
         return report
 
     def _engines(self) -> Iterator[tuple[str, int, SessionId]]:
@@ -507,7 +505,7 @@ class Hub:
         self, caller: Scheduler, request: Match, keys: PromptKeys, now: float
     ) -> Matched:
         if request.prefill_blocks_per_s > 0:
-            self._tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
+            self._tasks.sessions.report_prefill(caller.session, request.prefill_blocks_per_s)
         plan = self._tasks.match(
             TaskId(request.task_id), request.kind, keys, request.start, request.stop,
             request.num_tokens, now, request.retain_s,
@@ -544,7 +542,7 @@ class Hub:
         for number in np.frombuffer(message.task_ids, dtype="<u8").tolist():
             try:
                 task_id = self._own(caller, number)
-                if not self._tasks.was_launched(task_id):
+                if not self._tasks.sessions.was_launched(task_id):
                     self._unasked.add(task_id)  # the client needs no answer where nothing moves
                 self._tasks.cancel([task_id], now)
             except KeyError:
@@ -666,7 +664,7 @@ class Hub:
         holder = next((s for s in self._sessions.values() if s.engine == hello.engine), None)
         if not self._may_replace(identity, holder, hello, now):
             return
-        if self._tasks.uses_gpu_of(hello.engine):
+        if self._tasks.sessions.uses_gpu_of(hello.engine):
             reason = f"tasks of the former engine {hello.engine!r} still move bytes"
             self._send(identity, Refused(reason, final=False))
             return
@@ -825,7 +823,7 @@ class Hub:
         """Tell the ranks of sessions for which nothing moves any more. After each batch of events,
         when what followed from them was delivered."""
         for session, engine in list(self._ending.items()):
-            if not self._tasks.uses_gpu_of(engine):
+            if not self._tasks.sessions.uses_gpu_of(engine):
                 del self._ending[session]
                 self._tell_ranks(engine, SessionOver(session))
 

@@ -224,8 +224,8 @@ class CacheStore:
         cache, tiers = self.engine.cache, self.engine.cache.tiers
         num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
-        if self.engine.recorder is not None:
-            self.engine.recorder.cleared(tier, num_dropped)
+        if self.engine.accounts.recorder is not None:
+            self.engine.accounts.recorder.cleared(tier, num_dropped)
         if tier is None:
             cache.stores.is_recording = False
         if self.disk_pool is None or tier not in (None, TierName.SSD.value):

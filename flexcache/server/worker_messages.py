@@ -66,7 +66,7 @@ class WorkerMessages:
         assert self._hub.store is not None
         engine = self._hub.store.engine
         match message:
-            case Ready(detail) if not engine.is_up(worker.name):
+            case Ready(detail) if not engine.executors.is_up(worker.name):
                 log_event(
                     logger, logging.INFO, "worker_began", worker=worker.name, pid=worker.pid,
                     detail=detail,

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 
 from flexcache.ids import TierName
-from flexcache.tasks.instructions import DISK, REMOTE
+from flexcache.tasks.routes import WORKERS
 from flexcache.transfer.breaker import CircuitBreaker
-
-WORKERS = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
 
 
 class Availability:

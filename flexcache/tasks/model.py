@@ -1,6 +1,6 @@
-"""What is known of tasks while they are open, and of the sessions they belong to.
+"""Tasks while they are open, their ops while they run, and the sessions they belong to.
 
-Plain state: `KVTaskEngine` says what becomes of it.
+Plain state: `KVTaskEngine` decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -10,37 +10,57 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flexcache.cache.plan import Plan
-from flexcache.ids import OpId, OpKind, SessionId, TaskId, TaskKind, TaskState
+from flexcache.ids import KVStatus, OpId, OpKind, SessionId, TaskId, TaskKind, TaskState, TierName
 from flexcache.tasks.ids import id_before
 from flexcache.tasks.instructions import TaskResult
+from flexcache.tasks.routes import DEVICE_OPS, LOAD_TIER
+from flexcache.tasks.totals import Totals
 from flexcache.transfer.graph import TransferOp
-from flexcache.transfer.totals import Totals
 
 _NONE_OPEN: Counter[OpKind] = Counter()
+_MAX_ERRORS = 8  # that a response names
+_HAS_GPU_SIDE = (TaskKind.GET, TaskKind.PUT)
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A get, put, prefetch or store on its way."""
+    """A get, put, prefetch or store that has not ended."""
 
     task_id: TaskId
     owner: Session
     plan: Plan
     num_tokens: int
     state: TaskState = TaskState.CREATED
-    launched: bool = False
     gated: bool = False
-    cancelled: bool = False
-    overdue: bool = False
-    launched_s: float = 0.0
-    announced: bool = False
+    """Whether its launch asked for ops of the GPU to wait until the engine opens their gate."""
+    launched_s: float | None = None
     open_ops: Counter[OpKind] = field(default_factory=lambda: _NONE_OPEN)  # its own once launched
     moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)
     """Per kind of op: position of its first block -> blocks that it moved."""
     errors: list[str] = field(default_factory=list)
-    running: dict[OpId, RunningOp] = field(default_factory=dict)
+    running: dict[OpId, OpRun] = field(default_factory=dict)
     waiting: set[OpId] = field(default_factory=set)
-    """Ops that may start and wait for a turn at a worker."""
+    """Ops that could start and wait for their turn at a worker. `Executors` keeps both."""
+
+    @property
+    def is_launched(self) -> bool:
+        return self.state is not TaskState.CREATED
+
+    @property
+    def gpu_ops_open(self) -> int:
+        return self.open_ops[OpKind.H2D] + self.open_ops[OpKind.D2H]
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its GPU side is over, so that the caller may reuse the slots."""
+        if self.state.is_overdue:
+            return True
+        return self.is_launched and self.plan.kind in _HAS_GPU_SIDE and not self.gpu_ops_open
+
+    def ignores(self, op: TransferOp) -> bool:
+        """Whether what the op moved no longer counts: nothing that still moved at a cancellation
+        is published, nor what was copied from or to slots after the answer gave them back."""
+        return self.state.is_cancelled or (self.state.is_overdue and op.kind.touches_gpu)
 
     def contiguous(self, kinds: Iterable[OpKind], start: int) -> int:
         """How many blocks from ``start`` on were moved without a gap by ops of these kinds."""
@@ -52,21 +72,38 @@ class Task:
             position += results[position]
         return position - start
 
-    @property
-    def gpu_ops_open(self) -> int:
-        return self.open_ops[OpKind.H2D] + self.open_ops[OpKind.D2H]
+    def result(self, is_final: bool) -> TaskResult:
+        """How it ended, or its GPU side has."""
+        plan, error = self.plan, "; ".join(list(dict.fromkeys(self.errors))[:_MAX_ERRORS]) or None
+        if self.state.is_cancelled:
+            return TaskResult(KVStatus.CANCELLED, plan.start, 0, self.num_tokens, error, is_final)
+        if plan.kind is TaskKind.PREFETCH:
+            on_host = plan.sources.get(TierName.CPU, 0)
+            num_ok = on_host + self.contiguous(LOAD_TIER, plan.start + on_host)
+        elif plan.kind is TaskKind.STORE:
+            num_ok = sum(sum(moved.values()) for moved in self.moved.values())
+        else:
+            num_ok = self.contiguous(DEVICE_OPS, plan.start)
+        status = KVStatus.SUCCESS if num_ok else KVStatus.FAILED
+        return TaskResult(status, plan.start, num_ok, self.num_tokens, error, is_final)
 
 
 @dataclass(slots=True, eq=False)
-class RunningOp:
-    """An op that executors are at, and who of them has not reported yet."""
+class OpRun:
+    """An op that executors carry out, and in the end how that went."""
 
     task: Task
     op: TransferOp
-    started_s: float
+    started_s: float | None
+    """None if it ended without having been given to any executor."""
     waiting_for: dict[str, None]
+    """Executors that have not reported yet."""
     num_ok: int
     bad_block: bool = False
+    """Whether the block after the first ``num_ok`` is unreadable or has wrong bytes."""
+    error: str | None = None
+    store_failed: bool = False
+    """Whether the remote store, not a single block, was at fault."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,8 +120,15 @@ class Session:
     collected: dict[TaskId, None] = field(default_factory=dict)
     store_backlog: int = 0
     prefill_blocks_per_s: float = 0.0
+    """What the engine computes: whatever would take longer to load is not loaded for it."""
     is_gone: bool = False
     totals: Totals = field(default_factory=Totals)
+
+    def take_id(self, task_id: TaskId) -> None:
+        """Raises `ValueError` for an id that is not above all earlier ones."""
+        if task_id <= self.last_id:
+            raise ValueError(f"task {task_id} was given out before")
+        self.last_id = task_id
 
     def require_known(self, task_id: TaskId) -> None:
         """Raises `KeyError` for an id that was never given out."""
@@ -92,14 +136,14 @@ class Session:
             raise KeyError(f"task {task_id} was never given out")
 
     def remember(self, task_id: TaskId, result: TaskResult) -> None:
-        """A task has ended. The oldest result goes when there are too many."""
+        """Keep the result of a task that has ended, and forget the oldest beyond the limit."""
         self.results[task_id] = result
         while len(self.results) > self.num_remembered:
             forgotten, _ = self.results.popitem(last=False)
             self.collected.pop(forgotten, None)
 
     def result(self, task_id: TaskId) -> TaskResult:
-        """Of a task that has ended. Raises `KeyError` if it is forgotten."""
+        """Result of a task that has ended. Raises `KeyError` if it is forgotten."""
         self.require_known(task_id)
         result = self.results.get(task_id)
         if result is None:
@@ -107,22 +151,10 @@ class Session:
         return result
 
     def collect(self, task_id: TaskId) -> None:
-        """The result was handed over, or nobody asks for it."""
+        """The result was handed over, or will not be asked for."""
         if task_id in self.results:
             self.collected[task_id] = None
 
     def uncollected(self) -> Iterator[TaskResult]:
         """Results that were not handed over yet."""
         return (r for task_id, r in self.results.items() if task_id not in self.collected)
-
-
-def count_plan(totals: Totals, plan: Plan, stop: int) -> None:
-    """Count what a match up to block ``stop`` came to."""
-    if plan.dropped:
-        totals.dropped_blocks.update(plan.dropped)
-    if plan.skipped:
-        totals.skipped_blocks.update(plan.skipped)
-    if plan.kind is TaskKind.GET:
-        for tier, count in plan.sources.items():
-            totals.hit_blocks[tier.value] += count
-        totals.missed_blocks += stop - plan.stop

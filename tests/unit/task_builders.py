@@ -40,8 +40,10 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
+from flexcache.tasks.stats import CacheIdentity, CacheStats
 from flexcache.transfer.graph import TransferOp
 
+IDENTITY = CacheIdentity(fingerprint="a model", layout="", block_bytes=1, tokens_per_block=16)
 ROOT = make_root("a model", [], ENGINE_KEYS)
 GATE_PATIENCE_S = 600.0
 ENGINE, OTHER = "an engine", "another"
@@ -70,7 +72,7 @@ class TaskInfo:
     layout: str = ""
     launched: bool = False
     gated: bool = False
-    announced: TaskEnded | None = None
+    answered: TaskEnded | None = None
 
     def content(self, index: int, copy: int) -> Content:
         return self.text[: self.plan.start + index + 1] + self.layout, copy
@@ -148,7 +150,7 @@ class World:
         """What executors were at when they died."""
         self.to_replace: dict[str, str] = {}
         self.revoked: set[TaskId] = set()
-        self.num_announced: Counter[TaskId] = Counter()
+        self.num_answered: Counter[TaskId] = Counter()
         self.told_early: Counter[TaskId] = Counter()
         self.told_final: Counter[TaskId] = Counter()
         self.gpu: dict[tuple[str, int, int], Content] = {}
@@ -197,6 +199,10 @@ class World:
         self._carry_out()
         return lookup
 
+    def is_looking_up(self, lookup_id: int | None) -> bool:
+        assert self.engine.lookups is not None
+        return lookup_id is not None and self.engine.lookups.is_open(lookup_id)
+
     def answer(self, lookup_id: int, error: str | None = None) -> None:
         """The remote worker says what the store has."""
         question = self.asked.pop(lookup_id)
@@ -235,7 +241,7 @@ class World:
         return task_id
 
     def launch(self, *task_ids: TaskId, gated: bool = False) -> None:
-        are_open = [self.engine.result(task_id) is None for task_id in task_ids]
+        are_open = [self.engine.sessions.result(task_id) is None for task_id in task_ids]
         for task_id in task_ids:
             self.tasks[task_id].gated = gated
         slots = [self.tasks[task_id].slots for task_id in task_ids]
@@ -270,13 +276,16 @@ class World:
         self._carry_out()
 
     def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
-        return self.engine.result(task_id, completely)
+        return self.engine.sessions.result(task_id, completely)
 
     def final(self, task_id: TaskId) -> TaskResult:
-        result = self.engine.result(task_id, completely=True)
+        result = self.engine.sessions.result(task_id, completely=True)
         assert result is not None
         assert result.is_final
         return result
+
+    def stats(self) -> CacheStats:
+        return self.engine.stats(IDENTITY, self.now)
 
     def clear(self, tier: TierName) -> int:
         return len(self.cache.tiers.clear(tier.value)[tier])
@@ -474,7 +483,7 @@ class World:
                 case LookUpEnded(lookup_id):
                     self.num_lookups_ended[lookup_id] += 1
                     assert self.num_lookups_ended[lookup_id] == 1
-                    assert not self.engine.is_looking_up(lookup_id)
+                    assert not self.is_looking_up(lookup_id)
                 case TaskEnded(task_id) if task_id in self.abandoned:
                     self._put_to_other_use(self.abandoned[task_id])
                 case TaskEnded():
@@ -505,7 +514,7 @@ class World:
         if op.kind.touches_gpu:
             assert info is not None
             assert run.executor.split(":")[1] == info.engine
-            assert not info.announced, "a slot was given back before its use"
+            assert not info.answered, "a slot was given back before its use"
             assert info.layout == self.layout, "blocks of another layout than the ranks'"
             assert info.engine not in self.disputed, "bytes of a disputed name"
             mine = (op.dst if op.kind is OpKind.H2D else op.src).tolist()
@@ -541,8 +550,8 @@ class World:
     def _answer(self, ended: TaskEnded) -> None:
         """The task is answered; the engine puts something else into its slots."""
         info = self.tasks[ended.task_id]
-        self.num_announced[ended.task_id] += 1
-        info.announced = ended
+        self.num_answered[ended.task_id] += 1
+        info.answered = ended
         assert ended.gated == info.gated
         result = self.result(ended.task_id)
         assert result is not None
@@ -604,7 +613,7 @@ class World:
                 e.run.op.kind.touches_gpu and e.run.executor.split(":")[1] == engine
                 for e in self.at_work.values()
             )
-            assert self.engine.uses_gpu_of(engine) or not touches
+            assert self.engine.sessions.uses_gpu_of(engine) or not touches
         for errand in self.at_work.values():
             for places in _places(errand.run):
                 for name, block in places:
@@ -635,18 +644,18 @@ class World:
         if info.plan.num_blocks == 0:
             assert result is not None
             assert result.status is KVStatus.NOT_FOUND
-            assert self.num_announced[task_id] == 0
+            assert self.num_answered[task_id] == 0
             return
-        assert (result is not None) == (info.announced is not None)
-        assert self.num_announced[task_id] == (info.announced is not None)
-        if result is None or info.announced is None:
+        assert (result is not None) == (info.answered is not None)
+        assert self.num_answered[task_id] == (info.answered is not None)
+        if result is None or info.answered is None:
             return
         self._check_slots_are_unused(task_id)
         if result.status is KVStatus.CANCELLED:
             assert result.num_ok == 0
         else:
             assert info.launched
-            assert result.num_ok == info.announced.num_ok
+            assert result.num_ok == info.answered.num_ok
             assert result.status is (KVStatus.SUCCESS if result.num_ok else KVStatus.FAILED)
         assert (task_id in self.told_final) == (final is not None and final.is_final)
         if final is not None and final.is_final:
@@ -664,7 +673,7 @@ class World:
         """Nothing goes on: so every task has its answer, and no block belongs to one."""
         self.check()
         assert not self.at_work
-        assert self.engine.num_open_tasks == 0
+        assert self.engine.sessions.num_open == 0
         for tier in self.cache.tiers:
             assert tier.num_leased == 0
         for task_id in self.tasks:
@@ -683,7 +692,7 @@ class World:
             self.finish_all()
             task_id = self.get(text)
             self.finish_all()
-            result = self.final(task_id)  # what arrived was compared when it was announced
+            result = self.final(task_id)  # what arrived was compared when it was answered
             assert (result.status, result.num_ok) == (KVStatus.SUCCESS, len(text))
             self.check_nothing_is_held()
 

@@ -287,7 +287,7 @@ def test_who_left_while_the_store_was_asked_gets_no_task(asking: World) -> None:
     [matched] = asking.inbox[other.calls]
     assert matched.num_blocks == 3
     assert asking.hub.store is not None
-    assert asking.hub.store.engine.num_open_tasks == 1
+    assert asking.hub.store.engine.sessions.num_open == 1
 
 
 def test_what_one_engine_put_another_gets(world: World) -> None:
@@ -424,7 +424,7 @@ def test_a_rank_is_refused_for_a_layout_that_differs_and_everybody_is_told(world
     assert told.missing == ["tp_rank 0"]
     assert "another layout" in told.problems[0]
     assert world.last(one.events).problems == []
-    assert not world.hub.store.engine.is_up(device("two", 0))  # type: ignore[union-attr]
+    assert not world.hub.store.engine.executors.is_up(device("two", 0))  # type: ignore[union-attr]
 
 
 def test_a_rank_that_comes_back_is_told_what_ended_while_it_was_away(world: World) -> None:
@@ -846,7 +846,7 @@ class HubHistories(RuleBasedStateMachine):
         hub.store.engine.check()
         assert hub.workers() == {device(name, 0): 2 for name in self.ranks}
         for name in NAMES:
-            assert hub.store.engine.is_up(device(name, 0)) == (name in self.ranks)
+            assert hub.store.engine.executors.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
         assert set(hub.peers) == set(self.world.watched) == expected
         stats = hub.stats()["tiers"]["CPU"]

@@ -27,7 +27,9 @@ from flexcache.tasks.instructions import (
     TaskEnded,
     device,
 )
+from flexcache.tasks.model import Task
 
+STATES = ("created", "ready", "running", "completed", "cancelled", "failed")
 PROMPTS = ["abcdef", "abcxy", "ab", "apq", "z"]
 WORLDS: dict[str, dict[str, Any]] = {
     "one rank": {"load_ranks": (0,), "store_ranks": (0,)},
@@ -97,7 +99,7 @@ class TaskHistories(RuleBasedStateMachine):
     def a_session_ends_or_begins(self, engine: str) -> None:
         if engine in self.world.sessions:
             self.world.end_session(engine)
-        elif not self.world.engine.uses_gpu_of(engine):
+        elif not self.world.engine.sessions.uses_gpu_of(engine):
             self.world.begin_session(engine)
 
     def clear_every_tier(self) -> None:
@@ -421,7 +423,7 @@ def test_a_cancel_of_an_answered_put_stops_its_write_through() -> None:
     assert status(world, task_id) == (KVStatus.CANCELLED, 0)
     assert world.cached(CPU, "abcdef") == 6
     assert world.cached(SSD, "abcdef") == 0
-    assert world.num_announced[task_id] == 1
+    assert world.num_answered[task_id] == 1
 
 
 def test_cancelling_everything_ends_every_task() -> None:
@@ -447,8 +449,8 @@ def test_an_empty_match_has_ended_already_as_not_found() -> None:
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
     world.cancel(task_id)
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
-    assert world.engine.num_open_tasks == 0
-    assert not world.num_announced
+    assert world.engine.sessions.num_open == 0
+    assert not world.num_answered
 
 
 @pytest.mark.parametrize("unknown", [0, -1, 2, 10**9])
@@ -456,14 +458,14 @@ def test_an_id_that_was_never_given_out_is_a_key_error(unknown: int) -> None:
     world = World()
     known = world.match(TaskKind.PUT, "abc")
     with pytest.raises(KeyError, match=str(unknown)):
-        world.engine.result(TaskId(unknown))
+        world.engine.sessions.result(TaskId(unknown))
     with pytest.raises(KeyError, match=str(unknown)):
         world.engine.cancel([known, TaskId(unknown)], world.now)
     with pytest.raises(KeyError, match=str(unknown)):
         world.engine.launch([known, TaskId(unknown)], [np.arange(3), np.arange(3)], world.now)
     assert world.result(known) is None
     assert world.engine.take_instructions() == []
-    assert world.engine.tasks_by_state()["created"] == 1
+    assert world.stats().tasks["created"] == 1
 
 
 def test_a_second_launch_is_refused_while_the_task_runs_and_after_it() -> None:
@@ -511,7 +513,7 @@ def test_a_launch_with_another_number_of_blocks_is_refused_and_changes_nothing(
     with pytest.raises(ValueError, match="slot mappings"):
         world.engine.launch([right, wrong], blocks[:1], world.now)
     assert world.engine.take_instructions() == []
-    assert world.engine.tasks_by_state()["created"] == 2
+    assert world.stats().tasks["created"] == 2
     world.check()
     world.launch(right, wrong)
     world.finish_all()
@@ -536,10 +538,10 @@ def test_an_answer_is_still_known_after_it_was_collected() -> None:
     world = World()
     task_id = world.put("abc")
     world.finish_all()
-    assert world.engine.tasks_by_state()["completed"] == 1
+    assert world.stats().tasks["completed"] == 1
     before = world.final(task_id)
-    world.engine.collected(task_id)
-    assert world.engine.tasks_by_state()["completed"] == 0
+    world.engine.sessions.collected(task_id)
+    assert world.stats().tasks["completed"] == 0
     assert world.final(task_id) == before
     world.cancel(task_id)
     assert world.final(task_id) == before
@@ -551,11 +553,11 @@ def test_answers_are_forgotten_at_last_but_not_before_many_others() -> None:
     first, second, *others, last = [world.ids.next() for _ in range(16_384 + 1)]
     for task_id in (first, second, *others):
         engine.match(task_id, TaskKind.GET, nothing, 0, 0, 0, world.now)
-    assert engine.result(first) is not None
+    assert engine.sessions.result(first) is not None
     engine.match(last, TaskKind.GET, nothing, 0, 0, 0, world.now)
     with pytest.raises(KeyError, match="forgotten"):
-        engine.result(first)
-    assert engine.result(second) is not None
+        engine.sessions.result(first)
+    assert engine.sessions.result(second) is not None
     engine.cancel([first], world.now)  # what is forgotten has ended
 
 
@@ -571,7 +573,7 @@ def test_a_put_is_answered_when_the_gpu_side_is_done_and_complete_after_the_writ
     assert world.result(task_id, completely=True) is None
     world.finish_all()
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
-    assert world.num_announced[task_id] == 1
+    assert world.num_answered[task_id] == 1
 
 
 def test_blocks_are_found_only_after_their_bytes_arrived_and_a_second_put_moves_nothing() -> None:
@@ -651,7 +653,7 @@ def test_a_prefetch_brings_blocks_to_dram_and_leaves_the_gpu_alone() -> None:
     assert world.cached(CPU, "abcde") == 5
     again = world.prefetch("abcde")
     assert status(world, again) == (KVStatus.SUCCESS, 5)
-    assert world.num_announced[again] == 1
+    assert world.num_answered[again] == 1
     world.check_nothing_is_held()
 
 
@@ -662,10 +664,10 @@ def test_only_ops_at_the_gpu_wait_for_a_gate() -> None:
         (OpKind.H2D, True), (OpKind.DISK2H, False),
     }  # fmt: skip
     world.finish_all()
-    announced = world.tasks[task_id].announced
-    assert announced is not None
-    assert announced.gated
-    assert world.engine.tasks_by_state()["completed"] == 2  # the workers have its answer
+    answered = world.tasks[task_id].answered
+    assert answered is not None
+    assert answered.gated
+    assert world.stats().tasks["completed"] == 2  # the workers have its answer
 
 
 def test_tasks_are_counted_by_state_until_their_answer_is_collected() -> None:
@@ -681,8 +683,8 @@ def test_tasks_are_counted_by_state_until_their_answer_is_collected() -> None:
     world.down(device(ENGINE, 0))
     world.launch(late)
     expected = {"created": 1, "completed": 1, "cancelled": 1, "failed": 2}
-    assert world.engine.tasks_by_state() == {state.value: 0 for state in TaskState} | expected
-    assert world.engine.totals.ended_tasks == {
+    assert world.stats().tasks == dict.fromkeys(STATES, 0) | expected
+    assert world.engine.accounts.totals.ended_tasks == {
         "put_success": 1,
         "put_cancelled": 1,
         "put_failed": 2,
@@ -693,10 +695,10 @@ def test_blocks_and_bytes_are_counted_where_they_went() -> None:
     world, task_id = a_get_from_ssd()
     world.launch(task_id)
     world.finish_all()
-    host, ssd = (tier.counters for tier in world.cache.tiers)
+    host, ssd = world.stats().tiers.values()
     assert (host.written_bytes, host.read_bytes) == (5 + 5, 5 + 5)
     assert (ssd.written_bytes, ssd.read_bytes) == (5, 5)
-    totals = world.engine.totals.ops
+    totals = world.engine.accounts.totals.ops
     assert {kind: (t.ops, t.failed_ops, t.blocks) for kind, t in totals.items() if t.ops} == {
         OpKind.D2H: (3, 0, 5), OpKind.H2DISK: (3, 0, 5),
         OpKind.DISK2H: (3, 0, 5), OpKind.H2D: (3, 0, 5),
@@ -779,14 +781,14 @@ def test_a_late_device_op_is_answered_and_its_blocks_stay_leased_until_it_ends(
     assert (result.status, result.num_ok, result.is_final) == (KVStatus.FAILED, 0, False)
     assert "missed its deadline" in str(result.error)
     assert world.result(task_id, completely=True) == result
-    assert world.num_announced[task_id] == 1  # whoever waits is woken
+    assert world.num_answered[task_id] == 1  # whoever waits is woken
     assert len(world.at_work) == num_at_work  # nothing more is started
     assert all(world.was_dropped(run) for run in world.ops())  # nor may start any more
     world.check()
     assert world.cache.tiers.host.num_leased == leased_before
     world.finish_all()
     assert status(world, task_id) == (KVStatus.FAILED, 0)
-    assert world.num_announced[task_id] == 1
+    assert world.num_answered[task_id] == 1
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcde"])
 
@@ -851,7 +853,7 @@ def test_a_get_keeps_the_prefix_before_a_lost_block_which_is_dropped_from_its_ti
     assert status(world, task_id) == (expected, position)
     assert world.final(task_id).error == "checksum mismatch"
     assert world.cached(SSD, "abcdef") == position
-    assert world.engine.totals.dropped_blocks["ssd_bad_block"] == 1
+    assert world.engine.accounts.totals.dropped_blocks["ssd_bad_block"] == 1
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcdef"])
     assert world.cached(SSD, "abcdef") == 6
@@ -886,7 +888,7 @@ def test_a_write_that_fails_keeps_the_prefix_before_it_on_the_ssd_and_all_in_dra
     assert status(world, task_id) == (KVStatus.SUCCESS, 6)
     assert world.final(task_id).error == "No space left on device"
     assert (world.cached(CPU, "abcdef"), world.cached(SSD, "abcdef")) == (6, 3)
-    assert world.engine.totals.dropped_blocks["ssd_write_failed"] == 1
+    assert world.engine.accounts.totals.dropped_blocks["ssd_write_failed"] == 1
     world.check_nothing_is_held()
 
 
@@ -949,7 +951,7 @@ def test_without_a_disk_worker_a_put_stays_in_dram_and_a_get_keeps_what_is_there
     task_id = world.put("abc")
     world.finish_all()
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
-    assert world.engine.totals.dropped_blocks["ssd_unavailable"] == 3
+    assert world.engine.accounts.totals.dropped_blocks["ssd_unavailable"] == 3
     assert (world.cached(CPU, "abc"), world.cached(SSD, "abc")) == (3, 0)
     world.check_nothing_is_held()
 
@@ -1050,10 +1052,10 @@ def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> N
         world.finish(run)
     assert world.ops(OpKind.H2DISK, copied)
     world.end_session(ENGINE)
-    assert world.engine.uses_gpu_of(ENGINE)
+    assert world.engine.sessions.uses_gpu_of(ENGINE)
     for run in world.ops(OpKind.D2H, copying):
         world.finish(run)
-    assert not world.engine.uses_gpu_of(ENGINE)
+    assert not world.engine.sessions.uses_gpu_of(ENGINE)
     world.begin_session(ENGINE)
     world.finish_all()
     assert world.cached(SSD, "abc") == 3
@@ -1073,10 +1075,10 @@ def test_a_session_has_a_limit_and_another_ones_is_its_own() -> None:
         for text in "abc"
     ]
     assert [plan.num_blocks for plan in plans] == [1, 1, 0]
-    assert engine.totals.dropped_blocks == {"session_task_limit": 1}
+    assert engine.accounts.totals.dropped_blocks == {"session_task_limit": 1}
     other = engine.match(sessions[1].next(), TaskKind.PUT, keys_of("c"), 0, 1, 16, 0.0)
     assert other.num_blocks == 1
-    assert engine.session_totals(sessions[1].session).dropped_blocks == {}
+    assert engine.sessions.totals_of(sessions[1].session).dropped_blocks == {}
 
 
 def test_an_engine_without_all_its_ranks_hits_and_stores_nothing() -> None:
@@ -1086,7 +1088,7 @@ def test_an_engine_without_all_its_ranks_hits_and_stores_nothing() -> None:
     world.down(device(ENGINE, 0))
     get, put = world.match(TaskKind.GET, "abc"), world.match(TaskKind.PUT, "xyz")
     assert [status(world, task)[0] for task in (get, put)] == [KVStatus.NOT_FOUND] * 2
-    assert world.engine.totals.dropped_blocks == {"ranks_missing": 3}
+    assert world.engine.accounts.totals.dropped_blocks == {"ranks_missing": 3}
     world.up(device(ENGINE, 0))
     assert world.tasks[world.match(TaskKind.GET, "abc")].plan.num_blocks == 3
 
@@ -1117,29 +1119,32 @@ def test_an_id_is_used_once_and_only_in_a_session() -> None:
 # -- the checker ---------------------------------------------------------------------------------
 
 
-def wait_for_nobody(world: World) -> None:
-    next(iter(world.engine._running.values())).waiting_for.clear()
+def the_open_task(world: World) -> Task:
+    (task,) = world.engine.sessions.tasks.values()
+    return task
+
+
+def run_an_op_without_executors(world: World) -> None:
+    next(iter(the_open_task(world).running.values())).waiting_for.clear()
 
 
 def forget_a_task_that_runs(world: World) -> None:
-    world.engine._tasks.clear()
-    world.engine._owners[SESSION].tasks.clear()
-    world.engine._owners[SESSION].store_backlog = 0
+    world.engine.sessions.close(the_open_task(world))
 
 
 def answer_a_task_that_goes_on(world: World) -> None:
     task_id = next(iter(world.tasks))
-    world.engine._owners[SESSION].results[task_id] = world.final(world.get("q"))
+    the_open_task(world).owner.results[task_id] = world.final(world.get("q"))
 
 
 def forget_the_launch(world: World) -> None:
-    next(iter(world.engine._tasks.values())).launched = False
+    the_open_task(world).state = TaskState.CREATED
 
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (wait_for_nobody, "waits for nobody"),
+        (run_an_op_without_executors, "runs without an executor"),
         (forget_a_task_that_runs, "runs for a task that has ended"),
         (answer_a_task_that_goes_on, "task 1 has ended and is still kept open"),
         (forget_the_launch, "open ops without a launch"),

@@ -38,7 +38,7 @@ def test_what_another_node_stored_is_loaded_and_promoted() -> None:
     world.stored_by_another("abcdef")
     assert get_after_asking(world, "abcdef") == (KVStatus.SUCCESS, 6)
     assert world.cached(CPU, "abcdef") == 6
-    assert world.engine.totals.hit_blocks == {"REMOTE": 6}
+    assert world.engine.accounts.totals.hit_blocks == {"REMOTE": 6}
     world.check_nothing_is_held()
 
 
@@ -64,7 +64,7 @@ def test_a_match_before_the_answer_takes_what_is_known() -> None:
     world.stored_by_another("abcdef")
     lookup = world.look_up("abcdef")
     assert lookup is not None
-    assert world.engine.is_looking_up(lookup)
+    assert world.is_looking_up(lookup)
     assert world.final(world.get("abcdef")).status is KVStatus.NOT_FOUND
 
 
@@ -143,7 +143,7 @@ def test_a_question_has_a_deadline_and_then_the_match_goes_on() -> None:
     deadline = world.engine.next_deadline()
     assert deadline is not None
     world.tick(deadline - world.now)
-    assert not world.engine.is_looking_up(lookup)
+    assert not world.is_looking_up(lookup)
     assert world.num_lookups_ended[lookup] == 1
     assert world.final(world.get("abcd")).status is KVStatus.NOT_FOUND
 
@@ -163,7 +163,7 @@ def test_a_store_that_answers_too_late_is_left_alone_and_tried_again() -> None:
     world.put("abcd")
     world.finish_all()
     assert world.store == before
-    assert world.engine.totals.dropped_blocks["remote_unavailable"] == 4
+    assert world.engine.accounts.totals.dropped_blocks["remote_unavailable"] == 4
     world.asked.clear()
     for _ in range(20):
         world.tick(0.2)
@@ -180,7 +180,7 @@ def test_trials_that_fail_keep_it_open_and_nobody_waits_for_them() -> None:
     for _ in range(100):
         world.tick(0.1)
         for lookup in list(world.asked):
-            assert not world.engine.is_looking_up(lookup) or world.look_up("zzz") is None
+            assert not world.is_looking_up(lookup) or world.look_up("zzz") is None
             world.answer(lookup, "still down")
     assert not world.engine.breaker.is_closed
     assert world.engine.breaker.num_openings > 1
@@ -207,7 +207,7 @@ def test_a_worker_that_dies_opens_the_breaker_and_ends_what_is_asked() -> None:
     lookup = world.look_up("abcd")
     assert lookup is not None
     world.down(REMOTE)
-    assert not world.engine.is_looking_up(lookup)
+    assert not world.is_looking_up(lookup)
     assert world.engine.breaker.state is BreakerState.OPEN
     assert world.look_up("xyz") is None
     world.up(REMOTE)
@@ -248,13 +248,13 @@ def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
         world.finish_all()
         assert world.final(task_id).num_ok == 3
     world.clear(CPU)
-    world.engine.report_prefill(world.ids.session, 0.01)
+    world.engine.sessions.report_prefill(world.ids.session, 0.01)
     assert world.tasks[world.get("aaa")].plan.num_blocks == 3
     world.finish_all()
     world.clear(CPU)
-    world.engine.report_prefill(world.ids.session, 100.0)
+    world.engine.sessions.report_prefill(world.ids.session, 100.0)
     assert world.final(world.get("aaa")).status is KVStatus.NOT_FOUND
-    assert world.engine.totals.skipped_blocks == {"remote_slower_than_recompute": 3}
+    assert world.engine.accounts.totals.skipped_blocks == {"remote_slower_than_recompute": 3}
 
 
 # -- tiers whose worker is away --------------------------------------------------------------------
@@ -319,7 +319,7 @@ def test_a_put_skips_a_tier_that_is_away_and_makes_up_for_it_later(
     task_id = world.put("xyz")
     world.finish_all()
     assert world.final(task_id).num_ok == 3
-    assert world.engine.totals.dropped_blocks == {f"{tier.value.lower()}_unavailable": 3}
+    assert world.engine.accounts.totals.dropped_blocks == {f"{tier.value.lower()}_unavailable": 3}
     back(world, worker)
     world.put("xyz")
     world.finish_all()
@@ -367,7 +367,7 @@ def test_with_write_back_what_is_dirty_stays_so_until_the_worker_is_back(
     world.finish_all()
     assert [world.cached(tier, text) for text in ("ab", "xy", "pq")] == [2, 2, 2]
     assert world.engine.num_held_up == 0
-    assert not world.engine.totals.dropped_blocks
+    assert not world.engine.accounts.totals.dropped_blocks
     world.check_nothing_is_held()
 
 
@@ -388,7 +388,7 @@ def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
     world.down(worker)
     assert world.cached(tier, "abcd") == num_done
     assert world.cache.stores.num_dirty(tier) == 4 - num_done
-    assert not world.engine.totals.dropped_blocks
+    assert not world.engine.accounts.totals.dropped_blocks
     back(world, worker)
     world.engine.close_down(world.now)
     world.tick()
@@ -425,7 +425,7 @@ def test_with_write_back_only_what_dram_evicts_is_forgotten_while_a_tier_is_away
     num_lost = 10 - sum(world.cached(tier, text) for text in ("ab", "cd", "ef", "gh", "ij"))
     assert num_lost
     reason = f"{tier.value.lower()}_never_written"
-    assert world.engine.totals.dropped_blocks == {reason: num_lost}
+    assert world.engine.accounts.totals.dropped_blocks == {reason: num_lost}
     world.check_nothing_is_held()
 
 
@@ -474,7 +474,7 @@ def test_with_write_back_a_prompt_longer_than_the_backlog_is_written_in_parts() 
     world.tick()
     world.finish_all()
     assert world.cached(SSD, "abcdefgh") == 8
-    assert not world.engine.totals.dropped_blocks
+    assert not world.engine.accounts.totals.dropped_blocks
 
 
 def test_what_is_cleared_before_it_was_written_is_not_counted_as_lost() -> None:
@@ -483,7 +483,7 @@ def test_what_is_cleared_before_it_was_written_is_not_counted_as_lost() -> None:
     world.finish_all()
     world.clear(CPU)
     assert world.cache.stores.num_dirty(SSD) == 0
-    assert not world.engine.totals.dropped_blocks
+    assert not world.engine.accounts.totals.dropped_blocks
 
 
 # -- writes on the cache's own account -------------------------------------------------------------
@@ -607,7 +607,7 @@ def test_a_session_may_ask_and_leave() -> None:
     assert lookup is not None
     world.end_session(ENGINE)
     world.answer(lookup)
-    assert not world.engine.is_looking_up(lookup)
+    assert not world.is_looking_up(lookup)
 
 
 # -- a load that takes longer than a recompute -----------------------------------------------------
@@ -626,7 +626,7 @@ def reading_from_store(world: World, text: str = "abcdef") -> TaskId:
 
 def test_a_get_waits_for_the_store_no_longer_than_to_compute_it_all() -> None:
     world = with_store()
-    world.engine.report_prefill(world.ids.session, 6.0)  # a second for the whole prompt
+    world.engine.sessions.report_prefill(world.ids.session, 6.0)  # a second for the whole prompt
     task_id = reading_from_store(world)
     world.finish(world.ops(OpKind.REMOTE2H)[0])
     world.finish(world.ops(OpKind.H2D)[0])
@@ -643,7 +643,7 @@ def test_a_get_waits_for_the_store_no_longer_than_to_compute_it_all() -> None:
 
 def test_a_get_of_which_nothing_has_come_fails_in_time() -> None:
     world = with_store()
-    world.engine.report_prefill(world.ids.session, 1e6)
+    world.engine.sessions.report_prefill(world.ids.session, 1e6)
     task_id = reading_from_store(world)
     world.tick(0.3)
     result = world.result(task_id)
@@ -655,7 +655,7 @@ def test_a_get_of_which_nothing_has_come_fails_in_time() -> None:
 
 def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
     world = with_store()
-    world.engine.report_prefill(world.ids.session, 6.0)
+    world.engine.sessions.report_prefill(world.ids.session, 6.0)
     task_id = reading_from_store(world)
     for run in world.ops(OpKind.REMOTE2H):
         world.finish(run)
@@ -667,7 +667,7 @@ def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
 
 def test_a_load_that_is_given_up_is_no_verdict_on_the_store() -> None:
     world = with_store(cpu=40)
-    world.engine.report_prefill(world.ids.session, 1e6)
+    world.engine.sessions.report_prefill(world.ids.session, 1e6)
     for text in ("abc", "bcd", "cde", "def", "efg"):
         reading_from_store(world, text)
         world.tick(0.3)
@@ -713,7 +713,7 @@ def test_nothing_but_trials_goes_to_a_store_whose_breaker_is_open() -> None:
     assert world.ops() == []
     assert world.final(get).status is KVStatus.FAILED
     assert world.final(put).num_ok == 3
-    assert world.engine.totals.dropped_blocks["remote_unavailable"] == 3
+    assert world.engine.accounts.totals.dropped_blocks["remote_unavailable"] == 3
 
 
 def test_an_open_breaker_wakes_nobody_while_the_worker_is_away() -> None:
@@ -730,7 +730,7 @@ def test_blocks_that_had_to_wait_for_a_worker_that_died_are_counted() -> None:
     for run in world.ops(OpKind.D2H):
         world.finish(run)
     world.down(REMOTE)
-    dropped = world.engine.totals.dropped_blocks
+    dropped = world.engine.accounts.totals.dropped_blocks
     assert dropped["remote_unavailable"] + dropped["remote_write_failed"] == 16
 
 
@@ -815,7 +815,7 @@ def test_with_write_back_what_is_dirty_stays_so_while_the_tier_is_being_cleared(
     world.finish_all()
     assert [world.cached(SSD, text) for text in ("ab", "xyz", "pqr")] == [2, 3, 3]
     assert world.engine.num_held_up == 0
-    assert not world.engine.totals.dropped_blocks
+    assert not world.engine.accounts.totals.dropped_blocks
     world.check_nothing_is_held()
 
 
@@ -831,13 +831,13 @@ def test_with_write_back_what_a_failing_store_does_not_take_stays_dirty(num_ok: 
             world.finish(run, min(num_ok, len(run.op) - 1), error="connection refused")
     assert not world.engine.breaker.is_closed, "it bounds the retries"
     assert not world.ops()
-    assert not world.engine.totals.dropped_blocks
+    assert not world.engine.accounts.totals.dropped_blocks
     back(world, REMOTE)
     world.finish_all()
     world.engine.close_down(world.now)
     world.finish_all()
     assert [world.cached(TierName.REMOTE, text) for text in texts] == [3] * 6
-    assert not world.engine.totals.dropped_blocks
+    assert not world.engine.accounts.totals.dropped_blocks
     world.check_nothing_is_held()
 
 

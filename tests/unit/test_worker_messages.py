@@ -61,7 +61,7 @@ class Scene:
     @property
     def is_up(self) -> bool:
         assert self.world.hub.store is not None
-        return self.world.hub.store.engine.is_up(REMOTE)
+        return self.world.hub.store.engine.executors.is_up(REMOTE)
 
 
 @pytest.fixture

@@ -1,0 +1,178 @@
+"""TTFT of the 136 M model: cold, from DRAM, from SSD; FlexCache beside vLLM's own offloading and,
+where environments of peers are named, LMCache.
+
+    python benchmarks/bench_ttft.py [--tokens 1000] [--rounds 5] [--venvs DIR] [--json FILE]
+
+The engines stand side by side, each in a process of its own, and take turns: in each round all of
+them get the same new prompt, first cold, then with GPU memory dropped, then with DRAM dropped too.
+A hit of FlexCache that changes the answer ends the benchmark, and so does one that was none; of
+peers it is counted (LMCache has chunks of 256 tokens, so more is computed anew, and rounded anew).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import search_path  # noqa: F401
+import typer
+from engine_process import DidNotRun, EngineProcess, Settings, running
+from lmcache_server import running_server
+from reporting import Say, run_and_show
+from venvs import peer_python
+
+from flexcache.bench.results import Case, Result, Unsupported
+
+OURS, PEER, LMCACHE = "FlexCache", "vLLM's own offloading", "LMCache"
+SYSTEMS = {OURS: "FlexCache", PEER: "offloading", LMCACHE: "LMCache"}
+RUNS = ("cold", "DRAM", "SSD")
+BLOCK = 32
+CHUNKS = {"LMCache": 256}  # of tokens, that a system caches; for the others a block
+DRAM_GB = 1.0
+LENGTHS = (1000, 4000)
+ROUNDS = 5
+
+
+@dataclass
+class Seen:
+    """Of one system: milliseconds by run, and prompts whose answer a hit changed."""
+
+    ms: dict[str, list[float]] = field(default_factory=lambda: {run: [] for run in RUNS})
+    num_changed: int = 0
+
+
+def measure_prompt(engine: EngineProcess, tokens: Sequence[int]) -> tuple[dict[str, float], bool]:
+    """Milliseconds to the first token, cold, from DRAM, from SSD; whether all answers were equal.
+
+    Raises:
+        AssertionError: A hit was none, or a new prompt was known.
+    """
+    took, answers = {}, []
+    for run in RUNS:
+        if run != "cold":
+            engine.ask(tokens[-BLOCK // 2 :])  # a step that leaves nothing behind
+            engine.forget("DRAM" if run == "SSD" else "GPU")
+        answer = engine.ask(tokens)
+        took[run] = answer["ttft_s"] * 1e3
+        answers.append(answer["tokens"])
+        chunk = CHUNKS.get(engine.settings.system, BLOCK)
+        known = 0 if run == "cold" else (len(tokens) - 1) // chunk * chunk
+        assert answer["cached"] >= known and bool(answer["cached"]) == bool(known), (
+            f"{engine.settings.system}, {run}: {answer['cached']} of {len(tokens)} tokens known"
+        )
+    engine.forget("DRAM")
+    return took, answers.count(answers[0]) == len(RUNS)
+
+
+def measure(
+    engines: dict[str, EngineProcess], length: int, rounds: int, say: Say
+) -> dict[str, Seen]:
+    """All systems in turn, in an order that alternates; the first round warms everything up."""
+    source = random.Random(length)
+    seen = {name: Seen() for name in engines}
+    for number in range(rounds + 1):
+        tokens = [source.randrange(3, 500) for _ in range(length if number else length // 4)]
+        for name in list(engines)[:: 1 if number % 2 else -1]:
+            say(f"{length} tokens, round {number} of {rounds}: {name}")
+            took, are_equal = measure_prompt(engines[name], tokens)
+            if not are_equal and name == OURS:
+                raise AssertionError(f"{length} tokens: a hit changed the answer")
+            seen[name].num_changed += not are_equal
+            if number:
+                for run in RUNS:
+                    seen[name].ms[run].append(took[run])
+    return seen
+
+
+def figures(seen: dict[str, Seen], length: int, absent: str) -> Iterator[Result]:
+    """Each run of each system; ours and LMCache's beside vLLM's own, or why there is none."""
+    for run in RUNS:
+        for name, mine in seen.items():
+            notes = [f"{statistics.median(mine.ms[run]) / statistics.median(mine.ms['cold']):.2%} "
+                     "of its cold run"] if run != "cold" else [absent]  # fmt: skip
+            if run == "cold" and mine.num_changed:
+                notes.append(f"hits changed the answers to {mine.num_changed} prompts")
+            peer = seen.get(PEER) if name != PEER else None
+            yield Result(
+                f"{run}, {name}, {length} tokens", "ms", mine.ms[run],
+                bound=statistics.median(peer.ms[run]) if peer else None,
+                bound_name=PEER if peer else "",
+                note="; ".join(filter(None, notes)),
+            )  # fmt: skip
+
+
+@contextmanager
+def engine(name: str, work_dir: Path, venvs: Path | None) -> Iterator[EngineProcess]:
+    """A system's engine, and for LMCache its server.
+
+    Raises:
+        DidNotRun, Unsupported: Says why.
+    """
+    directory, log = work_dir / SYSTEMS[name], work_dir / "engine.log"
+    directory.mkdir()
+    settings = Settings(SYSTEMS[name], "mid", str(directory), DRAM_GB)
+    with ExitStack() as stack:
+        python = sys.executable
+        if name == LMCACHE:
+            if venvs is None:
+                raise Unsupported("no environments of peers are named")
+            python = peer_python(venvs, "lmcache-vllm")
+            server_log = stack.enter_context((work_dir / "server.log").open("w+b"))
+            files = {"type": "fs_native", "base_path": str(directory), "use_odirect": True}
+            options = ["--l2-adapter", json.dumps(files)]
+            url = stack.enter_context(
+                running_server(server_log, DRAM_GB, options, peer_python(venvs, "lmcache"))
+            )
+            settings = replace(settings, peer_url=url)
+        yield stack.enter_context(running(EngineProcess(settings, log, python)))
+
+
+def run(
+    lengths: Sequence[int], rounds: int, directory: Path, venvs: Path | None, say: Say
+) -> Iterator[Result]:
+    """The figures of all lengths, on one set of engines."""
+    engines, absent = {}, []
+    with tempfile.TemporaryDirectory(dir=directory) as work_dir, ExitStack() as stack:
+        for name in SYSTEMS:
+            say(f"starting {name}")
+            try:
+                engines[name] = stack.enter_context(engine(name, Path(work_dir), venvs))
+            except (DidNotRun, Unsupported, RuntimeError) as error:
+                if name == OURS:
+                    raise
+                absent.append(f"{name} did not run: {error}")
+        for length in lengths:
+            yield from figures(measure(engines, length, rounds, say), length, "; ".join(absent))
+
+
+def cases(
+    directory: Path, say: Say, rounds: int = ROUNDS, lengths: Sequence[int] = LENGTHS,
+    venvs: Path | None = None,
+) -> list[Case]:  # fmt: skip
+    return [Case("136 M model", partial(run, lengths, rounds, directory, venvs, say))]
+
+
+def main(
+    tokens: Annotated[list[int], typer.Option(help="Lengths of prompts.")] = list(LENGTHS),  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="After one to warm up.")] = ROUNDS,
+    directory: Annotated[Path, typer.Option("--dir", help="For the SSD tiers.")] = Path("."),
+    venvs: Annotated[Path | None, typer.Option(help="Of peers; made where missing.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
+) -> None:
+    def sections(say: Say) -> dict[str, list[Case]]:
+        return {"TTFT": cases(directory, say, rounds, tokens, venvs)}
+
+    raise typer.Exit(run_and_show(sections, directory, json_file))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,127 @@
+"""Every counter, histogram and rate of the task engine, in one place.
+
+Each event is reported here once. It is counted for the cache as a whole and for the session it
+belongs to, and passed on to the recorder, if there is one. What a tier counts itself, where its
+index changes, is in `cache.tier`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.load_cost import LoadCost
+from flexcache.ids import OpKind, SessionId, TaskKind
+from flexcache.tasks.histogram import BYTES, SECONDS, Histogram
+from flexcache.tasks.hit_rate import HitRates
+from flexcache.tasks.instructions import TaskResult
+from flexcache.tasks.model import OpRun, Task
+from flexcache.tasks.recorder import Recorder
+from flexcache.tasks.routes import LOAD_TIER
+from flexcache.tasks.totals import Totals
+from flexcache.transfer.graph import TransferOp
+
+
+class Accounts:
+    """Counts and records what happens to sessions, tasks and ops.
+
+    Args:
+        block_bytes: Bytes of one block over all ranks.
+        lost_blocks: Blocks that the planner loses outside any plan, by reason; they count as
+            dropped.
+        load_cost: Measures loads, if loads are weighed against computing.
+
+    Attributes:
+        totals: Of all sessions together.
+        num_ended: Tasks that have come to their final state since startup.
+    """
+
+    def __init__(
+        self, block_bytes: int, lost_blocks: Counter[str], load_cost: LoadCost | None
+    ) -> None:
+        self._block_bytes = block_bytes
+        self._load_cost = load_cost
+        self.recorder: Recorder | None = None
+        self.totals = Totals(dropped_blocks=lost_blocks)
+        self.hit_rates = HitRates()
+        self.op_seconds = {kind: Histogram(SECONDS) for kind in OpKind}
+        self.op_bytes = {kind: Histogram(BYTES) for kind in OpKind}
+        self.task_seconds = {kind: Histogram(SECONDS) for kind in TaskKind}
+        self.num_ended = 0
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def session_began(self, session: SessionId, engine: str) -> None:
+        if self.recorder is not None:
+            self.recorder.session_began(session, engine)
+
+    def session_ended(self, session: SessionId) -> None:
+        if self.recorder is not None:
+            self.recorder.session_ended(session)
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def matched(
+        self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float, now: float
+    ) -> None:
+        """Blocks ``[start, stop)`` of a prompt were asked for or offered; ``task.plan`` is what
+        came of it."""
+        plan = task.plan
+        self.totals.matched(plan, stop)
+        task.owner.totals.matched(plan, stop)
+        if plan.kind is TaskKind.GET:
+            self.hit_rates.add(now, stop - start, plan.num_blocks)
+        if self.recorder is not None:
+            self.recorder.matched(task, keys, start, stop, retain_s)
+
+    def launched(self, task: Task) -> None:
+        if self.recorder is not None:
+            self.recorder.launched(task)
+
+    def cancelled(self, task: Task) -> None:
+        if self.recorder is not None:
+            self.recorder.cancelled(task)
+
+    def answered(self, task: Task, now: float) -> None:
+        """A task that was launched has been answered."""
+        if task.launched_s is not None:
+            self.task_seconds[task.plan.kind].observe(now - task.launched_s)
+
+    def ended(self, task: Task, result: TaskResult) -> None:
+        self.num_ended += 1
+        name = f"{task.plan.kind.value}_{result.status.value}"
+        self.totals.ended_tasks[name] += 1
+        task.owner.totals.ended_tasks[name] += 1
+        if self.recorder is not None:
+            self.recorder.ended(task, result)
+
+    def dropped(self, task: Task, reason: str, num_blocks: int) -> None:
+        """Blocks that the task should have stored, or that were bad, are in no tier now."""
+        self.totals.dropped_blocks[reason] += num_blocks
+        task.owner.totals.dropped_blocks[reason] += num_blocks
+
+    # -- ops -------------------------------------------------------------------------------------
+
+    def op_started(self, task: Task, op: TransferOp, now: float) -> None:
+        """The op was given to its executors."""
+        kind = op.kind
+        self.totals.ops[kind].started(now)
+        task.owner.totals.ops[kind].started(now)
+        if self._load_cost is not None and kind in LOAD_TIER:
+            self._load_cost.started(LOAD_TIER[kind], now)
+        if self.recorder is not None:
+            self.recorder.op_started(task, op)
+
+    def op_ended(self, run: OpRun, now: float) -> None:
+        """All its executors have reported."""
+        assert run.started_s is not None
+        kind, num_ok, seconds = run.op.kind, run.num_ok, now - run.started_s
+        num_wanted, num_bytes = len(run.op), num_ok * self._block_bytes
+        self.totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes)
+        run.task.owner.totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes)
+        self.op_seconds[kind].observe(seconds)
+        self.op_bytes[kind].observe(num_bytes)
+        if self._load_cost is not None and kind in LOAD_TIER:
+            self._load_cost.ended(LOAD_TIER[kind], now, num_ok, seconds)
+        if self.recorder is not None:
+            self.recorder.op_ended(run.task, run.op, num_ok, run.error)

@@ -1,0 +1,37 @@
+"""Checksums of the blocks in the SSD tier's slots: what a read from there is verified against."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.restore import Records
+from flexcache.ids import OpKind
+from flexcache.transfer.graph import TransferOp
+
+Checksums = npt.NDArray[np.uint64]
+
+
+class SlotChecksums:
+    """One checksum per slot, as reported by the write that filled the slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._by_slot: Checksums = np.zeros(num_slots, dtype=np.uint64)
+
+    def expected(self, op: TransferOp) -> Checksums | None:
+        """What the blocks that an op reads must add up to; None if its tier is not verified."""
+        if op.kind is OpKind.DISK2H and op.src is not None:
+            return self._by_slot[op.src]
+        return None
+
+    def record(self, op: TransferOp, checksums: Checksums) -> int | None:
+        """Keep what a write reported; how many of its blocks that covers, None if no SSD write."""
+        if op.kind is not OpKind.H2DISK or op.dst is None:
+            return None
+        count = min(len(checksums), len(op.dst))
+        self._by_slot[op.dst[:count]] = checksums[:count]
+        return count
+
+    def restore(self, records: Records) -> None:
+        """Take over the checksums of slots that an earlier process has filled."""
+        self._by_slot[records["slot"]] = records["checksum"]

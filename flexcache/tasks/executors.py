@@ -1,0 +1,304 @@
+"""Executors: which are up, what each of them moves, and what waits for a turn at a worker.
+
+An op is carried out by one executor (the disk or the remote worker) or by several at once (the
+device worker of every rank), and has ended when all of them have reported or are gone. Ops of the
+GPU start at once. Ops of a worker wait in its lane, a fair queue, until the worker has room.
+
+    start --> waiting in a lane --> running --done | down--> ended
+       \\            \\--tier unavailable--> ended, nothing moved
+        \\--not connected--> ended, nothing moved
+
+A state machine without I/O: every call that may end ops returns them, and what the executors are
+to do is left as instructions. Every op that was started is returned exactly once, unless its task
+withdraws it before its turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexcache.cache.tiers import Tiers
+from flexcache.errors import InternalError
+from flexcache.ids import OpId, TaskId, TaskState, TierName
+from flexcache.tasks.accounts import Accounts
+from flexcache.tasks.availability import Availability
+from flexcache.tasks.checksums import Checksums, SlotChecksums
+from flexcache.tasks.instructions import (
+    DISK,
+    REMOTE,
+    DropOp,
+    Instruction,
+    ReplaceExecutor,
+    RunOp,
+)
+from flexcache.tasks.model import OpRun, Task
+from flexcache.tasks.routes import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS
+from flexcache.tasks.stats import QueueStats
+from flexcache.transfer.breaker import CircuitBreaker
+from flexcache.transfer.fair_queue import FairQueue
+from flexcache.transfer.graph import TransferOp
+
+_MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough that a read need not
+# wait behind many writes, and that a deadline means what it says
+_SLOWEST_BYTES_PER_S = 1e8  # a large op gets this much longer than the configured deadline
+_GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A worker below the host tier: ops that wait for it, and how many it was given."""
+
+    timeout_s: float
+    queue: FairQueue[tuple[Task, TransferOp]] = field(default_factory=FairQueue)
+    num_running: int = 0
+
+
+class Executors:
+    """All executors of one cache.
+
+    Args:
+        tiers: Learns which of them are unavailable.
+        breaker: Circuit breaker of the remote store.
+        checksums: Checksums of the SSD tier's slots.
+        instructions: Receives `RunOp`, `DropOp` and `ReplaceExecutor`.
+        block_bytes: Bytes of one block over all ranks.
+        op_timeout_s: Deadline of an op.
+        remote_timeout_s: Deadline of an op of the remote store.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        breaker: CircuitBreaker,
+        checksums: SlotChecksums,
+        accounts: Accounts,
+        instructions: list[Instruction],
+        *,
+        block_bytes: int,
+        op_timeout_s: float,
+        remote_timeout_s: float,
+    ) -> None:
+        self._up: dict[str, None] = {}
+        self._unavailable = tiers.unavailable
+        self._breaker = breaker
+        self._availability = Availability(
+            (tier.name for tier in tiers.lower), {TierName.REMOTE: breaker}, tiers.unavailable
+        )
+        self._checksums = checksums
+        self._instructions = instructions
+        self._accounts = accounts
+        self._block_bytes = block_bytes
+        self._op_timeout_s = op_timeout_s
+        self._lanes = {DISK: _Lane(op_timeout_s), REMOTE: _Lane(remote_timeout_s)}
+        self._running: dict[OpId, OpRun] = {}
+        self._deadlines: list[tuple[float, OpId]] = []
+
+    # -- who is there ----------------------------------------------------------------------------
+
+    def up(self, executor: str) -> None:
+        """An executor serves."""
+        self._up[executor] = None
+        self._availability.sync(self._up)
+
+    def down(self, executor: str, reason: str, now: float) -> list[OpRun]:
+        """An executor is gone, and with it all that it was moving."""
+        self._up.pop(executor, None)
+        ended = self.sync(reason)
+        for run in list(self._running.values()):
+            if executor in run.waiting_for:
+                ended += self._reported(run, executor, 0, f"{executor}: {reason}", False, now)
+        return ended
+
+    def is_up(self, executor: str) -> bool:
+        return executor in self._up
+
+    def are_up(self, executors: Sequence[str]) -> bool:
+        return all(executor in self._up for executor in executors)
+
+    def is_busy(self, executor: str) -> bool:
+        """Whether ops are with it."""
+        return any(executor in run.waiting_for for run in self._running.values())
+
+    def sync(self, reason: str = "") -> list[OpRun]:
+        """End what waits for a tier that has become unavailable."""
+        ended = []
+        for tier in self._availability.sync(self._up):
+            worker = WORKERS[tier]
+            why = f"{worker}: {reason or self._breaker.last_reason}"
+            while (waiting := self._lanes[worker].queue.next()) is not None:
+                task, op = waiting
+                task.waiting.discard(op.op_id)
+                ended.append(_undone(task, op, why))
+        return ended
+
+    # -- ops -------------------------------------------------------------------------------------
+
+    def start(self, task: Task, op: TransferOp, now: float) -> OpRun | None:
+        """Give an op to its executors, or let it wait for its turn. Returns it if it cannot run."""
+        executors = task.owner.executors[op.kind]
+        if down := [name for name in executors if name not in self._up]:
+            return _undone(task, op, f"{', '.join(down)} not connected")
+        tier = LOWER_TIER.get(op.kind)
+        if tier is None:
+            self._give(task, op, now)
+        elif tier in self._unavailable:
+            return _undone(task, op, f"{tier.value} is not available")
+        else:
+            lane, is_load = self._lanes[WORKER_OF[op.kind]], op.kind in LOAD_TIER
+            lane.queue.add(op.op_id, (task, op), owner=task.owner.session, is_load=is_load)
+            task.waiting.add(op.op_id)
+            self._fill(lane, now)
+        return None
+
+    def done(
+        self,
+        executor: str,
+        op_id: OpId,
+        num_ok: int,
+        now: float,
+        error: str | None,
+        bad_block: bool,
+        checksums: Checksums | None,
+    ) -> list[OpRun]:
+        """An executor has ended its part of an op."""
+        run = self._running.get(op_id)
+        if run is None or executor not in run.waiting_for:
+            return []  # it was declared gone before; what it says no longer counts
+        if checksums is not None:
+            covered = self._checksums.record(run.op, checksums)
+            num_ok = num_ok if covered is None else min(num_ok, covered)
+        num_ok = max(0, min(num_ok, len(run.op)))
+        return self._reported(run, executor, num_ok, error, bad_block, now)
+
+    def drop(self, task: Task) -> None:
+        """Ask for an early end of the task's running ops. They are still reported."""
+        for run in task.running.values():
+            for executor in run.waiting_for:
+                self._instructions.append(DropOp(executor, run.op.op_id))
+
+    def withdraw(self, task: Task) -> list[OpId]:
+        """Take the task's ops that have not had their turn out of their lanes."""
+        withdrawn = sorted(task.waiting)
+        task.waiting.clear()
+        for op_id in withdrawn:
+            for lane in self._lanes.values():
+                lane.queue.discard(op_id)
+        return withdrawn
+
+    def expire(self, now: float) -> list[OpRun]:
+        """Have executors replaced that missed an op's deadline; these ops, which still run."""
+        overdue = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            run = self._running.get(heapq.heappop(self._deadlines)[1])
+            if run is None:
+                continue
+            assert run.started_s is not None
+            reason = (
+                f"{run.op.kind.value} op {run.op.op_id} missed its deadline after "
+                f"{now - run.started_s:.1f} s"
+            )
+            run.task.errors.append(reason)
+            for executor in list(run.waiting_for):
+                self._instructions.append(ReplaceExecutor(executor, reason))
+            overdue.append(run)
+        return overdue
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _fill(self, lane: _Lane, now: float) -> None:
+        while lane.num_running < _MAX_OPS_AT_ONCE:
+            waiting = lane.queue.next()
+            if waiting is None:
+                return
+            task, op = waiting
+            task.waiting.discard(op.op_id)
+            lane.num_running += 1
+            self._give(task, op, now)
+
+    def _give(self, task: Task, op: TransferOp, now: float) -> None:
+        """Hand the op to its executors; its deadline starts."""
+        executors = task.owner.executors[op.kind]
+        run = OpRun(task, op, now, dict.fromkeys(executors), len(op))
+        self._running[op.op_id] = task.running[op.op_id] = run
+        if task.state is TaskState.READY:
+            task.state = TaskState.RUNNING
+        self._accounts.op_started(task, op, now)
+        gated = task.gated and op.kind.touches_gpu
+        lane = self._lanes.get(executors[0])
+        patience_s = self._op_timeout_s if lane is None else lane.timeout_s
+        patience_s += len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
+        if gated:
+            patience_s += _GATE_PATIENCE_S
+        heapq.heappush(self._deadlines, (now + patience_s, op.op_id))
+        checksums = self._checksums.expected(op)
+        for executor in executors:
+            self._instructions.append(RunOp(executor, task.task_id, op, checksums, gated))
+
+    def _reported(
+        self, run: OpRun, executor: str, num_ok: int, error: str | None, bad_block: bool, now: float
+    ) -> list[OpRun]:
+        """One executor is through with its part; returns what has ended by that."""
+        del run.waiting_for[executor]
+        run.num_ok = min(run.num_ok, num_ok)
+        run.bad_block |= bad_block
+        run.error = error
+        if error is not None:
+            run.task.errors.append(error)
+        if run.waiting_for:
+            return []
+        op = run.op
+        del self._running[op.op_id], run.task.running[op.op_id]
+        self._accounts.op_ended(run, now)
+        if op.kind in WORKER_OF:
+            lane = self._lanes[executor]
+            lane.num_running -= 1
+            self._fill(lane, now)
+            if executor == REMOTE:
+                return [run, *self._judge_store(run, now)]
+        return [run]
+
+    def _judge_store(self, run: OpRun, now: float) -> list[OpRun]:
+        """Inform the breaker how an op of the store went. A block that is missing or bad is no
+        failure of the store."""
+        if not self._breaker.is_closed:
+            return []  # what was under way when it opened is no trial
+        is_well = run.num_ok == len(run.op) or run.bad_block
+        if is_well:
+            self._breaker.succeeded(now)
+        elif run.error is not None:
+            run.store_failed = True
+            self._breaker.failed(f"{run.op.kind.value}: {run.error}", now)
+        return self.sync()
+
+    # -- insight ---------------------------------------------------------------------------------
+
+    def queues(self) -> dict[str, QueueStats]:
+        """What waits for and is with each worker, and with all ranks together."""
+        queues = {
+            name: QueueStats(waiting=len(lane.queue), running=lane.num_running)
+            for name, lane in self._lanes.items()
+        }
+        on_devices = sum(run.op.kind.touches_gpu for run in self._running.values())
+        return {**queues, "device": QueueStats(waiting=0, running=on_devices)}
+
+    def check(self, open_tasks: dict[TaskId, Task]) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(running ops)."""
+        if not self._availability.check(self._up):
+            raise InternalError(f"the tiers {self._unavailable} are not those that are away")
+        for tier in self._unavailable:
+            if len(self._lanes[WORKERS[tier]].queue):
+                raise InternalError(f"ops wait for {tier.value}, which is unavailable")
+        for op_id, run in self._running.items():
+            if not run.waiting_for:
+                raise InternalError(f"op {op_id} runs without an executor")
+            if run.task.task_id not in open_tasks:
+                raise InternalError(f"op {op_id} runs for a task that has ended")
+
+
+def _undone(task: Task, op: TransferOp, error: str) -> OpRun:
+    """An op that could start and ends without having been given to any executor."""
+    task.errors.append(error)
+    return OpRun(task, op, None, {}, 0, error=error)

@@ -1,0 +1,110 @@
+"""Matching: what a get, put or prefetch is given of the cache, and what is asked before."""
+
+from __future__ import annotations
+
+from flexcache.cache.block_keys import BlockKeys, PromptKeys
+from flexcache.cache.layout_roots import LayoutRoots
+from flexcache.cache.plan import Plan
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.ids import OpKind, TaskKind
+from flexcache.tasks.executors import Executors
+from flexcache.tasks.instructions import REMOTE, Instruction
+from flexcache.tasks.lookups import RemoteLookUps
+from flexcache.tasks.model import Session
+from flexcache.tasks.sessions import Sessions
+
+_DEVICE_OPS = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
+
+
+class Matcher:
+    """Plans for prompts, under the layout that ranks have now.
+
+    Args:
+        lookups: Open questions to the remote store, if there is one.
+        instructions: Receives `RunLookUp`.
+        max_open_tasks: Limit for one session; beyond it a get is a miss and a put is dropped.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        sessions: Sessions,
+        executors: Executors,
+        lookups: RemoteLookUps | None,
+        instructions: list[Instruction],
+        max_open_tasks: int,
+    ) -> None:
+        self._cache = cache
+        self._sessions = sessions
+        self._executors = executors
+        self._lookups = lookups
+        self._instructions = instructions
+        self._max_open_tasks = max_open_tasks
+        self._roots = LayoutRoots()
+
+    def adopt_layout(self, layout: bytes) -> bool:
+        """Keep blocks under this layout from now on; whether it is another one."""
+        if layout == self._roots.layout:
+            return False
+        self._roots = LayoutRoots(layout)
+        return True
+
+    def look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, now: float) -> int | None:
+        """Ask the remote store what it has of a prompt, where that may matter to a match.
+
+        Returns:
+            The question to wait for; None if nothing is asked.
+        """
+        lookups = self._lookups
+        if kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
+            return None
+        self._roots.place(keys)
+        if self._cache.tiers.have_locally(keys, stop):
+            return None
+        return lookups.look_up(keys, stop, now, self._instructions)
+
+    def plan(
+        self,
+        owner: Session,
+        kind: TaskKind,
+        keys: PromptKeys,
+        start: int,
+        stop: int,
+        retain_s: float,
+        now: float,
+    ) -> Plan:
+        self._roots.place(keys)
+        self._cache.tiers.advance(now)
+        reason = self._why_not(owner, kind)
+        if reason is not None:
+            return self._cache.plan_nothing(kind, keys, start, stop, reason)
+        if kind is TaskKind.GET:
+            return self._cache.loads.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
+        if kind is TaskKind.PREFETCH:
+            return self._cache.loads.plan_prefetch(keys, start, stop)
+        return self._cache.stores.plan_put(
+            keys, start, stop, self._share_of_backlog(owner), retain_s
+        )
+
+    def plan_store(self, owner: Session, keys: BlockKeys, stop: int, retain_s: float) -> Plan:
+        """For a put that DRAM had nothing to take from: what the tiers below it lack."""
+        return self._cache.stores.plan_store(keys, stop, self._share_of_backlog(owner), retain_s)
+
+    def _why_not(self, owner: Session, kind: TaskKind) -> str | None:
+        """Why nothing can be matched for a session now."""
+        if len(owner.tasks) >= self._max_open_tasks:
+            return "session_task_limit"
+        if self._sessions.is_disputed(owner.engine):
+            return "name_disputed"
+        device_op = _DEVICE_OPS.get(kind)
+        if device_op and not self._executors.are_up(owner.executors[device_op]):
+            return "ranks_missing"
+        return None
+
+    def _share_of_backlog(self, owner: Session) -> int:
+        """How many more blocks of a session may wait to be written below.
+
+        Sessions that have open tasks share the room.
+        """
+        room = self._cache.stores.max_backlog // self._sessions.num_with_tasks(owner)
+        return room - owner.store_backlog

@@ -1,0 +1,92 @@
+"""Takes a snapshot of a cache's statistics."""
+
+from __future__ import annotations
+
+from flexcache.cache.load_cost import why_recomputed
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.ids import OpKind, TierName
+from flexcache.tasks.accounts import Accounts
+from flexcache.tasks.lookups import RemoteLookUps
+from flexcache.tasks.routes import LOAD_TIER, LOWER_TIER
+from flexcache.tasks.sessions import Sessions
+from flexcache.tasks.stats import (
+    BreakerStats,
+    CacheIdentity,
+    CacheStats,
+    LoadCostStats,
+    LoadDecisions,
+    LookUpStats,
+    OpHistograms,
+    QueueStats,
+    RemoteStats,
+    TierStats,
+)
+from flexcache.tasks.totals import Totals
+from flexcache.transfer.breaker import CircuitBreaker
+
+
+def cache_stats(
+    identity: CacheIdentity, cache: TieredCache, accounts: Accounts, sessions: Sessions,
+    queues: dict[str, QueueStats], num_unlaunched: int, lookups: RemoteLookUps | None,
+    breaker: CircuitBreaker, now: float,
+) -> CacheStats:  # fmt: skip
+    """The parts of a `KVTaskEngine` as statistics."""
+    op_times, op_sizes = accounts.op_seconds, accounts.op_bytes
+    load_cost = None
+    if cache.loads.cost is not None:
+        load_cost = {n: LoadCostStats(**cost) for n, cost in cache.loads.cost.report().items()}
+    return CacheStats(
+        identity=identity,
+        totals=accounts.totals.stats(),
+        tiers=_tiers(cache, accounts.totals),
+        tasks=sessions.by_state(),
+        hit_rate=accounts.hit_rates.stats(now),
+        op_histograms={
+            kind.value: OpHistograms(seconds=op_times[kind].stats(), bytes=op_sizes[kind].stats())
+            for kind in OpKind
+        },
+        task_histograms={kind.value: h.stats() for kind, h in accounts.task_seconds.items()},
+        queues=queues,
+        unlaunched_tasks=num_unlaunched,
+        open_lookups=0 if lookups is None else lookups.num_open,
+        store_backlog_blocks=cache.stores.backlog,
+        load_decisions=_load_decisions(cache, accounts.totals),
+        remote=None if lookups is None else _remote(cache, lookups, breaker),
+        load_cost=load_cost,
+    )
+
+
+def _tiers(cache: TieredCache, totals: Totals) -> dict[str, TierStats]:
+    """Bytes are those of the ops that read and wrote the tier; every op has one end in DRAM."""
+    num_read = dict.fromkeys(TierName, 0)
+    num_written = dict.fromkeys(TierName, 0)
+    for kind, total in totals.ops.items():
+        lower = LOWER_TIER.get(kind, TierName.GPU)
+        goes_up = kind in LOAD_TIER or kind is OpKind.D2H
+        source, target = (lower, TierName.CPU) if goes_up else (TierName.CPU, lower)
+        num_read[source] += total.bytes
+        num_written[target] += total.bytes
+    return {
+        name: TierStats(
+            read_bytes=num_read[TierName(name)], written_bytes=num_written[TierName(name)], **tier
+        )
+        for name, tier in cache.stats().items()
+    }
+
+
+def _load_decisions(cache: TieredCache, totals: Totals) -> dict[str, LoadDecisions]:
+    return {
+        tier.name.value: LoadDecisions(
+            load=totals.hit_blocks[tier.name.value],
+            recompute=totals.skipped_blocks[why_recomputed(tier.name)],
+        )
+        for tier in cache.tiers.lower
+    }
+
+
+def _remote(cache: TieredCache, lookups: RemoteLookUps, breaker: CircuitBreaker) -> RemoteStats:
+    return RemoteStats(
+        available=TierName.REMOTE not in cache.tiers.unavailable,
+        breaker=BreakerStats(**breaker.report()),
+        lookups=LookUpStats(asked=lookups.num_asked, late=lookups.num_late),
+    )

@@ -1,0 +1,223 @@
+"""TaskRunner: from a launched task's graph to published blocks, an answer and an end.
+
+    graph --TransferScheduler--> op may start --Executors--> op has ended --> publish, answer, end
+               ^                                                  |
+               +--------------------------------------------------+
+
+A state machine without I/O. Ops that end let others begin; every public method returns only when
+nothing follows any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from flexcache.cache.plan import Plan
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.ids import KVStatus, OpKind, TaskKind, TaskState
+from flexcache.tasks.accounts import Accounts
+from flexcache.tasks.executors import Executors
+from flexcache.tasks.instructions import (
+    Instruction,
+    RevokeTask,
+    TaskAnswered,
+    TaskEnded,
+    TaskResult,
+)
+from flexcache.tasks.model import OpRun, Task
+from flexcache.tasks.routes import LOAD_TIER, STORE_TIER
+from flexcache.tasks.sessions import Sessions
+from flexcache.transfer.scheduler import OpEnded, Outcome, TransferScheduler
+
+_FINAL_STATE = {
+    KVStatus.SUCCESS: TaskState.COMPLETED,
+    KVStatus.NOT_FOUND: TaskState.COMPLETED,
+    KVStatus.CANCELLED: TaskState.CANCELLED,
+    KVStatus.FAILED: TaskState.FAILED,
+}
+_FROM_GPU = (OpKind.D2H,)
+_FROM_BELOW = tuple(LOAD_TIER)
+
+
+class TaskRunner:
+    """Runs tasks on the executors.
+
+    Args:
+        instructions: Receives `TaskEnded`, `TaskAnswered` and `RevokeTask`.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        sessions: Sessions,
+        executors: Executors,
+        accounts: Accounts,
+        instructions: list[Instruction],
+    ) -> None:
+        self._cache = cache
+        self._sessions = sessions
+        self._executors = executors
+        self._accounts = accounts
+        self._instructions = instructions
+        self._scheduler = TransferScheduler()
+        self._outcomes: deque[Outcome] = deque()
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def run(self, task: Task, now: float) -> None:
+        """Start a task whose graph is complete."""
+        self._submit(task, now)
+        self.follow(now)
+        if not task.plan.graph.ops:  # a prefetch of what the host tier has
+            self.end_unmoved(task, now)
+
+    def store(self, plan: Plan, now: float) -> None:
+        """Carry out a plan on the cache's own account."""
+        self._submit_store(plan, now)
+        self.follow(now)
+
+    def stop(self, task: Task, now: float) -> None:
+        """Start nothing more of the task; what moves already ends by itself."""
+        self._executors.drop(task)
+        self.end_unstarted(task, now)
+
+    def end_unstarted(self, task: Task, now: float) -> None:
+        """End the task's ops that have not been given to executors, with nothing moved."""
+        for op_id in self._executors.withdraw(task):
+            self._outcomes.extend(self._scheduler.op_ended(op_id, 0))
+        self._outcomes.extend(self._scheduler.cancel(task.task_id))
+        self.follow(now)
+
+    def end_unmoved(self, task: Task, now: float) -> None:
+        """End a task of which no op was ever started."""
+        self._answer(task, now)
+        self._finish(task)
+
+    def end(self, task: Task, result: TaskResult) -> None:
+        """The task has come to its final state."""
+        owner, has_nothing = task.owner, result.status is KVStatus.NOT_FOUND
+        task.state = _FINAL_STATE[result.status]
+        self._accounts.ended(task, result)
+        owner.remember(task.task_id, result)
+        if not has_nothing and owner is not self._sessions.internal:
+            self._instructions.append(TaskAnswered(task.task_id, result))
+        # An empty match needs no answer, and a gated task's goes to the engine's workers.
+        if task.gated or has_nothing:
+            owner.collect(task.task_id)
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def settle(self, ended: list[OpRun], now: float) -> None:
+        """Ops have ended at their executors."""
+        for run in ended:
+            self._settle_one(run)
+        if ended:
+            self.follow(now)
+
+    def expire(self, now: float) -> None:
+        """Answer tasks of which a copy from or to the GPU has missed its deadline.
+
+        The copy may still land, so the blocks stay leased.
+        """
+        for run in self._executors.expire(now):
+            task = run.task
+            if run.op.kind.touches_gpu and not task.state.is_overdue:
+                is_cancelled = task.state.is_cancelled
+                late = TaskState.CANCELLING_OVERDUE if is_cancelled else TaskState.OVERDUE
+                task.state = late
+                self._instructions.append(RevokeTask(task.task_id, task.owner.engine))
+                self.stop(task, now)
+                self._answer(task, now)
+
+    def follow(self, now: float) -> None:
+        """Start and end ops until nothing follows any more, and write back what is due."""
+        while True:
+            while self._outcomes:
+                outcome = self._outcomes.popleft()
+                task = self._sessions.tasks[outcome.task_id]
+                if isinstance(outcome, OpEnded):
+                    self._op_ended(task, outcome, now)
+                elif (undone := self._executors.start(task, outcome.op, now)) is not None:
+                    self._settle_one(undone)
+            plan = self._cache.stores.plan_write_back()
+            if plan is None:
+                return
+            self._submit_store(plan, now)
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(ops in flight)."""
+        self._scheduler.check()
+
+    # -- what follows from them ------------------------------------------------------------------
+
+    def _submit(self, task: Task, now: float) -> None:
+        self._accounts.launched(task)
+        task.state, task.launched_s = TaskState.READY, now
+        task.open_ops = Counter(op.kind for op in task.plan.graph.ops)
+        self._outcomes.extend(self._scheduler.submit(task.task_id, task.plan.graph))
+
+    def _submit_store(self, plan: Plan, now: float) -> None:
+        self._accounts.totals.dropped_blocks.update(plan.dropped)
+        if not plan.graph.ops:
+            self._cache.finish(plan)
+            return
+        task = self._sessions.internal_task(plan)
+        self._sessions.open(task)
+        self._submit(task, now)
+
+    def _settle_one(self, run: OpRun) -> None:
+        """Count what of an op is lost."""
+        task, op, num_lost = run.task, run.op, len(run.op) - run.num_ok
+        if num_lost and (tier := STORE_TIER.get(op.kind)) is not None:
+            if not self._cache.stores.put_off(task.plan, tier, run.store_failed):
+                why = "unavailable" if run.started_s is None else "write_failed"
+                self._accounts.dropped(task, f"{tier.value.lower()}_{why}", num_lost)
+        elif num_lost and run.bad_block and (tier := LOAD_TIER.get(op.kind)) is not None:
+            self._cache.discard_bad_block(task.plan, tier, op.first + run.num_ok)
+            self._accounts.dropped(task, f"{tier.value.lower()}_bad_block", 1)
+        self._outcomes.extend(self._scheduler.op_ended(op.op_id, run.num_ok))
+
+    def _op_ended(self, task: Task, ended: OpEnded, now: float) -> None:
+        op, was_answered = ended.op, task.is_answered
+        task.moved.setdefault(op.kind, {})[op.first] = 0 if task.ignores(op) else ended.num_ok
+        task.open_ops[op.kind] -= 1
+        self._publish_what_is_whole(task, op.kind)
+        is_over = not task.open_ops.total()
+        if not was_answered and (is_over or task.is_answered):
+            self._answer(task, now)
+        if is_over:
+            self._finish(task)
+
+    def _publish_what_is_whole(self, task: Task, kind: OpKind) -> None:
+        """If an op was the last into its tier, publish there the prefix that has arrived."""
+        plan = task.plan
+        if kind in STORE_TIER:
+            if not task.open_ops[kind]:
+                tier = STORE_TIER[kind]
+                count = task.contiguous([kind], plan.store_starts[tier])
+                self._cache.publish_store(plan, tier, count)
+        elif kind is not OpKind.H2D and plan.staging is not None:
+            is_put = plan.kind is TaskKind.PUT
+            kinds = _FROM_GPU if is_put else _FROM_BELOW
+            if not any(task.open_ops[k] for k in kinds):
+                begin = plan.start if is_put else plan.load_start
+                self._cache.publish_staging(plan, task.contiguous(kinds, begin))
+
+    def _answer(self, task: Task, now: float) -> None:
+        """The task's GPU side is over, or it has ended as a whole."""
+        self._accounts.answered(task, now)
+        if task.owner is self._sessions.internal:
+            return  # without a caller
+        result = task.result(is_final=False)
+        self._instructions.append(
+            TaskEnded(task.task_id, task.owner.engine, result.num_ok, task.gated)
+        )
+        if task.open_ops.total():
+            self._instructions.append(TaskAnswered(task.task_id, result))
+
+    def _finish(self, task: Task) -> None:
+        """Every op of the task has ended, or none was ever started."""
+        self._sessions.close(task)
+        self._cache.finish(task.plan)
+        self.end(task, task.result(is_final=True))
+        self._sessions.forget_if_gone(task.owner)

@@ -1,0 +1,176 @@
+"""Every open task and the sessions that own them.
+
+Tasks belong to sessions of serving engines. What the cache does on its own account (writes to
+lower tiers that no put waits for) are tasks too, of an internal session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexcache.cache.plan import Plan
+from flexcache.errors import InternalError
+from flexcache.ids import KVStatus, OpKind, SessionId, TaskId, TaskState
+from flexcache.tasks.ids import TaskIds, id_before, make_session, session_of
+from flexcache.tasks.instructions import TaskResult, device
+from flexcache.tasks.model import Session, Task
+from flexcache.tasks.routes import WORKER_OF
+from flexcache.tasks.totals import Totals
+
+NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
+_INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0
+_ENDED = {KVStatus.CANCELLED: TaskState.CANCELLED, KVStatus.FAILED: TaskState.FAILED}
+
+
+class Sessions:
+    """Registry of sessions and of their open tasks.
+
+    Args:
+        load_ranks: Ranks that must all execute an H2D.
+        store_ranks: Ranks that must all execute a D2H (MLA: one).
+    """
+
+    def __init__(self, load_ranks: Sequence[int], store_ranks: Sequence[int]) -> None:
+        self._load_ranks = tuple(load_ranks)
+        self._store_ranks = tuple(store_ranks)
+        self._sessions: dict[SessionId, Session] = {}
+        self._disputed: set[str] = set()
+        """Engines whose tasks might move another engine's bytes."""
+        self.tasks: dict[TaskId, Task] = {}
+        """All open tasks."""
+        self.internal = self.add(_INTERNAL, "", num_remembered=0)
+        self._internal_ids = TaskIds(_INTERNAL)
+
+    def add(self, session: SessionId, engine: str, num_remembered: int) -> Session:
+        loads = tuple(device(engine, rank) for rank in self._load_ranks)
+        stores = tuple(device(engine, rank) for rank in self._store_ranks)
+        executors: dict[OpKind, tuple[str, ...]] = {k: (n,) for k, n in WORKER_OF.items()}
+        executors |= {OpKind.H2D: loads, OpKind.D2H: stores}
+        added = Session(session, engine, num_remembered, executors, id_before(session))
+        self._sessions[session] = added
+        return added
+
+    def get(self, session: SessionId) -> Session | None:
+        return self._sessions.get(session)
+
+    def of(self, task_id: TaskId) -> Session:
+        """The session that gave out an id. Raises `KeyError` if there is none."""
+        session = self._sessions.get(session_of(task_id))
+        if session is None:
+            raise KeyError(f"task {task_id} was never given out")
+        return session
+
+    def of_engine(self, engine: str) -> list[Session]:
+        return [session for session in self._sessions.values() if session.engine == engine]
+
+    def of_engines(self) -> list[Session]:
+        """All but the internal one."""
+        return [session for session in self._sessions.values() if session is not self.internal]
+
+    def forget_if_gone(self, session: Session) -> None:
+        """A session that has ended is kept until the last of its tasks has."""
+        if session.is_gone and not session.tasks:
+            self._sessions.pop(session.session, None)
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def open(self, task: Task) -> None:
+        self.tasks[task.task_id] = task.owner.tasks[task.task_id] = task
+        task.owner.store_backlog += task.plan.num_backlogged
+
+    def internal_task(self, plan: Plan) -> Task:
+        """A new task of the internal session."""
+        self.internal.last_id = task_id = self._internal_ids.next()
+        return Task(task_id, self.internal, plan, num_tokens=0)
+
+    def close(self, task: Task) -> None:
+        """The task has ended, and with it its backlog."""
+        del self.tasks[task.task_id], task.owner.tasks[task.task_id]
+        task.owner.store_backlog -= task.plan.num_backlogged
+
+    @property
+    def num_open(self) -> int:
+        return len(self.tasks)
+
+    def was_launched(self, task_id: TaskId) -> bool:
+        """Raises `KeyError` for a task that is not open."""
+        return self.tasks[task_id].is_launched
+
+    def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
+        """How the task ended; None while it goes on. Without ``completely``, the GPU side counts.
+
+        Raises `KeyError` for an id that was never given out or is forgotten.
+        """
+        task = self.tasks.get(task_id)
+        if task is None:
+            return self.of(task_id).result(task_id)
+        if task.state.is_overdue or (not completely and task.is_answered):
+            return task.result(is_final=False)
+        return None
+
+    def collected(self, task_id: TaskId) -> None:
+        """The final response was handed over: the task no longer counts, and may be forgotten."""
+        self.of(task_id).collect(task_id)
+
+    # -- engines ---------------------------------------------------------------------------------
+
+    def report_prefill(self, session: SessionId, blocks_per_s: float) -> None:
+        """How fast the engine computes, for load or recompute."""
+        self._sessions[session].prefill_blocks_per_s = blocks_per_s
+
+    def set_disputed(self, engine: str, is_disputed: bool) -> None:
+        (self._disputed.add if is_disputed else self._disputed.discard)(engine)
+
+    def is_disputed(self, engine: str) -> bool:
+        return engine in self._disputed
+
+    def uses_gpu_of(self, engine: str) -> bool:
+        """Whether tasks can still be copying from or to the slots of an engine of this name."""
+        return any(
+            task.gpu_ops_open or not task.is_answered
+            for session in self._sessions.values()
+            if session.engine == engine
+            for task in session.tasks.values()
+        )
+
+    def num_with_tasks(self, including: Session) -> int:
+        """Sessions that have open tasks, counting this one in any case."""
+        return sum(bool(s.tasks) or s is including for s in self._sessions.values())
+
+    # -- insight ---------------------------------------------------------------------------------
+
+    def totals_of(self, session: SessionId) -> Totals:
+        return self._sessions[session].totals
+
+    def num_open_of(self, session: SessionId) -> int:
+        return len(self._sessions[session].tasks)
+
+    def by_state(self) -> dict[str, int]:
+        """Tasks whose final response was not collected yet, by state."""
+        counts = {state.value: 0 for state in TaskState if state is state.reported}
+        for task in self.tasks.values():
+            counts[task.state.reported.value] += 1
+        for session in self._sessions.values():
+            for result in session.uncollected():
+                counts[_ENDED.get(result.status, TaskState.COMPLETED).value] += 1
+        return counts
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(open tasks)."""
+        owned = [task_id for session in self._sessions.values() for task_id in session.tasks]
+        if sorted(owned) != sorted(self.tasks):
+            raise InternalError("sessions and open tasks disagree")
+        for session in self._sessions.values():
+            backlog = sum(task.plan.num_backlogged for task in session.tasks.values())
+            if session.store_backlog != backlog:
+                raise InternalError(
+                    f"session {session.session} counts {session.store_backlog} blocks "
+                    f"of backlog, its tasks have {backlog}"
+                )
+            if session.is_gone and not session.tasks:
+                raise InternalError(f"session {session.session} is gone and still kept")
+        for task_id, task in self.tasks.items():
+            if task.state.is_final or task_id in task.owner.results:
+                raise InternalError(f"task {task_id} has ended and is still kept open")
+            if not task.is_launched and task.open_ops.total():
+                raise InternalError(f"task {task_id} has open ops without a launch")

@@ -1,0 +1,106 @@
+"""How the tests set up a real vLLM engine on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paths import MODELS
+
+ENGINE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def engine_arguments(model: str, extra_config: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` with the probing connector, or the plain one if not ``probing``."""
+    from vllm.config import KVTransferConfig
+
+    connector = {"kv_connector": "ProbeConnector", "kv_connector_module_path": "probe_connector"}
+    if not overrides.pop("probing", True):
+        connector = {
+            "kv_connector": "FlexCacheConnectorV1",
+            "kv_connector_module_path": "flexcache.integration.vllm",
+        }
+    policy = overrides.pop("kv_load_failure_policy", "recompute")
+    return {
+        "model": str(MODELS / model),
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 32 << 20,
+        "seed": 0,
+        "disable_log_stats": False,
+        "kv_transfer_config": KVTransferConfig(
+            **connector,
+            kv_role="kv_both",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=extra_config,
+        ),
+        **overrides,
+    }
+
+
+def make_prompt(num_tokens: int, seed: int) -> list[int]:
+    return [3 + (i * (2 * seed + 7) + seed) % 500 for i in range(num_tokens)]
+
+
+class Engine:
+    """An engine in this process, and what a test asks of it."""
+
+    def __init__(self, llm: Any, probe_dir: Path) -> None:
+        self.llm = llm
+        self.probe_dir = probe_dir
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def manager(self) -> Any:
+        return self.scheduler.connector._scheduler.manager
+
+    @property
+    def server(self) -> Any:
+        """The cache server inside the engine's scheduler."""
+        return self.manager._client.transport.server
+
+    def generate(self, prompt: list[int], max_tokens: int = 8, **extra: Any) -> Any:
+        return self.generate_all([prompt], max_tokens, **extra)[0]
+
+    def generate_all(self, prompts: list[list[int]], max_tokens: int = 8, **extra: Any) -> Any:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        requests = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
+        return self.llm.generate(requests, sampling, use_tqdm=False)
+
+    def drain(self) -> None:
+        """Let puts end: in one process nobody else steps an idle engine."""
+        for _ in range(10_000):
+            if not self.scheduler.has_requests():
+                return
+            self.llm.llm_engine.step()
+        raise AssertionError("the engine did not come to rest")
+
+    def settle(self) -> None:
+        """Wait until what was stored is on SSD too."""
+        self.drain()
+        server = self.server
+        with server.session() as engine:
+            while engine.sessions.num_open:
+                server.wait_for_change(0.05)
+
+    def forget_gpu(self) -> None:
+        self.drain()
+        assert self.llm.reset_prefix_cache()
+
+    def forget_all(self) -> None:
+        self.settle()
+        assert self.llm.reset_prefix_cache(reset_connector=True)

@@ -1,0 +1,122 @@
+"""Makes the small random models that the demo, the tests and the benchmarks run on. No downloads.
+
+    python tests/support/make_models.py DIRECTORY [NAME ...]
+
+Weights are random and large enough (`initializer_range`) that the output depends on every token of
+the context; embeddings are untied, or the output would just repeat the last token.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma4TextConfig,
+    LlamaConfig,
+    Olmo3Config,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+_COMMON = {
+    "vocab_size": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def _configs() -> dict[str, PretrainedConfig]:
+    return {
+        # 2.6 M parameters, 2 KV heads: starts and runs in no time.
+        "tiny": LlamaConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, max_position_embeddings=4096,
+            initializer_range=0.2, **_COMMON,
+        ),
+        # 136 M parameters: a prefill that is worth saving, also on a CPU.
+        "mid": LlamaConfig(
+            hidden_size=1024, intermediate_size=2816, num_hidden_layers=12, num_attention_heads=16,
+            num_key_value_heads=4, head_dim=64, max_position_embeddings=8192,
+            initializer_range=0.1, **_COMMON,
+        ),
+        # Sliding-window and full attention layers side by side.
+        "hybrid": Olmo3Config(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=4096, sliding_window=256,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            initializer_range=0.2, **_COMMON,
+        ),
+        # Heads of two sizes: sliding-window and full attention layers have pages of unequal size.
+        "two_sizes": Gemma4TextConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, global_head_dim=128, max_position_embeddings=4096,
+            sliding_window=256,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            num_kv_shared_layers=0, hidden_size_per_layer_input=0, vocab_size_per_layer_input=512,
+            initializer_range=0.2, **_COMMON,
+        ),
+        # Multi-head latent attention: one latent vector per token, the same on every rank.
+        "mla": DeepseekV2Config(
+            hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None,
+            qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=4,
+            n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
+            first_k_dense_replace=4, max_position_embeddings=4096, initializer_range=0.1, **_COMMON,
+        ),
+    }  # fmt: skip
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    corpus = [
+        f"block {i} of a prompt that a cache has seen before, tier {i % 3}" for i in range(300)
+    ]
+    tokenizer.train_from_iterator(
+        corpus,
+        trainers.BpeTrainer(
+            vocab_size=512,
+            special_tokens=["<s>", "</s>", "<pad>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+
+
+def make_model(directory: Path, name: str) -> Path:
+    """Make one model unless it is there already; returns its directory."""
+    target = directory / name
+    weights = target / "model.safetensors"
+    if not weights.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        config = _configs()[name]
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as made:
+            part = Path(made) / name
+            _tokenizer().save_pretrained(part)
+            model.save_pretrained(part)
+            try:
+                part.rename(target)
+            except OSError:
+                if not weights.exists():  # otherwise another process was faster
+                    raise
+    return target
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:] or list(_configs()):
+        print(f"model {wanted}: {make_model(Path(sys.argv[1]), wanted)}", flush=True)

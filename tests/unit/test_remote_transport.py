@@ -1,0 +1,134 @@
+"""An engine's client at a server played by the test: what becomes of a session that is lost."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from flexcache import CacheConfig, KVStatus, ModelConfig
+from flexcache.cache.block_keys import TokenBlockKeys
+from flexcache.cache.prompt import Prompt
+from flexcache.client.client import EngineClient
+from flexcache.client.remote import RemoteTransport
+from flexcache.ids import RootId, SessionId, TaskKind
+from flexcache.protocol.fence import Fence
+from flexcache.protocol.messages import (
+    HelloEngine,
+    Launch,
+    Match,
+    Matched,
+    ToClient,
+    ToServer,
+    WelcomeEngine,
+)
+from flexcache.tasks.ids import TaskIds, make_session
+from flexcache.transfer.messages import Stop
+from flexcache.transfer.workers.permit import CopyPermit
+
+Message = TypeVar("Message")
+WAIT_S = 30.0
+SESSION = make_session(7, 1)
+PROMPT = Prompt(TokenBlockKeys(RootId(b"root"), np.arange(32), 16), 0, 2, 32)
+
+
+class PlayedServer:
+    """Says what the test has it say."""
+
+    def __init__(self, path: Path) -> None:
+        self.endpoint = f"ipc://{path}/s"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.rcvtimeo = int(WAIT_S * 1000)
+        self._socket.linger = 0
+        self._socket.bind(self.endpoint)
+        self.fence = Fence.create()
+        self._decode = msgspec.msgpack.Decoder(ToServer).decode
+
+    def next(self, kind: type[Message]) -> tuple[bytes, Message]:
+        """The next message of a kind, and who sent it."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            assert time.monotonic() < deadline, f"no {kind.__name__} comes"
+            identity, data, *_ = self._socket.recv_multipart()
+            message = self._decode(data)
+            if isinstance(message, kind):
+                return identity, message
+
+    def say(self, identity: bytes, message: ToClient) -> None:
+        self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
+
+    def welcome(self) -> bytes:
+        """Begin a session; its events are for the identity returned."""
+        identity, _ = self.next(HelloEngine)
+        self.say(identity, WelcomeEngine(SESSION, os.getpid(), self.fence.path, [], False))
+        return identity
+
+    def close(self) -> None:
+        self._context.destroy()
+        self.fence.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[PlayedServer]:
+    server = PlayedServer(tmp_path)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server: PlayedServer) -> Iterator[EngineClient]:
+    model = ModelConfig("m", 1, 1, 8, torch.float16)
+    config = CacheConfig(endpoint=server.endpoint)
+    client = EngineClient(RemoteTransport(server.endpoint, model, config, "e", 0.0))
+    client.start()
+    yield client
+    client.shutdown()
+
+
+def load(server: PlayedServer, client: EngineClient) -> int:
+    """Have a task of two blocks matched and launched."""
+    with ThreadPoolExecutor(1) as thread:
+        matching = thread.submit(client.match, TaskKind.GET, PROMPT)
+        identity, request = server.next(Match)
+        server.say(identity, Matched(request.request_id, 0, 2, {"CPU": 2}))
+        task = matching.result()
+    client.launch([task.task_id], [np.arange(2)], gated=False)
+    server.next(Launch)
+    return task.task_id
+
+
+def test_a_task_whose_server_is_lost_is_revoked_before_it_is_answered(
+    server: PlayedServer, client: EngineClient
+) -> None:
+    events = server.welcome()
+    client.wait_ready(WAIT_S)
+    rank = Fence.open(server.fence.path)
+    rank.hold()  # it hangs, and never lets go
+    permit = CopyPermit(rank.words)
+    permit.task_id = load(server, client)
+    assert not permit.is_revoked
+    server.say(events, Stop())
+    [result] = client.results([permit.task_id], WAIT_S, completely=False).values()
+    assert result.status is KVStatus.FAILED
+    assert permit.is_revoked
+    permit.task_id = TaskIds(SessionId(SESSION + 1)).next()
+    assert not permit.is_revoked
+    rank.close()
+
+
+def test_a_client_that_lost_its_server_says_hello_in_one_conversation_until_it_is_welcomed(
+    server: PlayedServer, client: EngineClient
+) -> None:
+    server.say(server.welcome(), Stop())
+    greeters = {server.next(HelloEngine)[0] for _ in range(4)}
+    assert len(greeters) == 1
