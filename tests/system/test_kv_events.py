@@ -656,8 +656,8 @@ def test_following_the_events_of_a_cache_tells_what_it_holds(tmp_path: Path) -> 
     with running_cluster(
         [tmp_path], num_cpu_blocks=24, num_ssd_blocks=40, skip_slow_loads=False, **settings
     ) as cluster:
-        publisher = cluster.server._feed._publisher
-        tiers = cluster.server._store.engine.cache.tiers
+        publisher = cluster.server._observers.feed._publisher
+        tiers = list(cluster.server.store.engine.cache.tiers)
 
         def held(tier: Any) -> set[int]:
             directories = tier.index._directories.values()
@@ -706,7 +706,7 @@ def test_what_was_stored_before_a_restart_is_told_without_its_tokens(tmp_path: P
     with running_cluster([tmp_path], **settings) as cluster:
         cluster.put(tokens, range(5))
     with running_cluster([tmp_path], **settings) as cluster:
-        publisher = cluster.server._feed._publisher
+        publisher = cluster.server._observers.feed._publisher
         settle(publisher)
         with following(publisher) as subscriber:
             (news,) = take(subscriber, 1)
