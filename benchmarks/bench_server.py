@@ -168,7 +168,7 @@ def _be_clients(connection: Connection, endpoint: str, numbers: Sequence[int]) -
                 ]
                 connection.send([each.result() for each in measuring])
         except (EOFError, BrokenPipeError):
-            pass  # the parent is gone
+            pass  # the parent has gone
         except Exception as error:
             connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
 

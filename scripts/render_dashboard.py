@@ -225,7 +225,7 @@ def _draw_lines(axes: Any, panel: dict[str, Any], series: Sequence[Series]) -> N
 
 
 def _draw_heatmap(axes: Any, panel: dict[str, Any], series: Sequence[Series]) -> None:
-    """Draw cumulative buckets, after taking their differences."""
+    """Draw a heatmap of cumulative buckets, after separating them."""
     _dress(axes, panel)
     buckets = sorted(series, key=lambda each: float(each.name))
     if not buckets:

@@ -170,7 +170,7 @@ def engines(survivor: Member) -> list[str]:
 
 
 def exact_again(survivor: Member, turn: int) -> None:
-    """A prompt that was not stored before goes in and comes back."""
+    """Store and load a prompt that was never stored before."""
     load = LoadEngine(survivor.manager, survivor.kv, seed=turn)
     prompt = 4 * (1000 + turn)
     load.put(prompt, 12)

@@ -1,4 +1,4 @@
-"""One server, several engines: they share what is stored, and survive each other's deaths."""
+"""One server, several engines: what one has stored another loads; no death affects the others."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def to_array(tokens: list[int]) -> Tokens:
 
 
 def reference_keys(root: RootId, tokens: list[int], tokens_per_block: int) -> list[BlockKey]:
-    """Hash the root and all tokens up to the end of every whole block."""
+    """Hash, for every whole block, the root and all tokens up to the block's end."""
     ends = range(tokens_per_block, len(tokens) + 1, tokens_per_block)
     return [
         BlockKey(xxhash.xxh3_128_digest(root + np.array(tokens[:end], dtype="<i8").tobytes()))

@@ -169,7 +169,7 @@ def keys(text: str) -> bytes:
 
 
 class Engine:
-    """A scheduler in session and its rank, which carries out ops at once or later."""
+    """A scheduler in session and its rank, which executes ops at once or later."""
 
     def __init__(self, world: World, name: str = "e") -> None:
         self.world = world
@@ -322,7 +322,7 @@ def test_what_one_engine_put_another_gets(world: World) -> None:
 
 
 def test_the_first_engine_decides_what_is_cached_and_another_model_is_refused(world: World) -> None:
-    assert world.send(b"r", HelloRank("e", 0, "c", 2)) == []  # not known yet
+    assert world.send(b"r", HelloRank("e", 0, "c", 2)) == []  # the model is not known yet
     Engine(world)
     assert isinstance(world.send(b"r", HelloRank("e", 0, "c", 2))[0], WelcomeRank)
     other = ModelSpec.of(ModelConfig("other", 1, 1, 8, torch.uint8), 16)

@@ -1,4 +1,4 @@
-"""The journal says what can be found: an observer that applies its changes has the index."""
+"""The journal matches the index: a reader that applies its changes knows what can be found."""
 
 from __future__ import annotations
 

@@ -602,7 +602,7 @@ def test_a_put_writes_nothing_through_behind_blocks_that_are_still_on_their_way_
     world.finish_all()
     assert [status(world, t)[1] for t in (reader, before, behind)] == [4, 4, 2]
     assert (world.cached(CPU, "abcdef"), world.cached(SSD, "abcdef")) == (6, 0)
-    assert world.cached(SSD, "wxyz") == 4  # nothing had to go for blocks that could not be found
+    assert world.cached(SSD, "wxyz") == 4  # nothing was evicted for blocks that could not be found
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcdef"])
 
