@@ -50,8 +50,6 @@ MAY_BE_LARGE = ("flexcache/cache/prefix_index.py", "flexcache/cache/tier.py")
 
 STILL_TOO_LARGE = {
     "flexcache/client/rank.py::KVTPClient": "to be split",
-    "flexcache/integration/vllm/scheduler.py": "to have one record per request",
-    "flexcache/integration/vllm/scheduler.py::FlexCacheScheduler": "to have one record per request",
     "flexcache/manager.py::KVManager": "to have one backend",
     "flexcache/metrics/catalog.py": "to be split by subject",
     "flexcache/server/server.py::KVServer": "to be composed of its parts",
@@ -84,7 +82,6 @@ STILL_ODD_LANGUAGE = {
     "flexcache/client/status.py",
     "flexcache/integration/vllm/kv_events.py",
     "flexcache/integration/vllm/metadata.py",
-    "flexcache/integration/vllm/scheduler.py",
     "flexcache/manager.py",
     "flexcache/metrics/catalog.py",
     "flexcache/server/change_feed.py",
