@@ -83,7 +83,7 @@ class KVManager:
         )
         size = cache_config.tokens_per_block
         self._prompts = PromptMaker(
-            model_config.fingerprint(size), size, lambda: self._client.detail
+            model_config.fingerprint(size), size, lambda: self._client.transport.detail
         )
 
     @property
@@ -94,7 +94,7 @@ class KVManager:
     @property
     def wants_request_info(self) -> bool:
         """Whether KV events or traces are on, which a ``request_info`` is for."""
-        return self._client.detail is not PromptDetail.NOTHING
+        return self._client.transport.detail is not PromptDetail.NOTHING
 
     def start(self) -> None:
         """Begin to serve; returns at once. `wait_ready` says when every rank is there."""

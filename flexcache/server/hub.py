@@ -521,6 +521,7 @@ class Hub:
     def _launch(self, caller: Scheduler, message: Launch, now: float) -> None:
         try:
             task_id = self._own(caller, message.task_id)
+            self._tasks.sessions.was_launched(task_id)
             self._tasks.launch([task_id], [unpack_ids(message.gpu_blocks)], now, message.gated)
         except KeyError:  # it has ended: by its deadline, or by a cancel that came first
             answer = TaskAnswer(message.task_id, KVStatus.CANCELLED, 0, 0, 0, None, True)
@@ -691,11 +692,11 @@ class Hub:
         if has_news:
             self._dispute_changed(hello.engine, now)
 
-    def open_session(self, engine: str, num_remembered: int = 0) -> SessionId:
+    def open_session(self, engine: str) -> SessionId:
         """A session number that is free, opened in the task engine."""
         while (session := make_session(self.epoch, next(self._numbers))) in self._sessions:
             pass
-        self._tasks.add_session(session, engine, num_remembered)
+        self._tasks.add_session(session, engine)
         if engine == self.owner:
             self._owners_session = session
         return session

@@ -70,7 +70,6 @@ from flexcache.tasks.instructions import (
     TaskEnded,
     TaskResult,
 )
-from flexcache.tasks.sessions import NUM_REMEMBERED
 from flexcache.tracing.tracer import Tracer, make_header
 from flexcache.transfer.messages import Drop, LookUp, Stop
 from flexcache.version import __version__
@@ -239,7 +238,7 @@ class KVServer:
                     self._adopt(self._store)
                     self.hub.store = self._store
                     if self._engine_name is not None:
-                        ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
+                        ids = TaskIds(self.hub.open_session(self._engine_name))
                         self._own_session = ids.session
             if self._open_http is not None and self.config.http_endpoint is not None:
                 self._http = self._observer("HTTP", partial(self._open_http, self))
@@ -626,9 +625,6 @@ class KVServer:
             return True
         if self._answers is not None and session_of(instruction.task_id) == self._own_session:
             self._answers.answer(instruction.task_id, instruction.result)
-            if instruction.result.is_final:
-                assert self._store is not None
-                self._store.engine.sessions.collected(instruction.task_id)
         return False
 
     def _carry_out(self) -> list[tuple[str, object]]:
