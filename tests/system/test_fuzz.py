@@ -1,4 +1,4 @@
-"""A server's sockets under random and mutated frames, from strangers and from registered engines.
+"""A server's sockets under random and mutated frames, from strangers and registered engines.
 
 FUZZ_FRAMES says how many of each kind (default 1,500).
 """

@@ -1,4 +1,4 @@
-"""Every metric moves, by what it is there to tell of, at a real server scraped by HTTP."""
+"""Every metric responds to its cause, at a real server scraped over HTTP."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def ask_for_replay(endpoint: str) -> None:
 
 
 def hold_the_publisher_up(cluster: Cluster, server: Server) -> None:
-    feed = cluster.server._feed
+    feed = cluster.server._observers.feed
     assert feed is not None
     publisher = feed._publisher
     assert publisher is not None

@@ -1,4 +1,4 @@
-"""`flexcache status`: what it makes of a server's figures."""
+"""`flexcache status`: how it presents a server's figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def op(**counts: float) -> dict[str, float]:
 
 
 def figures(**changes: Any) -> dict[str, Any]:
-    """Of a server with DRAM, SSD and a store."""
+    """Return the figures of a server with DRAM, SSD and a remote store."""
     return {
         "version": "1.2.3",
         "uptime_s": 3723.0,
