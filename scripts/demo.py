@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from engines import make_prompt
+from paths import ROOT
+
 SHARED_TOKENS, OTHER_TOKENS, BLOCK = 2048, 512, 32
 CACHE_GB = {"DRAM": 1.0, "NVMe": 2.0}
 
@@ -67,7 +71,7 @@ class Demo:
         )
         self.scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.manager = self.scheduler.connector._scheduler.manager
-        self.generate(prompt(64, seed=9))  # the first request of an engine is never typical
+        self.generate(make_prompt(64, seed=9))  # the first request of an engine is never typical
         self.drop_gpu(drop_all=True)
 
     def generate(self, tokens: list[int]) -> Any:
@@ -110,10 +114,6 @@ class Demo:
             raise SystemExit("vLLM did not give its GPU cache up")
 
 
-def prompt(count: int, seed: int) -> list[int]:
-    return [3 + (i * (2 * seed + 7) + seed) % 500 for i in range(count)]
-
-
 def main() -> int:
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -153,8 +153,8 @@ def main() -> int:
 
 
 def play(demo: Demo, say: Any, console: Any) -> dict[str, Run]:
-    shared = prompt(SHARED_TOKENS, seed=1)
-    other = shared[: SHARED_TOKENS // 2] + prompt(OTHER_TOKENS, seed=2)
+    shared = make_prompt(SHARED_TOKENS, seed=1)
+    other = shared[: SHARED_TOKENS // 2] + make_prompt(OTHER_TOKENS, seed=2)
     runs: dict[str, Run] = {}
 
     def step(key: str, name: str, tokens: list[int]) -> None:
@@ -216,5 +216,4 @@ def report(runs: dict[str, Run], probes: dict[str, Any], stats: dict[str, Any], 
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     sys.exit(main())

@@ -32,8 +32,11 @@ from typing import Any
 import numpy as np
 import torch
 import zmq
-from ports import free_port
 from render_dashboard import Prometheus, Span, draw, queries_without_data
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from ports import free_port
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 

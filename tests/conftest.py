@@ -1,10 +1,12 @@
-"""What all tests share: how many examples hypothesis tries, and where Mooncake finds libibverbs."""
+"""What all tests share: how many examples hypothesis tries, where Mooncake finds libibverbs, and
+that processes can be interrupted."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -41,3 +43,6 @@ def _use_verbs(directory: Path) -> None:
 
 
 _use_verbs(Path(sys.prefix) / "verbs")
+
+# A shell starts background jobs with SIGINT ignored; the tests' processes would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""A picture of how close each figure comes to its bound."""
+"""Draws how close the figures that have a target come to their bounds, on one page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flexcache.bench.results import Result
 from flexcache.bench.suite import Report
 from flexcache.errors import ConfigError, MissingDependencyError
 
-_COLOURS = {True: "#2a9d5c", False: "#d1495b", None: "#7d8ca3"}
+_COLOURS = {True: "#2a9d5c", False: "#d1495b"}
 _FORMATS = (".png", ".svg", ".pdf")
-_NARROWEST = 0.25  # of the axis: less room says nothing
+_NARROWEST = 0.25  # the axis shows at least this to its inverse
 
 
 class Bar(NamedTuple):
@@ -22,12 +22,12 @@ class Bar(NamedTuple):
 
     label: str
     speed: float
-    target: float | None
-    is_reached: bool | None
+    target: float
+    is_reached: bool
 
 
 def bars_of(report: Report) -> list[tuple[str, list[Bar]]]:
-    """By section. Figures that have neither bound nor limit are left out."""
+    """Return the figures that have a target, by section."""
     by_section = groupby(report.cases, key=lambda case: case.section)
     bars = {
         section: [bar for bar in map(_bar, results_of(list(cases))) if bar is not None]
@@ -40,11 +40,12 @@ def _bar(result: Result) -> Bar | None:
     bound, name = result.bound, result.bound_name
     if not bound:
         bound, name = result.limit, "the target"
-    if not bound or not result.median:
+    is_reached = result.is_reached
+    if not bound or not result.median or is_reached is None:
         return None
-    goals = [goal * bound for goal in (result.reach,) if goal is not None]
-    goals += [result.limit] if result.limit is not None else []
-    strictest = (min if result.less_is_better else max)(goals, default=None)
+    goals = [] if result.reach is None else [result.reach * bound]
+    goals += [] if result.limit is None else [result.limit]
+    strictest = (min if result.less_is_better else max)(goals)
 
     def speed(value: float) -> float:
         return bound / value if result.less_is_better else value / bound
@@ -52,8 +53,8 @@ def _bar(result: Result) -> Bar | None:
     return Bar(
         f"{result.title}  |  {name}",
         speed(result.median),
-        None if strictest is None else speed(strictest),
-        result.is_reached,
+        speed(strictest),
+        is_reached,
     )
 
 
@@ -70,7 +71,7 @@ def check_plot_file(path: Path) -> None:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write the picture; the name's end says in which format. See `check_plot_file`."""
+    """Write the picture, in the format that the file name's suffix selects."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -79,9 +80,9 @@ def draw(report: Report, path: Path) -> None:
     sections = bars_of(report)
     rows = [len(bars) for _, bars in sections] or [1]
     height = 0.24 * sum(rows) + 0.75 * len(rows) + 1.2
-    picture = Figure(figsize=(13, height), layout="constrained")
+    picture = Figure(figsize=(10, height), layout="constrained")
     all_axes = picture.subplots(len(rows), squeeze=False, sharex=True, height_ratios=rows)[:, 0]
-    speeds = [v for _, bars in sections for bar in bars for v in (bar.speed, bar.target) if v]
+    speeds = [v for _, bars in sections for bar in bars for v in (bar.speed, bar.target)]
     low, high = min([*speeds, _NARROWEST]) / 1.3, max([*speeds, 1 / _NARROWEST]) * 1.6
     for axes in all_axes:
         axes.set_xscale("log")
@@ -93,10 +94,9 @@ def draw(report: Report, path: Path) -> None:
             color=[_COLOURS[bar.is_reached] for bar in bars],
         )  # fmt: skip
         for place, bar in zip(places, bars, strict=True):
-            end = max(bar.speed, bar.target or 0.0)
+            end = max(bar.speed, bar.target)
             axes.text(end * 1.04, place, figure(bar.speed), va="center", fontsize=7)
-            if bar.target is not None:
-                axes.plot([bar.target] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
+            axes.plot([bar.target] * 2, [place - 0.45, place + 0.45], color="black", lw=2)
         axes.axvline(1, color="black", lw=0.8, ls=":")
         axes.set_yticks(places, [bar.label for bar in bars], fontsize=8)
         axes.set_ylim(len(bars) - 0.4, -0.6)
@@ -111,7 +111,6 @@ def draw(report: Report, path: Path) -> None:
         handles=[
             Patch(color=_COLOURS[True], label="target reached"),
             Patch(color=_COLOURS[False], label="target missed"),
-            Patch(color=_COLOURS[None], label="no target"),
             Line2D([], [], color="black", lw=2, label="target"),
             Line2D([], [], color="black", lw=0.8, ls=":", label="bound"),
         ],

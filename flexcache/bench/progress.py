@@ -1,4 +1,4 @@
-"""Says which case is running, without disturbing it."""
+"""Shows which case is running, without disturbing it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class CaseProgress:
-    """A bar over the cases; where there is no terminal, a line for each.
+    """A progress bar over the cases; without a terminal, a line per case.
 
-    It is drawn only between cases: a thread that draws ten times a second would take the
-    interpreter from what is being timed.
+    It is drawn only between cases: a thread that draws ten times a second would compete for the
+    interpreter with what is being timed.
 
-    While it is shown SIGTERM ends the run as Ctrl-C does; and where that comes while a finalizer
-    runs, in which Python drops exceptions, the run ends before the next case.
+    Meanwhile SIGTERM ends the run like Ctrl-C. If the signal arrives during a finalizer, where
+    Python drops exceptions, the run ends before the next case.
     """
 
     def __init__(self, console: Console) -> None:
@@ -40,7 +40,7 @@ class CaseProgress:
 
     def __enter__(self) -> CaseProgress:
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as of a job in the background
+            if signal.getsignal(number) is not signal.SIG_IGN:  # background jobs ignore it
                 self._previous[number] = signal.signal(number, self._interrupt)
         self._progress.start()
         return self

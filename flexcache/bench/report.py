@@ -1,4 +1,4 @@
-"""What a run found, for people (tables) and for programs (JSON)."""
+"""Reports the results of a run, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def show_report(report: Report, console: Console) -> None:
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Everything, with every sample."""
+    """Write everything, with every sample."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(_as_plain(report)), indent=1))
 
 
@@ -84,7 +84,7 @@ def _cells(result: Result) -> tuple[str, ...]:
 
 
 def target(result: Result) -> str:
-    """What is to be reached, in words."""
+    """Describe the targets in words."""
     sign = "<=" if result.less_is_better else ">="
     goals = []
     if result.reach is not None:
@@ -125,9 +125,9 @@ def _series_by_parameter(results: Sequence[Result]) -> dict[str, dict[str, list[
 
 
 def growth(points: Sequence[Result]) -> float:
-    """By what the median is multiplied where the parameter is ten times as large.
+    """Return the factor of the median per tenfold parameter.
 
-    Between the smallest and the largest value, as if it were a power of the parameter.
+    Computed from the smallest and the largest value, assuming that the median is a power of it.
     """
     ordered = sorted(points, key=lambda point: point.at or 0.0)
     first, last = ordered[0], ordered[-1]
@@ -138,7 +138,7 @@ def growth(points: Sequence[Result]) -> float:
 
 
 def results_of(cases: Sequence[CaseReport]) -> list[Result]:
-    """Of one section. Those of one name stand together; those of one title are told by the case."""
+    """Order a section's results by name, and add the case to titles that are not unique."""
     titles = Counter(result.title for case in cases for result in case.results)
     named = [
         replace(result, name=f"{case.title}: {result.name}") if titles[result.title] > 1 else result
@@ -150,7 +150,7 @@ def results_of(cases: Sequence[CaseReport]) -> list[Result]:
 
 
 def figure(value: float) -> str:
-    """Three digits that mean something, and thousands told apart."""
+    """Format with three significant digits and thousands separators."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -167,7 +167,7 @@ def _machine_line(machine: dict[str, Any]) -> str:
         f"(shared: {huge['transparent_shared'] or 'unknown'}), {gpus}\n"
         f"Linux {machine['kernel']}, Python {machine['python']}; {directory['path']} on "
         f"{directory.get('file_system', '?')}, {directory.get('device', '?')} "
-        f"{directory['device_model']}; load {machine['load_before']:.1f} at the start"
+        f"{directory['device_model']}; load {machine['load_before']:.1f} at startup"
     )
 
 
@@ -184,6 +184,7 @@ def _summary(report: Report) -> str:
 
 def _as_plain(report: Report) -> dict[str, Any]:
     settings = asdict(report.settings)
+    settings["sections"] = list(report.settings.sections)
     settings["directory"] = report.machine["directory"]["path"]
     return {
         "started_at": report.started_at,

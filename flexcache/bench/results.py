@@ -1,4 +1,4 @@
-"""What a benchmark finds: a figure beside the bound that was measured in the same run."""
+"""Results of a benchmark: a figure beside a bound that was measured in the same run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ class Result:
     Attributes:
         name: What was measured, without the section.
         unit: "us", "ms" and "bytes" are better low; "GB/s", "1/s" and "" (a ratio) high.
-        samples: Every value that was measured, in the unit; the figure is their median.
-        bound: What the machine or a peer does with the same work in the same run, in the unit.
-        bound_name: Who or what that is.
-        reach: The ratio to the bound that is to be reached: at least so much of a rate, at most so
-            much of a time.
-        limit: An absolute number to stay within (or above), in the unit.
-        note: Whatever a reader must know, such as what was left out and why.
-        parameter: What was varied, in words ("tokens"); results of the same name that differ in
+        samples: All measured values, in the unit; the figure is their median.
+        bound: What the machine or a peer achieves with the same work in the same run, in the unit.
+        bound_name: Name of the bound.
+        reach: Target ratio to the bound: a minimum for rates, a maximum for times.
+        limit: Absolute target, in the unit.
+        note: What a reader must know, such as what was left out and why.
+        parameter: What was varied, in words ("tokens"). Results with the same name and different
             ``at`` show how the figure grows with it.
-        at: The parameter's value.
+        at: Value of the parameter.
     """
 
     name: str
@@ -46,14 +45,14 @@ class Result:
 
     @property
     def title(self) -> str:
-        """The name, and at which value of the parameter."""
+        """The name, with the parameter's value."""
         if self.at is None:
             return self.name
         unit = self.parameter.removesuffix("s") if self.at == 1 else self.parameter
         return f"{self.name}, {self.at:,.10g} {unit}"
 
     def tail(self, percent: float) -> float:
-        """The sample that ``percent`` of them are no worse than."""
+        """Return the sample that ``percent`` of all samples are no worse than."""
         ordered = sorted(self.samples, reverse=not self.less_is_better)
         return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
@@ -67,12 +66,12 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """Of the median to the bound."""
+        """The median divided by the bound."""
         return self.median / self.bound if self.bound else None
 
     @property
     def is_reached(self) -> bool | None:
-        """Whether all that is to be reached is; None where nothing is."""
+        """Whether all targets are reached; None without a target."""
         checks = [(self.ratio, self.reach), (self.median, self.limit)]
         verdicts = [
             value <= goal if self.less_is_better else value >= goal
@@ -84,9 +83,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Case:
-    """Some figures that are measured together, on one set-up.
+    """Figures that are measured together, on one setup.
 
-    ``run`` checks that the right thing is done before it times it, and raises if not.
+    ``run`` checks that the measured code does the right thing, and raises if it does not.
     """
 
     title: str
@@ -94,14 +93,14 @@ class Case:
 
 
 class Unsupported(Exception):
-    """A case cannot run on this machine; says why. Reported, never skipped silently."""
+    """A case cannot run on this machine, for this reason. Reported, never skipped silently."""
 
 
 def sample(
     call: Callable[[], T], undo: Callable[[T], object] = lambda _: None, rounds: int = 100,
     warm_up: int = 5, scale: float = 1e6,
 ) -> list[float]:  # fmt: skip
-    """Seconds times ``scale`` that each ``call`` took; ``undo`` gets what it made, untimed."""
+    """Return seconds times ``scale`` of each ``call``; ``undo`` gets its result, untimed."""
     return [_timed(call, undo) * scale for _ in range(warm_up + rounds)][warm_up:]
 
 
@@ -110,9 +109,9 @@ def sample_beside(
     undo: Callable[[T], object] = lambda _: None,
     rounds: int = 100, warm_up: int = 5, scale: float = 1e6,
 ) -> tuple[list[float], float]:  # fmt: skip
-    """`sample` of a call, and the median of its bound.
+    """Return the samples of a call, and the median of its bound.
 
-    The two take turns, so that whatever else the machine does meanwhile hits both alike.
+    The two alternate, so that other load on the machine affects both alike.
     """
     times, bounds = [], []
     for _ in range(warm_up + rounds):

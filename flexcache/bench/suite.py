@@ -1,4 +1,4 @@
-"""Runs the cases of all sections in turn; one that fails does not stop the others."""
+"""Runs the cases of all sections in turn. A failed case does not stop the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from enum import Enum
@@ -23,28 +23,28 @@ from flexcache.errors import ConfigError, MissingDependencyError
 
 logger = logging.getLogger(__name__)
 
-SECTIONS = ("control", "plan", "index", "server", "dram", "overlap", "ssd", "remote", "gpu")
-"""Each is the module ``flexcache.bench.<section>``."""
+SECTIONS = {name: f"flexcache.bench.{name}" for name in ("dram", "ssd", "remote", "gpu")}
+"""Sections of `flexcache bench`, and their modules."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run was asked for.
+    """What to run.
 
     Attributes:
-        sections: Which, in this order; all by default. One that is named twice runs once.
-        only: Just the cases whose title contains this.
+        sections: Names of sections and their modules, in this order.
+        only: Only cases whose title contains this.
         thorough: Larger parameters and more rounds; takes many minutes instead of two.
-        directory: Where the files of the SSD tier and the like go for the time of the run; None
-            for the system's place for temporary files.
-        seed: For what is drawn at random.
-        remote_url: A store to be measured besides those that are always there.
+        directory: Directory for temporary files of the SSD tier and the like; None for the
+            system's temporary directory.
+        seed: Seed of random data.
+        remote_url: A store to measure besides those that are always available.
 
     Raises:
-        ConfigError: There is no such section or directory, or the URL is none of a store's.
+        ConfigError: The directory does not exist, or the URL is not a store's.
     """
 
-    sections: Sequence[str] = SECTIONS
+    sections: Mapping[str, str] = field(default_factory=lambda: SECTIONS)
     only: str = ""
     thorough: bool = False
     directory: Path | None = None
@@ -52,13 +52,22 @@ class Settings:
     remote_url: str | None = None
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.sections if name not in SECTIONS]
-        if unknown:
-            raise ConfigError(f"section {unknown[0]!r}: must be one of {', '.join(SECTIONS)}")
         if self.directory is not None and not self.directory.is_dir():
             raise ConfigError(f"directory {self.directory}: must exist")
         if self.remote_url is not None:
             check_remote_url(self.remote_url)
+
+
+def choose_sections(names: Sequence[str], available: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the named sections, in the order of the names; all for no names.
+
+    Raises:
+        ConfigError: A section does not exist.
+    """
+    for name in names:
+        if name not in available:
+            raise ConfigError(f"section {name!r}: must be one of {', '.join(available)}")
+    return {name: available[name] for name in names or available}
 
 
 class Outcome(Enum):
@@ -69,7 +78,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """How a case ended; ``reason`` says why it could not run here, or what went wrong."""
+    """How a case ended; ``reason`` says why it is unsupported, or how it failed."""
 
     section: str
     title: str
@@ -81,7 +90,7 @@ class CaseReport:
 
 @dataclass
 class Report:
-    """A run, as far as it came."""
+    """A run, complete or interrupted."""
 
     settings: Settings
     machine: dict[str, Any]
@@ -104,16 +113,16 @@ class Report:
 
 
 Announce = Callable[[int, int, str], None]
-"""Told how many cases are over, of how many, and the title of the one that begins."""
+"""Called with the number of cases done, their total, and the title of the next one."""
 
 
 def run_suite(settings: Settings, announce: Announce = lambda *_: None) -> Report:
-    """Run what the settings ask for. Whatever ends the run, its files are removed.
+    """Run the chosen cases, and remove their files in any event.
 
-    `KeyboardInterrupt` ends it early: the report then has what was measured until then.
+    `KeyboardInterrupt` ends the run early; the report has what was measured so far.
 
     Raises:
-        ConfigError: No case has a title that is asked for, or the directory cannot be written.
+        ConfigError: No case's title matches, or the directory cannot be written.
     """
     started = time.monotonic()
     report = Report(
@@ -143,20 +152,20 @@ def _run_all(settings: Settings, scratch: Path, report: Report, announce: Announ
     announce(0, 0, "preparing")
     chosen = [
         (section, case)
-        for section in dict.fromkeys(settings.sections)
-        for case in load_section(section, settings, scratch)
+        for section, module in settings.sections.items()
+        for case in load_section(section, module, settings, scratch)
     ]
     if not chosen:
         raise ConfigError(f"no case of {', '.join(settings.sections)} has {settings.only!r} in it")
     for number, (section, case) in enumerate(chosen):
         announce(number, len(chosen), f"{section}: {case.title}")
-        gc.collect()  # what the last case left is not this one's to pay for
+        gc.collect()  # the last case's garbage must not slow down this one
         report.cases.append(run_case(section, case))
     announce(len(chosen), len(chosen), "done")
 
 
-def load_section(section: str, settings: Settings, scratch: Path) -> list[Case]:
-    """The cases of a section that are asked for; if it cannot be loaded, one that says so."""
+def load_section(section: str, module: str, settings: Settings, scratch: Path) -> list[Case]:
+    """Return the chosen cases of a section; if it cannot be loaded, one that raises the error."""
     directory = scratch / section
     directory.mkdir()
     offered = {
@@ -166,7 +175,7 @@ def load_section(section: str, settings: Settings, scratch: Path) -> list[Case]:
         "remote_url": settings.remote_url,
     }
     try:
-        make_cases = import_module(f"flexcache.bench.{section}").cases
+        make_cases = import_module(module).cases
         wanted = inspect.signature(make_cases).parameters
         cases: list[Case] = make_cases(**{name: offered[name] for name in wanted})
     except Exception as error:
@@ -179,7 +188,7 @@ def _give_reason(error: Exception) -> NoReturn:
 
 
 def run_case(section: str, case: Case) -> CaseReport:
-    """Run a case to its end, however it ends."""
+    """Run a case and catch its errors."""
     started = time.monotonic()
     outcome, results, reason = Outcome.DONE, list[Result](), ""
     try:

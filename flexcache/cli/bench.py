@@ -52,15 +52,14 @@ def bench(
 ) -> None:
     """Measure what this machine can do, and how close FlexCache comes.
 
-    Sections: control, plan, index, server, dram, overlap, ssd, remote, gpu. Each figure is shown
-    beside a bound measured in the same run. Exits with status 1 if a case failed.
+    Sections: dram, ssd, remote, gpu. Each figure is shown beside a bound measured in the same run.
+    Exits with status 1 if a case failed.
     """
-    from flexcache.bench.suite import SECTIONS, Settings
+    from flexcache.bench.suite import SECTIONS, Settings, choose_sections
 
     with user_errors():
-        settings = Settings(
-            tuple(sections or SECTIONS), only, thorough, directory, seed, remote_url
-        )
+        chosen = choose_sections(sections or (), SECTIONS)
+        settings = Settings(chosen, only, thorough, directory, seed, remote_url)
     run_and_report(settings, strict=strict, json_file=json_file, plot_file=plot_file)
 
 

@@ -1,4 +1,4 @@
-"""`flexcache bench` as it is called, on its smallest cases."""
+"""`flexcache bench` and `benchmarks/run.py` from the command line, on their smallest cases."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from paths import ROOT
+
 BENCH = [sys.executable, "-m", "flexcache.cli", "bench"]
+DEVELOPERS_BENCH = [sys.executable, str(ROOT / "benchmarks" / "run.py")]
 
 
-def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BENCH, *arguments], capture_output=True, text=True, timeout=240)
+def run_bench(*arguments: str, command: Sequence[str] = BENCH) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
 
 
 def test_a_section_is_measured_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    run = run_bench("control", "--only", "1,024 tokens", "--json", str(path))
+    arguments = ("control", "--only", "1,024 tokens", "--json", str(path))
+    run = run_bench(*arguments, command=DEVELOPERS_BENCH)
     assert run.returncode == 0, run.stdout + run.stderr
     content = json.loads(path.read_text())
     assert [case["outcome"] for case in content["cases"]] == ["done", "done"]
@@ -31,7 +36,7 @@ def test_a_section_is_measured_from_end_to_end(tmp_path: Path) -> None:
 
 
 def test_requests_without_bytes_and_the_scheduler_are_measured() -> None:
-    run = run_bench("plan", "--only", "64 blocks")
+    run = run_bench("plan", "--only", "64 blocks", command=DEVELOPERS_BENCH)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "get from SSD: complete, per op" in run.stdout
 
@@ -54,7 +59,8 @@ def test_what_cannot_be_asked_for_is_refused_at_once(tmp_path: Path) -> None:
         ["--json", str(tmp_path)],
         ["--plot", str(tmp_path / "bench.txt")],
         ["--remote-url", "nonsense"],
-        ["plan", "--only", "[/no markup]"],
+        ["dram", "--only", "[/no markup]"],
+        ["control"],  # a section of the other command
     ):
         run = run_bench(*arguments)
         assert run.returncode == 1
@@ -63,7 +69,7 @@ def test_what_cannot_be_asked_for_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_leaves_no_files_behind(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [*BENCH, "control", "plan", "--dir", str(tmp_path)],
+        [*DEVELOPERS_BENCH, "control", "plan", "--dir", str(tmp_path)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as process:  # fmt: skip

@@ -13,13 +13,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from paths import SUPPORT
+
 ROUNDS = os.environ.get("CRASH_ROUNDS", "24")
 SEED = os.environ.get("CRASH_SEED", "1")
 
 
 def test_a_crash_while_writing_costs_nothing_that_was_durable(tmp_path: Path) -> None:
-    driver = Path(__file__).with_name("crash.py")
-    command = [sys.executable, str(driver), str(tmp_path / "ssd"), ROUNDS, SEED]
+    command = [sys.executable, str(SUPPORT / "crash.py"), str(tmp_path / "ssd"), ROUNDS, SEED]
     with tempfile.TemporaryDirectory(prefix="fc-") as sockets:  # which the dead leave behind
         environment = {**os.environ, "XDG_RUNTIME_DIR": sockets}
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)

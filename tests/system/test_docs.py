@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("*.md", "docs/*.md", "deploy/*.md", "examples/*.md")
 
 

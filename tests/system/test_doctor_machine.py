@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import ports
 import pytest
 from cluster import running_cluster
-from stores import free_ports
+from paths import SUPPORT
 
 from flexcache.doctor.endpoints import check_event_endpoints, check_http, check_server_endpoint
 from flexcache.doctor.findings import Finding, Level
@@ -25,7 +26,7 @@ from flexcache.storage.block_io import io_uring_problem
 from flexcache.storage.pool_directory import supports_direct_io
 
 DOCTOR = (sys.executable, "-m", "flexcache.cli", "doctor", "--json")
-FORBID_IO_URING = Path(__file__).with_name("forbid_io_uring.py")
+FORBID_IO_URING = SUPPORT / "forbid_io_uring.py"
 
 
 class Report:
@@ -184,7 +185,7 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture
 def free_port() -> int:
-    return free_ports(1)[0]
+    return ports.free_port()
 
 
 def one(findings: Iterator[Finding]) -> Finding:

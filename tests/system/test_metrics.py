@@ -23,7 +23,8 @@ import pytest
 import torch
 import zmq
 from cluster import READY_S, Cluster, joined_kv, running_cluster, until
-from stores import free_ports
+from paths import ROOT
+from ports import free_port, free_ports
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
@@ -67,7 +68,7 @@ class Server:
     """HTTP of one server, and what its metrics were whenever it was looked at."""
 
     def __init__(self) -> None:
-        (self.port,) = free_ports(1)
+        self.port = free_port()
         self.looks: list[dict[str, float]] = []
 
     def ask(self, path: str, content: object = None) -> Any:
@@ -459,7 +460,7 @@ def test_no_metric_is_left_out() -> None:
 def test_prometheus_finds_data_for_every_panel_of_the_dashboard(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "dashboard.png"
-    script = Path(__file__).resolve().parents[2] / "scripts" / "show_metrics.py"
+    script = ROOT / "scripts" / "show_metrics.py"
     done = subprocess.run(
         [sys.executable, script, "--seconds", "8", "--out", picture],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,

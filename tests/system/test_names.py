@@ -7,12 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster import as_bytes
 from load import TOKENS_PER_BLOCK, make_kv, make_model, tokens_of
+from paths import SUPPORT
 from test_shared import serving, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
@@ -93,7 +93,7 @@ def rival(endpoint: str, engine_id: str = "") -> Iterator[subprocess.Popen[str]]
     """Another engine in a process of its own, with a rank that is registered."""
     process = subprocess.Popen(
         [sys.executable, "-c", RIVAL, endpoint, engine_id, str(THEIRS)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=SUPPORT,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import joined_kv
-from stores import free_ports
+from ports import free_port
 from test_faults import TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
@@ -68,7 +68,7 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
     watch = Watch()
     monkeypatch.setattr("flexcache.server.server.Hub", watch.watched(Hub))
     monkeypatch.setattr("flexcache.server.store.KVTaskEngine", watch.watched(KVTaskEngine))
-    (port,) = free_ports(1)
+    port = free_port()
     config = CacheConfig(
         num_cpu_blocks=48, num_ssd_blocks=96, ssd_cache_dirs=[str(tmp_path)],
         remote_url="memory://", http_endpoint=str(port), ssd_write_policy="write_back",

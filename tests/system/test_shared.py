@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from cluster import NO_HANG_S, until
 from load import LoadEngine, make_kv, make_model, tokens_of
-from stores import free_ports
+from paths import SUPPORT
+from ports import free_port
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
 from flexcache.client.status import read_status
@@ -281,7 +282,7 @@ sys.stdin.read()
         zero.load.put(2, 24)
         process = subprocess.Popen(
             [sys.executable, "-c", script, zero.manager.endpoint],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=SUPPORT,
         )  # fmt: skip
         assert process.stdout is not None
         assert process.stdin is not None
@@ -313,7 +314,7 @@ def test_a_silent_engine_loses_its_session_and_finds_a_new_one() -> None:
         rank = child("rank", zero.manager.endpoint, "sleepy", str(path))
         other = subprocess.Popen(
             [sys.executable, "-c", script, zero.manager.endpoint, str(path),
-             str(Path(__file__).parent)],
+             str(SUPPORT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert other.stdout is not None
@@ -336,7 +337,7 @@ def test_a_silent_engine_loses_its_session_and_finds_a_new_one() -> None:
 def child(*arguments: str) -> subprocess.Popen[str]:
     """A process of `load.py` that is up."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "load.py"), *arguments],
+        [sys.executable, str(SUPPORT / "load.py"), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -401,7 +402,7 @@ def test_over_tcp_with_keys_only_their_holders_are_served(tmp_path: Path) -> Non
             check=True, capture_output=True,
         )  # fmt: skip
         assert (directory / "server.key_secret").stat().st_mode & 0o077 == 0
-    endpoint = f"tcp://0.0.0.0:{free_ports(1)[0]}"
+    endpoint = f"tcp://0.0.0.0:{free_port()}"
     local = endpoint.replace("0.0.0.0", "127.0.0.1")
     environment = {"FLEXCACHE_CURVE_KEYS": str(keys), "FLEXCACHE_NUM_CPU_BLOCKS": "64"}
     with serving("--endpoint", endpoint, **environment) as process:

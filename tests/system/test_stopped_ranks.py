@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from paths import SUPPORT
 from rank import KV_BYTES, MODEL, NUM_BLOCKS, TOKENS_PER_BLOCK, map_kv
 from test_faults import until
 
@@ -36,9 +36,11 @@ class RankProcess:
         os.ftruncate(self._memory, KV_BYTES)
         path = f"/proc/{os.getpid()}/fd/{self._memory}"
         self.kv = map_kv(path)
-        script = Path(__file__).with_name("rank.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(script), endpoint, path, ENGINE, str(server_timeout_s)],
+            [
+                sys.executable, str(SUPPORT / "rank.py"), endpoint, path, ENGINE,
+                str(server_timeout_s),
+            ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 

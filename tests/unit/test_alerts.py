@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from flexcache.metrics.catalog import CATALOG, MetricType
 
-ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "docs" / "grafana" / "alerts.yml"
 DASHBOARD = ROOT / "docs" / "grafana" / "flexcache.json"
 MINUTES = 90

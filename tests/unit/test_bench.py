@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,15 +19,27 @@ from flexcache.bench.machine import describe_directory, describe_machine
 from flexcache.bench.plot import bars_of, check_plot_file, draw
 from flexcache.bench.report import figure, growth, show_report, target, write_json
 from flexcache.bench.results import Case, Result, Unsupported, sample, sample_beside
-from flexcache.bench.suite import Outcome, Report, Settings, run_case, run_suite
+from flexcache.bench.suite import (
+    SECTIONS,
+    Outcome,
+    Report,
+    Settings,
+    choose_sections,
+    run_case,
+    run_suite,
+)
 from flexcache.errors import ConfigError, MissingDependencyError
 
 
 def a_section(monkeypatch: pytest.MonkeyPatch, name: str, cases: object) -> None:
-    """Has a section of the suite consist of other cases."""
+    """Replace the cases of a section."""
     module = ModuleType(f"flexcache.bench.{name}")
     module.cases = cases  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def settings_for(sections: Sequence[str], **settings: Any) -> Settings:
+    return Settings(choose_sections(sections, SECTIONS), **settings)
 
 
 def a_case(title: str, *results: Result, error: BaseException | None = None) -> Case:
@@ -142,7 +155,7 @@ def test_the_other_cases_and_sections_go_on_after_a_failure(
         monkeypatch, "dram",
         lambda thorough: [a_case("first", error=ValueError("no")), a_case("second", FAST)],
     )  # fmt: skip
-    report = run_suite(Settings(sections=("gpu", "ssd", "dram")))
+    report = run_suite(settings_for(("gpu", "ssd", "dram")))
     assert [(case.section, case.title, case.outcome) for case in report.cases] == [
         ("gpu", "all of it", Outcome.UNSUPPORTED),
         ("ssd", "all of it", Outcome.FAILED),
@@ -166,7 +179,7 @@ def test_a_section_is_given_the_settings_it_asks_for(monkeypatch: pytest.MonkeyP
         return [a_case("one")]
 
     a_section(monkeypatch, "ssd", cases)
-    run_suite(Settings(sections=("ssd",), thorough=True, seed=7))
+    run_suite(settings_for(("ssd",), thorough=True, seed=7))
     assert (seen["thorough"], seen["seed"]) == (True, 7)
     assert not seen["directory"].exists()  # type: ignore[attr-defined]
 
@@ -179,7 +192,7 @@ def test_an_interrupt_keeps_what_was_measured_and_removes_the_files(
         return [a_case("first", FAST), a_case("second", error=KeyboardInterrupt())]
 
     a_section(monkeypatch, "ssd", cases)
-    report = run_suite(Settings(sections=("ssd",), directory=tmp_path))
+    report = run_suite(settings_for(("ssd",), directory=tmp_path))
     assert report.was_interrupted
     assert report.results == [FAST]
     assert not list(tmp_path.iterdir())
@@ -188,15 +201,15 @@ def test_an_interrupt_keeps_what_was_measured_and_removes_the_files(
 
 def test_only_chooses_by_title(monkeypatch: pytest.MonkeyPatch) -> None:
     a_section(monkeypatch, "dram", lambda thorough: [a_case("2 MiB"), a_case("64 KiB")])
-    report = run_suite(Settings(sections=("dram",), only="64"))
+    report = run_suite(settings_for(("dram",), only="64"))
     assert [case.title for case in report.cases] == ["64 KiB"]
     with pytest.raises(ConfigError, match="no case of dram has 'disk' in it"):
-        run_suite(Settings(sections=("dram",), only="disk"))
+        run_suite(settings_for(("dram",), only="disk"))
 
 
 def test_unknown_sections_and_directories_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'contrl'.*control"):
-        Settings(sections=("contrl",))
+    with pytest.raises(ConfigError, match=r"'drma'.*dram"):
+        settings_for(("drma",))
     with pytest.raises(ConfigError, match="nowhere"):
         Settings(directory=tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"'ftp://a'.*file://"):
@@ -205,13 +218,18 @@ def test_unknown_sections_and_directories_are_refused_by_name(tmp_path: Path) ->
 
 def test_a_directory_that_cannot_be_written_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="directory /proc/self: cannot be written"):
-        run_suite(Settings(sections=("dram",), directory=Path("/proc/self")))
+        run_suite(settings_for(("dram",), directory=Path("/proc/self")))
+
+
+def test_without_names_all_sections_run() -> None:
+    assert dict(choose_sections((), SECTIONS)) == SECTIONS
+    assert list(choose_sections(("ssd", "dram"), SECTIONS)) == ["ssd", "dram"]
 
 
 def test_a_section_that_is_named_twice_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("dram", "ssd"):
         a_section(monkeypatch, name, lambda thorough: [a_case("one")])
-    report = run_suite(Settings(sections=("ssd", "dram", "ssd")))
+    report = run_suite(settings_for(("ssd", "dram", "ssd")))
     assert [case.section for case in report.cases] == ["ssd", "dram"]
 
 
@@ -224,7 +242,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Report:
         Result("match", "us", [v], parameter="tokens", at=n) for v, n in ((5.0, 10), (6, 100))
     ]
     a_section(monkeypatch, "dram", lambda thorough: [a_case("all", FAST, SLOW, *points)])
-    return run_suite(Settings(sections=("dram",)))
+    return run_suite(settings_for(("dram",)))
 
 
 def test_json_has_every_sample_the_machine_and_the_settings(report: Report, tmp_path: Path) -> None:
@@ -252,7 +270,7 @@ def test_no_figure_and_no_path_keeps_the_others_from_being_shown(
     directory = tmp_path / "[" / "b]"
     directory.mkdir(parents=True)
     a_section(monkeypatch, "dram", lambda thorough: [a_case("all", *odd, FAST)])
-    text = shown(run_suite(Settings(sections=("dram",), directory=directory)))
+    text = shown(run_suite(settings_for(("dram",), directory=directory)))
     assert "[/b]" in text
     assert "memcpy" in text
 
@@ -260,12 +278,14 @@ def test_no_figure_and_no_path_keeps_the_others_from_being_shown(
 def test_figures_of_one_title_are_told_by_their_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [a_case("2 MiB", FAST), a_case("64 KiB", FAST, SLOW)]
     a_section(monkeypatch, "dram", lambda thorough: cases)
-    text = shown(run_suite(Settings(sections=("dram",))))
+    text = shown(run_suite(settings_for(("dram",))))
     for words in ("2 MiB: copy", "64 KiB: copy", " match "):
         assert words in text
 
 
-def test_bars_are_speeds_so_that_more_is_always_better(report: Report) -> None:
+def test_figures_with_a_target_are_drawn_as_speeds_so_that_more_is_always_better(
+    report: Report,
+) -> None:
     ((section, (copy, match)),) = bars_of(report)
     assert section == "dram"
     assert (copy.speed, copy.target, copy.is_reached) == (0.9, 0.9, True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ports import free_port
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.client.status import read_status
@@ -85,12 +86,6 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_an_own_socket_is_told_from_one_that_takes_its_place(tmp_path: Path) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "scripts")]
-
-from engines import ENGINE_ENV, MODELS, Engine, engine_arguments  # noqa: E402
+from engines import ENGINE_ENV, Engine, engine_arguments
+from paths import MODELS
 
 collect_ignore: list[str] = []
 try:

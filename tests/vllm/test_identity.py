@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import ENGINE_ENV, MODELS
+from engines import ENGINE_ENV
+from paths import MODELS
 from safetensors.torch import load_file, save_file
 
 from flexcache.errors import ConfigError

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MODELS, Engine, make_prompt
+from engines import Engine, make_prompt
+from paths import MODELS
 from probe_connector import compare_probes
 from test_processes import _cpu_flags, assert_exact, run
 from vllm import SamplingParams

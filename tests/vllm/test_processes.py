@@ -11,22 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODELS, ROOT
+from paths import MODELS, ROOT, SUPPORT
 
 OLD_VLLM = os.environ.get("OLD_VLLM_PATH")
 """Where an older vLLM (0.28) is unpacked; `scripts/test.sh` sees to it."""
 
 
 def run(options: dict[str, Any], *, in_process: bool = False, vllm_path: str = "") -> Any:
-    here = Path(__file__).parent
-    path = [vllm_path, str(here), str(ROOT / "scripts"), str(ROOT)]
+    path = [vllm_path, str(SUPPORT), str(ROOT)]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
     }
     process = subprocess.Popen(
-        [sys.executable, str(here / "run_scenario.py"), json.dumps(options)],
+        [sys.executable, str(SUPPORT / "run_scenario.py"), json.dumps(options)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

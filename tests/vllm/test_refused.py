@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MODELS
+from paths import MODELS
 from test_processes import run
 
 from flexcache import CacheConfig, KVManager, ModelConfig

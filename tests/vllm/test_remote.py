@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any
 
 import pytest
 from driven_engine import DrivenEngine, driven_engines
-from engines import MODELS, ROOT, make_prompt
+from engines import make_prompt
+from paths import MODELS
 from probe_connector import compare_probes
-
-sys.path.append(str(ROOT / "tests" / "system"))
-
 from stores import missing, store_server
 
 NUM_TOKENS = 700

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from driven_engine import driven_engines
-from engines import MODELS, make_prompt
+from engines import make_prompt
+from paths import MODELS
 from probe_connector import compare_probes
 
 NUM_TOKENS = 700

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENGINE_ENV, MODELS, ROOT, make_prompt
+from engines import ENGINE_ENV, make_prompt
+from paths import MODELS, ROOT, SUPPORT
+from ports import free_port
 
 READY_S = 300
 NUM_TOKENS = 700
@@ -49,12 +50,6 @@ def runtime_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class ApiServer:
     """vLLM's OpenAI server with the probing connector, as `vllm serve` starts it."""
 
@@ -67,8 +62,7 @@ class ApiServer:
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra_config or {},
         }  # fmt: skip
-        here = Path(__file__).parent
-        path = os.pathsep.join([str(here), str(ROOT / "scripts"), str(ROOT)])
+        path = os.pathsep.join([str(SUPPORT), str(ROOT)])
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "vllm.entrypoints.openai.api_server",

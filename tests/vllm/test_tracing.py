@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import MODELS
+from paths import MODELS
 from test_processes import assert_exact, run
 
 from flexcache.ids import TaskKind

@@ -294,9 +294,11 @@ def main() -> None:
         lambda: service.is_idle,
         [service.fileno()],
     )
-    if not service.is_idle:
-        os._exit(0)  # a thread is still inside the client, which cannot be taken down under it
-    service.close()
+    if service.is_idle:  # else a thread is inside the client, which cannot be closed under it
+        service.close()
+    # Daemon threads, ours and the client's, may still be on their way out of native code: an
+    # interpreter that finalizes under them aborts the process.
+    os._exit(0)
 
 
 def _address_of(memory: mmap.mmap) -> int:

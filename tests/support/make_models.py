@@ -1,6 +1,6 @@
 """Makes the small random models that the demo, the tests and the benchmarks run on. No downloads.
 
-    python scripts/make_models.py DIRECTORY [NAME ...]
+    python tests/support/make_models.py DIRECTORY [NAME ...]
 
 Weights are random and large enough (`initializer_range`) that the output depends on every token of
 the context; embeddings are untied, or the output would just repeat the last token.

@@ -1,6 +1,6 @@
 """Loads layer by layer within vLLM's step, beside loads between steps: the 136 M model, from DRAM.
 
-    python scripts/bench_layerwise.py [--only one|four] [--tokens 1000 4000 7900] [--rounds 15]
+    python benchmarks/bench_layerwise.py [--only one|four] [--tokens 1000 4000 7900] [--rounds 15]
 
 One engine; the ways of `layerwise_load` alternate from round to round. A load that is not whole,
 or leaves other bytes on the GPU than were computed, ends the benchmark; so do, for one request,
@@ -21,7 +21,11 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import search_path  # noqa: F401
+from engines import make_prompt
+from make_models import make_model
+from paths import MODELS
+
 WAYS = ("off", "on", "auto")
 BLOCK = 32
 NUM_NEW = (10, 256)
@@ -37,13 +41,12 @@ class Bench:
     """An engine whose ``layerwise_load`` can be changed between requests."""
 
     def __init__(self) -> None:
-        from make_models import make_model
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
         has_fast_bf16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
         self._llm = LLM(
-            model=str(make_model(ROOT / ".models", "mid")),
+            model=str(make_model(MODELS, "mid")),
             dtype="bfloat16" if has_fast_bf16 else "float32",
             enforce_eager=True,
             max_model_len=8192,
@@ -180,14 +183,12 @@ def show(label: str, results: dict[str, Seen], what: str) -> None:
 
 
 def bench_one(bench: Bench, lengths: list[int], rounds: int) -> None:
-    from demo import prompt
-
-    whole = prompt(max(lengths), seed=1)
+    whole = make_prompt(max(lengths), seed=1)
     bench.serve([whole], 2)
     bench.store_nothing()
     for num_new, length in itertools.product(NUM_NEW, lengths):
         num_cached = length // BLOCK * BLOCK
-        asked = whole[:num_cached] + prompt(num_new, seed=length)
+        asked = whole[:num_cached] + make_prompt(num_new, seed=length)
         bench.forget_gpu()
         bench.use("off")
         bench.serve([whole], 2)
@@ -196,9 +197,7 @@ def bench_one(bench: Bench, lengths: list[int], rounds: int) -> None:
 
 
 def bench_four(bench: Bench, rounds: int) -> None:
-    from demo import prompt
-
-    prompts = [prompt(FOUR_TOKENS, seed=seed) for seed in range(1, NUM_REQUESTS + 1)]
+    prompts = [make_prompt(FOUR_TOKENS, seed=seed) for seed in range(1, NUM_REQUESTS + 1)]
     bench.serve(prompts, FOUR_ANSWER)
     for pace, steps_between in PACES.items():
         num_cached = FOUR_TOKENS // BLOCK * BLOCK

@@ -1,6 +1,6 @@
 """Hit rates of the write policies on a request trace, beside block LRU and the offline optimum.
 
-    python scripts/replay_trace.py --trace ../shared/traces/conversation_trace.jsonl
+    python benchmarks/bench_write_policies.py --trace ../shared/traces/conversation_trace.jsonl
 
 A line of the trace is a request: timestamp (ms), input_length, output_length and hash_ids, one id
 per 512 tokens of the prompt; equal ids stand for equal prefixes. Each prompt is looked up and then

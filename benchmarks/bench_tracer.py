@@ -1,6 +1,6 @@
 """What a trace costs: a lookup of a cached prompt, and its cancellation, without a trace and with.
 
-    python scripts/bench_tracer.py
+    python benchmarks/bench_tracer.py
 
 `call` is what the caller waits for, `work` the processor time of it all, what the tracer's thread
 does included. The first prompt of a file is written with all its keys, and so is, here, every
@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flexcache.cache.block_keys import (
-    BlockKeys,
     EngineBlockKeys,
+    PromptKeys,
     TokenBlockKeys,
     make_root,
 )
@@ -54,7 +54,7 @@ class Cost(NamedTuple):
     work_us: float
 
 
-def make_prompts(num_tokens: int) -> dict[str, Callable[[int], BlockKeys]]:
+def make_prompts(num_tokens: int) -> dict[str, Callable[[int], PromptKeys]]:
     """A prompt in every form in which it comes. Those of other numbers end otherwise."""
     num_blocks = num_tokens // TOKENS_PER_BLOCK
     random = np.random.default_rng(0)
@@ -81,7 +81,7 @@ def make_prompts(num_tokens: int) -> dict[str, Callable[[int], BlockKeys]]:
 
 
 def run(
-    make_keys: Callable[[int], BlockKeys], num_calls: int, is_new: bool, trace_dir: Path | None
+    make_keys: Callable[[int], PromptKeys], num_calls: int, is_new: bool, trace_dir: Path | None
 ) -> Cost:
     num_blocks = make_keys(0).num_blocks
     tier = Tier(TierName.CPU, num_blocks)

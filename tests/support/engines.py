@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-MODELS = Path(os.environ.get("MODELS_DIR", ROOT / ".models"))
+from paths import MODELS
 
 ENGINE_ENV = {
     "OMP_NUM_THREADS": "1",

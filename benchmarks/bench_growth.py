@@ -1,6 +1,6 @@
 """Does a server grow? Its memory over a million requests, and per cached block.
 
-    python scripts/bench_growth.py [--requests 1000000] [--clients 2] [--json FILE] [--plot FILE]
+    python benchmarks/bench_growth.py [--requests 1000000] [--clients 2] [--json FILE] [--plot FILE]
 
 Client processes ask for short prompts, each on its own: most requests match and let go, some put a
 prompt that is new (so that something is evicted for each, once DRAM is full), some load one. Every
@@ -174,7 +174,8 @@ def slope(samples: Sequence[Sample], values: Sequence[float]) -> float:
     late = [
         (s.requests / 1e5, v) for s, v in zip(samples, values, strict=True) if s.requests > start
     ]
-    return float(np.polyfit(*zip(*late, strict=True), 1)[0])
+    requests, grown = np.array(late).T
+    return float(np.polyfit(requests, grown, 1)[0])
 
 
 def block_bytes(by_keys: bool) -> float:

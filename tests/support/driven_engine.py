@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engines import ENGINE_ENV, ROOT, Engine, engine_arguments
+from engines import ENGINE_ENV, Engine, engine_arguments
+from paths import ROOT, SUPPORT
 
 _PROBE_DIR = "KV_PROBE_DIR"
 _MARK = "ANSWER "  # vLLM writes to standard output too
@@ -39,7 +40,7 @@ class DrivenEngine:
     ) -> None:
         self._log = log
         self._runtime_dir = tempfile.TemporaryDirectory(prefix="fc-")  # socket paths must be short
-        path = [str(Path(__file__).parent), str(ROOT / "scripts"), str(ROOT)]
+        path = [str(SUPPORT), str(ROOT)]
         probes = {} if probe_dir is None else {_PROBE_DIR: str(probe_dir)}
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(

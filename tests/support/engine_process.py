@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from paths import MODELS, ROOT, SUPPORT
+
 LMCACHE_SETTLES_S = 0.3
 _MARK = "ANSWER "  # vLLM writes to standard output too
 _ENVIRONMENT = {
@@ -67,7 +68,7 @@ class EngineProcess:
     def __init__(self, settings: Settings, log: Path, python: str = sys.executable) -> None:
         self.settings = settings
         self._log = log
-        path = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "peers")]
+        path = [str(ROOT), str(SUPPORT), str(ROOT / "benchmarks" / "peers")]
         threads = str(len(os.sched_getaffinity(0)))
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(
@@ -157,7 +158,7 @@ class Engine:
 
         self._settings = settings
         self._llm = LLM(
-            model=str(make_model(ROOT / ".models", settings.model)),
+            model=str(make_model(MODELS, settings.model)),
             dtype="bfloat16" if _has_fast_bf16() else "float32",
             enforce_eager=True,
             max_model_len=8192 if settings.model == "mid" else 4096,

@@ -1,6 +1,6 @@
 """The SSD tier's index beside SQLite and LMDB: durable commits, and loading at a start.
 
-    python scripts/bench_slot_index.py [DIRECTORY]
+    python benchmarks/bench_slot_index.py [DIRECTORY]
 
 The same 128-byte records by slot number in all three. SQLite in WAL mode with synchronous=FULL, so
 that each of them has a commit on the device before the next. Rounds take turns, since devices have
@@ -41,6 +41,9 @@ class Store(ABC):
     """Records by slot number."""
 
     name: str
+
+    @abstractmethod
+    def __init__(self, path: Path, num_slots: int) -> None: ...
 
     @abstractmethod
     def commit(self, slots: np.ndarray, records: Records) -> None:

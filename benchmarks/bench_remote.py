@@ -1,25 +1,21 @@
 """Mooncake and S3: FlexCache's reads and writes beside the store's own calls, in one run.
 
-    python scripts/bench_remote.py [--rounds 9] [--store mooncake --store s3 --store file]
+    python benchmarks/bench_remote.py [--rounds 9] [--store mooncake --store s3 --store file]
 
 Starts each store on loopback and measures it as `flexcache bench remote` does.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
+import search_path  # noqa: F401
 import typer
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "system"))
-
 from stores import mooncake_master, mooncake_segment, s3_server
 
 from flexcache.bench.remote import ROUND_BYTES, measure_store

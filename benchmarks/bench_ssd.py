@@ -1,6 +1,6 @@
 """What the SSD tier's durability costs, and how long restarts take.
 
-    python scripts/bench_ssd.py [DIRECTORY] [--gb 2] [--rounds 5] [--engine auto]
+    python benchmarks/bench_ssd.py [DIRECTORY] [--gb 2] [--rounds 5] [--engine auto]
 
 Beside fio in the same directory and run, as in `flexcache bench ssd`, but with both sync policies
 and with enough bytes that syncs weigh.

@@ -1,6 +1,6 @@
 """Throughput of a vLLM engine while its remote store fails, beside an engine that has none.
 
-    python scripts/bench_remote_faults.py [--fault-s 60] [--only "stopped"]
+    python benchmarks/bench_remote_faults.py [--fault-s 60] [--only "stopped"]
 
 Two engines serve the same prompts, a batch at a time in turns, so that whatever else the machine
 does hits both. Prompts share prefixes with others, and some come again. The ratio is that of all
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -27,16 +26,13 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import search_path  # noqa: F401
 import typer
+from driven_engine import DrivenEngine, driven_engines
+from make_models import make_model
+from paths import MODELS
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
-
-from driven_engine import DrivenEngine, driven_engines
-from engines import MODELS
-from make_models import make_model
 from stores import StoreServer, store_server
 
 BEGIN_AFTER_S = 0.05  # of a batch: loads are under way

@@ -1,6 +1,6 @@
 """Hit rates of eviction policies on a request trace and on generated traffic, beside the optimum.
 
-    python scripts/bench_eviction.py --out results/eviction
+    python benchmarks/bench_eviction.py --out results/eviction
 
 FlexCache's own policies run through the real tier, without bytes: each prompt is looked up and what
 is missing of it is stored, as a whole. LFU, ARC, S3-FIFO and SIEVE are simulated here block by
@@ -23,7 +23,7 @@ from typing import Annotated, Protocol
 
 import numpy as np
 import typer
-from replay_trace import TRACE, Request, optimal_hits, read_trace, request_of
+from bench_write_policies import TRACE, Request, optimal_hits, read_trace, request_of
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table

@@ -1,7 +1,6 @@
-"""The least that a server can do: answers whatever it is sent with 64 bytes.
+"""The least that a server can do: it answers every message with 64 bytes.
 
-`main` is run in a process of its own, with the endpoint as its argument, until its standard input
-ends.
+python echo.py ENDPOINT          until its standard input ends
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import zmq
 
 ANSWER = bytes(64)
 _COPY_BELOW_BYTES = 64 << 10
-_SPIN_S = 0.0002  # as the cache's server does: being woken takes longer than most requests
+_SPIN_S = 0.0002  # like the cache server: waking up takes longer than most requests
 
 
 def echo(endpoint: str, request: bytes, seconds: float) -> list[float]:
-    """Seconds of each round trip to an echo server, one after the other for so long."""
+    """Return the seconds of each round trip to an echo server, one after the other."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(endpoint)
@@ -32,7 +31,7 @@ def echo(endpoint: str, request: bytes, seconds: float) -> list[float]:
             answer = socket.recv()
             times.append(time.perf_counter() - started)
             if answer != ANSWER:
-                raise AssertionError("the echo server answers something else")
+                raise AssertionError("the echo server sent another answer")
         return times
 
 
@@ -49,3 +48,7 @@ def main() -> None:
                 identity, _ = socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 socket.send_multipart([identity, ANSWER])
                 spin_until = time.monotonic() + _SPIN_S
+
+
+if __name__ == "__main__":
+    main()

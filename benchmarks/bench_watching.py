@@ -1,7 +1,7 @@
 """What it costs to be watched: vLLM's throughput with FlexCache's KV events, trace and metrics on,
 beside the same engine without.
 
-    python scripts/bench_watching.py [--model mid] [--rounds 9] [--json FILE]
+    python benchmarks/bench_watching.py [--model mid] [--rounds 9] [--json FILE]
 
 The cache is DRAM and SSD, and small: every prompt is new, so every block is stored in both and
 evicted again, which is as much as there can be to tell. A subscriber takes the events, and
@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import search_path  # noqa: F401
 import typer
 import zmq
 from bench_overhead import LOADS, NUM_GENERATED, rounds_of

@@ -1,7 +1,7 @@
 """The server of LMCache 0.5.6, measured over its own protocol, to be set beside FlexCache's own.
 
-    pip install --no-deps -r scripts/peers/requirements-lmcache.txt   # in an environment of its own
-    python scripts/peers/lmcache_server.py
+    pip install --no-deps -r benchmarks/peers/requirements-lmcache.txt   # in its own environment
+    python benchmarks/peers/lmcache_server.py
 
 LMCache's multi-process server runs as it is, nothing of it is replaced: ZMQ over loopback TCP, host
 memory only. Its transfers are engine-driven, over shared memory: the engine copies, the server only
@@ -33,6 +33,10 @@ from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+
+from ports import free_port
 
 TOKENS, CHUNK = 131_072, 256  # 256 tokens per chunk is LMCache's default
 CHUNKS = TOKENS // CHUNK
@@ -190,12 +194,6 @@ def run_client(url: str, index: int, pipe: Connection) -> None:
 def die_with_parent() -> None:
     """Linux ends the process that calls this when its parent ends, however that happens."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """TTFT of the 136 M model: cold, from DRAM, from SSD; FlexCache beside vLLM's own offloading and,
 where environments of peers are named, LMCache.
 
-    python scripts/bench_ttft.py [--tokens 1000] [--rounds 5] [--venvs DIR] [--json FILE]
+    python benchmarks/bench_ttft.py [--tokens 1000] [--rounds 5] [--venvs DIR] [--json FILE]
 
 The engines stand side by side, each in a process of its own, and take turns: in each round all of
 them get the same new prompt, first cold, then with GPU memory dropped, then with DRAM dropped too.
@@ -23,10 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import search_path  # noqa: F401
 import typer
-
-sys.path.insert(0, str(Path(__file__).parent / "peers"))
-
 from engine_process import DidNotRun, EngineProcess, Settings, running
 from lmcache_server import running_server
 from reporting import Say, run_and_show

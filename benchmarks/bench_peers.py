@@ -1,18 +1,17 @@
 """FlexCache beside its peers, each in an environment of its own, all in one run: one table.
 
-    python scripts/bench_peers.py --venvs DIRECTORY [--only SECTION]... [--json FILE] [--dir DIR]
+    python benchmarks/bench_peers.py --venvs DIRECTORY [--only SECTION]... [--json FILE] [--dir DIR]
 
 The sections: server (LMCache's server), dram and disk (LMCache's tiers, memcpy, raw reads), fio
 (the SSD tier), mooncake (Mooncake Store alone), ttft (vLLM's own offloading, and LMCache's
-connector), overhead. Environments are made in DIRECTORY from ``scripts/peers/requirements-*.txt``
-where they are missing. A peer that does not install or start is in the table with the reason.
+connector), overhead. Environments missing in DIRECTORY are created from ``requirements-*.txt`` in
+``benchmarks/peers``. A peer that does not install or start is in the table with the reason.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,15 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import torch
-import typer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "system"))
-sys.path.insert(0, str(Path(__file__).parent / "peers"))
-
 import bench_overhead
 import bench_ttft
+import numpy as np
+import search_path  # noqa: F401
+import torch
+import typer
+from bench_server import measure_server
 from lmcache_data import BLOCK, BLOCKS, HEAD, HEADS, LAYERS, ROUND_BYTES, ROUNDS, TOKENS, Bound
 from reporting import Say, run_and_show
 from stores import missing, mooncake_master, mooncake_segment
@@ -37,7 +34,7 @@ from venvs import peer_python
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 from flexcache.bench.remote import measure_store
 from flexcache.bench.results import Case, Result, Unsupported
-from flexcache.bench.server import measure_server
+from flexcache.bench.suite import SECTIONS as USER_SECTIONS
 from flexcache.bench.suite import Settings, load_section
 
 PEERS = Path(__file__).parent / "peers"
@@ -87,7 +84,7 @@ class Tiers:
     """FlexCache with LMCache's KV cache: the same shape, block order and bytes."""
 
     def __init__(self, directory: Path | None) -> None:
-        ssd = {} if directory is None else {
+        ssd: dict[str, Any] = {} if directory is None else {
             "num_ssd_blocks": 2 * BLOCKS, "ssd_cache_dirs": [str(directory)]}  # fmt: skip
         config = CacheConfig(num_cpu_blocks=2 * BLOCKS, tokens_per_block=BLOCK, **ssd)
         self._manager = KVManager(TIERS_MODEL, config)
@@ -142,7 +139,8 @@ class Tiers:
 
     @staticmethod
     def _slots(blocks: np.ndarray) -> np.ndarray:
-        return (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+        slots: np.ndarray = blocks[:, None] * BLOCK + np.arange(BLOCK)
+        return slots.ravel()
 
 
 def prompts() -> Iterator[np.ndarray]:
@@ -242,7 +240,7 @@ def cases(section: str, venvs: Path, directory: Path, scratch: Path, say: Say) -
                 Case("beside LMCache and raw reads", partial(beside_lmcache_disk, venvs, directory))
             ]
         case "fio":
-            return load_section("ssd", Settings(directory=directory), scratch)
+            return load_section("ssd", USER_SECTIONS["ssd"], Settings(directory=directory), scratch)
         case "mooncake":
             return [Case("Mooncake Store alone", beside_mooncake)]
         case "ttft":

@@ -1,6 +1,6 @@
 """The DRAM and disk tiers of LMCache 0.5.6's server, measured with LMCache's own worker code.
 
-    python scripts/peers/lmcache_data.py [DIRECTORY]      # in LMCache's environment
+    python benchmarks/peers/lmcache_data.py [DIRECTORY]      # in LMCache's environment
 
 As in `lmcache_server.py` the server runs as released, in shared-memory mode: the engine's worker
 gathers its KV blocks into the server's pool and scatters them back. Disk is its native file-system

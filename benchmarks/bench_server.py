@@ -11,6 +11,7 @@ message as ours does and answers with 64 bytes.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import signal
 import subprocess
@@ -23,17 +24,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
+from bench_control import BLOCK, KEY_BYTES, MODEL, Prompt
+from echo import echo
 
-from flexcache.bench.control import BLOCK, KEY_BYTES, MODEL, Prompt
-from flexcache.bench.echo import echo
 from flexcache.bench.results import Case, Result
 from flexcache.client.rank import KVTPClient
-from flexcache.config import CacheConfig, ServerConfig
+from flexcache.config import CacheConfig
 from flexcache.manager import KVManager, Mask
 
 TOKENS = 131_072
@@ -42,6 +43,7 @@ BLOCKS = TOKENS // BLOCK
 MOST_PROMPTS = 4
 MOST_PROCESSES = 4
 READY_S = 120.0
+ECHO = Path(__file__).with_name("echo.py")
 TIMEOUT_S = 30.0
 CYCLES_PER_S = 1000.0
 
@@ -224,17 +226,14 @@ class ClientProcesses:
 
 
 @contextmanager
-def _process(module: str, *arguments: str, told: bytes = b"") -> Iterator[None]:
-    """A module's ``main`` in a process, meanwhile; what it is ``told`` is its standard input."""
-    program = f"from {module} import main; main()"
+def _process(*arguments: str) -> Iterator[None]:
+    """Run Python with these arguments meanwhile, with a standard input that stays open."""
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], stdin=subprocess.PIPE, start_new_session=True
-    )
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
     assert process.stdin is not None
     try:
-        if told:
-            process.stdin.write(told)
-            process.stdin.close()
         yield
     finally:
         process.terminate()
@@ -260,10 +259,11 @@ def measure_server(
         directory = opened.enter_context(tempfile.TemporaryDirectory(prefix="fc-"))  # short
         endpoint, echo_endpoint = f"ipc://{directory}/s", f"ipc://{directory}/e"
         num_blocks = 2 * BLOCKS * min(most, MOST_PROMPTS) + 64
-        cache = CacheConfig(num_cpu_blocks=num_blocks, endpoint=endpoint, log_level="WARNING")
-        told = msgspec.json.encode(ServerConfig(cache=cache, idle_exit_s=15.0).to_dict())
-        opened.enter_context(_process("flexcache.server.process", told=told))
-        opened.enter_context(_process("flexcache.bench.echo", echo_endpoint))
+        config = Path(directory, "server.json")
+        settings = {"num_cpu_blocks": num_blocks, "endpoint": endpoint, "log_level": "WARNING"}
+        config.write_text(json.dumps({**settings, "idle_exit_s": 15.0}))
+        opened.enter_context(_process("-m", "flexcache.cli", "server", "--config", str(config)))
+        opened.enter_context(_process(str(ECHO), echo_endpoint))
         clients = opened.enter_context(ClientProcesses(endpoint, most))
         clients.wait_ready()
         for count in counts:

@@ -1,6 +1,6 @@
 """What a cache costs when nothing hits: vLLM's throughput with FlexCache beside vLLM alone.
 
-    python scripts/bench_overhead.py [--model mid] [--rounds 9] [--json FILE]
+    python benchmarks/bench_overhead.py [--model mid] [--rounds 9] [--json FILE]
 
 Every prompt is new, so all that a cache can do is cost. In a round an engine serves four batches of
 prompts of the same lengths: with its KV connector, twice with that taken out, and with it again (or
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import search_path  # noqa: F401
 import typer
 from engine_process import EngineProcess, Settings, running
 from reporting import Say, run_and_show
