@@ -16,10 +16,11 @@ import torch
 import xxhash
 
 from flexcache.bench.results import Case, Result, Unsupported, sample_beside
-from flexcache.client.local import LocalCache
+from flexcache.cache.prompt import Mask
+from flexcache.client.local import LocalTransport
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.manager import KVManager, Mask
+from flexcache.manager import KVManager
 from flexcache.protocol.names import engine_name
 from flexcache.server.server import KVServer
 from flexcache.tasks.instructions import device
@@ -101,9 +102,9 @@ class Caller:
 
     @property
     def _server(self) -> KVServer:
-        backend = self.manager._backend
-        assert isinstance(backend, LocalCache)
-        return backend.server
+        transport = self.manager._client.transport
+        assert isinstance(transport, LocalTransport)
+        return transport.server
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -134,7 +135,7 @@ class Caller:
 
     def store(self, prompt: Prompt) -> None:
         """Make the prompt's blocks cached."""
-        keys = self.manager._keys(prompt.tokens, None, prompt.keys, None)
+        keys = self.manager._prompts.make(prompt.tokens, block_keys=prompt.keys).keys
         with self._server.session() as tasks:
             plan = tasks.cache.stores.plan_put(keys, 0, keys.num_blocks)
             tasks.cache.publish_staging(plan, plan.num_blocks)

@@ -28,22 +28,6 @@ _LONGEST_START_S = 60.0  # of a server on a busy machine, from its start to the 
 _DETACH = "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
 
 
-class Starter:
-    """The engine that started this server, as seen by the server.
-
-    Args:
-        held_fd: This end of the pipe that the engine's launcher made.
-    """
-
-    def __init__(self, held_fd: int) -> None:
-        self._poller = select.poll()
-        self._poller.register(held_fd, 0)
-
-    def has_left(self) -> bool:
-        """Whether it has ended, or found another server."""
-        return bool(self._poller.poll(0))
-
-
 class ServerLauncher:
     """Driven by a client's thread; time is handed in.
 

@@ -1,6 +1,8 @@
-"""What a scheduler's client knows of its tasks: what was matched, and what it was answered.
+"""What an engine's client knows of its tasks: what was matched, and how it ended.
 
-Calls are checked here, so that a launch or a cancel can be sent without waiting for an answer.
+Launches and cancels are checked here, so that a transport can send them without waiting for an
+answer. Answers are pushed in by the transport. The cache itself forgets a task when it has ended;
+its result can be asked for here until many others have ended after it.
 """
 
 from __future__ import annotations
@@ -8,16 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
+from flexcache.client.slots import BlockIds
+from flexcache.errors import ClosedError
+from flexcache.ids import KVStatus, SessionId, TaskKind
+from flexcache.tasks.ids import session_of
+from flexcache.tasks.instructions import MatchedTask, TaskResult
 
-from flexcache.ids import KVStatus, TaskKind
-from flexcache.tasks.instructions import TaskResult
-
-BlockIds = npt.NDArray[np.int64]
 _NUM_REMEMBERED = 16_384
 
 
@@ -36,20 +37,44 @@ class ClientTask:
     def is_over(self) -> bool:
         return self.result is not None and self.result.is_final
 
+    def end(self, status: KVStatus, error: str | None = None) -> None:
+        """End it with nothing moved."""
+        self.result = TaskResult(status, self.start, 0, self.num_tokens, error)
+
 
 class ClientTasks:
-    """Thread-safe; ``changed`` may be waited for by others too."""
+    """The tasks of one engine. Thread-safe; never calls out while it holds its lock."""
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self._changed = changed
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._tasks: OrderedDict[int, ClientTask] = OrderedDict()
+        self._early: dict[int, TaskResult] = {}
+        """Answers that came before their match had returned."""
+        self._lost: SessionId | None = None
+        """The session that was lost last. A match of it may be about to return."""
+        self._is_closed = False
 
-    def add(self, task_id: int, task: ClientTask, ended: KVStatus | None) -> None:
-        """Keep a task, open or ended already; the oldest that is over is forgotten."""
-        with self._changed:
+    # -- calls of the engine ---------------------------------------------------------------------
+
+    def add(self, kind: TaskKind, matched: MatchedTask, num_tokens: int) -> None:
+        """Keep a new task. The oldest that is over is forgotten when there are too many.
+
+        Raises:
+            ClosedError: The cache was shut down.
+        """
+        task_id, start, num_blocks, _ = matched
+        task = ClientTask(kind, start, num_blocks, num_tokens)
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the cache was shut down")
             self._tasks[task_id] = task
-            if ended is not None:
-                self._end(task, ended)
+            if not num_blocks:
+                task.end(KVStatus.NOT_FOUND)
+            elif task_id in self._early:
+                task.result = self._early.pop(task_id)
+            elif session_of(task_id) == self._lost:
+                task.end(KVStatus.FAILED, "the server was lost")
             if len(self._tasks) > _NUM_REMEMBERED:
                 oldest = next(iter(self._tasks))
                 if self._tasks[oldest].is_over:
@@ -58,7 +83,7 @@ class ClientTasks:
                     self._tasks.move_to_end(oldest)
 
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds]) -> list[int]:
-        """Check all, then mark them launched; which of them are to be started, by position.
+        """Check all, then mark them launched; the positions of those to be started.
 
         Raises:
             ValueError: A number is wrong, or a task was launched before.
@@ -67,7 +92,7 @@ class ClientTasks:
         if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
             raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
         to_start = []
-        with self._changed:
+        with self._lock:
             for position, (task_id, blocks) in enumerate(zip(task_ids, gpu_blocks, strict=True)):
                 task = self._known(task_id)
                 if task.launched:
@@ -85,36 +110,26 @@ class ClientTasks:
         return to_start
 
     def cancel(self, task_ids: Iterable[int]) -> list[int]:
-        """End what was not launched; which of the tasks the server must be told of."""
-        with self._changed:
+        """End what was not launched; the tasks that the cache must cancel."""
+        with self._lock:
             tasks = {task_id: self._known(task_id) for task_id in task_ids}
             are_open = {task_id: task for task_id, task in tasks.items() if not task.is_over}
             for task in are_open.values():
                 if not task.launched:  # nothing moves: no need to wait for the answer
-                    self._end(task, KVStatus.CANCELLED)
+                    task.end(KVStatus.CANCELLED)
+            self._changed.notify_all()
         return list(are_open)
 
-    def answer(self, task_id: int, result: TaskResult) -> None:
-        """The server says how a task ended."""
-        with self._changed:
-            task = self._tasks.get(task_id)
-            if task is not None and not task.is_over:
-                task.result = result
-                self._changed.notify_all()
-
     def results(
-        self,
-        task_ids: Iterable[int],
-        timeout: float | None,
-        completely: bool,
-        check_open: Callable[[], None],
+        self, task_ids: Iterable[int], timeout: float | None, completely: bool
     ) -> dict[int, TaskResult]:
-        """What of the tasks is over, at the latest after ``timeout`` s; None: when all are.
+        """The results of those tasks that are over within ``timeout`` s; None: wait for all.
 
-        ``check_open`` raises when there is nothing more to wait for.
+        Raises:
+            ClosedError: A task is open, and no answer will come.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             tasks = {task_id: self._known(task_id) for task_id in task_ids}
             while True:
                 over = {
@@ -122,25 +137,51 @@ class ClientTasks:
                     for task_id, task in tasks.items()
                     if task.result is not None and (not completely or task.is_over)
                 }
-                left = None if deadline is None else deadline - time.monotonic()
-                if len(over) == len(tasks) or (left is not None and left <= 0):
+                if len(over) == len(tasks):
                     return over
-                check_open()
+                if self._is_closed:
+                    raise ClosedError("the cache was shut down")
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return over
                 self._changed.wait(left)
 
-    def open_tasks(self) -> list[ClientTask]:
-        with self._changed:
+    # -- events, from the transport --------------------------------------------------------------
+
+    def answer(self, task_id: int, result: TaskResult) -> None:
+        """A task has ended: its GPU side, or all of it."""
+        with self._lock:
+            task = self._tasks.get(task_id)
+            if task is None:
+                self._early[task_id] = result
+            elif not task.is_over and not self._is_closed:
+                task.result = result
+                self._changed.notify_all()
+
+    def lose(self, session: SessionId) -> list[ClientTask]:
+        """The server of a session was lost: its open tasks. They stay open until `fail`."""
+        with self._lock:
+            self._lost = session
+            self._early.clear()
             return [task for task in self._tasks.values() if not task.is_over]
 
     def fail(self, tasks: Iterable[ClientTask], error: str) -> None:
-        """Nobody will answer these any more. What was answered for the GPU side stays."""
-        with self._changed:
+        """End tasks that the cache will not answer. An answer for the GPU side stays."""
+        with self._lock:
+            if self._is_closed:
+                return
             for task in tasks:
                 if task.result is None:
-                    self._end(task, KVStatus.FAILED, error)
+                    task.end(KVStatus.FAILED, error)
                 elif not task.is_over:
                     gpu_side = task.result
                     task.result = gpu_side._replace(is_final=True, error=gpu_side.error or error)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """No answer will come any more; wake the callers that wait for one. Idempotent."""
+        with self._lock:
+            self._is_closed = True
             self._changed.notify_all()
 
     def _known(self, task_id: int) -> ClientTask:
@@ -148,7 +189,3 @@ class ClientTasks:
         if task is None:
             raise KeyError(f"task {task_id} was never given out, or was answered long ago")
         return task
-
-    def _end(self, task: ClientTask, status: KVStatus, error: str | None = None) -> None:
-        task.result = TaskResult(status, task.start, 0, task.num_tokens, error)
-        self._changed.notify_all()

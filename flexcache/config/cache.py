@@ -188,7 +188,7 @@ class CacheConfig:
         "sets it with its own KV events.",
     )
     kv_events_endpoint: str | None = setting(
-        None, "ZMQ address to publish KV events at, for example `tcp://*:5557`. Implies kv_events."
+        None, "ZMQ address to publish KV events at, for example `tcp://*:5558`. Implies kv_events."
     )
     kv_events_replay_endpoint: str | None = setting(
         None, "ZMQ address that serves missed events again."

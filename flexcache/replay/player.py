@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from flexcache.cache.prompt import MAX_PRIORITY
 from flexcache.config import CacheConfig
 from flexcache.ids import OpKind, TaskKind
-from flexcache.manager import MAX_PRIORITY, KVManager
+from flexcache.manager import KVManager
 from flexcache.replay.reader import Trace
 from flexcache.request_info import RequestInfo
 from flexcache.tracing.records import (

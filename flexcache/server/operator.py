@@ -1,4 +1,4 @@
-"""What whoever operates a server may ask of it, by HTTP: to tell, to forget, to warm up."""
+"""Admin operations behind the HTTP API: stats, clear, prefetch."""
 
 from __future__ import annotations
 
@@ -8,27 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexcache.cache.block_keys import (
-    ENGINE_KEYS,
-    TOKEN_KEYS,
-    EngineBlockKeys,
-    PromptKeys,
-    TokenBlockKeys,
-    make_root,
-)
-from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.prompt import Prompt, PromptMaker
 from flexcache.errors import RegistrationError
 from flexcache.ids import MAX_KEY_BYTES, TaskKind
+from flexcache.request_info import PromptDetail
+from flexcache.server.local_session import LocalSession
 from flexcache.server.server import KVServer
-from flexcache.server.session_calls import SessionCalls
 from flexcache.server.store import CacheStore
-from flexcache.tasks.ids import TaskIds
 
 if TYPE_CHECKING:
     from flexcache.server.http import HttpService
 
 _NAME = "operator"
-_NUM_REMEMBERED = 1024
 
 
 class Operator:
@@ -36,22 +27,22 @@ class Operator:
 
     def __init__(self, server: KVServer) -> None:
         self._server = server
-        self._calls = SessionCalls(server)
+        self._session: LocalSession | None = None
         self._opening = threading.Lock()
 
     def stats(self) -> dict[str, Any]:
         return self._server.stats()
 
     def health(self) -> dict[str, Any]:
-        """``serving``, and ``missing``: who should be there and is not."""
+        """``serving``, and ``missing``: workers, ranks and observers that are away."""
         return self._server.health()
 
     def clear(self, tier: str | None) -> int:
-        """Drop what nobody holds, of one tier or of all; how many blocks.
+        """Drop the blocks of one tier, or of all, that are not in use; how many.
 
         Raises:
             ValueError: There is no such tier.
-            RegistrationError: No engine has said yet what is cached.
+            RegistrationError: The model is not known yet.
         """
         self._require_store()
         return self._server.clear(tier)
@@ -72,21 +63,23 @@ class Operator:
 
         Raises:
             ValueError: Not exactly one of the two is given, or it makes no sense.
-            RegistrationError: No engine has said yet what is cached.
+            RegistrationError: The model is not known yet.
         """
         store = self._require_store()
-        parts = (namespace,) if isinstance(namespace, str) else namespace or ()
-        keys = self._keys(
-            store.fingerprint, store.config.tokens_per_block, token_ids, block_keys, parts
-        )
-        with self._opening:
-            if self._calls.ids is None:
-                self._calls.ids = TaskIds(self._server.open_session(_NAME, _NUM_REMEMBERED))
-        num_tokens = keys.num_blocks * store.config.tokens_per_block
-        task = self._calls.match(TaskKind.PREFETCH, keys, 0, keys.num_blocks, num_tokens)
+        prompt = _prompt(store, token_ids, block_keys, namespace)
+        session = self._open_session()
+        task = session.match(TaskKind.PREFETCH, prompt)
         assert task is not None  # it may wait
-        self._calls.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
+        if task.num_blocks:
+            session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
         return task.num_blocks
+
+    def _open_session(self) -> LocalSession:
+        with self._opening:
+            if self._session is None:
+                self._session = LocalSession(self._server)
+                self._session.ids = self._server.open_session(_NAME)
+            return self._session
 
     def _require_store(self) -> CacheStore:
         store = self._server.store
@@ -94,29 +87,28 @@ class Operator:
             raise RegistrationError("no engine has said yet what is cached here")
         return store
 
-    @staticmethod
-    def _keys(
-        fingerprint: str,
-        tokens_per_block: int,
-        token_ids: Sequence[int] | None,
-        block_keys: Sequence[bytes] | None,
-        namespace: Sequence[str],
-    ) -> PromptKeys:
-        if (token_ids is None) == (block_keys is None):
-            raise ValueError("give either token_ids or block_keys")
-        if block_keys is not None:
-            if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
-                raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
-            root = make_root(fingerprint, namespace, ENGINE_KEYS)
-            return EngineBlockKeys(root, block_keys, len(block_keys))
-        try:
-            tokens = np.array(token_ids, dtype=np.int64)
-        except (OverflowError, TypeError) as error:
-            raise ValueError(f"token_ids: {error}") from None
-        if tokens.ndim != 1:
-            raise ValueError("token_ids must be a list of integers")
-        root = make_root(fingerprint, namespace, TOKEN_KEYS)
-        return TokenBlockKeys(root, tokens, tokens_per_block, PromptContent(tokens))
+
+def _prompt(
+    store: CacheStore,
+    token_ids: Sequence[int] | None,
+    block_keys: Sequence[bytes] | None,
+    namespace: str | Sequence[str] | None,
+) -> Prompt:
+    """A prompt as it comes by HTTP: lists of anything."""
+    if (token_ids is None) == (block_keys is None):
+        raise ValueError("give either token_ids or block_keys")
+    size = store.config.tokens_per_block
+    detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
+    maker = PromptMaker(store.fingerprint, size, lambda: detail)
+    if block_keys is not None:
+        if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
+            raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
+        tokens = range(len(block_keys) * size)  # only their number matters
+        return maker.make(tokens, None, namespace, block_keys)
+    try:
+        return maker.make(np.array(token_ids, dtype=np.int64), None, namespace)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token_ids: {error}") from None
 
 
 def open_http(server: KVServer) -> HttpService:

@@ -9,12 +9,12 @@ import sys
 
 import msgspec
 
-from flexcache.client.launcher import Starter
 from flexcache.config import ServerConfig
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event, set_up_logging
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
+from flexcache.server.starter import Starter
 
 logger = logging.getLogger(__name__)
 

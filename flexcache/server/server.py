@@ -55,7 +55,7 @@ from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.server.worker_messages import WorkerMessages
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.tasks.ids import TaskIds, new_epoch
+from flexcache.tasks.ids import TaskIds, new_epoch, session_of
 from flexcache.tasks.instructions import (
     DISK,
     REMOTE,
@@ -68,6 +68,7 @@ from flexcache.tasks.instructions import (
     RunOp,
     TaskAnswered,
     TaskEnded,
+    TaskResult,
 )
 from flexcache.tasks.sessions import NUM_REMEMBERED
 from flexcache.tracing.tracer import Tracer, make_header
@@ -92,6 +93,19 @@ _CENSUSES_A_TIMEOUT = 8  # how often all clients are looked through for the sile
 _READABLE = int(zmq.POLLIN)  # plain numbers: an operation on zmq's enums costs more than a look
 _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLL_INTERVAL_S = 0.002  # how late a death or a worker is seen while clients keep us busy
+
+
+class Answers(Protocol):
+    """Takes what becomes of the tasks of the engine in this process.
+
+    It is called under the server's lock, so it must neither wait nor call the server.
+    """
+
+    def answer(self, task_id: int, result: TaskResult) -> None:
+        """A task has ended: its GPU side, or all of it."""
+
+    def close(self) -> None:
+        """The server has failed: no answer will come any more."""
 
 
 class Closing(Protocol):
@@ -163,7 +177,8 @@ class KVServer:
         self._http: Closing | None = None
         self._absent_observers: list[str] = []
         self._clearing = threading.Lock()
-        self._seen_ended = 0
+        self._answers: Answers | None = None
+        self._own_session: SessionId | None = None
         self._spin_s = 0.0
         self._spin_until_s = 0.0
         self._poll_due_s = 0.0
@@ -175,8 +190,11 @@ class KVServer:
 
     # -- for the process that owns it ------------------------------------------------------------
 
-    def start(self) -> TaskIds | None:
+    def start(self, answers: Answers | None = None) -> TaskIds | None:
         """Bind, make the pools and serve on a thread; returns at once.
+
+        Args:
+            answers: Takes the answers to the engine in this process.
 
         Returns:
             What numbers the tasks of the engine in this process, if there is one.
@@ -184,6 +202,7 @@ class KVServer:
         Raises:
             ConfigError: The endpoint or a directory is another process's, or cannot be used.
         """
+        self._answers = answers
         ids = self._open()
         self._thread = threading.Thread(target=self._run, name="flexcache-server", daemon=True)
         self._thread.start()
@@ -221,6 +240,7 @@ class KVServer:
                     self.hub.store = self._store
                     if self._engine_name is not None:
                         ids = TaskIds(self.hub.open_session(self._engine_name, NUM_REMEMBERED))
+                        self._own_session = ids.session
             if self._open_http is not None and self.config.http_endpoint is not None:
                 self._http = self._observer("HTTP", partial(self._open_http, self))
         except BaseException:
@@ -416,10 +436,10 @@ class KVServer:
             missing += self.hub.absentees() + self._absent_observers
             return {"serving": not self._stopping, "missing": missing}
 
-    def open_session(self, name: str, num_remembered: int) -> SessionId:
+    def open_session(self, name: str) -> TaskIds:
         """For calls from this process; there must be a model."""
         with self._changed:
-            return self.hub.open_session(name, num_remembered)
+            return TaskIds(self.hub.open_session(name))
 
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call, with ``kv_events``."""
@@ -478,6 +498,8 @@ class KVServer:
                 self.hub.revoke_all()
                 self._stopping = True
                 self._changed.notify_all()
+                if self._answers is not None:
+                    self._answers.close()
             self._stop_peers()
         else:
             log_event(logger, logging.INFO, "server_ended", endpoint=self.endpoint)
@@ -581,28 +603,33 @@ class KVServer:
         engine = self._store.engine
         if self._feed is not None and engine.cache.tiers.journal:
             self._feed.pass_on(engine.cache.tiers.journal.take())
-        has_news = engine.accounts.num_ended != self._seen_ended
+        has_news = False
         has_work = False  # not told by the outbox's length: the pump empties it meanwhile
         for instruction in engine.take_instructions():
             if isinstance(instruction, RevokeTask):  # now: a caller must not be answered before
                 self.hub.deliver(instruction)
                 continue
-            if isinstance(instruction, (TaskEnded, LookUpEnded)):
+            if isinstance(instruction, LookUpEnded):
                 has_news = True
-            if self._concerns_somebody(instruction):
+            if self._must_be_carried_out(instruction):
                 self._outbox.append(instruction)
                 has_work = True
         if has_news:
-            self._seen_ended = engine.accounts.num_ended
             self._changed.notify_all()
         return has_work
 
-    def _concerns_somebody(self, instruction: Instruction) -> bool:
-        """The engine in this process asks by `session` how its tasks went: to wake the pump for
-        each would cost more than a match."""
+    def _must_be_carried_out(self, instruction: Instruction) -> bool:
+        """Answer the engine in this process at once: waking the pump costs more than a match."""
         if isinstance(instruction, TaskEnded):
             return instruction.gated
-        return self._engine_name is None or not isinstance(instruction, TaskAnswered)
+        if self._engine_name is None or not isinstance(instruction, TaskAnswered):
+            return True
+        if self._answers is not None and session_of(instruction.task_id) == self._own_session:
+            self._answers.answer(instruction.task_id, instruction.result)
+            if instruction.result.is_final:
+                assert self._store is not None
+                self._store.engine.sessions.collected(instruction.task_id)
+        return False
 
     def _carry_out(self) -> list[tuple[str, object]]:
         """Empty the outbox. Returns what is to be sent to workers, with the executor's name; what

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.ids import BlockKey, KVStatus, OpId, TaskId
+from flexcache.ids import BlockKey, KVStatus, OpId, TaskId, TierName
 from flexcache.transfer.graph import TransferOp
 
 DISK = "disk"
@@ -19,6 +19,18 @@ REMOTE = "remote"
 def device(engine: str, rank: int) -> str:
     """Name of the executor of H2D and D2H on one rank of a serving engine."""
     return f"device:{engine}:{rank}"
+
+
+class MatchedTask(NamedTuple):
+    """What a match came to: a task for ``num_blocks`` of a prompt from block ``start``.
+
+    ``sources`` has how many of them each tier supplies.
+    """
+
+    task_id: TaskId
+    start: int
+    num_blocks: int
+    sources: dict[TierName, int]
 
 
 class TaskResult(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flexcache import CacheConfig, KVManager, KVResponse, KVTPClient, ModelConfig
-from flexcache.client.local import LocalCache
+from flexcache.client.local import LocalTransport
 from flexcache.server.server import KVServer
 
 NUM_GPU_BLOCKS = 64
@@ -51,9 +51,9 @@ class Cluster:
     @property
     def server(self) -> KVServer:
         """The server inside the manager's own process."""
-        backend = self.manager._backend
-        assert isinstance(backend, LocalCache)
-        return backend.server
+        transport = self.manager._client.transport
+        assert isinstance(transport, LocalTransport)
+        return transport.server
 
     def start(self) -> None:
         self.manager.start()

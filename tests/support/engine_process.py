@@ -216,17 +216,17 @@ class Engine:
         """As if neither KV events nor a trace had been asked for."""
         from flexcache.request_info import PromptDetail
 
-        backend = self._manager._backend
-        tasks = backend.server.hub.store.engine
-        tiers, before = tasks.cache.tiers, (backend.wanted, tasks.recorder)
+        transport = self._manager._client.transport
+        tasks = transport.server.hub.store.engine
+        tiers, before = tasks.cache.tiers, (transport.detail, tasks.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
-        backend.wanted, tasks.recorder = PromptDetail.NOTHING, None
+        transport.detail, tasks.recorder = PromptDetail.NOTHING, None
         for tier in tiers:
             tier.on_stored, tier.index.on_removed = [], []
         try:
             yield
         finally:
-            backend.wanted, tasks.recorder = before
+            transport.detail, tasks.recorder = before
             for tier, (on_stored, on_removed) in zip(tiers, followers, strict=True):
                 tier.on_stored, tier.index.on_removed = on_stored, on_removed
 

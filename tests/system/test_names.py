@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from paths import SUPPORT
 from test_shared import serving, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient
-from flexcache.errors import RegistrationError
+from flexcache.errors import RegistrationError, ServerLostError
 from flexcache.protocol.runtime import private_endpoint
 
 NUM_BLOCKS = 4
@@ -118,7 +118,21 @@ def endpoint() -> Iterator[str]:
 
 def start_session(mine: Engine) -> None:
     mine.manager.start()
-    until(lambda: mine.manager._backend._state.value == "serving")  # type: ignore[attr-defined]
+    until(lambda: has_session(mine))
+
+
+def why_not_ready(mine: Engine) -> str:
+    try:
+        mine.manager.wait_ready(0)
+    except (TimeoutError, RegistrationError) as error:
+        return str(error)
+    return ""
+
+
+def has_session(mine: Engine) -> bool:
+    with suppress(ServerLostError):
+        return mine.manager.stats()["server"]["state"] == "serving"
+    return False
 
 
 def test_engines_without_a_name_keep_their_ranks_apart(endpoint: str) -> None:
@@ -181,7 +195,7 @@ def test_a_name_that_two_engines_claim_moves_nothing_until_one_is_gone(endpoint:
             assert told.startswith(("TimeoutError", "RegistrationError"))
             assert f"claimed by process {os.getpid()} and process {other.pid}" in told
         # Nothing proves that the rank is not the rival's.
-        until(lambda: "taken over" in str(mine.manager._backend._missing))  # type: ignore[attr-defined]
+        until(lambda: "taken over" in why_not_ready(mine))
         mine.client.close()
         mine.client = KVTPClient(mine.manager.endpoint, engine_id="same")
         mine.client.register_kv_caches(mine.kv)

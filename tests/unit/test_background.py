@@ -88,7 +88,7 @@ def test_a_flood_of_clears_makes_one_thread_and_is_refused_by_name(
         manager.start()
         with pytest.raises(TimeoutError, match="tp_rank 0"):
             manager.wait_ready(2)
-        calls: zmq.Socket[bytes] = manager._backend._calls  # type: ignore[attr-defined]
+        calls: zmq.Socket[bytes] = manager._client.transport._calls._socket  # type: ignore[attr-defined]
         calls.rcvtimeo = int(WAIT_S * 1000)
         for number in range(100):
             calls.send(msgspec.msgpack.encode(Clear(number, "SSD")))

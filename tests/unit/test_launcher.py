@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from flexcache.client import launcher
-from flexcache.client.launcher import ServerLauncher, Starter
+from flexcache.client.launcher import ServerLauncher
 from flexcache.config import CacheConfig, ServerConfig
+from flexcache.server.starter import Starter
 
 SLOW = """
 import os, sys, time

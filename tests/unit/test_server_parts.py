@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys, make_root
 from flexcache.cache.packed_keys import unpack_keys
-from flexcache.client.tasks import ClientTask, ClientTasks
+from flexcache.client.tasks import ClientTasks
 from flexcache.config import CacheConfig, ModelConfig, ServerConfig
-from flexcache.errors import ConfigError, RegistrationError
-from flexcache.ids import KVStatus, OpId, RootId, SessionId, TaskKind
+from flexcache.errors import ClosedError, ConfigError, RegistrationError
+from flexcache.ids import KVStatus, OpId, RootId, SessionId, TaskId, TaskKind
 from flexcache.protocol.curve import make_keys
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import ModelSpec
 from flexcache.protocol.scratch import Scratch
 from flexcache.tasks.ids import TaskIds, epoch_of, id_before, make_session, session_of
-from flexcache.tasks.instructions import TaskResult
+from flexcache.tasks.instructions import MatchedTask, TaskResult
 from flexcache.transfer.fair_queue import FairQueue
 
 # -- the queue for the disk ----------------------------------------------------------------------
@@ -123,18 +123,21 @@ def test_keys_of_different_sizes_are_refused_by_name() -> None:
 # -- tasks as a client knows them -----------------------------------------------------------------
 
 
-def three_tasks() -> tuple[ClientTasks, list[ClientTask]]:
+def three_tasks() -> ClientTasks:
     """A get of two blocks, a put of one, and a miss."""
-    tasks = ClientTasks(threading.Condition())
-    made = [ClientTask(TaskKind.GET, 0, 2, 40), ClientTask(TaskKind.PUT, 1, 1, 40),
-            ClientTask(TaskKind.GET, 0, 0, 40)]  # fmt: skip
-    for task_id, task in enumerate(made):
-        tasks.add(task_id, task, None if task.num_blocks else KVStatus.NOT_FOUND)
-    return tasks, made
+    tasks = ClientTasks()
+    add(tasks, TaskKind.GET, 0, 0, 2)
+    add(tasks, TaskKind.PUT, 1, 1, 1)
+    add(tasks, TaskKind.GET, 2, 0, 0)
+    return tasks
+
+
+def add(tasks: ClientTasks, kind: TaskKind, task_id: int, start: int, num_blocks: int) -> None:
+    tasks.add(kind, MatchedTask(TaskId(task_id), start, num_blocks, {}), 40)
 
 
 def results_of(tasks: ClientTasks, *ids: int, completely: bool = False) -> dict[int, TaskResult]:
-    return tasks.results(ids, 0.0, completely, lambda: None)
+    return tasks.results(ids, 0.0, completely)
 
 
 def blocks(count: int) -> np.ndarray:
@@ -142,20 +145,19 @@ def blocks(count: int) -> np.ndarray:
 
 
 def test_all_of_a_launch_is_checked_before_any_of_it_is_done() -> None:
-    tasks, made = three_tasks()
+    tasks = three_tasks()
     for ids, gpu in (([0, 1], [2, 2]), ([0, 0], [2, 2]), ([0, 1], [2])):
         with pytest.raises(ValueError, match="slot"):
             tasks.launch(ids, [blocks(n) for n in gpu])
     with pytest.raises(KeyError, match="never given out"):
         tasks.launch([0, 77], [blocks(2), blocks(1)])
-    assert not any(task.launched for task in made)
     assert tasks.launch([2, 0, 1], [blocks(0), blocks(2), blocks(1)]) == [1, 2]
     with pytest.raises(ValueError, match="launched before"):
         tasks.launch([1], [blocks(1)])
 
 
 def test_what_was_not_launched_is_cancelled_at_once_and_what_moves_when_it_has_ended() -> None:
-    tasks, _ = three_tasks()
+    tasks = three_tasks()
     tasks.launch([0], [blocks(2)])
     assert tasks.cancel([0, 1, 2]) == [0, 1]
     assert set(results_of(tasks, 0, 1)) == {1}
@@ -169,22 +171,59 @@ def test_what_was_not_launched_is_cancelled_at_once_and_what_moves_when_it_has_e
 
 
 def test_a_lost_server_fails_what_is_open_and_ends_what_only_went_on_below() -> None:
-    tasks, _ = three_tasks()
+    tasks = three_tasks()
     tasks.launch([0, 1], [blocks(2), blocks(1)])
     tasks.answer(1, TaskResult(KVStatus.SUCCESS, 1, 1, 40, is_final=False))
     assert set(results_of(tasks, 0, 1)) == {1}
     assert results_of(tasks, 1, completely=True) == {}
-    tasks.fail(tasks.open_tasks(), "it died")
+    tasks.fail(tasks.lose(SessionId(0)), "it died")
     found = results_of(tasks, 0, 1, completely=True)
     assert found[0] == TaskResult(KVStatus.FAILED, 0, 0, 40, "it died")
     assert found[1] == TaskResult(KVStatus.SUCCESS, 1, 1, 40, "it died")
-    assert tasks.open_tasks() == []
+    assert tasks.lose(SessionId(0)) == []
+
+
+def test_an_answer_that_overtakes_its_match_is_kept_for_it() -> None:
+    tasks = ClientTasks()
+    cancelled = TaskResult(KVStatus.CANCELLED, 0, 0, 40, "not launched in time")
+    tasks.answer(7, cancelled)
+    add(tasks, TaskKind.GET, 7, 0, 2)
+    assert results_of(tasks, 7) == {7: cancelled}
+    assert tasks.launch([7], [blocks(2)]) == []
+
+
+def test_a_match_that_returns_after_its_session_was_lost_has_failed() -> None:
+    tasks, session = ClientTasks(), make_session(3, 4)
+    ids = TaskIds(session)
+    assert tasks.lose(session) == []
+    found, missed = ids.next(), ids.next()
+    add(tasks, TaskKind.GET, found, 0, 2)
+    add(tasks, TaskKind.GET, missed, 0, 0)
+    results = results_of(tasks, found, missed)
+    assert results[found].status is KVStatus.FAILED
+    assert results[missed].status is KVStatus.NOT_FOUND
+
+
+def test_callers_that_wait_are_woken_when_no_answer_will_come() -> None:
+    tasks = three_tasks()
+    tasks.launch([0], [blocks(2)])
+    closer = threading.Timer(0.05, tasks.close)
+    closer.start()
+    with pytest.raises(ClosedError):
+        tasks.results([0, 2], None, completely=False)
+    closer.join()
+    tasks.answer(0, TaskResult(KVStatus.SUCCESS, 0, 2, 40))  # too late: it was said to be closed
+    with pytest.raises(ClosedError):
+        results_of(tasks, 0)
+    assert results_of(tasks, 2)[2].status is KVStatus.NOT_FOUND
+    with pytest.raises(ClosedError):
+        add(tasks, TaskKind.GET, 9, 0, 2)
 
 
 def test_old_tasks_are_forgotten_and_open_ones_are_not() -> None:
-    tasks, _ = three_tasks()
+    tasks = three_tasks()
     for task_id in range(100, 100 + 20_000):
-        tasks.add(task_id, ClientTask(TaskKind.GET, 0, 0, 0), KVStatus.NOT_FOUND)
+        add(tasks, TaskKind.GET, task_id, 0, 0)
     assert results_of(tasks, 0, 1) == {}
     with pytest.raises(KeyError, match="long ago"):
         results_of(tasks, 100)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from vllm import envs
 
+from flexcache.client.connect import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.integration.vllm.identity import read_model_id
-from flexcache.manager import local_endpoint
 from flexcache.protocol.runtime import private_endpoint
 
 

@@ -1,0 +1,180 @@
+"""Prompts as the cache sees them: block keys and a range of whole blocks.
+
+Callers speak of tokens and masks over tokens. `PromptMaker` turns those into a `Prompt`, and blocks
+back into a mask. Block keys are made here and nowhere else, so a prefetch by HTTP finds what an
+engine has stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.block_keys import (
+    ENGINE_KEYS,
+    TOKEN_KEYS,
+    EngineBlockKeys,
+    PromptKeys,
+    TokenBlockKeys,
+    make_root,
+)
+from flexcache.cache.prompt_content import PromptContent
+from flexcache.ids import MAX_KEY_BYTES, RootId
+from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo
+
+Mask = npt.NDArray[np.bool_]
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+Namespace = str | Sequence[str] | None
+
+MAX_PRIORITY = 1000
+_MAX_ROOTS = 65_536
+
+
+class Prompt(NamedTuple):
+    """Blocks ``[start, stop)`` of a prompt of ``num_tokens``.
+
+    ``retain_s``: what a put stores counts as used this much later when room is needed.
+    """
+
+    keys: PromptKeys
+    start: int
+    stop: int
+    num_tokens: int
+    retain_s: float = 0.0
+
+
+class PromptMaker:
+    """Makes the prompts of one model. Thread-safe.
+
+    Args:
+        fingerprint: Of the model and block size: prompts of another model have other keys.
+        tokens_per_block: The block size.
+        detail: Returns how much of a prompt the cache's observers need. It may change.
+    """
+
+    def __init__(
+        self, fingerprint: str, tokens_per_block: int, detail: Callable[[], PromptDetail]
+    ) -> None:
+        self.tokens_per_block = tokens_per_block
+        self._detail = detail
+        self._fingerprint = fingerprint
+        self._roots: dict[tuple[Namespace, str], RootId] = {}
+
+    def make(
+        self,
+        token_ids: Tokens,
+        token_mask: Mask | None = None,
+        namespace: Namespace = None,
+        block_keys: Sequence[bytes] | None = None,
+        info: RequestInfo | None = None,
+        retain_s: float = 0.0,
+    ) -> Prompt:
+        """Make a prompt of the whole blocks within the first run of True in ``token_mask``.
+
+        With ``block_keys`` no token is looked at, only their number.
+
+        Raises:
+            ValueError: An argument has the wrong shape, type or size.
+        """
+        num_tokens = len(token_ids)
+        start, stop = self._block_range(num_tokens, token_mask)
+        content = None
+        if detail := self._detail():
+            tokens = _own_copy(token_ids) if detail is PromptDetail.TOKENS else ()
+            content = PromptContent(tokens, info or NO_INFO)
+        keys = self._keys(token_ids, namespace, block_keys, content)
+        stop = min(stop, keys.num_blocks)
+        return Prompt(keys, min(start, stop), stop, num_tokens, retain_s)
+
+    def token_mask(self, num_tokens: int, start: int, num_blocks: int) -> Mask:
+        """A mask over ``num_tokens`` that is True for ``num_blocks`` from block ``start``."""
+        first = start * self.tokens_per_block
+        last = first + num_blocks * self.tokens_per_block
+        mask = np.empty(num_tokens, dtype=np.bool_)  # each byte is written once
+        mask[:first] = False
+        mask[first:last] = True
+        mask[last:] = False
+        return mask
+
+    def _keys(
+        self,
+        token_ids: Tokens,
+        namespace: Namespace,
+        block_keys: Sequence[bytes] | None,
+        content: PromptContent | None,
+    ) -> PromptKeys:
+        if block_keys is not None:
+            if len(block_keys) and not 0 < len(block_keys[0]) <= MAX_KEY_BYTES:
+                raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
+            root = self._root(namespace, ENGINE_KEYS)
+            num_blocks = len(token_ids) // self.tokens_per_block
+            return EngineBlockKeys(root, block_keys, num_blocks, content)
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
+            raise ValueError(
+                f"token_ids must be a 1-D array of integers, not {tokens.ndim}-D of {tokens.dtype}"
+            )
+        return TokenBlockKeys(
+            self._root(namespace, TOKEN_KEYS),
+            tokens.astype(np.int64, copy=False),
+            self.tokens_per_block,
+            content,
+        )
+
+    def _root(self, namespace: Namespace, kind: str) -> RootId:
+        if namespace is not None and not isinstance(namespace, str):
+            if not isinstance(namespace, Sequence):
+                raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
+            namespace = tuple(namespace)
+        root = self._roots.get((namespace, kind))
+        if root is None:
+            parts = () if namespace is None else namespace
+            parts = (parts,) if isinstance(parts, str) else parts
+            if not all(isinstance(part, str) for part in parts):
+                raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
+            if len(self._roots) >= _MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[namespace, kind] = make_root(self._fingerprint, parts, kind)
+        return root
+
+    def _block_range(self, num_tokens: int, token_mask: Mask | None) -> tuple[int, int]:
+        size = self.tokens_per_block
+        if token_mask is None:
+            return 0, num_tokens // size
+        mask = np.asarray(token_mask)
+        if mask.shape != (num_tokens,) or mask.dtype != np.bool_:
+            raise ValueError(
+                f"token_mask must be {num_tokens} booleans, not {mask.shape} of {mask.dtype}"
+            )
+        if not num_tokens or not mask.any():
+            return 0, 0
+        first = int(mask.argmax())
+        run = mask[first:]
+        last = num_tokens if run.all() else first + int(run.argmin())
+        start = -(-first // size)
+        return start, max(start, last // size)
+
+
+def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:
+    """How much later than now a put's blocks count as used.
+
+    Raises:
+        ValueError: ``priority`` or ``ttl_s`` is out of range.
+    """
+    if not math.isfinite(ttl_s) or ttl_s < 0:
+        raise ValueError(f"ttl_s = {ttl_s}: must be a number of seconds, at least 0")
+    if abs(priority) > MAX_PRIORITY:
+        raise ValueError(f"priority = {priority}: must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    return priority * priority_step_s + ttl_s
+
+
+def _own_copy(token_ids: Tokens) -> Sequence[int] | npt.NDArray[np.int64]:
+    """Tokens that stay as they are: observers read them later, when the caller may have changed
+    its own. Other sequences than arrays and lists are views that an engine only appends to."""
+    if isinstance(token_ids, np.ndarray):
+        return np.array(token_ids, dtype=np.int64)
+    return list(token_ids) if isinstance(token_ids, list) else token_ids

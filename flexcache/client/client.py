@@ -1,0 +1,132 @@
+"""EngineClient: an engine's scheduler at its cache, in blocks and task ids.
+
+It checks calls, remembers tasks and their results, and leaves the way to the cache to a
+`Transport`: method calls in this process, or sockets to a shared server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flexcache.cache.journal import Change
+from flexcache.cache.prompt import Prompt
+from flexcache.client.slots import BlockIds
+from flexcache.client.tasks import ClientTasks
+from flexcache.client.transport import Transport
+from flexcache.ids import TaskKind
+from flexcache.request_info import PromptDetail
+from flexcache.tasks.instructions import MatchedTask, TaskResult
+
+
+class EngineClient:
+    """Thread-safe. Task ids that were never given out are a `KeyError`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self._tasks = ClientTasks()
+
+    @property
+    def endpoint(self) -> str:
+        """Address for a `KVTPClient`."""
+        return self.transport.endpoint
+
+    @property
+    def detail(self) -> PromptDetail:
+        """How much of a prompt the cache's observers need."""
+        return self.transport.detail
+
+    def start(self) -> None:
+        """Connect; returns at once."""
+        self.transport.start(self._tasks)
+
+    def is_ready(self) -> bool:
+        """Whether all ranks and workers serve."""
+        return self.transport.is_ready()
+
+    def wait_ready(self, timeout: float | None) -> None:
+        """Wait until they do. Raises `TimeoutError`, `RegistrationError` or `ClosedError`."""
+        self.transport.wait_ready(timeout)
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    def match(self, kind: TaskKind, prompt: Prompt) -> MatchedTask:
+        """Make a task for what can be done of a prompt. Waits for the remote store's answer."""
+        matched = self.transport.match(kind, prompt, True, True)
+        assert matched is not None  # it may wait
+        self._tasks.add(kind, matched, prompt.num_tokens)
+        return matched
+
+    def match_nowait(self, kind: TaskKind, prompt: Prompt, look_up: bool) -> MatchedTask | None:
+        """As `match`, but None if the remote store is asked (``look_up``) and has yet to answer."""
+        matched = self.transport.match(kind, prompt, look_up, False)
+        if matched is not None:
+            self._tasks.add(kind, matched, prompt.num_tokens)
+        return matched
+
+    def match_and_launch(
+        self, kind: TaskKind, prompt: Prompt, choose: Callable[[MatchedTask], BlockIds]
+    ) -> MatchedTask:
+        """Match, and launch with the GPU blocks that ``choose`` returns.
+
+        Raises:
+            ValueError: ``choose`` did, or the number of blocks is wrong; the task is cancelled.
+        """
+        matched = self.match(kind, prompt)
+        try:
+            self.launch([matched.task_id], [choose(matched)], gated=False)
+        except ValueError:
+            self.cancel([matched.task_id])
+            raise
+        return matched
+
+    def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
+        """Start tasks; all are checked before any is started.
+
+        Raises:
+            ValueError: A number of blocks is wrong, or a task was launched before.
+        """
+        positions = self._tasks.launch(task_ids, gpu_blocks)
+        if positions:
+            self.transport.launch(
+                [task_ids[i] for i in positions], [gpu_blocks[i] for i in positions], gated
+            )
+
+    def cancel(self, task_ids: Iterable[int]) -> None:
+        """Stop what has not started. Idempotent."""
+        are_open = self._tasks.cancel(task_ids)
+        if are_open:
+            self.transport.cancel(are_open)
+
+    def results(
+        self, task_ids: Iterable[int], timeout: float | None, completely: bool
+    ) -> dict[int, TaskResult]:
+        """The results of those tasks that are over within ``timeout`` s; None: wait for all."""
+        return self._tasks.results(task_ids, timeout, completely)
+
+    # -- the cache as a whole --------------------------------------------------------------------
+
+    def report_prefill(self, blocks_per_s: float) -> None:
+        """Report how fast the engine computes."""
+        self.transport.report_prefill(blocks_per_s)
+
+    def take_changes(self) -> list[Change]:
+        """What the tiers have stored and lost since the last call."""
+        return self.transport.take_changes()
+
+    def clear(self, tier: str | None) -> int:
+        """Drop the blocks of one tier, or of all, that are not in use; how many."""
+        return self.transport.clear(tier)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return self.transport.stats()
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        self.transport.check()
+
+    def shutdown(self) -> None:
+        """Wake waiting callers with a `ClosedError`, and leave the cache. Idempotent."""
+        self._tasks.close()
+        self.transport.close()

@@ -1,0 +1,55 @@
+"""GPU blocks from the slot mappings that an engine gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.prompt import Mask
+
+Slots = Sequence[int] | npt.NDArray[np.integer[Any]]
+BlockIds = npt.NDArray[np.int64]
+NO_BLOCKS: BlockIds = np.empty(0, np.int64)
+
+
+def as_slots(slot_mapping: Slots) -> npt.NDArray[np.int64]:
+    """Raises `ValueError` for anything but a list of integers."""
+    slots = np.asarray(slot_mapping)
+    if slots.ndim != 1 or (slots.dtype.kind not in "iu" and len(slots)):
+        raise ValueError(f"slots must be a 1-D array of integers, not {slots.ndim}-D {slots.dtype}")
+    return slots.astype(np.int64, copy=False)
+
+
+def matched_slots(
+    slots: npt.NDArray[np.int64], mask: Mask, token_mask: Mask | None
+) -> npt.NDArray[np.int64]:
+    """The slots of the tokens in ``mask``.
+
+    ``slots`` has one for each token wanted (True in ``token_mask``, or all), or just these already.
+    """
+    num_wanted = len(mask) if token_mask is None else int(np.count_nonzero(token_mask))
+    if len(slots) != num_wanted:
+        return slots
+    return slots[mask] if token_mask is None else slots[mask[token_mask]]
+
+
+def gpu_blocks(slot_mapping: Slots, tokens_per_block: int) -> BlockIds:
+    """The GPU blocks that slots make up.
+
+    Raises:
+        ValueError: They are not whole blocks of consecutive slots.
+    """
+    slots = as_slots(slot_mapping)
+    size = tokens_per_block
+    if len(slots) % size:
+        raise ValueError(f"{len(slots)} slots are not whole blocks of {size} tokens")
+    grid = slots.reshape(-1, size)
+    blocks = grid[:, 0] // size
+    if not np.array_equal(grid, (blocks * size)[:, None] + np.arange(size)):
+        raise ValueError(f"slots must be whole GPU blocks of {size} consecutive slots each")
+    if len(blocks) and int(blocks.min()) < 0:
+        raise ValueError("slots must not be negative")
+    return blocks
