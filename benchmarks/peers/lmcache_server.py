@@ -175,7 +175,7 @@ class Client:
 
 
 def run_client(url: str, index: int, pipe: Connection) -> None:
-    """A client process: does what it is told until the pipe closes."""
+    """Run a client process: execute commands until the pipe closes."""
     die_with_parent()
     try:
         client = Client(url, index)

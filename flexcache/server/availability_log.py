@@ -1,4 +1,4 @@
-"""Log lines for tiers that begin or cease to take part, and for the remote store's breaker."""
+"""Logs tiers that become available or unavailable, and the breaker of the remote store."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ logger = logging.getLogger(__name__)
 
 
 class AvailabilityLog:
-    """Logs changes, each once. A trial of the store that fails is no change."""
+    """Logs each change once. A failed trial of the store is no change."""
 
-    def __init__(self, engine: KVTaskEngine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._breaker_was_closed = True
-        self._unavailable = {tier.name for tier in engine.cache.tiers.lower}
+        self._unavailable: set[TierName] | None = None
 
-    def update(self) -> None:
-        """Log what has changed since the last call."""
-        breaker = self._engine.breaker
+    def update(self, engine: KVTaskEngine) -> None:
+        """Log what has changed since the last call. No tier is available before the first one."""
+        breaker = engine.breaker
         if breaker.is_closed is not self._breaker_was_closed:
             self._breaker_was_closed = breaker.is_closed
             if breaker.is_closed:
                 log_event(logger, logging.INFO, "breaker_closed")
             else:
                 log_event(logger, logging.WARNING, "breaker_opened", reason=breaker.last_reason)
-        unavailable = self._engine.cache.tiers.unavailable
+        if self._unavailable is None:
+            self._unavailable = {tier.name for tier in engine.cache.tiers.lower}
+        unavailable = engine.cache.tiers.unavailable
         if unavailable == self._unavailable:
             return
         for tier in TierName:

@@ -236,11 +236,16 @@ class CacheStore:
         return self.segments[tp_rank if len(self.segments) > 1 else 0]
 
     @property
+    def segment_fds(self) -> list[int]:
+        """Descriptors of the host pool, which every worker maps."""
+        return [segment.fd for segment in self.segments]
+
+    @property
     def inherited_fds(self) -> list[int]:
         """Descriptors that the disk worker needs."""
         pool = self.disk_pool
         files = [] if pool is None else pool.data_fds + pool.index_fds
-        return [segment.fd for segment in self.segments] + files
+        return self.segment_fds + files
 
     def disk_worker_config(self, endpoint: str, identity: str) -> DiskWorkerConfig:
         pool, config = self.disk_pool, self.config

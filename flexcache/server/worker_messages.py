@@ -1,13 +1,13 @@
-"""The messages of the disk and the remote worker, which have a socket of their own.
+"""Messages from the disk and the remote worker, which have a socket of their own.
 
 Any process of this user can connect to that socket, so a message counts only if it comes from the
-identity that a worker was given when it was started, which nothing else knows.
+identity that a worker was given when it was started, and that no other process knows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from flexcache.ids import OpId
 from flexcache.logs import log_event
@@ -26,21 +26,17 @@ _CHECKSUM_BYTES = 8
 class WorkerMessages:
     """Passes on to the task engine what the workers report.
 
-    What a worker says that makes no sense is counted and logged; the op that it was about ends by
-    its deadline.
+    A message that makes no sense is counted and logged; the op that it was about ends by its
+    deadline.
 
     Args:
-        workers: By name.
+        workers: By name; workers may be added later.
         hub: Has the task engine once there is a worker.
-        became_ready: Called when a worker has come up.
     """
 
-    def __init__(
-        self, workers: Mapping[str, WorkerSupervisor], hub: Hub, became_ready: Callable[[], None]
-    ) -> None:
+    def __init__(self, workers: Mapping[str, WorkerSupervisor], hub: Hub) -> None:
         self._workers = workers
         self._hub = hub
-        self._became_ready = became_ready
         self._logged: set[str] = set()
         self._guard = SocketGuard[WorkerMessage](
             WorkerMessage, hub.counters, handle=self._handle, refuse=self._refuse
@@ -72,8 +68,7 @@ class WorkerMessages:
                     detail=detail,
                 )  # fmt: skip
                 engine.executor_up(worker.name)
-                self._hub.readiness_changed()
-                self._became_ready()
+                self._hub.readiness.changed()
             case LookedUp(lookup_id, num_present, error) if worker.name == REMOTE:
                 engine.looked_up(lookup_id, num_present, error, now)
             case Done(checksums=sums) if len(sums) % _CHECKSUM_BYTES:

@@ -35,7 +35,7 @@ def make_model(head_size: int = 64, dp_size: int = 2) -> ModelConfig:
 
 
 def block_bytes(model: ModelConfig) -> int:
-    """Of one layer."""
+    """Return the size of a block of one layer."""
     return TOKENS_PER_BLOCK * model.token_size_in_bytes // model.num_layers
 
 

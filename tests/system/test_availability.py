@@ -67,7 +67,7 @@ def test_with_write_back_all_that_is_dirty_is_written_when_the_disk_worker_is_ba
 def test_a_server_that_stops_waits_for_the_disk_worker_to_write_what_is_dirty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexcache.server.server._DRAIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("flexcache.server.event_loop._DRAIN_TIMEOUT_S", 60.0)
     with running_cluster([tmp_path], ssd_write_policy="write_back") as cluster:
         for tokens in PROMPTS:
             cluster.put(tokens, BLOCKS)
@@ -78,7 +78,7 @@ def test_a_server_that_stops_waits_for_the_disk_worker_to_write_what_is_dirty(
 def test_a_server_that_stops_starts_a_disk_worker_that_is_in_back_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexcache.server.server._DRAIN_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("flexcache.server.event_loop._DRAIN_TIMEOUT_S", 60.0)
     monkeypatch.setattr("flexcache.server.supervisor._FIRST_BACKOFF_S", 3600.0)
     with running_cluster([tmp_path], ssd_write_policy="write_back") as cluster:
         for tokens in PROMPTS:

@@ -1,4 +1,4 @@
-"""Every use of a server's hub, engine and outbox is under its lock."""
+"""Every use of a server's hub, task engine and outbox is under its lock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import traceback
 import urllib.request
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.hub import Hub
 from flexcache.server.operator import open_http
+from flexcache.server.outbox import Outbox
 from flexcache.server.server import KVServer
 from flexcache.tasks.engine import KVTaskEngine
 
@@ -67,6 +67,7 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
 ) -> None:
     watch = Watch()
     monkeypatch.setattr("flexcache.server.server.Hub", watch.watched(Hub))
+    monkeypatch.setattr("flexcache.server.hub.Outbox", watch.watched(Outbox))
     monkeypatch.setattr("flexcache.server.store.KVTaskEngine", watch.watched(KVTaskEngine))
     port = free_port()
     config = CacheConfig(
@@ -75,7 +76,6 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
         endpoint=private_endpoint("locked"), trace_dir=str(tmp_path / "traces"),
     )  # fmt: skip
     server = KVServer(config, open_http=open_http)
-    server._outbox = watch.watched(deque)()
     watch.server = server
     server.start()
     model = ModelConfig("test", 3, 4, 32, torch.bfloat16)

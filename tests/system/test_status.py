@@ -99,7 +99,7 @@ def test_in_a_terminal_it_stays_until_it_is_interrupted() -> None:
             while drawn.count(b"hit rate") < 3:  # that is, it looks again
                 drawn += os.read(ours, 65536)
             process.send_signal(signal.SIGINT)
-            with contextlib.suppress(OSError):  # so its end of the terminal being closed is told
+            with contextlib.suppress(OSError):  # this is how a closed terminal shows
                 while os.read(ours, 65536):
                     pass
             assert process.wait(30) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import threading
 
 import msgspec
 import pytest
@@ -11,7 +11,6 @@ import zmq
 from cluster import PATIENCE_S
 from load import make_model
 
-import flexcache.server.server as server_module
 from flexcache.config import CacheConfig
 from flexcache.protocol.messages import (
     HelloEngine,
@@ -24,25 +23,12 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
 )
 from flexcache.protocol.runtime import private_endpoint
+from flexcache.server import reactor
+from flexcache.server.router_socket import RouterSocket, Sent
 from flexcache.server.server import KVServer
 
 ENGINE = "an engine"
 SPEC = ModelSpec.of(make_model(), 16)
-
-
-class FullFor:
-    """A socket whose queue for one peer is full."""
-
-    def __init__(self, socket: zmq.Socket[bytes], peer: bytes) -> None:
-        self._socket, self._peer = socket, peer
-
-    def send(self, data: bytes, flags: int) -> None:
-        if data == self._peer:
-            raise zmq.Again
-        self._socket.send(data, flags)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
 
 
 def say(socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
@@ -61,8 +47,16 @@ def hear(socket: zmq.Socket[bytes], kind: type) -> None:
 def test_a_rank_learns_that_its_scheduler_was_given_up_though_nothing_else_happens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The pump looks again, unasked, only if its last look was this long ago.
-    monkeypatch.setattr(server_module, "_POLL_INTERVAL_S", 1e6)
+    # The event loop looks again, unasked, only if its last look was this long ago.
+    monkeypatch.setattr(reactor, "_POLL_INTERVAL_S", 1e6)
+    send, is_full = RouterSocket.send, threading.Event()
+
+    def send_unless_full(socket: RouterSocket, identity: bytes, data: bytes) -> Sent:
+        if identity == b"events" and is_full.is_set():
+            return Sent.UNREAD
+        return send(socket, identity, data)
+
+    monkeypatch.setattr(RouterSocket, "send", send_unless_full)
     config = CacheConfig(num_cpu_blocks=64, client_timeout_s=100_000.0)
     server = KVServer(config, private_endpoint("unread"))
     server.start()
@@ -78,8 +72,7 @@ def test_a_rank_learns_that_its_scheduler_was_given_up_though_nothing_else_happe
                 say(rank, HelloRank(ENGINE, 0, "its rank", os.getpid()))
                 say(rank, Register("a layout", 4))
                 server.wait_ready(ENGINE, PATIENCE_S)
-                assert server._front is not None
-                server._front = FullFor(server._front, b"events")  # type: ignore[assignment]
+                is_full.set()
                 say(events, Ping())
                 hear(rank, SessionOver)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,11 +91,16 @@ def test_a_flood_of_noise_at_the_workers_socket_does_not_hold_up_the_server(
         serves_on(cluster, 1)
 
 
-def test_a_worker_that_talks_nonsense_costs_its_own_ops_and_is_replaced(tmp_path: Path) -> None:
+def test_a_worker_that_talks_nonsense_costs_its_own_ops_and_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = itertools.count(1)
+    monkeypatch.setattr(
+        "flexcache.server.supervisor.secrets.token_hex", lambda _: str(next(numbers))
+    )
     with running_cluster([tmp_path], op_timeout_s=1.0) as cluster:
         serves_on(cluster, 1)
-        worker = cluster.server._workers["disk"]
-        with speaking_as(worker.identity.encode()) as impostor:
+        with speaking_as(b"disk-1") as impostor:
             frames = [[msgspec.msgpack.encode(message)] for message in ABSURD] + NO_MESSAGES
             for message in frames:
                 impostor.send_multipart(message)

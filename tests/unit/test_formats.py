@@ -22,6 +22,7 @@ from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.config import ModelConfig
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
 from flexcache.server.hub import Hub
+from flexcache.server.hub_config import HubConfig
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.kv_identity import KVIdentity, digest
 from flexcache.storage.pool_directory import DATA_FILE, FORMAT_VERSION, INDEX_FILE, PoolHeader
@@ -181,19 +182,25 @@ ENGINE_2 = (
 )
 
 
-class NoProcesses:
+class NoHost:
+    """A host that no client gets as far as to use."""
+
     def watch(self, identity: bytes, pid: int) -> None: ...
 
     def unwatch(self, identity: bytes) -> None: ...
+
+    def make_fence(self) -> Any: ...
+
+    def map_scratch(self, pid: int, fd: int) -> Any: ...
 
 
 def answers(frame: bytes) -> list[Any]:
     def never(model: ModelConfig, tokens_per_block: int) -> Any:
         raise AssertionError("no store is made for a client of another version")
 
-    hub = Hub(never, NoProcesses(), 1, 30.0)
+    hub = Hub(HubConfig(epoch=1, server_pid=1, client_timeout_s=30.0), NoHost(), never)
     hub.take(b"client", [frame], 1.0)
-    return [message for _, message in hub.outgoing]
+    return [message for _, message in hub.outbox.take().to_peers]
 
 
 def greeting(kind: str, version: int) -> bytes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,12 +49,15 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
+from flexcache.protocol.scratch import Scratch
 from flexcache.request_info import PromptDetail, RequestInfo
 from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
+from flexcache.server.hub_config import HubConfig
+from flexcache.server.outbox import make_execute
 from flexcache.server.store import CacheStore
 from flexcache.tasks.ids import TaskIds, last_id
-from flexcache.tasks.instructions import DISK, REMOTE, DropOp, LookUpEnded, RunLookUp, RunOp, device
+from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.permit import CopyPermit
 
@@ -68,15 +71,27 @@ TIMEOUT_S = 30.0
 class World:
     """A hub with a clock, whose answers are kept by peer."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(
+        self,
+        owner: str | None = None,
+        prompt_detail: PromptDetail = PromptDetail.NOTHING,
+        first_session: int = 1,
+        **settings: Any,
+    ) -> None:
         self.config = CacheConfig(num_cpu_blocks=BLOCKS, **settings)
         self.watched: dict[bytes, int] = {}
-        self.hub = Hub(self.open_store, self, 7, TIMEOUT_S)
+        self.fences: list[Fence] = []
+        self.open: Callable[[ModelConfig, int], CacheStore] = self.open_store
+        hub_config = HubConfig(
+            epoch=7, server_pid=1, client_timeout_s=TIMEOUT_S, owner=owner,
+            prompt_detail=prompt_detail, first_session=first_session,
+        )  # fmt: skip
+        self.hub = Hub(hub_config, self, lambda *known: self.open(*known))
         self.stores: list[CacheStore] = []
         self.now = 100.0
         self.inbox: dict[bytes, list[Any]] = {}
         self.asked: list[int] = []
-        """Of the remote store."""
+        """Look-ups that the remote store was asked for."""
 
     def open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
         store = CacheStore(model, replace(self.config, tokens_per_block=tokens_per_block))
@@ -89,6 +104,13 @@ class World:
 
     def unwatch(self, identity: bytes) -> None:
         self.watched.pop(identity, None)
+
+    def make_fence(self) -> Fence:
+        self.fences.append(Fence.create())
+        return self.fences[-1]
+
+    def map_scratch(self, pid: int, fd: int) -> Scratch | None:
+        return Scratch.open(pid, fd, MAX_FRAME_BYTES)
 
     def send(
         self, peer: bytes, message: ToServer, data: bytes | memoryview | None = None
@@ -104,25 +126,18 @@ class World:
         return self.inbox.get(peer, [])[before:]
 
     def settle(self) -> None:
-        if self.hub.store is not None:
-            for instruction in self.hub.store.engine.take_instructions():
-                match instruction:
-                    case RunLookUp(lookup_id):
-                        self.asked.append(lookup_id)
-                    case LookUpEnded(lookup_id):
-                        self.hub.look_up_ended(lookup_id, self.now)
-                    case RunOp(executor) | DropOp(executor) if executor in (DISK, REMOTE):
-                        pass
-                    case _:
-                        self.hub.deliver(instruction)
-            self.hub.end_sessions()
-        jobs, self.hub.jobs = self.hub.jobs, []
+        self.hub.route(self.now)
+        to_peers, to_workers, jobs = self.hub.outbox.take()
+        self.asked += [i.lookup_id for i in to_workers if isinstance(i, RunLookUp)]
+        for peer, message in to_peers:
+            received = make_execute(message) if isinstance(message, RunOp) else message
+            self.inbox.setdefault(peer, []).append(received)
         for job in jobs:
             job.work()
             job.end(None)
-        for peer, message in self.hub.outgoing:
-            self.inbox.setdefault(peer, []).append(message)
-        self.hub.outgoing = []
+        if jobs:
+            self.settle()
+        self.hub.check()
 
     def die(self, peer: bytes) -> None:
         self.hub.peer_died(peer, self.now)
@@ -154,7 +169,7 @@ def keys(text: str) -> bytes:
 
 
 class Engine:
-    """A scheduler in session and its rank, which does what it is told at once or later."""
+    """A scheduler in session and its rank, which executes ops at once or later."""
 
     def __init__(self, world: World, name: str = "e") -> None:
         self.world = world
@@ -307,7 +322,7 @@ def test_what_one_engine_put_another_gets(world: World) -> None:
 
 
 def test_the_first_engine_decides_what_is_cached_and_another_model_is_refused(world: World) -> None:
-    assert world.send(b"r", HelloRank("e", 0, "c", 2)) == []  # nobody knows yet
+    assert world.send(b"r", HelloRank("e", 0, "c", 2)) == []  # the model is not known yet
     Engine(world)
     assert isinstance(world.send(b"r", HelloRank("e", 0, "c", 2))[0], WelcomeRank)
     other = ModelSpec.of(ModelConfig("other", 1, 1, 8, torch.uint8), 16)
@@ -335,7 +350,7 @@ def test_a_store_that_cannot_be_had_is_the_reason_of_the_refusal(world: World) -
     def fail(model: ModelConfig, tokens: int) -> CacheStore:
         raise ConfigError("no room")
 
-    world.hub._open_store = fail
+    world.open = fail
     assert world.send(b"x", hello_engine()) == [Refused("no room")]
 
 
@@ -361,10 +376,10 @@ def test_a_client_takes_its_own_place_again_and_its_tasks_are_gone(world: World)
     engine = Engine(world)
     engine.register()
     engine.match(TaskKind.PUT, "abc")
-    assert world.hub.stats()["tiers"]["CPU"]["leased"] == 3
+    assert world.hub.stats(world.now)["tiers"]["CPU"]["leased"] == 3
     welcome, _ = world.send(b"again", hello_engine("e", "e", b"again-calls"))
     assert isinstance(welcome, WelcomeEngine)
-    assert world.hub.stats()["tiers"]["CPU"]["leased"] == 0
+    assert world.hub.stats(world.now)["tiers"]["CPU"]["leased"] == 0
     [rejected] = world.send(engine.events, Ping())
     assert isinstance(rejected, Rejected)  # the former self learns that it is not known any more
 
@@ -381,15 +396,17 @@ def test_a_new_engine_waits_until_the_slots_of_its_former_self_are_let_go(world:
     assert "still move bytes" in refused.reason
     engine.work()
     assert isinstance(world.send(b"new", hello_engine("e", "new", b"nc"))[0], WelcomeEngine)
-    assert world.hub.stats()["tiers"]["CPU"]["indexed"] == 0  # a cancelled put publishes nothing
+    assert (
+        world.hub.stats(world.now)["tiers"]["CPU"]["indexed"] == 0
+    )  # a cancelled put publishes nothing
 
 
 def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) -> None:
     quiet, lively = Engine(world, "quiet"), Engine(world, "lively")
     world.now += TIMEOUT_S - 1
     assert world.send(lively.events, Ping()) == [Pong()]
-    world.hub.tick(world.now + 2)
-    assert list(world.hub.stats()["engines"]) == ["lively"]
+    world.hub.expire(world.now + 2)
+    assert list(world.hub.stats(world.now)["engines"]) == ["lively"]
     assert world.hub.counters["expired_clients"] == 1
     assert quiet.events not in world.watched
 
@@ -402,13 +419,13 @@ def test_a_silent_rank_expires_unless_it_may_be_copying(world: World) -> None:
     engine.launch(task_id, reply.num_blocks)
     world.now += TIMEOUT_S
     world.send(engine.events, Ping())
-    world.hub.tick(world.now)
+    world.hub.expire(world.now)
     assert set(world.hub.peers) == {engine.events, engine.rank}
     engine.work()
     assert engine.answers(task_id)[0].num_ok == 3
     world.now += TIMEOUT_S
     world.send(engine.events, Ping())
-    world.hub.tick(world.now)
+    world.hub.expire(world.now)
     assert set(world.hub.peers) == {engine.events}
 
 
@@ -452,7 +469,7 @@ def test_ranks_are_told_when_a_session_is_over_and_nothing_of_it_moves(world: Wo
     assert told == [Ended(task_id, 0), over]
     assert never_launched in engine.ids  # it is over by its session
     world.die(engine.rank)
-    assert world.hub._ended == {}
+    world.hub.check()
 
 
 def test_a_gated_launch_of_what_has_ended_is_told_to_the_ranks(world: World) -> None:
@@ -470,7 +487,7 @@ def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
     task_id, _ = one.match(TaskKind.PUT, "abc")
     world.send(two.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
     two.launch(task_id, 3)
-    assert world.hub.stats()["tasks"]["created"] == 1
+    assert world.hub.stats(world.now)["tasks"]["created"] == 1
     stolen = Match(5, task_id + 1, TaskKind.PUT, ROOT, 0, 1, 16, 8)
     [failed] = world.send(two.calls, stolen, keys("z"))
     assert isinstance(failed, Failed)
@@ -502,8 +519,8 @@ def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: Wor
     assert isinstance(world.send(b"stranger", GetStats(3))[0], Answer)
 
 
-def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored(world: World) -> None:
-    world.hub.wanted = PromptDetail.TOKENS
+def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored() -> None:
+    world = World(prompt_detail=PromptDetail.TOKENS)
     engine = Engine(world)
     engine.register()
     assert world.hub.store is not None
@@ -530,6 +547,7 @@ def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored(world: World) -
     torn = msgspec.structs.replace(request, task_id=engine.ids.next(), token_bytes=3)
     [failed] = world.send(engine.calls, torn, keys("ab") + b"odd")
     assert isinstance(failed, Failed)
+    world.close()
 
 
 def test_a_launch_that_cannot_be_is_the_failure_of_its_task(world: World) -> None:
@@ -572,14 +590,14 @@ def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
 
 
 def test_a_store_that_is_not_to_be_had_just_now_may_be_later(world: World) -> None:
-    real, failures = world.hub._open_store, iter([RegistrationError("in use"), OSError("no fds")])
+    real, failures = world.open, iter([RegistrationError("in use"), OSError("no fds")])
 
     def fail_at_first(model: ModelConfig, tokens: int) -> CacheStore:
         for failure in failures:
             raise failure
         return real(model, tokens)
 
-    world.hub._open_store = fail_at_first
+    world.open = fail_at_first
     for _ in range(2):
         [refused] = world.send(b"x", hello_engine())
         assert isinstance(refused, Refused)
@@ -597,18 +615,18 @@ def test_what_is_wrong_with_a_rank_is_known_to_its_engine_and_forgotten_with_it(
     engine = Engine(world)
     assert world.last(engine.events) == Readiness(["tp_rank 0"], ["tp_rank 0: does not fit"])
     world.send(b"rank", HelloRank("e", 0, "e", 2))  # another try
-    assert world.hub.problems("e") == []
+    assert world.hub.readiness.problems("e") == []
     world.send(b"rank", Register("", 0, "does not fit"))
     world.die(engine.events)
-    assert world.hub.problems("e") == []
+    assert world.hub.readiness.problems("e") == []
 
 
 def test_an_engine_is_not_told_the_problems_of_one_whose_name_begins_alike(world: World) -> None:
     Engine(world, "e")
     world.send(b"rank", HelloRank("e:0", 0, "other", 2))
     world.send(b"rank", Register("", 0, "does not fit"))
-    assert world.hub.problems("e") == []
-    assert len(world.hub.problems("e:0")) == 1
+    assert world.hub.readiness.problems("e") == []
+    assert len(world.hub.readiness.problems("e:0")) == 1
 
 
 def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
@@ -643,15 +661,14 @@ def test_fences_and_problems_do_not_outlive_their_engines(world: World) -> None:
         engine.register()
         world.send(engine.rank, Goodbye())
         world.send(engine.events, Goodbye())
-    assert world.hub._fences == {}
-    assert world.hub._ended == {}
+    assert len(world.fences) == 50
+    assert not any(Path(fence.path).exists() for fence in world.fences)
     assert world.hub.peers == []
     assert world.watched == {}
 
 
-def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not(
-    world: World,
-) -> None:
+def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not() -> None:
+    world = World(first_session=0xFFFF)  # the next one has the lowest number
     engine = Engine(world)
     [welcome] = world.send(engine.rank, HelloRank(engine.name, 0, engine.name, 2))
     world.send(engine.rank, Register("layout", 99))
@@ -673,12 +690,11 @@ def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not
     assert permit.is_revoked
     engine.work()
     fence.revoke(last_id(engine.ids.session))  # the scheduler loses its session
-    world.hub._numbers = itertools.count(0)  # as after 65,536 sessions
     [welcome, _] = world.send(b"new", hello_engine("e", "e", b"new-calls"))
     permit.task_id = TaskIds(welcome.session).next()
     assert permit.task_id < late[0]
     assert not permit.is_revoked
-    world.hub.close()
+    world.close()
     assert permit.is_revoked
     fence.close()
 
@@ -778,7 +794,7 @@ class HubHistories(RuleBasedStateMachine):
             for _, events, _ in self.ranks.values():
                 self.world.send(events, Ping())
             self.world.now += 1
-            self.world.hub.tick(self.world.now)
+            self.world.hub.expire(self.world.now)
         self.world.settle()
         self.engine_is_gone(name)
 
@@ -840,7 +856,7 @@ class HubHistories(RuleBasedStateMachine):
     @invariant()
     def places_are_held_by_whom_the_model_says(self) -> None:
         hub = self.world.hub
-        assert set(hub.stats()["engines"]) == set(self.engines)
+        assert set(hub.stats(self.world.now)["engines"]) == set(self.engines)
         if hub.store is None:
             return
         hub.store.engine.check()
@@ -849,7 +865,7 @@ class HubHistories(RuleBasedStateMachine):
             assert hub.store.engine.executors.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
         assert set(hub.peers) == set(self.world.watched) == expected
-        stats = hub.stats()["tiers"]["CPU"]
+        stats = hub.stats(self.world.now)["tiers"]["CPU"]
         assert stats["free"] + stats["indexed"] + stats["leased"] == BLOCKS
 
     @invariant()
@@ -867,7 +883,7 @@ class HubHistories(RuleBasedStateMachine):
         for peer in [*self.world.hub.peers]:
             self.world.die(peer)
         if self.world.hub.store is not None:
-            stats = self.world.hub.stats()
+            stats = self.world.hub.stats(self.world.now)
             assert stats["tiers"]["CPU"]["leased"] == 0
             assert sum(stats["tasks"].values()) == 0
         self.world.close()
@@ -902,9 +918,9 @@ def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) ->
             world.send_raw(peer, [bytes(frame), *extra])
         assert world.hub.store is not None
         world.hub.store.engine.check()
-        assert "two" in world.hub.stats()["engines"]
+        assert "two" in world.hub.stats(world.now)["engines"]
         world.send(other.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
-        assert world.hub.stats()["engines"]["two"]["open_tasks"] == 0
+        assert world.hub.stats(world.now)["engines"]["two"]["open_tasks"] == 0
     finally:
         world.close()
 
@@ -927,7 +943,7 @@ def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_lef
     assert world.last(engine.events).status is KVStatus.CANCELLED
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
     assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
-    assert world.hub.stats()["dropped_blocks"] == {"name_disputed": 3}
+    assert world.hub.stats(world.now)["dropped_blocks"] == {"name_disputed": 3}
     other = Engine(world, "o")
     other.register()
     assert other.match(TaskKind.GET, "abc")[1].num_blocks == 3  # of another name
@@ -1019,7 +1035,7 @@ def test_an_engine_that_two_schedulers_claim_is_over_for_both_until_one_is_silen
     assert "the scheduler of engine 'e' is claimed by" in refused.reason
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
     world.now += CLAIM_TTL_S
-    world.hub.tick(world.now)
+    world.hub.expire(world.now)
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 3
 
 
@@ -1034,7 +1050,7 @@ def test_a_dispute_outlasts_a_stall_of_the_server_in_which_its_claimants_said_he
     world.now += 2 * CLAIM_TTL_S  # what came meanwhile is taken in any order
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
     world.send(b"second", again)
-    world.hub.tick(world.now)
+    world.hub.expire(world.now)
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
 
 
@@ -1047,10 +1063,8 @@ def test_a_client_without_an_engines_name_is_refused_where_several_share_the_ser
         assert "KVManager.endpoint" in refused.reason
 
 
-def test_a_rank_of_another_engine_is_refused_where_one_keeps_the_cache_to_itself(
-    world: World,
-) -> None:
-    world.hub.owner = "mine/dp0"
+def test_a_rank_of_another_engine_is_refused_where_one_keeps_the_cache_to_itself() -> None:
+    world = World(owner="mine/dp0")
     [refused] = world.send(b"rank", HelloRank("dp0", 0, "c", 3))
     assert isinstance(refused, Refused) and refused.final
     assert "'mine/dp0'" in refused.reason and "'dp0'" in refused.reason

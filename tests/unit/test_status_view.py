@@ -31,7 +31,7 @@ def op(**counts: float) -> dict[str, float]:
 
 
 def figures(**changes: Any) -> dict[str, Any]:
-    """Of a server with DRAM, SSD and a store."""
+    """Return the figures of a server with DRAM, SSD and a remote store."""
     return {
         "version": "1.2.3",
         "uptime_s": 3723.0,

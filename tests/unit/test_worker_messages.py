@@ -39,16 +39,12 @@ class Scene:
 
     world: World = field(default_factory=lambda: World(remote_url="memory://"))
     worker: Worker = field(default_factory=lambda: Worker(REMOTE, "remote-secret"))
-    num_ready: int = 0
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.world, "one")
         self.engine.register()
         workers: Any = {REMOTE: self.worker}
-        self.messages = WorkerMessages(workers, self.world.hub, self.became_ready)
-
-    def became_ready(self) -> None:
-        self.num_ready += 1
+        self.messages = WorkerMessages(workers, self.world.hub)
 
     def say(self, message: msgspec.Struct, sender: bytes = b"remote-secret") -> None:
         self.messages.take([sender, msgspec.msgpack.encode(message)], self.world.now)
@@ -78,7 +74,6 @@ def test_only_the_worker_itself_can_say_that_it_is_up(scene: Scene, sender: byte
     assert scene.refused() == {"unknown_worker": 1}
     scene.say(Ready("it"))
     assert scene.is_up
-    assert scene.num_ready == 1
 
 
 def test_a_worker_that_has_died_says_nothing_any_more(scene: Scene) -> None:

@@ -1,0 +1,65 @@
+"""Which greetings a server refuses by themselves, whatever else is connected."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from flexcache.protocol.messages import (
+    PROTOCOL_VERSION,
+    Greeting,
+    HelloEngine,
+    HelloRank,
+    Refused,
+)
+from flexcache.protocol.names import is_anonymous
+from flexcache.server.guard import Buffer
+
+_MAX_NAME_LENGTH = 256
+_decoder = msgspec.msgpack.Decoder(Greeting)
+
+
+def malformed_greeting(hello: HelloRank | HelloEngine) -> str | None:
+    """What makes a greeting malformed."""
+    if len(hello.engine) > _MAX_NAME_LENGTH or len(hello.client) > _MAX_NAME_LENGTH:
+        return "a name is too long"
+    return None
+
+
+def refuse_version(version: int, counters: Counter[str]) -> Refused | None:
+    """The answer to a client of another protocol version."""
+    if version == PROTOCOL_VERSION:
+        return None
+    counters["rejected_version"] += 1
+    return Refused(
+        f"the client speaks protocol {version}, the server {PROTOCOL_VERSION}: run the same "
+        "FlexCache version on both sides"
+    )
+
+
+def refuse_undecodable(frame: Buffer, counters: Counter[str]) -> Refused | None:
+    """The answer to a frame that cannot be decoded, if it is a greeting of another version."""
+    try:
+        greeting = _decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    if not greeting.type.startswith("Hello"):
+        return None
+    return refuse_version(greeting.version, counters)
+
+
+def name_problem(hello: HelloRank | HelloEngine, owner: str | None) -> str | None:
+    """Why the engine's name is impossible here."""
+    if owner is None and is_anonymous(hello.engine):
+        return (
+            "the client names no engine, and several share this server: connect to the "
+            "KVManager.endpoint of its engine, or give KVManager and its KVTPClients the same "
+            "engine_id"
+        )
+    if owner is not None and isinstance(hello, HelloRank) and hello.engine != owner:
+        return (
+            f"this cache is engine {owner!r}'s alone, the client says {hello.engine!r}: "
+            "connect to the KVManager.endpoint of its engine, with the same dp_rank"
+        )
+    return None

@@ -1,0 +1,110 @@
+"""What watches a cache and is never needed for it: HTTP, KV events, traces.
+
+An observer that cannot start is absent: the cache runs without it and reports degraded health.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from flexcache.cache.journal import Change
+from flexcache.config import CacheConfig
+from flexcache.events.publisher import KVEventPublisher
+from flexcache.logs import log_event
+from flexcache.server.change_feed import ChangeFeed
+from flexcache.server.store import CacheStore
+from flexcache.tracing.tracer import Tracer, make_header
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class Closing(Protocol):
+    def close(self) -> None:
+        """Serve no more. Idempotent."""
+
+
+class Observers:
+    """The observers of one server.
+
+    Attributes:
+        absent: Names of those that could not start.
+        feed: Takes the changes of the tiers; None if nothing records them.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self._config = config
+        self._http: Closing | None = None
+        self._tracer: Tracer | None = None
+        self.feed: ChangeFeed | None = None
+        self.absent: list[str] = []
+
+    def open_http(self, start: Callable[[], Closing]) -> None:
+        """Start HTTP, if the config has an endpoint for it."""
+        if self._config.http_endpoint is not None:
+            self._http = self._start("HTTP", start)
+
+    def follow(self, store: CacheStore) -> None:
+        """Start publishing and tracing what happens in a store that has just been opened."""
+        config = self._config
+        if config.records_changes:
+            publisher = None
+            if config.kv_events_endpoint is not None:
+                publisher = self._start("KV events", lambda: self._open_publisher(store))
+            self.feed = ChangeFeed(config, publisher)
+        if config.trace_dir is not None:
+            self._tracer = self._start("trace", lambda: self._open_tracer(store))
+            store.engine.accounts.recorder = self._tracer
+
+    def _open_publisher(self, store: CacheStore) -> KVEventPublisher:
+        publisher = KVEventPublisher(self._config, store.model.model_id)
+        publisher.start()
+        return publisher
+
+    def _open_tracer(self, store: CacheStore) -> Tracer:
+        header = make_header(
+            store.config,
+            store.engine.cache.tiers,
+            fingerprint=store.fingerprint,
+            block_bytes=store.block_bytes,
+        )
+        return Tracer(self._config, header)
+
+    def _start(self, name: str, start: Callable[[], T]) -> T | None:
+        """Start an optional observer. If it fails (port taken, say), run without it."""
+        try:
+            return start()
+        except Exception as error:
+            log_event(
+                logger, logging.ERROR, "observer_not_started", observer=name, error=error,
+                effect="the cache runs without it",
+            )  # fmt: skip
+            self.absent.append(name)
+            return None
+
+    def take_changes(self) -> list[Change]:
+        """What the tiers have stored and lost since the last call, with ``kv_events``."""
+        return [] if self.feed is None else self.feed.take()
+
+    def stats(self) -> dict[str, Any]:
+        report: dict[str, Any] = {}
+        if self.feed is not None:
+            report["events"] = self.feed.stats()
+        if self._tracer is not None:
+            report["trace"] = self._tracer.stats()
+        return report
+
+    def close_http(self) -> None:
+        """Answer no more requests. Idempotent."""
+        if self._http is not None:
+            self._http.close()
+
+    def close(self) -> None:
+        """Publish and write what is queued, for a limited time. Idempotent."""
+        if self.feed is not None:
+            self.feed.close()
+        if self._tracer is not None:
+            self._tracer.close()

@@ -1,0 +1,315 @@
+"""How clients become peers of a server, and how they cease to be.
+
+    rank        unknown --HelloRank--> greeted --Register--> serving --+
+    scheduler   unknown --HelloEngine--> in session -------------------+--> gone
+                                                                       |
+                     Goodbye, death, silence, another Hello of the same client
+
+A rank that is gone takes its ops with it; a scheduler its tasks. Neither takes cached blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from flexcache.errors import ConfigError, RegistrationError
+from flexcache.logs import log_event
+from flexcache.protocol.messages import (
+    HelloEngine,
+    HelloRank,
+    Readiness,
+    Refused,
+    Register,
+    Registered,
+    WelcomeEngine,
+    WelcomeRank,
+)
+from flexcache.server.claims import Claimant, Claims
+from flexcache.server.greetings import name_problem, refuse_version
+from flexcache.server.hub_config import HubConfig
+from flexcache.server.notices import Notices
+from flexcache.server.outbox import Outbox
+from flexcache.server.readiness import EngineReadiness
+from flexcache.server.registry import Host, Peer, Rank, Registry, Scheduler
+from flexcache.server.sessions import Sessions
+from flexcache.server.store_slot import StoreSlot
+from flexcache.storage.pool_directory import DirectoryInUseError
+from flexcache.tasks.instructions import device
+
+logger = logging.getLogger(__name__)
+
+_MAX_PEERS = 1024
+
+
+class Peers:
+    """Greets clients, registers ranks, settles disputes over places, and loses peers."""
+
+    def __init__(
+        self,
+        config: HubConfig,
+        host: Host,
+        registry: Registry,
+        slot: StoreSlot,
+        sessions: Sessions,
+        claims: Claims,
+        readiness: EngineReadiness,
+        notices: Notices,
+        outbox: Outbox,
+        counters: Counter[str],
+    ) -> None:
+        self._config = config
+        self._host = host
+        self._registry = registry
+        self._slot = slot
+        self._sessions = sessions
+        self._claims = claims
+        self._readiness = readiness
+        self._notices = notices
+        self._outbox = outbox
+        self._counters = counters
+        self.last_left_orderly = False
+
+    # -- ranks -----------------------------------------------------------------------------------
+
+    def greet_rank(self, identity: bytes, hello: HelloRank, now: float) -> None:
+        """Answer a rank's Hello. Without a store there is no answer yet: it will ask again."""
+        if not self._may_greet(identity, hello):
+            return
+        store = self._slot.store
+        if store is None:
+            return
+        if not 0 <= hello.tp_rank < store.model.tp_size:
+            reason = (
+                f"tp_rank {hello.tp_rank} of engine {hello.engine!r} is not below "
+                f"tp_size = {store.model.tp_size}"
+            )
+            self._outbox.send(identity, Refused(reason))
+            return
+        holder = self._registry.rank(device(hello.engine, hello.tp_rank))
+        if not self._may_replace(identity, holder, hello, now):
+            return
+        conflict = self._layout_conflict(hello.layout) if hello.layout else None
+        if conflict is not None:
+            refused = Refused(f"tp_rank {hello.tp_rank}: {conflict}", final=False)
+            self._outbox.send(identity, refused)
+            return
+        welcome = WelcomeRank(
+            self._config.epoch, self._config.server_pid, store.segment_of(hello.tp_rank).ref(),
+            self._registry.fence(hello.engine).path, store.block_bytes_per_rank, store.fingerprint,
+        )  # fmt: skip
+        rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid, now)
+        self._registry.add(rank)
+        self._readiness.retry(rank)
+        self._outbox.send(identity, welcome)
+        if self._take_place(rank):
+            self._dispute_changed(rank.engine, now)
+
+    def register(self, rank: Rank, message: Register, now: float) -> None:
+        """Let a greeted rank serve, or refuse it for its layout or its own problem."""
+        problem, final = message.problem, True
+        if problem is None and (problem := self._layout_conflict(message.layout)) is not None:
+            final = False  # it may come when the others have left
+        problem = problem or self._slot.adopt_layout(message.layout, now)
+        if problem is not None:
+            self._refuse_rank(rank, f"tp_rank {rank.tp_rank}: {problem}", final)
+        else:
+            rank.serving = True
+            self._outbox.send(rank.identity, Registered())
+            self._notices.replay(rank)
+            self._slot.tasks.executor_up(rank.executor)
+            log_event(
+                logger, logging.INFO, "rank_began", engine=rank.engine, tp_rank=rank.tp_rank,
+                pid=rank.pid, gpu_blocks=message.num_blocks, layout=message.layout,
+            )  # fmt: skip
+        self._readiness.changed()
+
+    def _refuse_rank(self, rank: Rank, problem: str, final: bool) -> None:
+        self._readiness.refuse(rank, problem)
+        log_event(logger, logging.ERROR, "rank_refused", engine=rank.engine, reason=problem)
+        self._outbox.send(rank.identity, Refused(problem, final))
+        self._forget(rank)
+
+    def _layout_conflict(self, layout: str) -> str | None:
+        """Why a rank of this layout cannot serve now. Ranks that serve agree on one layout; ranks
+        that have left decide nothing."""
+        assert self._slot.store is not None
+        current = self._slot.store.layout
+        if layout == current or not any(rank.serving for rank in self._registry.ranks):
+            return None
+        return f"KV layout {layout} differs from the other ranks' {current}"
+
+    # -- schedulers ------------------------------------------------------------------------------
+
+    def greet_engine(self, identity: bytes, hello: HelloEngine, now: float) -> None:
+        """Answer a scheduler's Hello, and open a session for it if its engine may have one."""
+        if not self._may_greet(identity, hello):
+            return
+        refused = self._refusal(hello)
+        if refused is not None:
+            self._outbox.send(identity, refused)
+            return
+        holder = self._registry.scheduler_of(hello.engine)
+        if not self._may_replace(identity, holder, hello, now):
+            return
+        if self._slot.tasks.sessions.uses_gpu_of(hello.engine):
+            reason = f"tasks of the former engine {hello.engine!r} still move bytes"
+            self._outbox.send(identity, Refused(reason, final=False))
+            return
+        self._begin_session(identity, hello, now)
+
+    def _refusal(self, hello: HelloEngine) -> Refused | None:
+        """Why the engine cannot use this cache. Opens the store for the first engine."""
+        owner = self._config.owner
+        if owner is not None:
+            return Refused(
+                f"this cache is engine {owner!r}'s alone; engines share one by `endpoint`"
+            )
+        try:
+            model = hello.model.model()
+            store = self._slot.open(model, hello.model.tokens_per_block)
+        except DirectoryInUseError as error:
+            return Refused(str(error), final=False)  # it may be free soon
+        except ConfigError as error:
+            return Refused(str(error))
+        except (RegistrationError, OSError) as error:
+            return Refused(str(error), final=False)
+        fingerprint = model.fingerprint(hello.model.tokens_per_block)
+        if fingerprint == store.fingerprint:
+            return None
+        reason = f"the engine's KV is {fingerprint}, the server holds {store.fingerprint}"
+        log_event(logger, logging.ERROR, "engine_refused", engine=hello.engine, reason=reason)
+        return Refused(reason)
+
+    def _begin_session(self, identity: bytes, hello: HelloEngine, now: float) -> None:
+        fence = self._registry.fence(hello.engine)
+        fence.begin_session()
+        session = self._sessions.open(hello.engine)
+        scratch = self._host.map_scratch(hello.pid, hello.scratch_fd)
+        scheduler = Scheduler(
+            identity, hello.calls, hello.engine, hello.client, hello.pid, session, scratch, now
+        )
+        self._registry.add(scheduler)
+        log_event(logger, logging.INFO, "session_began", engine=hello.engine, pid=hello.pid)
+        is_dispute_news = self._take_place(scheduler)
+        engine = hello.engine
+        missing, problems = self._readiness.missing(engine), self._readiness.problems(engine)
+        welcome = WelcomeEngine(
+            session, self._config.server_pid, fence.path, missing, scratch is not None,
+            self._config.prompt_detail,
+        )  # fmt: skip
+        self._outbox.send(identity, welcome)
+        self._outbox.send(identity, Readiness(missing, problems))
+        if is_dispute_news:
+            self._dispute_changed(hello.engine, now)
+
+    # -- places ----------------------------------------------------------------------------------
+
+    def _may_greet(self, identity: bytes, hello: HelloRank | HelloEngine) -> bool:
+        """Whether a Hello can be considered; if not, answers it."""
+        if self._registry.is_known(identity):
+            return False  # an impatient repetition
+        refused = refuse_version(hello.version, self._counters)
+        if refused is None and (problem := name_problem(hello, self._config.owner)) is not None:
+            refused = Refused(problem)
+        if refused is None and len(self._registry) >= _MAX_PEERS:
+            self._counters["rejected_crowded"] += 1
+            refused = Refused(f"{_MAX_PEERS} clients are connected", final=False)
+        if refused is not None:
+            self._outbox.send(identity, refused)
+        return refused is None
+
+    def _may_replace(
+        self, identity: bytes, holder: Peer | None, hello: HelloRank | HelloEngine, now: float
+    ) -> bool:
+        """Whether a newcomer can have the place. The same client's former self makes room; another
+        living client disputes it."""
+        if holder is None:
+            return True
+        if holder.client == hello.client:
+            self.lose(holder, "registers again", now)
+            return True
+        engine, place = holder.engine, holder.place
+        claimant = Claimant(identity, hello.client, hello.pid)
+        if self._claims.contest(engine, place, holder.pid, claimant, now):
+            self._dispute_changed(engine, now)
+        self._outbox.send(identity, Refused(self._claims.explain(engine, place), final=False))
+        return False
+
+    def _take_place(self, peer: Peer) -> bool:
+        """Whether the new peer begins or ends a dispute."""
+        others = {
+            other.place: other.client
+            for other in self._registry.peers
+            if other.engine == peer.engine and other is not peer
+        }
+        if peer.engine == self._config.owner:
+            others[Scheduler.place] = ""  # in this process
+        return self._claims.take(peer.engine, peer.place, peer.client, peer.pid, others)
+
+    def _dispute_changed(self, engine: str, now: float) -> None:
+        is_disputed = self._claims.is_disputed(engine)
+        self._slot.tasks.set_disputed(engine, is_disputed, now)
+        log_event(
+            logger, logging.ERROR if is_disputed else logging.INFO,
+            "name_disputed" if is_disputed else "name_settled",
+            engine=engine, reason="; ".join(self._claims.places(engine)),
+        )  # fmt: skip
+        self._readiness.changed()
+
+    def withdraw(self, identity: bytes, now: float) -> bool:
+        """A claimant says Goodbye; whether the client was one."""
+        engines = self._claims.withdraw(identity)
+        for engine in engines:
+            self._dispute_changed(engine, now)
+        return bool(engines)
+
+    # -- leaving ---------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> None:
+        """Lose the peers that have been silent, except ranks that have ops: they may be copying."""
+        for engine in self._claims.expire(now):
+            self._dispute_changed(engine, now)
+        timeout_s = self._config.client_timeout_s
+        for peer in self._registry.peers:
+            if now - peer.heard_s < timeout_s:
+                continue
+            if isinstance(peer, Rank) and self._slot.tasks.executors.is_busy(peer.executor):
+                peer.heard_s = now
+                continue
+            self._counters["expired_clients"] += 1
+            self.lose(peer, f"silent for {timeout_s:g} s", now)
+
+    def lose(self, peer: Peer, reason: str, now: float) -> None:
+        """The peer is gone: end its ops or its session. ``closed`` is an orderly reason."""
+        self._forget(peer)
+        was_disputed = self._claims.settle(peer.engine, peer.place)
+        if not self._registry.has_engine(peer.engine):
+            self._claims.forget(peer.engine)
+        if was_disputed:
+            self._dispute_changed(peer.engine, now)
+        self.last_left_orderly = reason == "closed"
+        level = logging.INFO if self.last_left_orderly else logging.WARNING
+        if isinstance(peer, Rank):
+            if peer.serving:
+                log_event(
+                    logger, level, "rank_ended", engine=peer.engine, tp_rank=peer.tp_rank,
+                    reason=reason,
+                )  # fmt: skip
+            self._slot.tasks.executor_down(peer.executor, reason, now)
+            self._readiness.changed()
+        else:
+            log_event(logger, level, "session_ended", engine=peer.engine, reason=reason)
+            self._readiness.forget(peer.engine)
+            self._slot.tasks.end_session(peer.session, now)
+            self._notices.session_lost(peer.session, peer.engine)
+
+    def _forget(self, peer: Peer) -> None:
+        self._registry.remove(peer)
+        if not self._registry.has_engine(peer.engine):
+            self._notices.forget(peer.engine)
+
+    def close(self) -> None:
+        """Forget every peer. Idempotent."""
+        for peer in self._registry.peers:
+            self._forget(peer)

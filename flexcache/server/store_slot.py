@@ -1,0 +1,63 @@
+"""The one store of a server, which may become known only with the first engine that greets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from flexcache.config import ModelConfig
+from flexcache.errors import FlexCacheError, StorageError
+from flexcache.logs import log_event
+from flexcache.server.background import BackgroundJob
+from flexcache.server.outbox import Outbox
+from flexcache.server.store import CacheStore, Clearing
+from flexcache.tasks.engine import KVTaskEngine
+
+logger = logging.getLogger(__name__)
+
+OpenStore = Callable[[ModelConfig, int], CacheStore]
+
+
+class StoreSlot:
+    """Opens the store when its model and block size are known.
+
+    Args:
+        open_store: Makes the tiers for a model and a block size. Raises `ConfigError` if that is
+            impossible, `RegistrationError` or `DirectoryInUseError` if it is for now.
+    """
+
+    def __init__(self, open_store: OpenStore, outbox: Outbox) -> None:
+        self._open_store = open_store
+        self._outbox = outbox
+        self.store: CacheStore | None = None
+
+    @property
+    def tasks(self) -> KVTaskEngine:
+        assert self.store is not None
+        return self.store.engine
+
+    def open(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
+        """The store; the first call decides what it holds."""
+        if self.store is None:
+            self.store = self._open_store(model, tokens_per_block)
+        return self.store
+
+    def adopt_layout(self, layout: str, now: float) -> str | None:
+        """Have the store keep blocks of a rank's layout; returns why it cannot."""
+        assert self.store is not None
+        try:
+            clearing = self.store.adopt_layout(layout, now)
+        except FlexCacheError as error:
+            return str(error)
+        if clearing is not None:
+            self._outbox.begin(BackgroundJob(clearing.work, partial(_layout_cleared, clearing)))
+        return None
+
+
+def _layout_cleared(clearing: Clearing, error: OSError | None) -> None:
+    # Blocks that a restart brings back are under their own layout: not found, no harm.
+    try:
+        clearing.end(error)
+    except StorageError as failure:
+        log_event(logger, logging.WARNING, "ssd_not_cleared_for_good", error=failure)

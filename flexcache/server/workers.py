@@ -1,0 +1,160 @@
+"""The pool of supervised worker processes: the disk worker and the remote worker.
+
+Driven by the event loop's thread. What touches the hub (`receive`, the report of a death) is called
+under the server's lock; starting a process and sending to it are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+import zmq
+
+from flexcache.logs import log_event
+from flexcache.server.hub import Hub
+from flexcache.server.outbox import WorkerInstruction, make_execute
+from flexcache.server.reactor import Reactor
+from flexcache.server.router_socket import RouterSocket
+from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.server.worker_messages import WorkerMessages
+from flexcache.tasks.instructions import REMOTE, DropOp, ReplaceExecutor, RunLookUp, RunOp
+from flexcache.transfer.messages import Drop, LookUp, Stop
+
+logger = logging.getLogger(__name__)
+
+_MAX_MESSAGES_A_TURN = 256
+
+
+class WorkerPool:
+    """Starts workers, restarts them after a death, and carries messages both ways."""
+
+    def __init__(self, reactor: Reactor, hub: Hub) -> None:
+        self._reactor = reactor
+        self._hub = hub
+        self._workers: dict[str, WorkerSupervisor] = {}  # by executor
+        self._messages = WorkerMessages(self._workers, hub)
+        self._socket: RouterSocket | None = None
+
+    def bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        """Open the socket that workers connect to."""
+        self._socket = RouterSocket(context)
+        self._socket.zmq_socket.bind(endpoint)
+        self._reactor.add_socket(self._socket)
+
+    def add(
+        self,
+        name: str,
+        module: str,
+        make_config: Callable[[str], msgspec.Struct],
+        keep_fds: Sequence[int],
+    ) -> None:
+        """Supervise one more worker; see `WorkerSupervisor`. The next `start_due` starts it."""
+        self._workers[name] = WorkerSupervisor(name, module, make_config, keep_fds)
+
+    # -- insight ---------------------------------------------------------------------------------
+
+    def pids(self) -> dict[str, int]:
+        """Process id of every worker that runs."""
+        return {name: w.pid for name, w in self._workers.items() if w.pid is not None}
+
+    def restarts(self) -> dict[str, int]:
+        return {name: max(0, w.num_starts - 1) for name, w in self._workers.items()}
+
+    def missing(self) -> list[str]:
+        """Workers that are not up."""
+        store = self._hub.store
+        return [
+            f"{name} worker"
+            for name in self._workers
+            if store is None or not store.engine.executors.is_up(name)
+        ]
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def next_start(self) -> float | None:
+        """When the next worker is to be started."""
+        return min((w.restart_at for w in self._workers.values() if w.restart_at is not None),
+                   default=None)  # fmt: skip
+
+    def start_due(self, now: float) -> None:
+        """Start the workers whose time has come."""
+        for worker in self._workers.values():
+            if worker.restart_at is not None and now >= worker.restart_at and worker.start(now):
+                self._reactor.watch_pidfd(worker.pidfd, partial(self._died, worker))
+
+    def receive(self, now: float) -> None:
+        """Take in what workers have sent."""
+        if self._socket is None:
+            return
+        for _ in range(_MAX_MESSAGES_A_TURN):
+            frames = self._socket.receive()
+            if frames is None:
+                return
+            self._messages.take(frames, now)
+
+    def _died(self, worker: WorkerSupervisor, now: float) -> None:
+        self._reactor.unwatch_pidfd(worker.pidfd)
+        how = worker.died(now)
+        log_event(
+            logger, logging.ERROR, "worker_died", worker=worker.name, how=how,
+            effect="its ops fail, it is restarted",
+        )  # fmt: skip
+        self._hub.counters[f"{worker.name}_worker_deaths"] += 1
+        assert self._hub.store is not None
+        self._hub.store.engine.executor_down(worker.name, f"{worker.name} worker {how}", now)
+        self._hub.readiness.changed()
+
+    # -- instructions ----------------------------------------------------------------------------
+
+    def carry_out(self, instruction: WorkerInstruction) -> None:
+        """Send an instruction to its worker, or kill a worker that is late."""
+        match instruction:
+            case RunOp(executor):
+                self._send(executor, make_execute(instruction))
+            case DropOp(executor, op_id):
+                self._send(executor, Drop(op_id))
+            case RunLookUp(lookup_id, root, keys):
+                self._send(REMOTE, LookUp(lookup_id, root, list(keys)))
+            case ReplaceExecutor(executor, reason):
+                log_event(logger, logging.ERROR, "worker_replaced", worker=executor, reason=reason)
+                self._workers[executor].kill()
+
+    def _send(self, name: str, message: msgspec.Struct) -> None:
+        if self._socket is None:
+            return
+        # If the worker has just died, its ops end when its death is taken in.
+        with contextlib.suppress(zmq.ZMQError):
+            identity = self._workers[name].identity.encode()
+            self._socket.send(identity, msgspec.msgpack.encode(message))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        """Forget past deaths: a worker that is away is due now."""
+        for worker in self._workers.values():
+            worker.hurry(time.monotonic())
+
+    def stop(self, patience_s: float) -> None:
+        """Ask every worker to finish and wait for it; kill those that do not."""
+        running = [worker for worker in self._workers.values() if worker.pid is not None]
+        for worker in running:
+            self._send(worker.name, Stop())
+        for worker in running:
+            self._end(worker, patience_s)
+
+    def close(self) -> None:
+        """End what still runs, and close the socket. Idempotent."""
+        for worker in self._workers.values():
+            self._end(worker, 0)
+        if self._socket is not None:
+            self._socket.close()
+
+    def _end(self, worker: WorkerSupervisor, patience_s: float) -> None:
+        if worker.pidfd >= 0:
+            self._reactor.unwatch_pidfd(worker.pidfd)
+        worker.stop(patience_s)
