@@ -1,4 +1,4 @@
-"""What a cache costs when nothing hits: vLLM's throughput with FlexCache beside vLLM alone.
+"""The cost of a cache when nothing hits: vLLM's throughput with FlexCache beside vLLM alone.
 
     python benchmarks/bench_overhead.py [--model mid] [--rounds 9] [--json FILE]
 

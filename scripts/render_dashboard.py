@@ -1,8 +1,8 @@
-"""Draws the Grafana dashboard's panels from what Prometheus holds, without a Grafana.
+"""Draw the Grafana dashboard's panels from Prometheus data, without Grafana.
 
     python scripts/render_dashboard.py --prometheus http://127.0.0.1:9090 --minutes 10 out.png
 
-Reads docs/grafana/flexcache.json, runs every query of it, and ends with 1 if one has no data.
+Reads docs/grafana/flexcache.json, runs all its queries, and exits with 1 if one has no data.
 Needs matplotlib (the extra `bench`).
 """
 

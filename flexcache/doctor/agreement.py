@@ -46,7 +46,7 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
 
 
 def _set_block_size(subject: Subject) -> int | None:
-    """Where the settings decide it: beside vLLM's, or for a server that is told its model."""
+    """Where the settings decide it: beside vLLM's, or for a server whose settings have a model."""
     name = "tokens_per_block"
     is_set = (
         subject.model is not None
@@ -71,7 +71,7 @@ def _check_slots(subject: Subject) -> Iterator[Finding]:
 
 
 def _slot_bytes_in(path: Path) -> int | None:
-    """None where there is no pool, somebody uses it, or it cannot be read: others say so."""
+    """Return None without a pool, or if it is in use or unreadable: other checks say so."""
     if len(files_in(path)) < 2:
         return None
     try:

@@ -91,7 +91,7 @@ def _judge_connection(name: str, address: str) -> Finding:
         socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
     except OSError as failure:
         return warning(
-            f"{name} {address}: nobody takes connections ({failure.strerror or failure})",
+            f"{name} {address}: connections are refused ({failure.strerror or failure})",
             "start the one that is to be connected to, or publish at tcp://*:PORT",
         )
     return ok(f"{name} {address}: takes connections")

@@ -95,7 +95,7 @@ class Subject:
 
     @property
     def slot_bytes(self) -> int | None:
-        """Of one block as it is stored, where the model is known."""
+        """Size of one block as it is stored, if the model is known."""
         if self.config is None or self.model is None:
             return None
         per_rank = self.config.tokens_per_block * self.model.token_size_in_bytes_per_rank

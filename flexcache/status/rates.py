@@ -33,7 +33,7 @@ class Rates:
 def rates_between(before: Stats, after: Stats, seconds: float) -> Rates | None:
     """None where the two looks are not at the same server, or one had no engine yet.
 
-    In a container a server that is started anew has the process id of the one before.
+    In a container a restarted server has the process id of the one before.
     """
     is_another = before["server_pid"] != after["server_pid"] or after["uptime_s"] < seconds
     if is_another or not before["tiers"] or not after["tiers"]:

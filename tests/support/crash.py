@@ -1,4 +1,4 @@
-"""Kills a cache at random moments of heavy writing and looks at what is left. Run by test_crash.py.
+"""Kill a cache at random moments of heavy writing and check what is left. Run by test_crash.py.
 
     python crash.py DIRECTORY ROUNDS SEED
 

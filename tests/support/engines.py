@@ -1,4 +1,4 @@
-"""How the tests set up a real vLLM engine on a CPU."""
+"""Setup of a real vLLM engine on a CPU."""
 
 from __future__ import annotations
 

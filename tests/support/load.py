@@ -1,4 +1,4 @@
-"""An engine that puts, gets, cancels and prefetches at random, and checks every byte it is given.
+"""An engine that puts, gets, cancels and prefetches at random, and checks every byte it receives.
 
 Content follows from a block's place in its prompt, so that any engine can tell whether what another
 one stored is right. Used inside a test, or as a process (`python load.py scheduler|rank ...`) that

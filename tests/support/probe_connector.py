@@ -1,4 +1,4 @@
-"""FlexCacheConnectorV1 that also writes down a digest of every block it stores and loads.
+"""FlexCacheConnectorV1 that also records a digest of every block it stores and loads.
 
 Equal tokens do not prove equal KV: attention does not notice two blocks of a prompt that changed
 places. With this connector the bytes in vLLM's own paged tensors are compared, layer by layer.

@@ -1,4 +1,4 @@
-"""`flexcache doctor` on machines that are well, and on such as lack something for real."""
+"""`flexcache doctor` on healthy machines and on machines that really lack something."""
 
 from __future__ import annotations
 

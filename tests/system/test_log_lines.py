@@ -1,4 +1,4 @@
-"""What a running cache logs: changes of state, and nothing for a request."""
+"""Logs of a running cache: changes of state, and nothing per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who only looks on, and cannot, does the cache no harm."""
+"""An observer that cannot start does not harm the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that share a remote store, and what becomes of them when the store fails."""
+"""Caches that share a remote store, and their behaviour when the store fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each alert fires for its trouble, and none while all is well; by Prometheus' own tool."""
+"""Each alert fires for its fault and none while all is well, checked with Prometheus' own tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of block I/O, in each way that there is of doing it, over files that really fail."""
+"""The contract of block I/O, for each implementation, over files that really fail."""
 
 from __future__ import annotations
 

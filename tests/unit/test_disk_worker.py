@@ -1,4 +1,4 @@
-"""The disk worker's logic over real files, on every I/O engine; and over one that fails at will."""
+"""The disk worker's logic over real files, on every I/O engine and on one that fails at will."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor's checks on machines that are made up: files of theirs, versions, settings."""
+"""The doctor's checks on simulated machines: their files, versions and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP service over a server that is played, by real sockets."""
+"""The HTTP service over real sockets and a simulated server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merged KV events, against a plain model of who holds what."""
+"""Merged KV events, against a plain model of which source holds what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics' catalog, and how it is served, over statistics that are made up."""
+"""The catalog of metrics and its HTTP page, over invented statistics."""
 
 from __future__ import annotations
 

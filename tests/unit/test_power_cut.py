@@ -1,4 +1,4 @@
-"""The power goes at any moment: what was promised is there, and nothing is ever wrong.
+"""Power cuts at any moment: promised blocks are there, and no block is ever wrong.
 
 The real disk worker writes to a device that only simulates: it writes down when each write and each
 sync began and ended. A cut at a point of that log leaves in each file what had been written before

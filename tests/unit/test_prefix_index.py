@@ -1,4 +1,4 @@
-"""The prefix index against a plain model: one entry per block, who precedes it, and when it was
+"""The prefix index against a plain model: one entry per block, its predecessor, and when it was
 last used."""
 
 from __future__ import annotations

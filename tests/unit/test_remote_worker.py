@@ -1,4 +1,4 @@
-"""The remote worker: whose turn it is, what becomes of ops, the format, URLs; one real process."""
+"""The remote worker: turns, outcomes of ops, the format, URLs; one real process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flexcache status`: what it makes of a server's figures."""
+"""`flexcache status`: how it presents a server's figures."""
 
 from __future__ import annotations
 

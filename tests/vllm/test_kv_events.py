@@ -1,4 +1,4 @@
-"""KV events of a real vLLM engine: FlexCache's own publisher, and vLLM's, which has ours too."""
+"""KV events of a real vLLM engine: FlexCache's publisher, and vLLM's, which has ours too."""
 
 from __future__ import annotations
 
