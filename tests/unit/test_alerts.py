@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from flexcache.metrics.catalog import CATALOG, MetricType
+from flexcache.metrics.catalog import CATALOG
+from flexcache.metrics.metric import MetricType
 
 RULES = ROOT / "docs" / "grafana" / "alerts.yml"
 DASHBOARD = ROOT / "docs" / "grafana" / "flexcache.json"
