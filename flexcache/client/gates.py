@@ -66,7 +66,7 @@ class GatedTasks:
         )
 
     def take_over(self, task_ids: Iterable[int]) -> dict[int, int]:
-        """Those of the tasks that are over, with how many blocks arrived. Each is told once."""
+        """Those of the tasks that are over, with how many blocks arrived. Each is returned once."""
         return {
             task_id: self._ended.pop(task_id, 0) for task_id in task_ids if self.is_over(task_id)
         }

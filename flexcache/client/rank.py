@@ -294,7 +294,7 @@ class KVTPClient:
                     self._link.send(done)
                 if worker.failure is not None:
                     raise DeviceLostError(worker.failure)
-        self._let_go()  # before the server is told that nothing moves any more
+        self._let_go()  # before the server learns that nothing moves any more
         self._link.offer(Goodbye())
 
     def _patience_s(self) -> float | None:
