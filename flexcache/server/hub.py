@@ -147,15 +147,16 @@ class Hub:
         Returns:
             Whether a look-up has ended, or what an engine waits for has changed.
         """
-        if self._slot.store is None:
+        store = self._slot.store
+        if store is None:
             return False
-        tasks = self._slot.tasks
-        has_news = False
+        tasks, has_news = store.engine, False
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
                 self._deliver(instruction, now)
-        self._notices.end_sessions(tasks)
+        if self._notices.ending_sessions:
+            self._notices.end_sessions(tasks)
         if self._seen_readiness != self.readiness.num_changes:
             self._seen_readiness = self.readiness.num_changes
             has_news = True

@@ -243,7 +243,7 @@ class KVServer:
     def _end_use(self) -> None:
         try:
             self._route()
-            if self.hub.outbox:
+            if not self.hub.outbox.is_empty:
                 self._reactor.wake()
         finally:
             self._changed.release()
