@@ -21,7 +21,7 @@ from flexcache.server.background import BackgroundThread
 from flexcache.server.hub import Hub
 from flexcache.server.idle_exit import IdleExit
 from flexcache.server.outbox import PeerMessage, make_execute
-from flexcache.server.reactor import Ended, Reactor
+from flexcache.server.reactor import EndReport, Reactor
 from flexcache.server.router_socket import RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
 from flexcache.tasks.instructions import RunOp
@@ -116,7 +116,7 @@ class EventLoop:
                 times.append(self._hub.store.engine.next_deadline())
         return min((moment for moment in times if moment is not None), default=None)
 
-    def _take_events(self, ended: list[Ended]) -> None:
+    def _take_events(self, ended: list[EndReport]) -> None:
         now = time.monotonic()
         with self._changed:
             for process_ended in ended:

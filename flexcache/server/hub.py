@@ -51,7 +51,7 @@ from flexcache.server.peers import Peers
 from flexcache.server.readiness import EngineReadiness
 from flexcache.server.registry import Host, Rank, Registry, Scheduler
 from flexcache.server.requests import Requests
-from flexcache.server.sessions import Sessions
+from flexcache.server.sessions import ServerSessions
 from flexcache.server.store import CacheStore
 from flexcache.server.store_slot import OpenStore, StoreSlot
 from flexcache.tasks.ids import session_of
@@ -99,7 +99,7 @@ class Hub:
         self._slot = StoreSlot(open_store, self.outbox)
         self._registry = Registry(host)
         self._notices = Notices(self._registry, self.outbox)
-        self.sessions = Sessions(config, self._registry, self._slot)
+        self.sessions = ServerSessions(config, self._registry, self._slot)
         claims = Claims()
         self.readiness = EngineReadiness(self._registry, self._slot, claims, self.outbox)
         self._peers = Peers(

@@ -32,7 +32,7 @@ from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
 from flexcache.server.readiness import EngineReadiness
 from flexcache.server.registry import Host, Peer, Rank, Registry, Scheduler
-from flexcache.server.sessions import Sessions
+from flexcache.server.sessions import ServerSessions
 from flexcache.server.store_slot import StoreSlot
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.tasks.instructions import device
@@ -51,7 +51,7 @@ class Peers:
         host: Host,
         registry: Registry,
         slot: StoreSlot,
-        sessions: Sessions,
+        sessions: ServerSessions,
         claims: Claims,
         readiness: EngineReadiness,
         notices: Notices,

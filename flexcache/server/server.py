@@ -232,22 +232,6 @@ class KVServer:
         """Exclusive use of the task engine; what it decides is carried out afterwards."""
         return _EngineUse(self)
 
-    def _begin_use(self) -> KVTaskEngine:
-        self._changed.acquire()
-        if self._reactor.stopping:
-            self._changed.release()
-            raise ClosedError("the cache was shut down")
-        assert self._store is not None
-        return self._store.engine
-
-    def _end_use(self) -> None:
-        try:
-            self._route()
-            if not self.hub.outbox.is_empty:
-                self._reactor.wake()
-        finally:
-            self._changed.release()
-
     def _route(self) -> None:
         """Pass on what the task engine did; must be called with the lock held."""
         feed = self._observers.feed
@@ -377,7 +361,19 @@ class _EngineUse:
         self._server = server
 
     def __enter__(self) -> KVTaskEngine:
-        return self._server._begin_use()
+        server = self._server
+        server._changed.acquire()
+        if server._reactor.stopping:
+            server._changed.release()
+            raise ClosedError("the cache was shut down")
+        assert server._store is not None
+        return server._store.engine
 
     def __exit__(self, *error: object) -> None:
-        self._server._end_use()
+        server = self._server
+        try:
+            server._route()
+            if not server.hub.outbox.is_empty:
+                server._reactor.wake()
+        finally:
+            server._changed.release()

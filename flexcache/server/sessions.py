@@ -27,7 +27,7 @@ class Answers(Protocol):
         """The server has failed: no answer will come any more."""
 
 
-class Sessions:
+class ServerSessions:
     """Numbers sessions and opens them in the task engine."""
 
     def __init__(self, config: HubConfig, registry: Registry, slot: StoreSlot) -> None:
