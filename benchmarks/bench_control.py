@@ -68,7 +68,7 @@ class Prompt:
         return ", ".join(filter(None, parts))
 
     def least_work(self, num_cached: int, num_new: int) -> None:
-        """What nobody can do without who finds so many tokens and files as many behind them.
+        """Do the least work that finding and storing this many tokens takes.
 
         The tokens found are hashed once, those behind them block by block; the new keys go into a
         table; and the answer is a mask.
@@ -120,7 +120,7 @@ class Caller:
         return sample_beside(call, bound, partial(self._undo, num_cached), rounds)
 
     def put_match(self, prompt: Prompt, num_cached: int, rounds: int) -> tuple[list[float], float]:
-        """Of a prompt whose first tokens are cached. Nothing is stored."""
+        """Time `put_match` of a prompt whose first tokens are cached. Nothing is stored."""
         num_new = len(prompt.tokens) - num_cached
         call = partial(self.manager.put_match, prompt.tokens, block_keys=prompt.keys)
         bound = partial(prompt.least_work, num_cached, num_new)

@@ -1,4 +1,4 @@
-"""Does a server grow? Its memory over a million requests, and per cached block.
+"""Memory of a server over a million requests, and per cached block.
 
     python benchmarks/bench_growth.py [--requests 1000000] [--clients 2] [--json FILE] [--plot FILE]
 

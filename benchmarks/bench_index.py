@@ -1,4 +1,4 @@
-"""The index of one tier: what its steps cost, and how that grows with what is cached.
+"""The index of one tier: the cost of its operations, and how it grows with the number of blocks.
 
 A tier of its own, no bytes. Beside each figure stands what plain structures take for the same:
 a dictionary for what is looked up and filed, a heap for what is evicted.

@@ -1,4 +1,4 @@
-"""What a cache costs when nothing hits: vLLM's throughput with FlexCache beside vLLM alone.
+"""The cost of a cache when nothing hits: vLLM's throughput with FlexCache beside vLLM alone.
 
     python benchmarks/bench_overhead.py [--model mid] [--rounds 9] [--json FILE]
 
@@ -89,7 +89,7 @@ def engines(
 
 @dataclass
 class Seen:
-    """Of one engine: seconds that each round took alone and with its cache.
+    """Measurements of one engine: seconds of each round alone and with its cache.
 
     ``more_cpu_s`` is the CPU time that the cache's batches took beyond the others.
     """
@@ -134,7 +134,7 @@ def bytes_copied(engine: EngineProcess) -> int:
 
 
 def memcpy_bytes_per_s() -> float:
-    """Of one large copy, the best of a few."""
+    """Return the rate of one large copy, the best of a few."""
     source = np.ones(128 << 20, np.uint8)
     target = np.empty_like(source)
     times = []

@@ -1,4 +1,4 @@
-"""A get of which DRAM has one half and the SSD the other, beside the slower half alone.
+"""A get with half of its blocks in DRAM and half on SSD, beside the slower half alone.
 
 The halves go to the engine at the same time, so the get should take as long as its SSD half, and
 the DRAM half should be there as early as if it had been asked for alone.

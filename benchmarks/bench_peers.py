@@ -1,4 +1,4 @@
-"""FlexCache beside its peers, each in an environment of its own, all in one run: one table.
+"""FlexCache beside its peers, each in its own environment, in one run and one table.
 
     python benchmarks/bench_peers.py --venvs DIRECTORY [--only SECTION]... [--json FILE] [--dir DIR]
 

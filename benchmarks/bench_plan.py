@@ -1,7 +1,7 @@
-"""What requests cost between their match and their end, but for the bytes.
+"""The cost of requests between their match and their end, without moving bytes.
 
-The task engine plans, launches and completes ops that nobody carries out: each is reported done as
-soon as it was handed out. Beside it, what the bare scheduler takes for a graph of such ops.
+The task engine plans, launches and completes ops that are not executed: each is reported done as
+soon as it is handed out. Beside it, what the bare scheduler takes for a graph of such ops.
 """
 
 from __future__ import annotations

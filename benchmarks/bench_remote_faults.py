@@ -64,7 +64,7 @@ FAMILIES = 24
 class FaultyProxy:
     """Stands before an HTTP server: delays requests, or answers some with an error.
 
-    A request is told from the rest of a connection by its first word, so nothing needs parsing.
+    The first word distinguishes a request from the rest of a connection, so nothing needs parsing.
     """
 
     _METHODS = (b"GET ", b"PUT ", b"HEAD ", b"POST ", b"DELETE ")
@@ -159,7 +159,7 @@ class Times:
 
     @property
     def ratio(self) -> float:
-        """Of the throughputs, over all batches."""
+        """Ratio of the throughputs over all batches."""
         return sum(self.without) / sum(self.having)
 
     @property

@@ -168,7 +168,7 @@ def _be_clients(connection: Connection, endpoint: str, numbers: Sequence[int]) -
                 ]
                 connection.send([each.result() for each in measuring])
         except (EOFError, BrokenPipeError):
-            pass  # nobody asks any more
+            pass  # the parent has gone
         except Exception as error:
             connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
 
@@ -318,7 +318,7 @@ def round_trips(counts: Sequence[int], seconds: float) -> Iterator[Result]:
 
 
 def _limit_us(found: Measured) -> float | None:
-    """Of one client with a long prompt."""
+    """Return the target for one client with a long prompt."""
     if found.num_clients > 1 or "64 tokens" in found.name:
         return None
     return 250.0 if "block_keys" in found.name else 500.0

@@ -1,4 +1,4 @@
-"""The SSD tier's index beside SQLite and LMDB: durable commits, and loading at a start.
+"""The SSD tier's index beside SQLite and LMDB: durable commits, and loading at startup.
 
     python benchmarks/bench_slot_index.py [DIRECTORY]
 

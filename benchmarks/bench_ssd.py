@@ -1,4 +1,4 @@
-"""What the SSD tier's durability costs, and how long restarts take.
+"""The cost of the SSD tier's durability, and the duration of restarts.
 
     python benchmarks/bench_ssd.py [DIRECTORY] [--gb 2] [--rounds 5] [--engine auto]
 

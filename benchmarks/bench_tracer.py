@@ -1,4 +1,4 @@
-"""What a trace costs: a lookup of a cached prompt, and its cancellation, without a trace and with.
+"""The cost of a trace: look-up and cancellation of a cached prompt, with and without a trace.
 
     python benchmarks/bench_tracer.py
 

@@ -3,10 +3,10 @@ where environments of peers are named, LMCache.
 
     python benchmarks/bench_ttft.py [--tokens 1000] [--rounds 5] [--venvs DIR] [--json FILE]
 
-The engines stand side by side, each in a process of its own, and take turns: in each round all of
-them get the same new prompt, first cold, then with GPU memory dropped, then with DRAM dropped too.
-A hit of FlexCache that changes the answer ends the benchmark, and so does one that was none; of
-peers it is counted (LMCache has chunks of 256 tokens, so more is computed anew, and rounded anew).
+The engines run side by side, each in its own process, and take turns: in each round all of them
+get the same new prompt, first cold, then with GPU memory dropped, then with DRAM dropped too. The
+benchmark ends if a hit of FlexCache changes the answer, or if an expected hit is a miss. For peers
+both are counted (LMCache has chunks of 256 tokens, so it recomputes and rounds more).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ROUNDS = 5
 
 @dataclass
 class Seen:
-    """Of one system: milliseconds by run, and prompts whose answer a hit changed."""
+    """Measurements of one system: milliseconds by run, and prompts whose answer a hit changed."""
 
     ms: dict[str, list[float]] = field(default_factory=lambda: {run: [] for run in RUNS})
     num_changed: int = 0

@@ -1,4 +1,4 @@
-"""What it costs to be watched: vLLM's throughput with FlexCache's KV events, trace and metrics on,
+"""The cost of observation: vLLM's throughput with FlexCache's KV events, trace and metrics on,
 beside the same engine without.
 
     python benchmarks/bench_watching.py [--model mid] [--rounds 9] [--json FILE]

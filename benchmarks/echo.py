@@ -1,4 +1,4 @@
-"""The least that a server can do: it answers every message with 64 bytes.
+"""The least work of a server: it answers every message with 64 bytes.
 
 python echo.py ENDPOINT          until its standard input ends
 """

@@ -1,4 +1,4 @@
-"""Runs cases that need peers or a vLLM engine; shows what they found as `flexcache bench` does."""
+"""Run cases that need peers or a vLLM engine, and show their results as `flexcache bench` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures the parts of FlexCache that its developers tune, each beside a bound.
+"""Measure the parts of FlexCache that its developers tune, each beside a bound.
 
     python benchmarks/run.py control plan --only "131,072 tokens" --json before.json
 

@@ -1,4 +1,4 @@
-"""Importing this puts the tests' helpers, and the benchmarks of peers, on the search path."""
+"""Import this to put the tests' helpers and the benchmarks of peers on the search path."""
 
 from __future__ import annotations
 

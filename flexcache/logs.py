@@ -50,11 +50,11 @@ def log_event(
 
 
 def set_up_logging(level: str, log_format: str) -> None:
-    """Of a process of our own: to standard error.
+    """Log to standard error, in a process of FlexCache's own.
 
     Args:
-        level: Of the `flexcache` logger; others' libraries are heard from WARNING on.
-        log_format: As `CacheConfig.log_format`.
+        level: Level of the `flexcache` logger; that of other libraries is WARNING.
+        log_format: See `CacheConfig.log_format`.
     """
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

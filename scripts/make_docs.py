@@ -1,7 +1,7 @@
-"""Writes the parts of the documentation that are made from the code.
+"""Write the parts of the documentation that are generated from the code.
 
-python scripts/make_docs.py            writes docs/configuration.md and docs/metrics.md
-python scripts/make_docs.py --check    fails if they are not what the code says
+python scripts/make_docs.py            write docs/configuration.md and docs/metrics.md
+python scripts/make_docs.py --check    fail if they differ from the code
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Draws the Grafana dashboard's panels from what Prometheus holds, without a Grafana.
+"""Draw the Grafana dashboard's panels from Prometheus data, without Grafana.
 
     python scripts/render_dashboard.py --prometheus http://127.0.0.1:9090 --minutes 10 out.png
 
-Reads docs/grafana/flexcache.json, runs every query of it, and ends with 1 if one has no data.
+Reads docs/grafana/flexcache.json, runs all its queries, and exits with 1 if one has no data.
 Needs matplotlib (the extra `bench`).
 """
 
@@ -108,7 +108,7 @@ def read_series(prometheus: Prometheus, target: dict[str, Any], span: Span) -> l
 
 
 def queries_without_data(prometheus: Prometheus, span: Span) -> list[str]:
-    """Of all panels."""
+    """Return the queries of all panels that have no data."""
     return [
         target["expr"]
         for panel in read_dashboard()
@@ -225,7 +225,7 @@ def _draw_lines(axes: Any, panel: dict[str, Any], series: Sequence[Series]) -> N
 
 
 def _draw_heatmap(axes: Any, panel: dict[str, Any], series: Sequence[Series]) -> None:
-    """Of cumulative buckets, which are told apart first."""
+    """Draw a heatmap of cumulative buckets, after separating them."""
     _dress(axes, panel)
     buckets = sorted(series, key=lambda each: float(each.name))
     if not buckets:

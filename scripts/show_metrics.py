@@ -1,4 +1,4 @@
-"""Prometheus scrapes a live FlexCache; every query of the dashboard and the alerts is run.
+"""Let Prometheus scrape a live FlexCache, and run every query of the dashboard and the alerts.
 
     python scripts/show_metrics.py                          a load of its own, for a minute
     python scripts/show_metrics.py --attach HOST:PORT       of a server that is at work already

@@ -1,4 +1,4 @@
-"""The server of LMCache 0.5.6, measured over its own protocol, to be set beside FlexCache's own.
+"""The server of LMCache 0.5.6, measured over its own protocol for comparison with FlexCache's.
 
     pip install --no-deps -r benchmarks/peers/requirements-lmcache.txt   # in its own environment
     python benchmarks/peers/lmcache_server.py
@@ -175,7 +175,7 @@ class Client:
 
 
 def run_client(url: str, index: int, pipe: Connection) -> None:
-    """A client process: does what it is told until the pipe closes."""
+    """Run a client process: execute commands until the pipe closes."""
     die_with_parent()
     try:
         client = Client(url, index)

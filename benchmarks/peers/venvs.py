@@ -1,4 +1,4 @@
-"""Environments of their own for the peers, made from pinned requirements."""
+"""Separate environments for the peers, made from pinned requirements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets vLLM's own OffloadingConnector run on the CPU backend, to be measured beside FlexCache.
+"""Run vLLM's own OffloadingConnector on the CPU backend, for measurements beside FlexCache.
 
 vLLM's specs refuse a CPU only because their worker copies with CUDA streams. Scheduler, policies
 and the file-system tier are used as they are; here the worker copies with torch instead.

@@ -37,7 +37,7 @@ SLOWDOWN_REACH = 0.97
 
 
 def cases(thorough: bool, seed: int) -> list[Case]:
-    """Of the section. Raises `Unsupported` where there is no CUDA device."""
+    """Return the cases of the section. Raises `Unsupported` without a CUDA device."""
     if not torch.cuda.is_available():
         raise Unsupported("no CUDA device here")
     rounds = 50 if thorough else 10

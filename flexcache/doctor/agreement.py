@@ -36,7 +36,9 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
         yield error(
             f"tokens_per_block is {ours}, --block-size is {given}", "leave tokens_per_block unset"
         )
-    wanted, held = given or ours, (server or {}).get("tokens_per_block")
+    wanted, held = given or ours, None
+    if server is not None and server.cache is not None:
+        held = server.cache.identity.tokens_per_block
     if wanted is not None and held is not None and wanted != held:
         yield error(
             f"blocks have {wanted} tokens here, {held} at the server at {subject.endpoint}",
@@ -46,7 +48,7 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
 
 
 def _set_block_size(subject: Subject) -> int | None:
-    """Where the settings decide it: beside vLLM's, or for a server that is told its model."""
+    """Where the settings decide it: beside vLLM's, or for a server whose settings have a model."""
     name = "tokens_per_block"
     is_set = (
         subject.model is not None
@@ -71,7 +73,7 @@ def _check_slots(subject: Subject) -> Iterator[Finding]:
 
 
 def _slot_bytes_in(path: Path) -> int | None:
-    """None where there is no pool, somebody uses it, or it cannot be read: others say so."""
+    """Return None without a pool, or if it is in use or unreadable: other checks say so."""
     if len(files_in(path)) < 2:
         return None
     try:

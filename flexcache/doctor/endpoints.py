@@ -31,8 +31,9 @@ def check_server_endpoint(subject: Subject) -> Iterator[Finding]:
         return
     server = subject.server
     if server is not None:
-        engines = len(server["engines"])
-        yield ok(f"{endpoint}: served by process {server['server_pid']}, {engines} engines")
+        served = server.server
+        num_engines = len(served.engines)
+        yield ok(f"{endpoint}: served by process {served.server_pid}, {num_engines} engines")
     elif subject.is_served:
         yield error(
             f"{endpoint}: a server holds it and does not answer",
@@ -91,7 +92,7 @@ def _judge_connection(name: str, address: str) -> Finding:
         socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
     except OSError as failure:
         return warning(
-            f"{name} {address}: nobody takes connections ({failure.strerror or failure})",
+            f"{name} {address}: connections are refused ({failure.strerror or failure})",
             "start the one that is to be connected to, or publish at tcp://*:PORT",
         )
     return ok(f"{name} {address}: takes connections")

@@ -55,7 +55,7 @@ CHECKS: dict[str, Check] = {
 
 
 def examine(subject: Subject) -> Iterator[tuple[str, Finding]]:
-    """What each check finds, as it is found. A check that fails itself is told, not raised."""
+    """Yield findings as checks make them. A check that fails is itself reported."""
     for name, check in CHECKS.items():
         try:
             for finding in check(subject):

@@ -35,7 +35,7 @@ def check_python(subject: Subject) -> Iterator[Finding]:
 
 
 def vllm_version() -> str | None:
-    """Of the installed vLLM, whatever its wheel is called."""
+    """Return the version of the installed vLLM, whatever its wheel is called."""
     for name in _VLLM_NAMES:
         try:
             return importlib.metadata.version(name)

@@ -1,7 +1,7 @@
 """What is in directories of the SSD tier.
 
 Directories are looked at as pools, since the slots of a prompt are striped over all of its pool's.
-A pool is read only while nobody uses it; nothing is changed unless that was asked for.
+A pool is read only while it is not in use; nothing is changed unless requested.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _page_aligned(size: int) -> Iterator[memoryview]:
 
 
 def _checksum(fd: int, offset: int, buffer: memoryview) -> int | None:
-    """Of as many bytes as the buffer has; None where they cannot be read."""
+    """Return the checksum of a whole buffer; None if the bytes cannot be read."""
     try:
         if os.preadv(fd, [buffer], offset) != len(buffer):
             return None

@@ -42,7 +42,7 @@ _MOST_GATHERED = 16
 _CLOSE_TIMEOUT_S = 1.0
 _LINGER_MS = 500
 _NOT_FOR_US = {
-    "inproc:": "reaches nobody outside this process",
+    "inproc:": "is not reachable from other processes",
     "ipc://@": "is open to every user of this host; use a path",
 }
 
@@ -134,7 +134,7 @@ class BatchPublisher(Generic[Item]):
             replay_endpoint = self.address.replay_endpoint
             if replay_endpoint is not None:
                 self._router = self._context.socket(zmq.ROUTER)
-                # Whoever asks and does not read costs no more than this, and does not hold us up.
+                # A peer that asks and does not read costs no more than this, and blocks nothing.
                 self._router.router_mandatory = True
                 self._router.maxmsgsize = _MAX_REQUEST_BYTES
                 self._router.sndhwm = self._num_kept + 1
@@ -147,7 +147,7 @@ class BatchPublisher(Generic[Item]):
         for bound in filter(None, (endpoint, replay_endpoint)):
             if bound.startswith("ipc://"):
                 self._socket_files.append(Path(bound.removeprefix("ipc://")))
-                self._socket_files[-1].chmod(0o600)  # prompts are nobody else's to read
+                self._socket_files[-1].chmod(0o600)  # prompts are private to this user
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="flexcache-events", daemon=True)
@@ -339,7 +339,7 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
 
 
 def _has_listener(path: str) -> bool:
-    """Whether somebody serves the socket file; one that was left behind serves nobody."""
+    """Return whether the socket file is served, or left behind by a dead process."""
     with sockets.socket(sockets.AF_UNIX) as probe:
         try:
             probe.connect(path)

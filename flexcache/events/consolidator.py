@@ -1,7 +1,7 @@
 """Merges what several sources tell of the same blocks: the engine of its GPU, FlexCache of the
 tiers below.
 
-Whoever follows the merged events knows of each block whether it can be found anywhere: it is stored
+A consumer of the merged events knows of each block whether it can be found anywhere: it is stored
 when the first place gets it, and removed when the last place has lost it. Blocks are the same if
 the low 64 bits of their hashes are, and have these as hashes in what comes out.
 
@@ -30,7 +30,7 @@ Place = tuple[str | None, int | None]
 @dataclass(slots=True)
 class _Block:
     medium: str | None
-    """Of the place that got it first: the merged events go on to name that one."""
+    """Medium of the place that got it first: the merged events keep naming that one."""
     has_tokens: bool
     num_holders: int = 0
 
@@ -64,7 +64,7 @@ class Consolidator:
         return merged
 
     def forget(self, source: str) -> list[Event]:
-        """A source has cleared everything, began anew, or its events were lost: what it has is not
+        """A source has cleared everything, restarted, or its events were lost: what it has is not
         known any more."""
         return self._removed(source, list(self._held.get(source, ())))
 
@@ -100,7 +100,7 @@ class Consolidator:
         ]
 
     def _stretches(self, hashes: Sequence[int], is_news: Sequence[bool]) -> list[tuple[int, int]]:
-        """Where blocks follow each other that are news and of which the same medium is told."""
+        """Yield runs of new blocks that follow each other and have the same medium."""
         stretches: list[tuple[int, int]] = []
         for i, hashed in enumerate(hashes):
             if not is_news[i]:

@@ -2,7 +2,7 @@
 
 Batches are numbered. Where a number is left out, and whenever a connection was made, the publisher
 is asked for what is missing; what it has no longer either is reported as lost. A number that comes
-again with other content means that the publisher began anew. For one thread.
+again with other content means that the publisher restarted. For one thread.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ News = Received | Lost | PublisherRestarted
 
 @dataclass(slots=True)
 class SubscriberCounters:
-    """Of batches; ``malformed`` are messages that were none."""
+    """Counts of batches; ``malformed`` are messages that were not batches."""
 
     received: int = 0
     replayed: int = 0
@@ -89,7 +89,7 @@ class KVEventSubscriber:
         self._replay_timeout_s = replay_timeout_s
         self._next = 0
         self._last_payload: bytes | None = None
-        """Of the batch before ``_next``."""
+        """Payload of the batch before ``_next``."""
         self._replayed: dict[int, int] = {}
         """Batches that were sent again and may come as usual too, with their payloads' hashes."""
         self._news: deque[News] = deque()
@@ -222,7 +222,7 @@ class KVEventSubscriber:
         """Have sent again what was not delivered.
 
         The last batch that we know is asked for as well. A publisher keeps its last one always, so
-        if that is not there, or has other content now, the publisher has begun anew.
+        if that is not there, or has other content now, the publisher has restarted.
         """
         known = self._last_payload
         first = self._next if known is None else self._next - 1

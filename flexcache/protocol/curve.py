@@ -47,7 +47,7 @@ def secure_server(socket: zmq.Socket[bytes], directory: str) -> ThreadAuthentica
 
 
 def secure_client(socket: zmq.Socket[bytes], directory: str) -> None:
-    """Prove who we are, and talk to nobody but the server."""
+    """Authenticate this process, and talk to the server only."""
     socket.curve_serverkey, _ = _load(directory, "server.key", needs_secret=False)
     socket.curve_publickey, socket.curve_secretkey = _load(directory, "client.key_secret")
 

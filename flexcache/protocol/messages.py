@@ -12,7 +12,7 @@ understand raises PROTOCOL_VERSION.
       Ended, SessionOver <-                     Readiness, TaskAnswer <-
       Ping -> Pong,  Stop <-,  Goodbye ->       the same
 
-Whoever repeats Hello while it is being considered does no harm.
+Repeating Hello while it is being considered does no harm.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class TaskAnswer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Clear(msgspec.Struct, tag=True, frozen=True):
-    """Drop what nobody holds, of one tier or of all. Answered with `Answer` (a number)."""
+    """Drop blocks that are not held, of one tier or of all. Answered with `Answer` (a number)."""
 
     request_id: int
     tier: str | None

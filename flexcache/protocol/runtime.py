@@ -219,8 +219,10 @@ def _open_lock(path: Path, flags: int = 0) -> int:
 
 
 def _lock_file(path: Path, patience_s: float = 0.0) -> int | None:
-    """Lock a file that others may remove meanwhile; None if somebody else has locked it for longer
-    than `is_served` does."""
+    """Lock a file that other processes may remove meanwhile.
+
+    Returns None if another process keeps it locked for longer than `is_served` does.
+    """
     deadline = time.monotonic() + patience_s
     while True:
         fd = _open_lock(path, os.O_CREAT)

@@ -153,7 +153,7 @@ class HostSegment:
 
 
 def _reserved_memory(size: int) -> int:
-    """A file of reserved huge pages of the system's default size, which nobody else can take."""
+    """Create a file of reserved huge pages of the system's default size, for this process alone."""
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_HUGETLB)
     except OSError as error:

@@ -39,7 +39,7 @@ INDEX_FILE = "flexcache-ssd.index"
 FORMAT_VERSION = 2
 """docs/formats.md says what a reader does with another one."""
 OLD_DATA_FILE = "flexcache-ssd.data"
-"""Of FlexCache 0.1: slots without a header or an index, worth nothing once their owner has gone."""
+"""FlexCache 0.1's file: slots without a header or an index, worthless once their owner is gone."""
 
 _DATA_MAGIC, _INDEX_MAGIC = b"FlexSSDd", b"FlexSSDi"
 _HEADER = struct.Struct(f"<8sI4x16sQII{DIGEST_BYTES}s{DIGEST_BYTES}s")

@@ -5,7 +5,7 @@
        |                                           +---- a trial fails -+
        +------------------ several trials in a row succeed -------------+
 
-Only trials, which nobody waits for, go to the store while it is half open. The back-off doubles
+Only trials, which no caller waits for, go to the store while it is half open. The back-off doubles
 from one opening to the next, and starts over once the breaker has stayed closed for a while.
 
 Pure: time is handed in.

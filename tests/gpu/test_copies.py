@@ -1,4 +1,4 @@
-"""`CudaCopier` on a real device: bytes, order, threads, graphs. Skipped where there is none."""
+"""`CudaCopier` on a real device: bytes, order, threads, graphs. Skipped without one."""
 
 from __future__ import annotations
 

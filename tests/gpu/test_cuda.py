@@ -1,4 +1,4 @@
-"""KV tensors on a CUDA device. Skipped, with the reason, where there is none."""
+"""KV tensors on a CUDA device. Skipped, with the reason, without one."""
 
 from __future__ import annotations
 

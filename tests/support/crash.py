@@ -1,4 +1,4 @@
-"""Kills a cache at random moments of heavy writing and looks at what is left. Run by test_crash.py.
+"""Kill a cache at random moments of heavy writing and check what is left. Run by test_crash.py.
 
     python crash.py DIRECTORY ROUNDS SEED
 
@@ -79,7 +79,7 @@ def put_completely(load: LoadEngine, prompt: int, count: int) -> int:
     task_id, mask = load.manager.put_async(tokens_of(prompt, count), slots)
     load.manager.wait([task_id], PATIENCE_S, completely=True)
     written = load.manager.stats()["ops"]["H2DISK"]["blocks"] - written
-    assert mask.all(), "somebody has put a new prompt before"
+    assert mask.all(), "the new prompt was stored before"
     return int(written)
 
 

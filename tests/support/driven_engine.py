@@ -1,7 +1,7 @@
-"""A real vLLM engine in a process of its own that does as it is told, and can be killed.
+"""A real vLLM engine in its own process that executes commands and can be killed.
 
 Run as ``python driven_engine.py EXTRA_CONFIG MODEL``: scheduler and worker are in the one process,
-so whoever drives it decides when the engine steps. It takes a JSON object a line on standard input,
+so its driver decides when the engine steps. It reads a JSON object per line from standard input,
 answers each with a line on standard output, and shuts down in order when the input ends.
 """
 

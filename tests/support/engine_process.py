@@ -1,5 +1,5 @@
-"""A vLLM engine in a process of its own that does as it is told: what TTFT and overhead are
-measured on. Engines of several systems stand side by side and take turns.
+"""A vLLM engine in its own process that executes commands, for measuring TTFT and overhead.
+Engines of several systems run side by side and take turns.
 
 Run as ``python engine_process.py SETTINGS``; takes a JSON object a line, answers each with one.
 """
@@ -201,7 +201,7 @@ class Engine:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """vLLM asks for its connector anew at each step, in the scheduler and in the worker."""
+        """Hide the connector, which scheduler and worker look up at each step."""
         from vllm.distributed.kv_transfer import kv_transfer_state as worker
 
         taken = self._scheduler.connector, worker._KV_CONNECTOR_AGENT
@@ -281,7 +281,7 @@ class Engine:
         return self._llm.generate(requests, sampling, use_tqdm=False)
 
     def _drain(self) -> None:
-        """Let stores end: in one process nobody else steps an idle engine."""
+        """Let stores end: in one process nothing else steps an idle engine."""
         for _ in range(2000):
             if not self._scheduler.has_requests():
                 return

@@ -1,4 +1,4 @@
-"""How the tests set up a real vLLM engine on a CPU."""
+"""Setup of a real vLLM engine on a CPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Engine:
         return self.llm.generate(requests, sampling, use_tqdm=False)
 
     def drain(self) -> None:
-        """Let puts end: in one process nobody else steps an idle engine."""
+        """Let puts end: in one process nothing else steps an idle engine."""
         for _ in range(10_000):
             if not self.scheduler.has_requests():
                 return

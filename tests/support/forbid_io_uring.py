@@ -1,4 +1,4 @@
-"""Runs this interpreter with io_uring forbidden by a seccomp filter, as in most containers."""
+"""Run this interpreter with io_uring forbidden by a seccomp filter, as in most containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways of block I/O, all of which must pass the same tests.
+"""The implementations of block I/O, all of which must pass the same tests.
 
 ``NEW_LIBURING_PATH`` names a directory with an unpacked wheel of liburing 2026.3 or later; without
 it, or on a CPU that cannot run it, its tests are skipped.

@@ -1,4 +1,4 @@
-"""An engine that puts, gets, cancels and prefetches at random, and checks every byte it is given.
+"""An engine that puts, gets, cancels and prefetches at random, and checks every byte it receives.
 
 Content follows from a block's place in its prompt, so that any engine can tell whether what another
 one stored is right. Used inside a test, or as a process (`python load.py scheduler|rank ...`) that
@@ -35,7 +35,7 @@ def make_model(head_size: int = 64, dp_size: int = 2) -> ModelConfig:
 
 
 def block_bytes(model: ModelConfig) -> int:
-    """Of one layer."""
+    """Return the size of a block of one layer."""
     return TOKENS_PER_BLOCK * model.token_size_in_bytes // model.num_layers
 
 

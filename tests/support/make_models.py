@@ -1,4 +1,4 @@
-"""Makes the small random models that the demo, the tests and the benchmarks run on. No downloads.
+"""Make the small random models for the demo, the tests and the benchmarks. No downloads.
 
     python tests/support/make_models.py DIRECTORY [NAME ...]
 

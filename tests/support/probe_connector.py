@@ -1,4 +1,4 @@
-"""FlexCacheConnectorV1 that also writes down a digest of every block it stores and loads.
+"""FlexCacheConnectorV1 that also records a digest of every block it stores and loads.
 
 Equal tokens do not prove equal KV: attention does not notice two blocks of a prompt that changed
 places. With this connector the bytes in vLLM's own paged tensors are compared, layer by layer.
@@ -33,15 +33,21 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
         self._stored: list[Pairs] = []
         self._loading: dict[str, Pairs] = {}
         self._by_layer: list[str] = []
+        self._num_computed: dict[str, int] = {}
         self._layers: dict[str, torch.Tensor] = {}
 
     # -- scheduler
 
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._num_computed[request.request_id] = num_computed_tokens
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        get = self._scheduler._gets.get(request.request_id)
-        if num_external_tokens and get is not None:
-            first = get.num_computed // self._block_size
+        if num_external_tokens and self._scheduler.hit_sources(request.request_id):
+            first = self._num_computed[request.request_id] // self._block_size
             last = first + num_external_tokens // self._block_size
             ids = blocks.get_block_ids()[0]
             self._loading[request.request_id] = [

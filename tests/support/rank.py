@@ -1,4 +1,4 @@
-"""A rank in a process of its own, whose KV tensors lie in a file. Run by test_stopped_ranks.py.
+"""A rank in its own process, with KV tensors in a file. Run by test_stopped_ranks.py.
 
     python rank.py ENDPOINT FILE ENGINE_ID SERVER_TIMEOUT_S
 

@@ -1,4 +1,4 @@
-"""Runs one engine of its own and prints what was seen as one JSON line.
+"""Run one engine and print the observations as one JSON line.
 
     python run_scenario.py '{"tp": 2, "model": "tiny", ...}'
 

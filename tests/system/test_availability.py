@@ -1,4 +1,4 @@
-"""A tier whose worker is away answers miss, and what is dirty waits for it."""
+"""A tier whose worker is away answers miss, and dirty blocks wait for it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def working(load: LoadEngine) -> Iterator[threading.Lock]:
             while not stop.is_set():
                 with between_steps:
                     load.step()
-                stop.wait(0.0005)  # let somebody else have the lock
+                stop.wait(0.0005)  # let another thread have the lock
         except BaseException as error:
             failures.append(error)
 
@@ -170,7 +170,7 @@ def engines(survivor: Member) -> list[str]:
 
 
 def exact_again(survivor: Member, turn: int) -> None:
-    """A prompt that nobody has stored yet goes in and comes back."""
+    """Store and load a prompt that was never stored before."""
     load = LoadEngine(survivor.manager, survivor.kv, seed=turn)
     prompt = 4 * (1000 + turn)
     load.put(prompt, 12)

@@ -1,4 +1,4 @@
-"""A real container limit: a control group, which takes root to make."""
+"""A real container limit: a control group, which only root can create."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation says can be run, and runs."""
+"""The documentation's examples run, its links lead somewhere, and its charts show its figures."""
 
 from __future__ import annotations
 

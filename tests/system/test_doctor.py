@@ -1,4 +1,4 @@
-"""`flexcache doctor` on directories in every state they may be found in."""
+"""`flexcache doctor` on directories in every possible state."""
 
 from __future__ import annotations
 

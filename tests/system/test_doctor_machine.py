@@ -1,4 +1,4 @@
-"""`flexcache doctor` on machines that are well, and on such as lack something for real."""
+"""`flexcache doctor` on healthy machines and on machines that really lack something."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Report:
 
 
 def in_own_mounts(setup: str, command: Sequence[str]) -> list[str]:
-    """The command after ``setup`` has mounted things that nobody else sees."""
+    """Wrap the command so that ``setup`` first mounts things visible to it alone."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("may not mount anything here")
     return ["unshare", "-m", "sh", "-c", f"{setup} && exec {shlex.join(command)}"]
@@ -252,7 +252,7 @@ def test_a_shared_directory_is_looked_at_and_not_made(tmp_path: Path) -> None:
 
 def test_an_object_store_is_asked(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "unused")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
     url = f"s3://bucket/prefix?endpoint=http://127.0.0.1:{free_port}&region=here"
     found = one(check_remote_store(subject_with(remote_url=url)))

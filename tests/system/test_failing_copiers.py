@@ -1,4 +1,4 @@
-"""A rank whose copier, driver or device fails: the server hears of it, and nothing is held."""
+"""A rank whose copier, driver or device fails: the server is notified, and nothing stays held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices that really fail: EIO from a loop device that lost its end, ENOSPC from a full one."""
+"""Devices that really fail: EIO from a truncated loop device, ENOSPC from a full one."""
 
 from __future__ import annotations
 

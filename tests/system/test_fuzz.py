@@ -1,4 +1,4 @@
-"""A server's sockets under random and mutated frames, from strangers and from registered engines.
+"""A server's sockets under random and mutated frames, from strangers and registered engines.
 
 FUZZ_FRAMES says how many of each kind (default 1,500).
 """
@@ -82,7 +82,7 @@ def drained(socket: zmq.Socket[bytes]) -> list[list[bytes]]:
 
 
 def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
-    """Whoever sends faster than the server takes has to wait, and read what it is answered."""
+    """A peer that sends faster than the server reads has to wait, and read its answers."""
     while True:
         try:
             socket.send_multipart(frames, zmq.NOBLOCK)

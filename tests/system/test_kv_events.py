@@ -34,7 +34,7 @@ ANY_PORT = "tcp://127.0.0.1:0"
 
 
 class Gate:
-    """An encoder that somebody can hold up."""
+    """An encoder that a test can block."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -110,7 +110,7 @@ def numbers(news: Sequence[News]) -> list[int | News]:
 
 
 def connect(subscriber: KVEventSubscriber, publisher: BatchPublisher[Event]) -> list[News]:
-    """Publish until something comes: to subscribe takes a moment of which nobody is told."""
+    """Publish until something arrives: subscribing takes a moment and is not acknowledged."""
     while True:
         publish(publisher, 1)
         if (news := subscriber.receive(0.02)) is not None:
@@ -142,7 +142,7 @@ def ask(publisher: BatchPublisher[Any], first: int) -> list[int]:
 
 
 class LossyLink:
-    """Passes on what a publisher sends, but for the messages that it is told to lose."""
+    """Forwards what a publisher sends, except for the messages that the test has it lose."""
 
     def __init__(self, publisher: BatchPublisher[Event]) -> None:
         context = zmq.Context.instance()
@@ -225,7 +225,7 @@ def test_who_comes_late_and_cannot_ask_knows_what_was_missed() -> None:
 
 @pytest.mark.parametrize(
     ("replay", "num_kept"), [(True, 1000), (True, 3), (False, 1000)],
-    ids=["all is kept", "some are kept", "nobody to ask"],
+    ids=["all is kept", "some are kept", "no replay endpoint"],
 )  # fmt: skip
 def test_a_lost_message_is_found_by_its_gap_and_repaired_as_far_as_can_be(
     replay: bool, num_kept: int
@@ -620,7 +620,7 @@ def test_tail_shows_events_in_words_and_as_json() -> None:
 
 
 class Shelves:
-    """What somebody believes who reads nothing but events."""
+    """The state that a consumer derives from events alone."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {"CPU": set(), "STORAGE": set()}

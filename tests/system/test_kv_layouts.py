@@ -1,4 +1,4 @@
-"""KV of one layout is never taken for KV of another, wherever and however long it is kept."""
+"""KV of one layout is never mistaken for KV of another, wherever and however long it is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A load by layer at a server that hangs or dies: it is lost soon, and nothing moves afterwards."""
+"""Loads by layer when the server hangs or dies: lost promptly, and nothing moves afterwards."""
 
 from __future__ import annotations
 

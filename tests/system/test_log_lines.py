@@ -1,4 +1,4 @@
-"""What a running cache logs: changes of state, and nothing for a request."""
+"""Logs of a running cache: changes of state, and nothing per request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def request(cluster: Cluster, number: int) -> None:
     tokens = [number] * TOKENS_PER_BLOCK
     cluster.put(tokens, [number % 8])
     cluster.get(tokens, [8 + number % 8])
-    cluster.get([-1 - number] * TOKENS_PER_BLOCK, [0])  # what nobody has stored
+    cluster.get([-1 - number] * TOKENS_PER_BLOCK, [0])  # a prompt that was never stored
 
 
 def events_in(caplog: pytest.LogCaptureFixture) -> list[LogEvent]:

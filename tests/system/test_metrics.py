@@ -1,4 +1,4 @@
-"""Every metric moves, by what it is there to tell of, at a real server scraped by HTTP."""
+"""Every metric responds to its cause, at a real server scraped over HTTP."""
 
 from __future__ import annotations
 

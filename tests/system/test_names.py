@@ -1,4 +1,4 @@
-"""Engines of one name at one server: told apart, or disputed; never paired with another's ranks."""
+"""Engines with one name at one server: distinguished or disputed, never paired wrongly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who only looks on, and cannot, does the cache no harm."""
+"""An observer that cannot start does not harm the cache."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_engine_whose_ports_are_taken_has_its_cache(
         assert cluster.get(TOKENS, range(4)).mask.all()
         health = cluster.server.health()
         assert health == {"serving": True, "missing": ["KV events", "HTTP"]}
-        assert cluster.manager.take_changes()  # whoever takes them is told all the same
+        assert cluster.manager.take_changes()  # changes can still be taken
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert all("observer_not_started" in line and str(taken_port) in line for line in lines)

@@ -1,4 +1,4 @@
-"""What every remote store must do, by the same tests: in memory, a directory, S3, Mooncake."""
+"""The contract of remote stores: the same tests for memory, a directory, S3 and Mooncake."""
 
 from __future__ import annotations
 

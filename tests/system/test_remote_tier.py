@@ -1,4 +1,4 @@
-"""Caches that share a remote store, and what becomes of them when the store fails."""
+"""Caches that share a remote store, and their behaviour when the store fails."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def model() -> ModelConfig:
-    """Of a name of its own: what other tests have stored is not found."""
+    """Make a model with its own name, so that blocks of other tests are not found."""
     return ModelConfig(f"model-{next(_numbers)}", 3, 4, 32, torch.bfloat16)
 
 
@@ -109,7 +109,7 @@ def put_into_the_store(cluster: Cluster, tokens: np.ndarray = TOKENS) -> list[by
 
 
 def first_blocks(content: list[bytes], count: int) -> list[bytes]:
-    """Of what `Cluster.read` gave for all: the first ones, of each layer."""
+    """Return the first blocks of each layer, of what `Cluster.read` returned for all."""
     return [block for i in range(3) for block in content[i * NUM_BLOCKS :][:count]]
 
 

@@ -1,4 +1,4 @@
-"""What goes in comes out, byte for byte, whatever the engine's layout."""
+"""Blocks that are stored come back byte for byte, whatever the engine's layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server, several engines: what one has stored another gets; who dies is missed by nobody."""
+"""One server, several engines: what one has stored another loads; no death affects the others."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_name_that_is_taken_is_disputed_and_free_again_when_its_holder_leaves(
 
 
 def test_without_a_server_all_is_missed_at_once() -> None:
-    manager = KVManager(make_model(), CacheConfig(endpoint=private_endpoint("nobody")))
+    manager = KVManager(make_model(), CacheConfig(endpoint=private_endpoint("unserved")))
     manager.start()
     with pytest.raises(TimeoutError, match="the server"):
         manager.wait_ready(0.2)

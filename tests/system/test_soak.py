@@ -60,7 +60,7 @@ def test_many_engines_share_a_server_for_a_while(tmp_path: Path) -> None:
         grown = resident_mb(server) - before
         report(results, grown, watcher.manager.stats())
         assert grown < MOST_GROWTH_MB
-        # Nobody starves: everyone was served, and no call of anybody's had to wait for long.
+        # No engine starves: each was served, and no call had to wait for long.
         assert min(seen["hits"] for seen in results.values()) > 0
         assert max(seen["longest_call_s"] for seen in results.values()) < NO_HANG_S
     finally:

@@ -1,4 +1,4 @@
-"""A rank that is stopped in a copy, and resumed when its slots serve another request."""
+"""A rank that is stopped during a copy and resumed when its slots serve another request."""
 
 from __future__ import annotations
 

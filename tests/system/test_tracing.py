@@ -1,4 +1,4 @@
-"""A real cache is traced; the trace is replayed, drawn and told."""
+"""A real cache is traced; the trace is replayed, drawn and told as stories."""
 
 from __future__ import annotations
 

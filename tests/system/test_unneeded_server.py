@@ -1,4 +1,4 @@
-"""A server that comes up when the engine that started it needs none any more."""
+"""A server that comes up after the engine that started it no longer needs one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cache that was stopped and started again: what was on SSD is still there, byte for byte."""
+"""A cache that is stopped and started again still has its SSD blocks, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The socket of the disk and the remote worker, under messages that no worker sends."""
+"""The workers' socket under messages that no worker sends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Admission: sightings against a plain count, ghosts against a plain LRU, and what a tier hits
-under each policy when prompts come in patterns that favour the one or the other."""
+"""Admission: sightings against a plain count, ghosts against a plain LRU, and the hits of a tier
+under each policy with prompt patterns that favour one or the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each alert fires for its trouble, and none while all is well; by Prometheus' own tool."""
+"""Each alert fires for its fault and none while all is well, checked with Prometheus' own tool."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from flexcache.metrics.catalog import CATALOG, MetricType
+from flexcache.metrics.catalog import CATALOG
+from flexcache.metrics.metric import MetricType
 
 RULES = ROOT / "docs" / "grafana" / "alerts.yml"
 DASHBOARD = ROOT / "docs" / "grafana" / "flexcache.json"

@@ -1,4 +1,4 @@
-"""What `flexcache bench` makes of samples, cases and sections, without measuring anything."""
+"""How `flexcache bench` handles samples, cases and sections, without measuring anything."""
 
 from __future__ import annotations
 

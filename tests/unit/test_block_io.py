@@ -1,16 +1,19 @@
-"""The contract of block I/O, in each way that there is of doing it, over files that really fail."""
+"""The contract of block I/O, for each implementation, over files that really fail."""
 
 from __future__ import annotations
 
 import errno
 import os
 import select
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from io_kinds import IO_KINDS, io_engine
 
+from flexcache.errors import ConfigError
 from flexcache.storage.block_io import BlockIO, Direction, Request, open_block_io
 
 PAGE = 4096
@@ -91,3 +94,33 @@ def test_closing_waits_for_what_fails_too(io: BlockIO, fd: int) -> None:
     io.submit([request(1, Direction.READ, -1), request(2, Direction.WRITE, fd)])
     io.close()
     assert os.fstat(fd).st_size == PAGE
+
+
+def test_a_binding_for_another_cpu_kills_the_probe_and_not_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "liburing.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), root]))
+    opened = open_block_io("auto", 4)
+    opened.close()
+    assert opened.name == "threads"
+    assert "dies by SIGILL" in caplog.text
+    with pytest.raises(ConfigError, match="dies by SIGILL"):
+        open_block_io("io_uring", 4)
+
+
+def test_nothing_imports_the_binding_before_it_was_probed() -> None:
+    importers = [
+        path.name
+        for path in (Path(__file__).parents[2] / "flexcache").rglob("*.py")
+        if "import liburing" in path.read_text() or "from liburing" in path.read_text()
+    ]
+    assert importers == ["uring.py"]
+    script = """
+import sys
+import flexcache.doctor.machine, flexcache.manager, flexcache.server.server
+import flexcache.transfer.workers.disk
+assert "liburing" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

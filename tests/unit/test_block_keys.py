@@ -1,4 +1,4 @@
-"""Block keys against a reference that hashes the whole prefix anew for each of them."""
+"""Block keys against a reference that hashes the whole prefix again for each of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def to_array(tokens: list[int]) -> Tokens:
 
 
 def reference_keys(root: RootId, tokens: list[int], tokens_per_block: int) -> list[BlockKey]:
-    """Of every whole block: the hash of the root and of all tokens up to the block's end."""
+    """Hash, for every whole block, the root and all tokens up to the block's end."""
     ends = range(tokens_per_block, len(tokens) + 1, tokens_per_block)
     return [
         BlockKey(xxhash.xxh3_128_digest(root + np.array(tokens[:end], dtype="<i8").tobytes()))

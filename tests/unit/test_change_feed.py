@@ -1,4 +1,4 @@
-"""What nobody takes is bounded, by batches and by tokens; the oldest goes first."""
+"""Changes that are not taken are bounded, by batches and by tokens; the oldest goes first."""
 
 from __future__ import annotations
 

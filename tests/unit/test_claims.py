@@ -1,4 +1,4 @@
-"""A place that two clients claim: disputed while both ask, free when one is left."""
+"""A place that two clients claim: disputed while both claim it, settled when one is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs fitted to times that a device of known speed would show."""
+"""Costs fitted to the times of a device with known speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CudaCopier` with a driver in host memory, and streams and events that only take notes.
+"""`CudaCopier` with a driver in host memory, and streams and events that only record calls.
 
 What a device does with them is for `tests/gpu` to see.
 """

@@ -1,4 +1,4 @@
-"""What reaches the CUDA driver, against one in host memory; and pinning, with its failures."""
+"""Calls to the CUDA driver, against one in host memory; and pinning, with its failures."""
 
 from __future__ import annotations
 

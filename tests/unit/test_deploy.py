@@ -1,4 +1,4 @@
-"""The files in deploy/ are valid, and agree with what the package knows."""
+"""The files in deploy/ are valid and agree with the package."""
 
 from __future__ import annotations
 

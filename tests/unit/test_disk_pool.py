@@ -1,4 +1,4 @@
-"""Directories of the SSD tier: what is kept, what is made anew, and what is refused by name."""
+"""Directories of the SSD tier: what is kept, what is created again, and what is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk worker's logic over real files, on every I/O engine; and over one that fails at will."""
+"""The disk worker's logic over real files, on every I/O engine and on one that fails at will."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_many_ops_at_once_each_end_once(worker: DiskWorker) -> None:
 
 
 class ScriptedIO(BlockIO):
-    """Completes what it is told to, as it is told to."""
+    """Completes the requests that the test names, with the results that it names."""
 
     name, depth = "scripted", 3
 
@@ -230,7 +230,7 @@ class ScriptedIO(BlockIO):
 
 @dataclass
 class ScriptedFiles:
-    """Keeps an index in memory, and fails when it is told to. Each call is written down."""
+    """Keeps an index in memory, fails on request, and records each call."""
 
     content: bytearray = field(default_factory=lambda: bytearray(index_file_bytes(NUM_BLOCKS)))
     calls: list[tuple[str, int]] = field(default_factory=list)

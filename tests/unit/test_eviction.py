@@ -1,4 +1,4 @@
-"""Eviction policies: what is learned of returns, what shadows hold, and what a tier keeps by it."""
+"""Eviction policies: learned return times, shadows, and the resulting contents of a tier."""
 
 from __future__ import annotations
 

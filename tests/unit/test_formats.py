@@ -1,4 +1,4 @@
-"""Numbered formats: what is written keeps its form under its number, other numbers are told apart.
+"""Numbered formats: each number keeps its form, and other numbers are detected.
 
 Where a test with literal bytes fails, the format has changed: raise its number, and write into
 docs/formats.md what readers of either number do with the other's data.

@@ -1,4 +1,4 @@
-"""Copies in host memory move exactly the bytes of their runs, wherever these begin and end."""
+"""Copies in host memory move exactly the bytes of their runs, wherever they begin and end."""
 
 from __future__ import annotations
 

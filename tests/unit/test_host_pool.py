@@ -1,4 +1,4 @@
-"""The host pool's segments: seen alike by all who map them, of ordinary pages and of huge ones."""
+"""The host pool's segments: equal for all processes that map them, in ordinary and huge pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP service over a server that is played, by real sockets."""
+"""The HTTP service over real sockets and a simulated server."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ pytest.importorskip("uvicorn")
 
 from flexcache.errors import ClosedError, ConfigError, StorageError
 from flexcache.server.http import HttpService
+from flexcache.tasks.stats import ServerStats, Stats, to_plain
 
 TOKEN = "correct horse"
 JSON = {"Content-Type": "application/json"}
 MORE_THAN_BUFFERS = 64 << 20  # what the sockets of both sides hold
+
+SERVER_STATS = ServerStats(
+    version="1.2", uptime_s=5.0, endpoint="ipc:///a/socket", server_pid=1, workers={},
+    worker_restarts={}, counters={}, engines={},
+)  # fmt: skip
 
 
 class PlayedServer:
@@ -46,7 +52,7 @@ class PlayedServer:
     def stats(self) -> dict[str, Any]:
         if self.failure is not None:
             raise self.failure
-        stats: dict[str, Any] = {"version": "1.2", "uptime_s": 5.0, "counters": {}, "tiers": {}}
+        stats = to_plain(Stats(server=SERVER_STATS))
         return stats | {"padding": self.padding} if self.padding else stats
 
     def health(self) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class World:
         self.now = 100.0
         self.inbox: dict[bytes, list[Any]] = {}
         self.asked: list[int] = []
-        """Of the remote store."""
+        """Look-ups that the remote store was asked for."""
 
     def open_cache(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
         cache = ServedCache(model, replace(self.config, tokens_per_block=tokens_per_block))
@@ -169,7 +169,7 @@ def keys(text: str) -> bytes:
 
 
 class Engine:
-    """A scheduler in session and its rank, which does what it is told at once or later."""
+    """A scheduler in session and its rank, which executes ops at once or later."""
 
     def __init__(self, world: World, name: str = "e") -> None:
         self.world = world
@@ -322,7 +322,7 @@ def test_what_one_engine_put_another_gets(world: World) -> None:
 
 
 def test_the_first_engine_decides_what_is_cached_and_another_model_is_refused(world: World) -> None:
-    assert world.send(b"r", HelloRank("e", 0, "c", 2)) == []  # nobody knows yet
+    assert world.send(b"r", HelloRank("e", 0, "c", 2)) == []  # the model is not known yet
     Engine(world)
     assert isinstance(world.send(b"r", HelloRank("e", 0, "c", 2))[0], WelcomeRank)
     other = ModelSpec.of(ModelConfig("other", 1, 1, 8, torch.uint8), 16)

@@ -1,4 +1,4 @@
-"""What the journal says is what can be found: whoever applies its changes has the index."""
+"""The journal matches the index: a reader that applies its changes knows what can be found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merged KV events, against a plain model of who holds what."""
+"""Merged KV events, against a plain model of which source holds what."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ConsolidatorMachine(RuleBasedStateMachine):
         self.consolidator = Consolidator()
         self.follower = Follower()
         self.held: set[tuple[str, int, str, int | None]] = set()
-        self.known: set[int] = set()  # blocks whose tokens somebody has told
+        self.known: set[int] = set()  # blocks whose tokens have been published
 
     def take(self, source: str, event: Event) -> None:
         self.follower.follow(self.consolidator.take(source, [event]))

@@ -1,4 +1,4 @@
-"""KV events on the wire, against bytes that vLLM's structs of both generations make."""
+"""KV events on the wire, against the bytes of vLLM's structs of both generations."""
 
 from __future__ import annotations
 

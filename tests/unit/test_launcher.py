@@ -1,4 +1,4 @@
-"""A server is started where none is, and no second one while the first has yet to come up."""
+"""A server is started if there is none, and no second one while the first is starting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""describe_kv_caches: the bytes it finds for a block against what torch says they are."""
+"""describe_kv_caches: the bytes it finds for a block, against torch's own view."""
 
 from __future__ import annotations
 

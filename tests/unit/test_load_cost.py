@@ -1,4 +1,4 @@
-"""Load or recompute: what is taken from the measurements."""
+"""Load or recompute: conclusions from the measurements."""
 
 from __future__ import annotations
 

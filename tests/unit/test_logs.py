@@ -1,4 +1,4 @@
-"""Lines of the log: what is said, as text and as JSON."""
+"""Log lines, as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of control groups, in a tree of files as the kernel has it."""
+"""Limits of control groups, in a tree of files like the kernel's."""
 
 from __future__ import annotations
 

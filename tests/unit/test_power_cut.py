@@ -1,4 +1,4 @@
-"""The power goes at any moment: what was promised is there, and nothing is ever wrong.
+"""Power cuts at any moment: promised blocks are there, and no block is ever wrong.
 
 The real disk worker writes to a device that only simulates: it writes down when each write and each
 sync began and ended. A cut at a point of that log leaves in each file what had been written before
@@ -129,8 +129,8 @@ class Device:
         return images
 
     def _lost(self, log: list[Event], fd: int, syncs: list[int], ended: dict[int, int]) -> set[int]:
-        """Writes that a failed sync was to make durable. It is told once, and they are forgotten:
-        no later sync brings them back."""
+        """Writes that a failed sync was to make durable. The failure is reported once, and no later
+        sync brings them back."""
         lost = set()
         for at, event in enumerate(log):
             if event.what == "lost" and event.fd == fd:
@@ -279,7 +279,7 @@ class Machine:
         self.promise()
 
     def promise(self) -> None:
-        """Whoever asks now is told that these keys are in these slots."""
+        """Record that a caller who asks now gets these keys in these slots."""
         found = {}
         for run in self.tier.index._runs.values():
             found.update(zip(run.keys, run.blocks.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The prefix index against a plain model: one entry per block, who precedes it, and when it was
+"""The prefix index against a plain model: one entry per block, its predecessor, and when it was
 last used."""
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         evictable = self.model.evictable()
         freed = self.index.evict(count).tolist()
         gone = [block for block in evictable if block.block_id in freed]
-        assert sorted(freed) == sorted(ids_of(gone)), "evicted what somebody holds"
+        assert sorted(freed) == sorted(ids_of(gone)), "evicted blocks that are held"
         assert len(freed) == min(count, len(evictable))
         self.model.remove(gone)
         for block in self.model.allocated:
@@ -336,7 +336,7 @@ def test_where_prompts_part_each_is_a_lineage_of_its_own_from_the_second_branch_
     trunk, third = lineage_of(index, "a"), lineage_of(index, "auv")
     assert third is not trunk
     assert (third.parent, third.start, trunk.is_shared) == (trunk, 1, True)
-    store(index, "abcd", 30)  # its end is free, and yet it is told from the trunk
+    store(index, "abcd", 30)  # the trunk's end is free, and yet this is a lineage of its own
     assert lineage_of(index, "abcd") is not trunk
     assert index.blocks(index.match(prompt("abcd"))).tolist() == [0, 1, 2, 30]
     index.check()

@@ -1,4 +1,4 @@
-"""What is known of a remote store is bounded, and never more than the store was found to have."""
+"""Knowledge of a remote store is bounded, and never exceeds what the store was found to have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's client at a server played by the test: what becomes of a session that is lost."""
+"""An engine's client at a server played by the test: how a lost session ends."""
 
 from __future__ import annotations
 

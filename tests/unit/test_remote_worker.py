@@ -1,4 +1,4 @@
-"""The remote worker: whose turn it is, what becomes of ops, the format, URLs; one real process."""
+"""The remote worker: turns, outcomes of ops, the format, URLs; one real process."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ Turns.TestCase.settings = settings(stateful_step_count=40)
 TestTurns = Turns.TestCase
 
 
-# What becomes of ops and look-ups, over a store that does as it is told.
+# How ops and look-ups end, over a store that follows a script.
 
 
 class ObedientStore(MemoryStore):
@@ -565,7 +565,7 @@ class MooncakeClient:
 
 @pytest.fixture
 def mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteStore, MooncakeClient]]:
-    """A store of a client that does as it is told, with 3 s for a request."""
+    """A store over a scripted client, with 3 s per request."""
     client = MooncakeClient()
     module = types.ModuleType("mooncake.store")
     module.MooncakeDistributedStore = lambda: client  # type: ignore[attr-defined]

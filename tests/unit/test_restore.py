@@ -18,7 +18,7 @@ OTHER_ROOT = RootId(b"of another model")
 
 
 def record(word: str, slot: int, generation: int, root: RootId = ROOT) -> Records:
-    """Of the last block of ``word``."""
+    """Make the record of the last block of ``word``."""
     made = make_records(
         root, len(word) - 1, word[:-1].encode(), [word.encode()], np.zeros(1, np.uint64)
     )

@@ -1,4 +1,4 @@
-"""Endpoints: private by default, and never anybody's on the network."""
+"""Endpoints: private by default, and never open to the network."""
 
 from __future__ import annotations
 

@@ -602,7 +602,7 @@ def test_a_put_writes_nothing_through_behind_blocks_that_are_still_on_their_way_
     world.finish_all()
     assert [status(world, t)[1] for t in (reader, before, behind)] == [4, 4, 2]
     assert (world.cached(CPU, "abcdef"), world.cached(SSD, "abcdef")) == (6, 0)
-    assert world.cached(SSD, "wxyz") == 4  # nothing had to go for blocks that nobody could find
+    assert world.cached(SSD, "wxyz") == 4  # nothing was evicted for blocks that could not be found
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcdef"])
 
@@ -781,7 +781,7 @@ def test_a_late_device_op_is_answered_and_its_blocks_stay_leased_until_it_ends(
     assert (result.status, result.num_ok, result.is_final) == (KVStatus.FAILED, 0, False)
     assert "missed its deadline" in str(result.error)
     assert world.result(task_id, completely=True) == result
-    assert world.num_answered[task_id] == 1  # whoever waits is woken
+    assert world.num_answered[task_id] == 1  # the waiting caller is woken
     assert len(world.at_work) == num_at_work  # nothing more is started
     assert all(world.was_dropped(run) for run in world.ops())  # nor may start any more
     world.check()

@@ -233,6 +233,16 @@ def test_an_op_of_the_store_has_a_deadline_of_its_own() -> None:
     world.check_nothing_is_held()
 
 
+def test_an_answered_question_does_not_wake_the_server_at_its_deadline() -> None:
+    world = with_store()
+    assert world.engine.next_deadline() is None
+    lookup = world.look_up("abcd")
+    assert lookup is not None
+    assert world.engine.next_deadline() == world.now + 0.25
+    world.answer(lookup)
+    assert world.engine.next_deadline() is None
+
+
 def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
     world = with_store(ssd=0, skip_slow_loads=True)
     for number in range(5):

@@ -1,4 +1,4 @@
-"""What is written, when files are rotated, and what comes of a full queue or a full disk."""
+"""The content of a trace, rotation of files, and a full queue or disk."""
 
 from __future__ import annotations
 

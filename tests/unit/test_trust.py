@@ -1,4 +1,4 @@
-"""Only what this user serves is connected to; what another user serves is refused by name."""
+"""Clients connect only to servers of their own user; another user's are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arrives at the workers' socket: nothing raises, and only workers are believed."""
+"""Messages at the workers' socket: none raises, and only workers are trusted."""
 
 from __future__ import annotations
 

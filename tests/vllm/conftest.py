@@ -1,4 +1,4 @@
-"""Tests on a real vLLM engine; they skip, and say so, where vLLM is not installed."""
+"""Tests on a real vLLM engine; they skip, with the reason, if vLLM is not installed."""
 
 from __future__ import annotations
 

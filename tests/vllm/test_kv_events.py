@@ -1,4 +1,4 @@
-"""KV events of a real vLLM engine: FlexCache's own publisher, and vLLM's, which has ours too."""
+"""KV events of a real vLLM engine: FlexCache's publisher, and vLLM's, which has ours too."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _clean(engine: Engine) -> Any:
 
 
 class Shelves:
-    """What somebody believes who reads nothing but events, in order, from an empty cache on.
+    """The state that a consumer derives from events alone, in order, starting with an empty cache.
 
     Args:
-        cleared: The media of which it is told that all is cleared: vLLM says it of the GPU's.
+        cleared: The media that `AllBlocksCleared` applies to: in vLLM's stream the GPU.
     """
 
     def __init__(self, cleared: Sequence[str]) -> None:
@@ -162,11 +162,11 @@ def last_of_vllms(engine: Engine) -> int:
 
 @contextmanager
 def readers(engine: Engine) -> Iterator[tuple[Reader, Reader]]:
-    """Of FlexCache's publisher and of vLLM's, from an empty cache on."""
+    """Read FlexCache's publisher and vLLM's, starting with an empty cache."""
     ours = Reader(engine.server.config.kv_events_endpoint, ["CPU", "STORAGE"])
     vllms = Reader(engine.scheduler.kv_events_config.endpoint, ["GPU"])
     heard = [False, False]
-    while not all(heard):  # to subscribe takes a moment of which nobody is told
+    while not all(heard):  # subscribing takes a moment and is not acknowledged
         engine.generate(make_prompt(40, next(_seeds)))
         engine.settle()
         heard = [heard[0] or ours.hears_something(), heard[1] or vllms.hears_something()]
@@ -211,7 +211,7 @@ def exercise(engine: Engine) -> None:
 
 
 def displace(engine: Engine) -> None:
-    """Fill the GPU with prompts that nobody has seen."""
+    """Fill the GPU with new prompts."""
     engine.generate_all([make_prompt(1900, next(_seeds)) for _ in range(9)], max_tokens=2)
     engine.settle()
 

@@ -230,8 +230,7 @@ def test_a_request_that_ends_with_its_first_token_leaves_nothing_behind(
         engine.forget_gpu()
         assert engine.generate(prompt, max_tokens=1).num_cached_tokens == 288
     engine.settle()
-    side = engine.scheduler.connector._scheduler
-    assert not (side._gets or side._in_step or side._failed)
+    engine.scheduler.connector._scheduler.check_idle()
     worker = get_kv_transfer_group()._worker
     assert not (worker._loads or worker.client._ended or client_worker().layer_loads)
     assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
@@ -420,8 +419,7 @@ def test_blocks_of_a_lost_load_are_not_shared_when_its_request_is_aborted_within
         engine.settle()
     engine.llm.llm_engine.abort_request(["aborted"])
     assert watch.by_layer == [True]
-    side = engine.scheduler.connector._scheduler
-    assert not (side._gets or side._in_step or side._failed)
+    engine.scheduler.connector._scheduler.check_idle()
     scrub(on_the_gpu)
     assert tokens_of(engine, prompt) == cold
 

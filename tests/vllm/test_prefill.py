@@ -1,4 +1,4 @@
-"""How fast the engine computes, as told from the pace of its steps."""
+"""The engine's prefill rate, derived from the pace of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real vLLM topologies, each in processes of its own, and more than one vLLM version."""
+"""Real vLLM topologies, each in its own processes, and more than one vLLM version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real vLLM engines, each with a cache of its own, share what they store in a remote store."""
+"""Two real vLLM engines, each with its own cache, share blocks through a remote store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real vLLM engine that comes again finds on SSD what it had stored, byte for byte."""
+"""A restarted vLLM engine finds on SSD what it had stored, byte for byte."""
 
 from __future__ import annotations
 

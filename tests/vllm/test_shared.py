@@ -1,4 +1,4 @@
-"""Several vLLM engines on one cache: data-parallel ranks, and engines that are strangers."""
+"""Several vLLM engines on one cache: data-parallel ranks, and unrelated engines."""
 
 from __future__ import annotations
 

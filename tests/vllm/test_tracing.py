@@ -1,4 +1,4 @@
-"""A real engine's run is traced and replayed: every lookup finds the same."""
+"""A real engine's run is traced and replayed: every look-up finds the same blocks."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ from flexcache.storage.block_io.threads import ThreadedBlockIO
 logger = logging.getLogger(__name__)
 
 _PROBE = """
-import errno, select, tempfile
+import errno, resource, select, tempfile
 from flexcache.storage.block_io.base import Direction, Request
 from flexcache.storage.block_io.uring import UringBlockIO
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 io, page, results = UringBlockIO(2), [memoryview(bytearray(16))], {}
 with tempfile.TemporaryFile() as file:
     io.submit([
@@ -33,9 +34,10 @@ if results != {1: 16, 2: -errno.EBADF}:
 
 
 def io_uring_problem() -> str | None:
-    """Why io_uring cannot be used here; None if it can.
+    """Return why io_uring cannot be used here; None if it can.
 
-    Tried in a process of its own, since a binding built for another CPU dies by a signal.
+    Tries it in a child process, because a binding built for another CPU dies by a signal (SIGILL
+    without AVX-512). Nothing else in FlexCache imports the binding before this has succeeded.
     """
     try:
         probe = subprocess.run(

@@ -166,7 +166,7 @@ class MooncakeStore(RemoteStore):
             self._client = None
 
     def _sizes(self, names: Sequence[str]) -> dict[str, int]:
-        """Of those that are there, in DRAM somewhere."""
+        """Return the sizes of those that exist, in DRAM somewhere."""
         sizes = {}
         for name, replicas in self._client.batch_get_replica_desc(list(names)).items():
             for replica in replicas:

@@ -3,7 +3,7 @@
 Not through NVIDIA's Python bindings: their `cuMemcpyBatchAsync` takes lists, so each of an op's
 thousands of addresses would become a Python object first. Not through the runtime library either:
 which signature its batched copy has depends on which library torch brought, and its errors stay
-behind for whoever asks it next. A failed driver call leaves nothing behind.
+behind for the next caller. A failed driver call leaves nothing behind.
 
 Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 """
@@ -32,7 +32,7 @@ _NO_INDEX = ctypes.c_size_t(-1).value
 class SourceOrder(IntEnum):
     """When a copy may read its source (CUmemcpySrcAccessOrder). It always writes in stream order.
 
-    ``ANY`` may read before the stream's earlier work has ended: right only for bytes that nobody
+    ``ANY`` may read before the stream's earlier work has ended: right only for bytes that nothing
     is still writing.
     """
 

@@ -1,4 +1,4 @@
-"""Joins neighbours in a list of copies: fewer and larger ones, whoever carries them out.
+"""Joins neighbours in a list of copies: fewer and larger ones, for all ways of copying.
 
 An engine that keeps all layers of a block together has one copy per block, and blocks of one
 prompt are often neighbours both in its pool and in ours. With a tensor per layer nothing can be

@@ -6,7 +6,7 @@ long run goes past the caches, as four streams, a quarter of the run each, which
 to the memory under way: one stream reached 8.9 GB/s, two 10.6, four 11.8. The beginning of the next
 run is asked for while one is copied: 11.5 instead of 9.6 GB/s with scattered runs of 16 KiB.
 
-Whoever reads a copied block next finds it in memory rather than in a cache. What that costs is less
+The next reader of a copied block finds it in memory rather than in a cache. What that costs is less
 than what the copy gains, for ops of 64 KiB to 64 MiB (at 256 KiB it is the same).
 
 Importing this module needs numba, and compiles.
@@ -103,7 +103,7 @@ def _begin_to_load(typing: Any, source: Any, size: Any) -> Any:
 
 
 def _offsets(builder: Any, at: Any, quarter: Any) -> list[Any]:
-    """Of the lines that one step copies, ``at`` bytes into each quarter."""
+    """Return the lines that one step copies, ``at`` bytes into each quarter."""
     return [
         builder.add(at, builder.add(builder.mul(quarter, _INT(s)), _INT(line * _LINE)))
         for s in range(_NUM_STREAMS)

@@ -1,8 +1,8 @@
 """The disk worker: executes DISK2H and H2DISK in a process of its own.
 
 Run as ``python -m flexcache.transfer.workers.disk`` by the server, which hands its descriptors
-down, supervises it and starts it anew if it dies. It keeps nothing that matters: which block lies
-where, and what its checksum is, is told with each op.
+down, supervises it and restarts it if it dies. It keeps nothing that matters: which block lies
+where, and what its checksum is, comes with each op.
 
 Blocks that are written with their names are recorded in the pool's index, and their op is done when
 that is durable (`commit`). The ops that were written while one group was being committed form the
@@ -343,7 +343,7 @@ class DiskWorker:
 
 
 class DiskWorkerConfig(WorkerConfig, frozen=True):
-    """All that the process is told, on the first line of its standard input."""
+    """The configuration of the process, on the first line of its standard input."""
 
     data_fds: list[int]
     index_fds: list[int]

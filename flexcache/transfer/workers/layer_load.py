@@ -39,7 +39,7 @@ class LayerLoad:
     # -- the thread that copies ------------------------------------------------------------------
 
     def begin_part(self) -> bool:
-        """A copy is about to start. False: it must not, nobody wants it any more."""
+        """A copy is about to start. False: it must not, it is no longer wanted."""
         with self._changed:
             self._is_copying = not self._is_lost
             return self._is_copying

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What every worker is told: the server, its own name there, the host pool's segments."""
+    """What every worker gets: the server, its own name there, the host pool's segments."""
 
     endpoint: str
     identity: str

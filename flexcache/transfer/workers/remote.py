@@ -133,7 +133,7 @@ class RemoteWorker:
 
 
 class RemoteWorkerConfig(WorkerConfig, frozen=True):
-    """All that the process is told, on the first line of its standard input.
+    """The configuration of the process, on the first line of its standard input.
 
     ``block_bytes`` are those of a block on one rank that mean something; a segment's stride may be
     padded. ``concurrency`` is for stores that take one request per object.

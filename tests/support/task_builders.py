@@ -155,7 +155,7 @@ class World:
         self.told_final: Counter[TaskId] = Counter()
         self.gpu: dict[tuple[str, int, int], Content] = {}
         self.abandoned: dict[TaskId, TaskInfo] = {}
-        """Tasks whose session has ended; nobody is told of them any more."""
+        """Tasks whose session has ended; their outcomes are answered to no session."""
         self.stored: dict[tuple[TierName, int, int], Content] = {}
         self.store: dict[tuple[bytes, bytes], list[Content]] = {}
         """The remote store: the shares of each block, by root and key."""
@@ -186,7 +186,7 @@ class World:
         self.sessions[engine] = TaskIds(session)
 
     def end_session(self, engine: str) -> None:
-        """The scheduler dies. Its engine comes back once its slots are nobody's business."""
+        """Let the scheduler die. Its engine returns once no copy can use its slots."""
         ids = self.sessions.pop(engine)
         for task_id in [t for t in self.tasks if t in ids]:
             self.abandoned[task_id] = self.tasks.pop(task_id)

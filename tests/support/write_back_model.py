@@ -1,4 +1,4 @@
-"""What write-back promises: no block that DRAM holds is forgotten before its tier has had it."""
+"""The promise of write-back: no block in DRAM is forgotten before its tier has had it."""
 
 from __future__ import annotations
 

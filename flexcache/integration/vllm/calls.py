@@ -1,0 +1,211 @@
+"""CacheCalls: an engine's calls to its cache, in terms of vLLM's requests and blocks.
+
+The cache may fail, the request may not: errors are logged, and the answer says that there is
+nothing to load or store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.errors import FlexCacheError
+from flexcache.ids import KVStatus, TierName
+from flexcache.integration.vllm.kv_events import read_request_info
+from flexcache.integration.vllm.stats import read_counters
+from flexcache.logs import log_event
+from flexcache.manager import KVManager
+from flexcache.request_info import RequestInfo
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_PATIENCE_S = 0.1
+_HIGHEST_PRIORITY = 100  # that a request may ask for
+_LONGEST_TTL_S = 7 * 86400.0
+
+
+class Found(NamedTuple):
+    """A matched task, the tokens that it will load, and how many of them each tier supplies."""
+
+    task_id: int
+    num_tokens: int
+    sources: dict[TierName, int]
+
+
+class NoMatch(Enum):
+    """Why there is no task."""
+
+    FAILED = "the call failed"
+    UNDECIDED = "the remote store has yet to answer"
+
+
+class CacheCalls:
+    """Calls to one engine's `KVManager`.
+
+    Args:
+        namespace: Keeps the engine's keys apart from those of engines with other hashes.
+    """
+
+    def __init__(self, manager: KVManager, block_size: int, namespace: Sequence[str]) -> None:
+        self._manager = manager
+        self._block_size = block_size
+        self._namespace = namespace
+
+    def match(
+        self, request: Any, num_computed: int, num_tokens: int, look_up: bool
+    ) -> Found | NoMatch:
+        """Match a request's tokens ``[num_computed, num_tokens)``.
+
+        Args:
+            look_up: Whether the remote store may be asked first.
+        """
+        mask = np.zeros(request.num_tokens, dtype=np.bool_)
+        mask[num_computed:num_tokens] = True
+        try:
+            matched = self._manager.get_match_by_tier(
+                request.all_token_ids,
+                mask,
+                namespace=self._namespace,
+                block_keys=request.block_hashes,
+                request_info=self._info(request),
+                look_up=look_up,
+            )
+        except (FlexCacheError, ValueError) as error:
+            log_event(
+                logger, logging.WARNING, "match_failed", request=request.request_id, error=error
+            )
+            return NoMatch.FAILED
+        if matched is None:
+            return NoMatch.UNDECIDED
+        task_id, found, sources = matched
+        return Found(task_id, int(found.sum()), sources)
+
+    def put(self, request: Any, block_ids: Sequence[int], num_blocks: int) -> int | None:
+        """Launch a put of a request's first blocks; None if there is nothing to store."""
+        mask = np.zeros(request.num_tokens, dtype=np.bool_)
+        mask[: num_blocks * self._block_size] = True
+        try:
+            task_id, wanted = self._manager.put_match(
+                request.all_token_ids,
+                mask,
+                namespace=self._namespace,
+                block_keys=request.block_hashes,
+                request_info=self._info(request),
+                **_retention(request),
+            )
+        except (FlexCacheError, ValueError) as error:
+            log_event(
+                logger, logging.WARNING, "put_failed", request=request.request_id, error=error
+            )
+            return None
+        if not wanted.any():
+            return None
+        first = int(wanted.argmax()) // self._block_size
+        count = int(wanted.sum()) // self._block_size
+        return task_id if self.launch(task_id, block_ids[first : first + count]) else None
+
+    def launch(self, task_id: int, block_ids: Sequence[int]) -> bool:
+        """Launch a matched task, which the workers start with their next step.
+
+        Returns:
+            False, with nothing left of the task, if that failed.
+        """
+        try:
+            self._manager.launch([task_id], [self._slots(block_ids)], gated=True)
+            # A task that had ended before (the server was lost, say) was not launched at all.
+            response = self._manager.try_wait([task_id]).get(task_id)
+        except (FlexCacheError, ValueError, KeyError) as error:
+            log_event(logger, logging.WARNING, "launch_failed", task=task_id, error=error)
+            self.cancel(task_id)
+            return False
+        return response is None or response.status is KVStatus.SUCCESS
+
+    def has_arrived(self, task_id: int, num_tokens: int) -> bool:
+        """Whether all that was matched was loaded.
+
+        The workers have seen the end; a server's answer may still be on its way.
+        """
+        try:
+            response = self._manager.wait([task_id], _ANSWER_PATIENCE_S)[task_id]
+        except (FlexCacheError, KeyError):
+            return False
+        if response.status is KVStatus.TIMEOUT:
+            return True  # no evidence against it
+        if int(response.mask.sum()) == num_tokens:
+            return True
+        log_event(
+            logger, logging.WARNING, "load_lost", task=task_id, error=response.error,
+            effect="vLLM computes it",
+        )  # fmt: skip
+        return False
+
+    def cancel(self, task_id: int) -> None:
+        self._safely(self._manager.cancel, [task_id])
+
+    def report_prefill(self, tokens_per_s: float) -> None:
+        self._safely(self._manager.report_prefill, tokens_per_s)
+
+    def reset(self) -> bool:
+        """Drop everything cached and unused. Whether that succeeded."""
+        return self._safely(self._manager.reset)
+
+    def read_counters(self) -> Mapping[str, float] | None:
+        """Read the counters that vLLM reports; None if the server does not answer."""
+        try:
+            return read_counters(self._manager.stats(), self._block_size)
+        except FlexCacheError:
+            return None
+
+    def _info(self, request: Any) -> RequestInfo | None:
+        """Describe a request for KV events and traces, if there are any."""
+        if not self._manager.wants_request_info:
+            return None
+        try:
+            return read_request_info(request, self._block_size)
+        except Exception as error:  # it reads many of vLLM's internals; no request may fail by it
+            log_event(
+                logger, logging.WARNING, "request_not_described", request=request.request_id,
+                error=error,
+            )  # fmt: skip
+            return None
+
+    def _slots(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        blocks = np.asarray(block_ids, dtype=np.int64)
+        grid = blocks[:, None] * self._block_size + np.arange(self._block_size)
+        return grid.ravel()
+
+    def _safely(self, call: Callable[..., Any], *arguments: Any) -> bool:
+        try:
+            call(*arguments)
+        except (FlexCacheError, ValueError, KeyError) as error:
+            log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
+            return False
+        return True
+
+
+def _retention(request: Any) -> dict[str, Any]:
+    """Read the hints of ``kv_transfer_params`` as `KVManager.put_match` takes them.
+
+    They come from the sender of the request: what makes no sense is left out.
+    """
+    params = getattr(request, "kv_transfer_params", None) or {}
+    hints: dict[str, Any] = {}
+    for name, kind, lowest, highest in (
+        ("priority", int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY),
+        ("ttl_s", float, 0.0, _LONGEST_TTL_S),
+    ):
+        hint = params.get(f"flexcache_{name}")
+        try:
+            if hint is not None and lowest <= (value := kind(hint)) <= highest:
+                hints[name] = value
+        except (TypeError, ValueError, OverflowError):
+            log_event(
+                logger, logging.DEBUG, "hint_ignored", request=request.request_id,
+                hint=f"flexcache_{name}", reason="is no number",
+            )  # fmt: skip
+    return hints
