@@ -45,7 +45,7 @@ try:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from flexcache.server.http_connections import Connection, accept_connections
+    from flexcache.server.http_connections import HttpConnection, accept_connections
 except ImportError as error:
     raise MissingDependencyError(
         f"HTTP needs the package {error.name}: pip install 'flexcache[http]'"
@@ -141,7 +141,7 @@ class HttpService:
         self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]
         settings = uvicorn.Config(
-            self._app, http=Connection, ws="none", lifespan="off", log_config=None,
+            self._app, http=HttpConnection, ws="none", lifespan="off", log_config=None,
             access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=self._patience_s, timeout_graceful_shutdown=_CLOSE_PATIENCE_S,
         )  # fmt: skip

@@ -65,7 +65,7 @@ def test_watching_goes_on_over_a_server_that_is_lost_and_comes_back() -> None:
         return text
 
     def read() -> Stats:
-        """Look, with what has to happen between two looks."""
+        """Read the status, with an action between two reads."""
         nonlocal looks
         looks += 1
         if looks == 2:

@@ -93,7 +93,7 @@ def test_gpus(gpus: Gpus, expected: list[Level], text: str) -> None:
 
 
 def on_gpus(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, num_devices: int = 1) -> list[Finding]:
-    """What is found with a driver in host memory, where Triton is missing."""
+    """Return the findings with a driver in host memory, without Triton."""
     FakeTorchCuda(cuda).install(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(CudaDriver, "load", lambda: CudaDriver(cuda))

@@ -35,7 +35,7 @@ MORE_THAN_BUFFERS = 64 << 20  # what the sockets of both sides hold
 
 
 class PlayedServer:
-    """Has one tier, CPU, with three blocks, and remembers what was asked of it."""
+    """A server with one tier, CPU, and three blocks, which records requests."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []
@@ -369,7 +369,7 @@ service.close()
 
 
 def assert_closed(connection: socket.socket) -> None:
-    """By the other side, with nothing more to be read."""
+    """Check that the other side closed the connection, with nothing left to read."""
     try:
         while connection.recv(65_536):
             pass
@@ -378,7 +378,7 @@ def assert_closed(connection: socket.socket) -> None:
 
 
 def num_files(pid: str) -> int:
-    """That a process has open."""
+    """Return the number of files that a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -390,7 +390,7 @@ def until(condition: Any) -> None:
 
 
 def answers(service: HttpService, path: str) -> bool:
-    """Whether it answers at all: a connection beyond the limit is closed unread."""
+    """Return whether it answers: a connection beyond the limit is closed unread."""
     try:
         return ask(service, "GET", path, headers={"Authorization": f"Bearer {TOKEN}"})[0] == 200
     except (ConnectionError, http.client.HTTPException):

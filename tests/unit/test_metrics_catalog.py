@@ -77,7 +77,7 @@ NEW_SERVER = {"version": "1.2", "uptime_s": 0.1, "endpoint": "ipc:///a/socket", 
 
 
 def samples(stats: dict[str, Any]) -> dict[str, float]:
-    """As Prometheus reads them: name and labels to value."""
+    """Return the samples as Prometheus reads them: name and labels to value."""
     text = Exposition(lambda: from_plain(stats)).render()[0].decode()
     return {
         sample.name + str(sample.labels): sample.value
