@@ -11,6 +11,7 @@ from flexcache.request_info import PromptDetail
 from flexcache.server.local_session import LocalSession
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
+from flexcache.tasks.stats import to_plain
 
 
 class LocalTransport(LocalSession):
@@ -50,7 +51,7 @@ class LocalTransport(LocalSession):
         return self.server.clear(tier)
 
     def stats(self) -> dict[str, Any]:
-        return self.server.stats(self.ids.session)
+        return to_plain(self.server.stats(self.ids.session))
 
     def check(self) -> None:
         with self.server.session() as tasks:

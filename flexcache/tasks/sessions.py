@@ -20,7 +20,7 @@ from flexcache.tasks.totals import Totals
 _INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0
 
 
-class Sessions:
+class TaskSessions:
     """Registry of sessions and of their open tasks.
 
     Args:

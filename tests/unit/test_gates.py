@@ -72,7 +72,6 @@ STILL_ODD_LANGUAGE = {
     "flexcache/integration/vllm/metadata.py",
     "flexcache/server/change_feed.py",
     "flexcache/server/http.py",
-    "flexcache/server/server.py",
     "flexcache/server/supervisor.py",
     "flexcache/tasks/instructions.py",
     "flexcache/tasks/recorder.py",
