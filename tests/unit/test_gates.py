@@ -73,9 +73,6 @@ STILL_ODD_LANGUAGE = {
     "flexcache/server/change_feed.py",
     "flexcache/server/http.py",
     "flexcache/server/supervisor.py",
-    "flexcache/tasks/instructions.py",
-    "flexcache/tasks/recorder.py",
-    "flexcache/tasks/stats.py",
 }
 """Files that have banned phrases."""
 
