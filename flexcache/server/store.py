@@ -31,10 +31,10 @@ _REPLACE_AFTER_S = 1.0  # a remote worker that has not said by then that its sto
 
 @dataclass(slots=True)
 class Clearing:
-    """A tier that was cleared, and what of it is still recorded on SSD.
+    """A tier that was cleared, and its records that are still on SSD.
 
-    Its free slots, of which those of evicted blocks may have records too, are given to nobody
-    until the records are gone.
+    No task receives its free slots, which may have records of evicted blocks, until the records
+    are gone.
     """
 
     num_dropped: int
@@ -56,7 +56,7 @@ class Clearing:
             self._pool.erase(self._withheld.blocks)
 
     def end(self, error: OSError | None) -> int:
-        """How many blocks were dropped. To be called once.
+        """Return how many blocks were dropped. Call once.
 
         Raises:
             StorageError: ``work`` failed.
@@ -213,10 +213,10 @@ class CacheStore:
         return self.clear(ssd.name.value)
 
     def clear(self, tier: str | None) -> Clearing:
-        """Drop the blocks of one tier, or of all, that nobody holds.
+        """Drop the unheld blocks of one tier, or of all.
 
-        After all were cleared, what is stored is not recorded any more: the model's weights may
-        have changed under their name, and a restart may change them back.
+        After a clear of all tiers nothing stored is recorded any more: the model's weights may have
+        changed under the same name, and a restart may change them back.
 
         Raises:
             ValueError: There is no such tier.
