@@ -31,8 +31,9 @@ def check_server_endpoint(subject: Subject) -> Iterator[Finding]:
         return
     server = subject.server
     if server is not None:
-        engines = len(server["engines"])
-        yield ok(f"{endpoint}: served by process {server['server_pid']}, {engines} engines")
+        served = server.server
+        num_engines = len(served.engines)
+        yield ok(f"{endpoint}: served by process {served.server_pid}, {num_engines} engines")
     elif subject.is_served:
         yield error(
             f"{endpoint}: a server holds it and does not answer",

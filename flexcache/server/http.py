@@ -32,6 +32,7 @@ from flexcache.config.address import check_http_endpoint
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.metrics.collector import Exposition
+from flexcache.tasks.stats import from_plain
 
 try:
     import uvicorn
@@ -216,7 +217,7 @@ def _names_loopback(host_header: str) -> bool:
 
 
 def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
-    exposition = Exposition(server.stats)
+    exposition = Exposition(lambda: from_plain(server.stats()))
 
     def metrics(request: Request) -> Response:
         text, content_type = exposition.render(request.headers.get("accept", ""))

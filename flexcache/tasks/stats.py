@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from flexcache.errors import FlexCacheError
+
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Only what a cache may lack has a default."""
@@ -219,7 +221,7 @@ class Stats(_Part, frozen=True, kw_only=True):
     """Everything that a server tells of itself."""
 
     server: ServerStats
-    cache: CacheStats | None
+    cache: CacheStats | None = None
     """None before the first engine has said what to cache."""
     engine: TotalsStats | None = None
     """What the session that asks has had."""
@@ -245,13 +247,19 @@ def cache_to_plain(stats: CacheStats) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Stats:
-    """Raises `msgspec.ValidationError` if a part is missing: another version's, say."""
-    cache = None
-    if plain["tiers"]:
-        cache = msgspec.convert({**plain, "identity": plain, "totals": plain}, CacheStats)
-    engine = plain.get("engine")
-    return Stats(
-        server=msgspec.convert(plain, ServerStats),
-        cache=cache,
-        engine=None if engine is None else msgspec.convert(engine, TotalsStats),
-    )
+    """The inverse of `to_plain`.
+
+    Raises:
+        FlexCacheError: A part is missing or different: it comes from another version.
+    """
+    parts: dict[str, Any] = {"server": plain}
+    if plain.get("tiers"):
+        parts["cache"] = {**plain, "identity": plain, "totals": plain}
+    if "engine" in plain:
+        parts["engine"] = plain["engine"]
+    try:
+        return msgspec.convert(parts, Stats)
+    except msgspec.ValidationError as error:
+        version = plain.get("version", "unknown")
+        reason = f"statistics of a server of version {version} cannot be read: {error}"
+        raise FlexCacheError(reason) from None

@@ -28,11 +28,11 @@ MODEL = ModelConfig("test", 3, 4, 32, torch.bfloat16)
 
 
 class DriverFault(Exception):
-    """An error of a class that nothing in the project knows."""
+    """An error of a class unknown to the project."""
 
 
 class Landed:
-    """The end of a copy, asked of a copier that may fail at it."""
+    """The completion of a copy, whose query may fail."""
 
     def __init__(self, copier: FailingCopier) -> None:
         self._copier = copier
@@ -46,7 +46,7 @@ class Landed:
 
 
 class FailingCopier:
-    """Copies on the CPU, as one that is done later; each step may fail or hang."""
+    """Copies on the CPU that complete later; each step may fail or hang."""
 
     def __init__(self) -> None:
         self._copier = CpuCopier()
@@ -95,12 +95,12 @@ def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingCopier]:
 
 
 def holds_the_pool() -> bool:
-    """Whether the host pool is mapped in this process; the server itself does not map it."""
+    """Return whether the host pool is mapped in this process; the server does not map it."""
     return "flexcache-host-pool" in Path("/proc/self/maps").read_text()
 
 
 def fence_is_free() -> bool:
-    """Whether no rank holds the fence, which is closed with the engine's last client."""
+    """Return whether no rank holds the fence, which is closed with the engine's last client."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError, RegistrationError):
             if "flexcache-fence" in os.readlink(path):

@@ -42,7 +42,7 @@ def rejected(cluster: Cluster) -> int:
 
 
 def place_of(cluster: Cluster, position: int) -> tuple[int, int]:
-    """Where a prompt's block lies in the data file, and its length."""
+    """Return the offset of a prompt's block in the data file, and its length."""
     assert cluster.server.hub.store is not None
     pool = cluster.server.hub.store.disk_pool
     assert pool is not None

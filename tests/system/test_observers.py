@@ -24,7 +24,7 @@ TOKENS = np.arange(64)
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """Another engine's, say."""
+    """Hold a port, as another engine would."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         yield other.getsockname()[1]
 

@@ -29,7 +29,7 @@ pytest.importorskip("uvicorn")
 
 
 class Watch:
-    """Notes from where something was used by a thread that does not hold the server's lock."""
+    """Records every use by a thread that does not hold the server's lock."""
 
     def __init__(self) -> None:
         self.server: KVServer | None = None
@@ -41,7 +41,7 @@ class Watch:
         self.violations.setdefault(name, "".join(traceback.format_stack(limit=6)[:-2]))
 
     def watched(self, base: type) -> type:
-        """A class whose attributes are all noted when they are used."""
+        """Return a class whose attribute uses are all recorded."""
         watch = self
 
         class Watched(base):  # type: ignore[misc]

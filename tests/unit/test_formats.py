@@ -183,7 +183,7 @@ ENGINE_2 = (
 
 
 class NoHost:
-    """A host that no client gets as far as to use."""
+    """A host that no client gets to use."""
 
     def watch(self, identity: bytes, pid: int) -> None: ...
 
@@ -204,7 +204,7 @@ def answers(frame: bytes) -> list[Any]:
 
 
 def greeting(kind: str, version: int) -> bytes:
-    """A greeting of a version whose other fields are not known here."""
+    """Make a greeting of a version whose other fields are unknown here."""
     return msgspec.msgpack.encode({"type": kind, "place": ["new", 1], "version": version})
 
 

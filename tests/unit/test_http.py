@@ -25,14 +25,20 @@ pytest.importorskip("uvicorn")
 
 from flexcache.errors import ClosedError, ConfigError, StorageError
 from flexcache.server.http import HttpService
+from flexcache.tasks.stats import ServerStats, Stats, to_plain
 
 TOKEN = "correct horse"
 JSON = {"Content-Type": "application/json"}
 MORE_THAN_BUFFERS = 64 << 20  # what the sockets of both sides hold
 
+SERVER_STATS = ServerStats(
+    version="1.2", uptime_s=5.0, endpoint="ipc:///a/socket", server_pid=1, workers={},
+    worker_restarts={}, counters={}, engines={},
+)  # fmt: skip
+
 
 class PlayedServer:
-    """Has one tier, CPU, with three blocks, and remembers what was asked of it."""
+    """A server with one tier, CPU, and three blocks, which records requests."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []
@@ -46,7 +52,7 @@ class PlayedServer:
     def stats(self) -> dict[str, Any]:
         if self.failure is not None:
             raise self.failure
-        stats: dict[str, Any] = {"version": "1.2", "uptime_s": 5.0, "counters": {}, "tiers": {}}
+        stats = to_plain(Stats(server=SERVER_STATS))
         return stats | {"padding": self.padding} if self.padding else stats
 
     def health(self) -> dict[str, Any]:
@@ -367,7 +373,7 @@ service.close()
 
 
 def assert_closed(connection: socket.socket) -> None:
-    """By the other side, with nothing more to be read."""
+    """Check that the other side closed the connection, with nothing left to read."""
     try:
         while connection.recv(65_536):
             pass
@@ -376,7 +382,7 @@ def assert_closed(connection: socket.socket) -> None:
 
 
 def num_files(pid: str) -> int:
-    """That a process has open."""
+    """Return the number of files that a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -388,7 +394,7 @@ def until(condition: Any) -> None:
 
 
 def answers(service: HttpService, path: str) -> bool:
-    """Whether it answers at all: a connection beyond the limit is closed unread."""
+    """Return whether it answers: a connection beyond the limit is closed unread."""
     try:
         return ask(service, "GET", path, headers={"Authorization": f"Bearer {TOKEN}"})[0] == 200
     except (ConnectionError, http.client.HTTPException):

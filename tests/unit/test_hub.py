@@ -69,7 +69,7 @@ TIMEOUT_S = 30.0
 
 
 class World:
-    """A hub with a clock, whose answers are kept by peer."""
+    """A hub with a clock, whose answers are collected by peer."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class World:
     def send(
         self, peer: bytes, message: ToServer, data: bytes | memoryview | None = None
     ) -> list[Any]:
-        """What the peer is answered."""
+        """Send messages; return the answers to the peer."""
         frames = [msgspec.msgpack.encode(message)] + ([] if data is None else [data])
         return self.send_raw(peer, frames)
 
@@ -187,7 +187,7 @@ class Engine:
         assert Registered() in self.world.send(self.rank, Register("layout", 99))
 
     def ask(self, text: str, may_wait: bool) -> list[Any]:
-        """Match a get against a store that has to be asked first; what is answered at once."""
+        """Match a get with a store that has to be asked first; return the immediate answer."""
         request = Match(
             9, self.ids.next(), TaskKind.GET, ROOT, 0, len(text), 16 * len(text), 8,
             may_wait=may_wait,
@@ -205,7 +205,7 @@ class Engine:
         self.world.send(self.calls, Launch(task_id, blocks, gated))
 
     def work(self) -> None:
-        """The rank does all that it was given."""
+        """Let the rank execute all its ops."""
         for message in self.world.inbox.get(self.rank, []):
             if isinstance(message, Execute):
                 self.world.send(self.rank, Done(message.op_id, len(message.src) // 8))

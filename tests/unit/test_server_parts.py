@@ -124,7 +124,7 @@ def test_keys_of_different_sizes_are_refused_by_name() -> None:
 
 
 def three_tasks() -> ClientTasks:
-    """A get of two blocks, a put of one, and a miss."""
+    """Make a get of two blocks, a put of one, and a miss."""
     tasks = ClientTasks()
     add(tasks, TaskKind.GET, 0, 0, 2)
     add(tasks, TaskKind.PUT, 1, 1, 1)

@@ -50,7 +50,7 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 
 class TaskHistories(RuleBasedStateMachine):
-    """The world checks each instruction as it comes, and all of itself after each step."""
+    """Random histories. The world checks each instruction, and all of itself after each step."""
 
     @initialize(name=st.sampled_from(list(WORLDS)), known=st.sampled_from(["", "abc", "abcdef"]))
     def begin(self, name: str, known: str) -> None:
@@ -103,7 +103,7 @@ class TaskHistories(RuleBasedStateMachine):
             self.world.begin_session(engine)
 
     def clear_every_tier(self) -> None:
-        """What the task needs must not go with the rest."""
+        """Clear every tier; what the task needs must stay."""
         for tier in self.world.cache.tiers:
             self.world.clear(tier.name)
 
@@ -225,7 +225,7 @@ CPU, SSD = TierName.CPU, TierName.SSD
 
 
 def world_with(text: str, on: Sequence[TierName], **options: Any) -> World:
-    """A world in which a prompt is cached, on these tiers only."""
+    """Make a world in which a prompt is cached on these tiers only."""
     world = World(**options)
     world.put(text)
     world.finish_all()
@@ -349,7 +349,7 @@ def test_a_task_can_be_cancelled_after_any_number_of_its_ops(
 def finish_some(
     world: World, count: int, pick: Callable[[list[RunOp]], RunOp]
 ) -> dict[OpKind, int]:
-    """Finish so many ops; how many blocks each kind has moved on every rank, without a gap."""
+    """Finish this many ops; return how many blocks each kind moved on every rank without a gap."""
     reports: Counter[OpId] = Counter()
     ranges: dict[OpKind, dict[int, int]] = {kind: {} for kind in OpKind}
     for _ in range(count):

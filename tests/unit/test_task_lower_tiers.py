@@ -273,7 +273,7 @@ AWAY = [pytest.param(SSD, DISK, id="ssd"), pytest.param(TierName.REMOTE, REMOTE,
 
 
 def below_only(tier: TierName, **options: object) -> World:
-    """A world with DRAM and one tier below it, which alone holds ``abcd``."""
+    """Make a world with DRAM and one tier below it, which alone holds ``abcd``."""
     is_remote = tier is TierName.REMOTE
     world = World(remote=is_remote, ssd=0 if is_remote else 10, **options)  # type: ignore[arg-type]
     world.put("abcd")
@@ -284,7 +284,7 @@ def below_only(tier: TierName, **options: object) -> World:
 
 
 def back(world: World, worker: str) -> None:
-    """The worker is up again, and the breaker, if the tier has one, has closed."""
+    """Bring the worker up again, and close the breaker if the tier has one."""
     world.up(worker)
     for _ in range(20):
         world.tick(0.2)
@@ -624,7 +624,7 @@ def test_a_session_may_ask_and_leave() -> None:
 
 
 def reading_from_store(world: World, text: str = "abcdef") -> TaskId:
-    """A get whose blocks are on their way from the store."""
+    """Start a get whose blocks are on their way from the store."""
     world.stored_by_another(text)
     lookup = world.look_up(text)
     assert lookup is not None

@@ -26,7 +26,7 @@ STRANGE: list[msgspec.Struct] = [
 
 @dataclass
 class Worker:
-    """As much of a supervised worker as messages are judged by."""
+    """The part of a supervised worker that decides about messages."""
 
     name: str
     identity: str

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
+
+from flexcache.tasks.stats import TotalsStats
 
 _COUNTERS = {
     "dram_hit_tokens": "Prompt tokens whose KV came from DRAM.",
@@ -88,23 +91,23 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, float]:
     """Read this engine's current counters from `KVManager.stats`."""
-    mine = stats["engine"]
-    hits, ops = mine["hit_blocks"], mine["ops"]
+    mine = msgspec.convert(stats["engine"], TotalsStats)
+    hits, ops = mine.hit_blocks, mine.ops
     return {
         "dram_hit_tokens": hits.get("CPU", 0) * tokens_per_block,
         "ssd_hit_tokens": hits.get("SSD", 0) * tokens_per_block,
         "remote_hit_tokens": hits.get("REMOTE", 0) * tokens_per_block,
-        "missed_tokens": mine["missed_blocks"] * tokens_per_block,
-        "stored_tokens": ops["D2H"]["blocks"] * tokens_per_block,
-        "loaded_bytes": ops["H2D"]["bytes"],
-        "load_seconds": ops["H2D"]["seconds"],
-        "stored_bytes": ops["D2H"]["bytes"],
-        "store_seconds": ops["D2H"]["seconds"],
-        "ssd_read_bytes": ops["DISK2H"]["bytes"],
-        "ssd_written_bytes": ops["H2DISK"]["bytes"],
-        "remote_read_bytes": ops["REMOTE2H"]["bytes"],
-        "remote_written_bytes": ops["H2REMOTE"]["bytes"],
-        "skipped_blocks": sum(mine["skipped_blocks"].values()),
-        "failed_loads": sum(ops[kind]["failed_ops"] for kind in ("H2D", "DISK2H", "REMOTE2H")),
-        "dropped_blocks": sum(mine["dropped_blocks"].values()),
+        "missed_tokens": mine.missed_blocks * tokens_per_block,
+        "stored_tokens": ops["D2H"].blocks * tokens_per_block,
+        "loaded_bytes": ops["H2D"].bytes,
+        "load_seconds": ops["H2D"].seconds,
+        "stored_bytes": ops["D2H"].bytes,
+        "store_seconds": ops["D2H"].seconds,
+        "ssd_read_bytes": ops["DISK2H"].bytes,
+        "ssd_written_bytes": ops["H2DISK"].bytes,
+        "remote_read_bytes": ops["REMOTE2H"].bytes,
+        "remote_written_bytes": ops["H2REMOTE"].bytes,
+        "skipped_blocks": sum(mine.skipped_blocks.values()),
+        "failed_loads": sum(ops[kind].failed_ops for kind in ("H2D", "DISK2H", "REMOTE2H")),
+        "dropped_blocks": sum(mine.dropped_blocks.values()),
     }
