@@ -32,7 +32,7 @@ from flexcache.config.address import check_http_endpoint
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.metrics.collector import Exposition
-from flexcache.tasks.stats import from_plain
+from flexcache.tasks.stats import Stats, to_plain
 
 try:
     import uvicorn
@@ -45,7 +45,7 @@ try:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from flexcache.server.http_connections import Connection, accept_connections
+    from flexcache.server.http_connections import HttpConnection, accept_connections
 except ImportError as error:
     raise MissingDependencyError(
         f"HTTP needs the package {error.name}: pip install 'flexcache[http]'"
@@ -63,7 +63,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 class Served(Protocol):
     """What of a `KVServer` is served. The calls may block, and may come on several threads."""
 
-    def stats(self) -> dict[str, Any]: ...
+    def stats(self) -> Stats: ...
 
     def health(self) -> dict[str, Any]:
         """``serving``, and the names of those who are ``missing``."""
@@ -141,7 +141,7 @@ class HttpService:
         self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]
         settings = uvicorn.Config(
-            self._app, http=Connection, ws="none", lifespan="off", log_config=None,
+            self._app, http=HttpConnection, ws="none", lifespan="off", log_config=None,
             access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=self._patience_s, timeout_graceful_shutdown=_CLOSE_PATIENCE_S,
         )  # fmt: skip
@@ -217,7 +217,7 @@ def _names_loopback(host_header: str) -> bool:
 
 
 def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
-    exposition = Exposition(lambda: from_plain(server.stats()))
+    exposition = Exposition(server.stats)
 
     def metrics(request: Request) -> Response:
         text, content_type = exposition.render(request.headers.get("accept", ""))
@@ -229,7 +229,7 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
         return _json(health, 200 if is_whole else 503)
 
     def status(_: Request) -> Response:
-        return _json(server.stats())
+        return _json(to_plain(server.stats()))
 
     async def clear(request: Request) -> Response:
         wanted = await _read(request, ClearRequest, patience_s)

@@ -23,7 +23,7 @@ MAX_CONNECTIONS = 64
 _ACCEPT_PAUSE_S = 1.0  # after an error, such as no free file descriptor
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection whose client sends whole requests and takes the answers, or loses it.
 
     The head of a request must be there ``timeout_keep_alive`` seconds after the connection was
@@ -69,9 +69,9 @@ async def accept_connections(listener: socket.socket, server: uvicorn.Server) ->
     loop = asyncio.get_running_loop()
     state = server.server_state
 
-    def make_connection() -> Connection:
+    def make_connection() -> HttpConnection:
         app_state: dict[str, Any] = {}
-        return Connection(server.config, state, app_state, loop)
+        return HttpConnection(server.config, state, app_state, loop)
 
     is_failing = False
     while True:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from flexcache.ids import SessionId, TaskId
+from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.registry import Registry
-from flexcache.server.store_slot import StoreSlot
 from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import TaskResult
 
@@ -27,10 +27,10 @@ class Answers(Protocol):
         """The server has failed: no answer will come any more."""
 
 
-class Sessions:
+class ServerSessions:
     """Numbers sessions and opens them in the task engine."""
 
-    def __init__(self, config: HubConfig, registry: Registry, slot: StoreSlot) -> None:
+    def __init__(self, config: HubConfig, registry: Registry, slot: CacheSlot) -> None:
         self._config = config
         self._registry = registry
         self._slot = slot
@@ -44,7 +44,7 @@ class Sessions:
     def open_local(
         self, name: str, answers: Answers | None = None, num_remembered: int = 0
     ) -> TaskIds:
-        """Open a session for calls from this process; there must be a store.
+        """Open a session for calls from this process; there must be a cache.
 
         Args:
             answers: Receives the results of the session's tasks, if the caller needs them.

@@ -217,7 +217,7 @@ class Engine:
         from flexcache.request_info import PromptDetail
 
         transport = self._manager._client.transport
-        tasks = transport.server.hub.store.engine
+        tasks = transport.server.hub.cache.engine
         tiers, before = tasks.cache.tiers, (transport.detail, tasks.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
         transport.detail, tasks.recorder = PromptDetail.NOTHING, None

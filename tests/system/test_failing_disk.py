@@ -37,8 +37,8 @@ def offset_of(cluster: Cluster, position: int) -> int:
     with cluster.server.session() as session:
         *_, run = session.cache.tiers.lower[0].index._runs.values()
         slot = int(run.blocks[position])
-    assert cluster.server.hub.store is not None
-    pool = cluster.server.hub.store.disk_pool
+    assert cluster.server.hub.cache is not None
+    pool = cluster.server.hub.cache.store.disk_pool
     assert pool is not None
     return locate_slot(slot, pool.data_fds, pool.slot_bytes)[1]
 

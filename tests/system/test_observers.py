@@ -57,7 +57,7 @@ def test_the_first_engine_of_a_server_is_served_though_its_events_cannot_be(
     model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
     try:
         with KVManager(model, config, endpoint=server.endpoint):
-            until(lambda: server.hub.store is not None)
+            until(lambda: server.hub.cache is not None)
             assert server.health()["missing"][-1] == "KV events"
     finally:
         server.shutdown()

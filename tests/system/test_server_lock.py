@@ -68,7 +68,7 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
     watch = Watch()
     monkeypatch.setattr("flexcache.server.server.Hub", watch.watched(Hub))
     monkeypatch.setattr("flexcache.server.hub.Outbox", watch.watched(Outbox))
-    monkeypatch.setattr("flexcache.server.store.KVTaskEngine", watch.watched(KVTaskEngine))
+    monkeypatch.setattr("flexcache.server.served_cache.KVTaskEngine", watch.watched(KVTaskEngine))
     port = free_port()
     config = CacheConfig(
         num_cpu_blocks=48, num_ssd_blocks=96, ssd_cache_dirs=[str(tmp_path)],
