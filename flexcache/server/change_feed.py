@@ -43,8 +43,8 @@ class ChangeFeed:
             self._num_dropped += 1
 
     def take(self) -> list[Change]:
-        """Changes since the last call. The oldest are dropped beyond ``kv_events_queue`` batches, or
-        eight million tokens."""
+        """Take the changes since the last call. Beyond ``kv_events_queue`` batches or eight million
+        tokens the oldest were dropped."""
         changes = [change for batch in self._waiting for change in batch]
         self._waiting.clear()
         self._num_tokens = 0

@@ -97,7 +97,7 @@ class Claims:
         return is_news
 
     def settle(self, engine: str, place: str) -> bool:
-        """The holder of a place is gone: its claimants may take it. Returns whether it was disputed."""
+        """The holder of a place is gone: its claimants may take it. Whether it was disputed."""
         inherited = self._inherited.get(engine, {}).get(place)
         if inherited is not None:
             inherited.is_there = False

@@ -6,11 +6,11 @@
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
 
-Has its own event loop, on a daemon thread; the server is called on further threads, so that neither
-waits for the other. On loopback it answers only requests that name a loopback host (a web page whose
-own name resolves to this host is refused), and takes only JSON, which pages of other sites cannot
-send. Beyond loopback every request except for health must carry the token. `http_connections`
-bounds what clients may hold.
+Has its own event loop, on a daemon thread; the server is called on further threads, so that
+neither waits for the other. On loopback it answers only requests that name a loopback host (a web
+page whose own name resolves to this host is refused), and takes only JSON, which pages of other
+sites cannot send. Beyond loopback every request except for health must carry the token.
+`http_connections` bounds what clients may hold.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Served(Protocol):
         block_keys: Sequence[bytes] | None,
         namespace: Sequence[str] = (),
     ) -> int:
-        """How many blocks will be in DRAM. Raises `ValueError` unless exactly one of keys and tokens
-        is given, and is valid."""
+        """How many blocks will be in DRAM. Raises `ValueError` unless exactly one of keys and
+        tokens is given, and is valid."""
 
 
 class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -295,7 +295,7 @@ class KVServer:
                 return clearing.end(error)
 
     def stats(self, session: SessionId | None = None) -> dict[str, Any]:
-        """Of the server as a whole and, if one is named, of a session."""
+        """Statistics of the server as a whole and, if one is named, of a session."""
         with self._changed:
             if self.stopping:
                 raise ClosedError("the cache was shut down")
