@@ -16,6 +16,7 @@ from flexcache.server.local_session import LocalSession
 from flexcache.server.operator import open_http
 from flexcache.server.server import KVServer
 from flexcache.tasks.instructions import MatchedTask
+from flexcache.tasks.stats import to_plain
 
 
 class LocalTransport:
@@ -65,7 +66,7 @@ class LocalTransport:
         return self.server.clear(tier)
 
     def stats(self) -> dict[str, Any]:
-        return self.server.stats(self._session.ids.session)
+        return to_plain(self.server.stats(self._session.ids.session))
 
     def check(self) -> None:
         with self.server.session() as tasks:

@@ -15,7 +15,7 @@ _WHY_REJECTED = (
 
 def _per_engine(value: Callable[[EngineStats], float]) -> Reader:
     def read(stats: Stats) -> Iterator[Sample]:
-        for name, engine in stats.server.engines.items():
+        for name, engine in stats.engines.items():
             yield (name,), value(engine)
 
     return read
@@ -23,12 +23,12 @@ def _per_engine(value: Callable[[EngineStats], float]) -> Reader:
 
 def _counted(name: str) -> Reader:
     """A counter that the server makes with its first event."""
-    return one_of_server(lambda server: server.counters.get(name, 0))
+    return lambda stats: [((), stats.counters.get(name, 0))]
 
 
 def _rejected(stats: Stats) -> Iterator[Sample]:
     for why in _WHY_REJECTED:
-        yield (why,), stats.server.counters.get(f"rejected_{why}", 0)
+        yield (why,), stats.counters.get(f"rejected_{why}", 0)
 
 
 def _workers_up(stats: Stats) -> Iterator[Sample]:
@@ -43,7 +43,7 @@ def _worker_restarts(stats: Stats) -> Iterator[Sample]:
 
 def _worker_deaths(stats: Stats) -> Iterator[Sample]:
     for worker in stats.server.worker_restarts:
-        yield (worker,), stats.server.counters.get(f"{worker}_worker_deaths", 0)
+        yield (worker,), stats.counters.get(f"{worker}_worker_deaths", 0)
 
 
 def _build(stats: Stats) -> Iterator[Sample]:
@@ -59,7 +59,7 @@ def _of_trace(value: Callable[[TraceStats], float]) -> Reader:
 
 
 PROCESSES = (
-    gauge("engines", "Engines in session.", one_of_server(lambda server: len(server.engines))),
+    gauge("engines", "Engines in session.", lambda stats: [((), len(stats.engines))]),
     gauge(
         "engine_ranks",
         "Ranks of an engine that are registered and serve.",

@@ -32,7 +32,7 @@ from flexcache.config.address import check_http_endpoint
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.metrics.collector import Exposition
-from flexcache.tasks.stats import from_plain
+from flexcache.tasks.stats import Stats, to_plain
 
 try:
     import uvicorn
@@ -63,7 +63,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 class Served(Protocol):
     """What HTTP needs of a `KVServer`. Calls may block, and may come on several threads."""
 
-    def stats(self) -> dict[str, Any]: ...
+    def stats(self) -> Stats: ...
 
     def health(self) -> dict[str, Any]:
         """``serving``, and the names of the parts that are ``missing``."""
@@ -217,7 +217,7 @@ def _names_loopback(host_header: str) -> bool:
 
 
 def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
-    exposition = Exposition(lambda: from_plain(server.stats()))
+    exposition = Exposition(server.stats)
 
     def metrics(request: Request) -> Response:
         text, content_type = exposition.render(request.headers.get("accept", ""))
@@ -229,7 +229,7 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
         return _json(health, 200 if is_whole else 503)
 
     def status(_: Request) -> Response:
-        return _json(server.stats())
+        return _json(to_plain(server.stats()))
 
     async def clear(request: Request) -> Response:
         wanted = await _read(request, ClearRequest, patience_s)

@@ -15,9 +15,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import msgspec
 
 from flexcache.config import ModelConfig
 from flexcache.ids import OpId, SessionId, TaskId
@@ -69,7 +66,7 @@ from flexcache.tasks.instructions import (
     TaskEnded,
     TaskResult,
 )
-from flexcache.tasks.stats import CacheIdentity, cache_to_plain
+from flexcache.tasks.stats import CacheIdentity, EngineStats, ServerStats, Stats, to_plain
 from flexcache.transfer.messages import Done, Drop
 
 logger = logging.getLogger(__name__)
@@ -83,7 +80,7 @@ class Hub:
     Args:
         open_cache: See `CacheSlot`.
         host: Watches processes and makes shared memory.
-        extra_stats: What the server adds to `stats`.
+        server_stats: Returns the server's part of `stats`.
     """
 
     def __init__(
@@ -91,11 +88,11 @@ class Hub:
         config: HubConfig,
         host: Host,
         open_cache: OpenCache,
-        extra_stats: Callable[[], dict[str, Any]] = dict,
+        server_stats: Callable[[], ServerStats],
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.outbox = Outbox()
-        self._extra_stats = extra_stats
+        self._server_stats = server_stats
         self._slot = CacheSlot(open_cache, self.outbox)
         self._registry = Registry(host)
         self._notices = Notices(self._registry, self.outbox)
@@ -219,7 +216,8 @@ class Hub:
                     self._reject(identity, "malformed", text)
             case GetStats():
                 session = caller.session if caller is not None else None
-                self.outbox.send(identity, Answer(message.request_id, self.stats(now, session)))
+                plain = to_plain(self.stats(now, session))
+                self.outbox.send(identity, Answer(message.request_id, plain))
             case Done() if isinstance(peer, Rank) and peer.serving:
                 self._slot.tasks.op_done(
                     peer.executor, OpId(message.op_id), message.num_ok, now, error=message.error
@@ -301,12 +299,12 @@ class Hub:
             if name.startswith("tp_rank")
         ]
 
-    def stats(self, now: float, session: SessionId | None = None) -> dict[str, Any]:
-        """Plain numbers and strings; ``engine`` is the session's own share."""
-        report: dict[str, Any] = {"counters": dict(self.counters), **self._extra_stats()}
+    def stats(self, now: float, session: SessionId | None = None) -> Stats:
+        """Statistics of everything here and, if one is named, of a session."""
+        server, counters = self._server_stats(), dict(self.counters)
         cache = self._slot.cache
         if cache is None:
-            return report | {"tiers": {}, "tasks": {}, "engines": {}}
+            return Stats(server=server, counters=counters, engines={})
         tasks = cache.engine
         identity = CacheIdentity(
             fingerprint=cache.fingerprint,
@@ -314,20 +312,21 @@ class Hub:
             block_bytes=cache.block_bytes,
             tokens_per_block=cache.config.tokens_per_block,
         )
-        report |= {
-            **cache_to_plain(tasks.stats(identity, now)),
-            "engines": {
-                engine: {
-                    "pid": pid,
-                    "open_tasks": tasks.sessions.num_open_of(session_id),
-                    "ranks": len(self.workers(engine)),
-                }
-                for engine, pid, session_id in self.sessions.engines()
-            },
+        engines = {
+            engine: EngineStats(
+                pid=pid,
+                open_tasks=tasks.sessions.num_open_of(session_id),
+                ranks=len(self.workers(engine)),
+            )
+            for engine, pid, session_id in self.sessions.engines()
         }
-        if session is not None:
-            report["engine"] = msgspec.to_builtins(tasks.sessions.totals_of(session).stats())
-        return report
+        return Stats(
+            server=server,
+            counters=counters,
+            engines=engines,
+            cache=tasks.stats(identity, now),
+            engine=None if session is None else tasks.sessions.totals_of(session).stats(),
+        )
 
     def fail(self) -> None:
         """The server has failed: no rank may begin another copy, no caller may wait for it."""

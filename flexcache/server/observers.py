@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig
@@ -15,6 +15,7 @@ from flexcache.events.publisher import KVEventPublisher
 from flexcache.logs import log_event
 from flexcache.server.change_feed import ChangeFeed
 from flexcache.server.served_cache import ServedCache
+from flexcache.tasks.stats import EventStats, TraceStats
 from flexcache.tracing.tracer import Tracer, make_header
 
 T = TypeVar("T")
@@ -89,13 +90,11 @@ class Observers:
         """What the tiers have stored and lost since the last call, with ``kv_events``."""
         return [] if self.feed is None else self.feed.take()
 
-    def stats(self) -> dict[str, Any]:
-        report: dict[str, Any] = {}
-        if self.feed is not None:
-            report["events"] = self.feed.stats()
-        if self._tracer is not None:
-            report["trace"] = self._tracer.stats()
-        return report
+    def event_stats(self) -> EventStats | None:
+        return None if self.feed is None else EventStats(**self.feed.stats())
+
+    def trace_stats(self) -> TraceStats | None:
+        return None if self._tracer is None else TraceStats(**self._tracer.stats())
 
     def close_http(self) -> None:
         """Answer no more requests. Idempotent."""

@@ -15,6 +15,7 @@ from flexcache.request_info import PromptDetail
 from flexcache.server.local_session import LocalSession
 from flexcache.server.served_cache import ServedCache
 from flexcache.server.server import KVServer
+from flexcache.tasks.stats import Stats
 
 if TYPE_CHECKING:
     from flexcache.server.http import HttpService
@@ -30,7 +31,7 @@ class Operator:
         self._session: LocalSession | None = None
         self._opening = threading.Lock()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         return self._server.stats()
 
     def health(self) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.instructions import DISK, REMOTE
 from flexcache.tasks.sessions import NUM_REMEMBERED
+from flexcache.tasks.stats import ServerStats, Stats
 from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ class KVServer:
             with self._changed:  # also while the cache is shut down: dirty blocks wait for it
                 return clearing.end(error)
 
-    def stats(self, session: SessionId | None = None) -> dict[str, Any]:
+    def stats(self, session: SessionId | None = None) -> Stats:
         """Statistics of the server as a whole and, if one is named, of a session."""
         with self._changed:
             if self.stopping:
@@ -317,16 +318,17 @@ class KVServer:
         with self._changed:
             return self._observers.take_changes()
 
-    def _own_stats(self) -> dict[str, Any]:
-        report: dict[str, Any] = {
-            "version": __version__,
-            "uptime_s": time.monotonic() - self._started_s,
-            "endpoint": self.endpoint,
-            "server_pid": os.getpid(),
-            "workers": self.hub.workers() | self._pool.pids(),
-            "worker_restarts": self._pool.restarts(),
-        }
-        return report | self._observers.stats()
+    def _own_stats(self) -> ServerStats:
+        return ServerStats(
+            version=__version__,
+            uptime_s=time.monotonic() - self._started_s,
+            endpoint=self.endpoint,
+            server_pid=os.getpid(),
+            workers=self.hub.workers() | self._pool.pids(),
+            worker_restarts=self._pool.restarts(),
+            events=self._observers.event_stats(),
+            trace=self._observers.trace_stats(),
+        )
 
     # -- the end ---------------------------------------------------------------------------------
 

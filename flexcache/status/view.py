@@ -58,7 +58,7 @@ def render(stats: Stats, rates: Rates | None, width: int) -> Group:
     else:
         parts += [_tiers(cache, rates, width), *_hits(cache, rates), _ops(cache, rates, width)]
         parts += _work(cache)
-    parts += [table for table in (_workers(server, width), _engines(server, width)) if table]
+    parts += [table for table in (_workers(server, width), _engines(stats.engines, width)) if table]
     parts += _others(stats)
     return Group(*parts)
 
@@ -190,14 +190,14 @@ def _workers(server: ServerStats, width: int) -> Table | None:
     return _table(columns, dict(sorted(rows.items())), width)
 
 
-def _engines(server: ServerStats, width: int) -> Table | None:
+def _engines(engines: Mapping[str, EngineStats], width: int) -> Table | None:
     columns: list[_Column[EngineStats]] = [
         _Column("engine", _name, is_number=False),
         _Column("process", lambda _, engine: str(engine.pid)),
         _Column("ranks", _number(lambda engine: engine.ranks)),
         _Column("open tasks", _number(lambda engine: engine.open_tasks)),
     ]
-    return _table(columns, server.engines, width)
+    return _table(columns, engines, width)
 
 
 # -- lines -----------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def _others(stats: Stats) -> Iterator[Text]:
     for title, counts in (
         ("blocks not stored", cache.totals.dropped_blocks if cache else {}),
         ("blocks not loaded", cache.totals.skipped_blocks if cache else {}),
-        ("counters", server.counters),
+        ("counters", stats.counters),
         ("KV events", msgspec.to_builtins(server.events) if server.events else {}),
     ):
         if told := _counts(counts):

@@ -7,7 +7,7 @@
 A state machine without I/O: it takes calls and events, each with the time, and leaves instructions
 that the shell around it takes out (`take_instructions`) and carries out. The engine makes tasks,
 launches and cancels them; `TaskRunner` runs them; `Executors` knows who carries out their ops;
-`Sessions` keeps them; `Accounts` counts.
+`TaskSessions` keeps them; `Accounts` counts.
 
 Not thread-safe: the shell holds a lock around each call.
 """
@@ -42,7 +42,7 @@ from flexcache.tasks.model import Session, Task
 from flexcache.tasks.report import cache_stats
 from flexcache.tasks.routes import WORKERS
 from flexcache.tasks.runner import TaskRunner
-from flexcache.tasks.sessions import NUM_REMEMBERED, Sessions
+from flexcache.tasks.sessions import NUM_REMEMBERED, TaskSessions
 from flexcache.tasks.stats import CacheIdentity, CacheStats
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.graph import BlockIds
@@ -80,7 +80,7 @@ class KVTaskEngine:
         max_open_tasks: int = 4096,
     ) -> None:
         self.cache = cache
-        self.sessions = Sessions(load_ranks, store_ranks)
+        self.sessions = TaskSessions(load_ranks, store_ranks)
         self.accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads.cost)
         self.breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []

@@ -26,7 +26,7 @@ from flexcache.tasks.instructions import (
 )
 from flexcache.tasks.model import OpRun, Task
 from flexcache.tasks.routes import LOAD_TIER, STORE_TIER
-from flexcache.tasks.sessions import Sessions
+from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.scheduler import OpEnded, Outcome, TransferScheduler
 
 _FINAL_STATE = {
@@ -49,7 +49,7 @@ class TaskRunner:
     def __init__(
         self,
         cache: TieredCache,
-        sessions: Sessions,
+        sessions: TaskSessions,
         executors: Executors,
         accounts: Accounts,
         instructions: list[Instruction],

@@ -22,7 +22,7 @@ _INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0
 _ENDED = {KVStatus.CANCELLED: TaskState.CANCELLED, KVStatus.FAILED: TaskState.FAILED}
 
 
-class Sessions:
+class TaskSessions:
     """Registry of sessions and of their open tasks.
 
     Args:

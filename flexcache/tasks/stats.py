@@ -201,7 +201,7 @@ class TraceStats(_Part, frozen=True, kw_only=True):
 
 
 class ServerStats(_Part, frozen=True, kw_only=True):
-    """The process that keeps the cache, and who is connected to it."""
+    """The process that keeps the cache."""
 
     version: str
     uptime_s: float
@@ -210,9 +210,6 @@ class ServerStats(_Part, frozen=True, kw_only=True):
     workers: dict[str, int]
     """Process ids of ranks, disk and remote worker that are up."""
     worker_restarts: dict[str, int]
-    counters: dict[str, int]
-    """Messages that were refused, and other trouble, by name."""
-    engines: dict[str, EngineStats]
     events: EventStats | None = None
     trace: TraceStats | None = None
 
@@ -221,29 +218,23 @@ class Stats(_Part, frozen=True, kw_only=True):
     """Everything that a server tells of itself."""
 
     server: ServerStats
+    counters: dict[str, int]
+    """Refused messages and other trouble, by name."""
+    engines: dict[str, EngineStats]
     cache: CacheStats | None = None
     """None before the first engine has said what to cache."""
     engine: TotalsStats | None = None
     """What the session that asks has had."""
 
 
-_NO_CACHE: Mapping[str, Any] = {"tiers": {}, "tasks": {}}
-
-
 def to_plain(stats: Stats) -> dict[str, Any]:
-    """The same as nested dictionaries of numbers and strings, the server's and cache's parts side
-    by side: what `KVManager.stats` returns."""
-    plain: dict[str, Any] = msgspec.to_builtins(stats.server)
-    plain |= _NO_CACHE if stats.cache is None else cache_to_plain(stats.cache)
-    if stats.engine is not None:
-        plain["engine"] = msgspec.to_builtins(stats.engine)
-    return plain
-
-
-def cache_to_plain(stats: CacheStats) -> dict[str, Any]:
+    """The same as nested dictionaries of numbers and strings, the server's and the cache's parts
+    side by side: what `KVManager.stats` returns."""
     plain: dict[str, Any] = msgspec.to_builtins(stats)
-    identity, totals = plain.pop("identity"), plain.pop("totals")
-    return {**identity, **totals, **plain}
+    cache = plain.pop("cache", None) or {"tiers": {}, "tasks": {}}
+    for part in (plain.pop("server"), cache, cache.pop("identity", {}), cache.pop("totals", {})):
+        plain |= part
+    return plain
 
 
 def from_plain(plain: Mapping[str, Any]) -> Stats:
@@ -252,11 +243,9 @@ def from_plain(plain: Mapping[str, Any]) -> Stats:
     Raises:
         FlexCacheError: A part is missing or different: it comes from another version.
     """
-    parts: dict[str, Any] = {"server": plain}
+    parts = {**plain, "server": plain}
     if plain.get("tiers"):
         parts["cache"] = {**plain, "identity": plain, "totals": plain}
-    if "engine" in plain:
-        parts["engine"] = plain["engine"]
     try:
         return msgspec.convert(parts, Stats)
     except msgspec.ValidationError as error:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fake_cuda import NOT_SUPPORTED, FakeCuda
 from fake_torch_cuda import FakeTorchCuda
+from server_stats import SERVER_STATS
 from task_builders import World
 
 from flexcache.doctor import agreement, gpu, memory
@@ -22,7 +23,7 @@ from flexcache.doctor.machine import explain_io_uring, judge_kernel
 from flexcache.doctor.packages import check_transfer_config, judge_vllm
 from flexcache.doctor.subject import Subject, VllmOptions
 from flexcache.storage.mounts import mount_of
-from flexcache.tasks.stats import ServerStats, Stats
+from flexcache.tasks.stats import Stats
 from flexcache.transfer.workers.copy_driver import CudaDriver
 
 EPERM = "PermissionError: [Errno 1] Operation not permitted"
@@ -339,11 +340,7 @@ def test_the_block_size_is_the_servers(held: int) -> None:
     cache = World().stats()
     identity = msgspec.structs.replace(cache.identity, tokens_per_block=held)
     cache = msgspec.structs.replace(cache, identity=identity)
-    server = ServerStats(
-        version="1", uptime_s=1.0, endpoint=subject.endpoint, server_pid=1, workers={},
-        worker_restarts={}, counters={}, engines={},
-    )  # fmt: skip
-    vars(subject)["server"] = Stats(server=server, cache=cache)
+    vars(subject)["server"] = Stats(server=SERVER_STATS, counters={}, engines={}, cache=cache)
     expected = [OK] if held == 16 else [OK, ERROR]
     assert levels(agreement.check_block_size(subject)) == expected
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from server_stats import SERVER_STATS
 
 from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
@@ -58,6 +59,7 @@ from flexcache.server.outbox import make_execute
 from flexcache.server.served_cache import ServedCache
 from flexcache.tasks.ids import TaskIds, last_id
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
+from flexcache.tasks.stats import CacheStats, TierStats
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.permit import CopyPermit
 
@@ -86,7 +88,7 @@ class World:
             epoch=7, server_pid=1, client_timeout_s=TIMEOUT_S, owner=owner,
             prompt_detail=prompt_detail, first_session=first_session,
         )  # fmt: skip
-        self.hub = Hub(hub_config, self, lambda *known: self.open(*known))
+        self.hub = Hub(hub_config, self, lambda *known: self.open(*known), lambda: SERVER_STATS)
         self.caches: list[ServedCache] = []
         self.now = 100.0
         self.inbox: dict[bytes, list[Any]] = {}
@@ -98,6 +100,14 @@ class World:
         cache.open()
         self.caches.append(cache)
         return cache
+
+    def cache_stats(self) -> CacheStats:
+        stats = self.hub.stats(self.now).cache
+        assert stats is not None
+        return stats
+
+    def tier(self) -> TierStats:
+        return self.cache_stats().tiers["CPU"]
 
     def watch(self, identity: bytes, pid: int) -> None:
         self.watched[identity] = pid
@@ -376,10 +386,10 @@ def test_a_client_takes_its_own_place_again_and_its_tasks_are_gone(world: World)
     engine = Engine(world)
     engine.register()
     engine.match(TaskKind.PUT, "abc")
-    assert world.hub.stats(world.now)["tiers"]["CPU"]["leased"] == 3
+    assert world.tier().leased == 3
     welcome, _ = world.send(b"again", hello_engine("e", "e", b"again-calls"))
     assert isinstance(welcome, WelcomeEngine)
-    assert world.hub.stats(world.now)["tiers"]["CPU"]["leased"] == 0
+    assert world.tier().leased == 0
     [rejected] = world.send(engine.events, Ping())
     assert isinstance(rejected, Rejected)  # the former self learns that it is not known any more
 
@@ -396,9 +406,7 @@ def test_a_new_engine_waits_until_the_slots_of_its_former_self_are_let_go(world:
     assert "still move bytes" in refused.reason
     engine.work()
     assert isinstance(world.send(b"new", hello_engine("e", "new", b"nc"))[0], WelcomeEngine)
-    assert (
-        world.hub.stats(world.now)["tiers"]["CPU"]["indexed"] == 0
-    )  # a cancelled put publishes nothing
+    assert world.tier().indexed == 0  # a cancelled put publishes nothing
 
 
 def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) -> None:
@@ -406,7 +414,7 @@ def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) ->
     world.now += TIMEOUT_S - 1
     assert world.send(lively.events, Ping()) == [Pong()]
     world.hub.expire(world.now + 2)
-    assert list(world.hub.stats(world.now)["engines"]) == ["lively"]
+    assert list(world.hub.stats(world.now).engines) == ["lively"]
     assert world.hub.counters["expired_clients"] == 1
     assert quiet.events not in world.watched
 
@@ -487,7 +495,7 @@ def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
     task_id, _ = one.match(TaskKind.PUT, "abc")
     world.send(two.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
     two.launch(task_id, 3)
-    assert world.hub.stats(world.now)["tasks"]["created"] == 1
+    assert world.cache_stats().tasks["created"] == 1
     stolen = Match(5, task_id + 1, TaskKind.PUT, ROOT, 0, 1, 16, 8)
     [failed] = world.send(two.calls, stolen, keys("z"))
     assert isinstance(failed, Failed)
@@ -856,7 +864,7 @@ class HubHistories(RuleBasedStateMachine):
     @invariant()
     def places_are_held_by_whom_the_model_says(self) -> None:
         hub = self.world.hub
-        assert set(hub.stats(self.world.now)["engines"]) == set(self.engines)
+        assert set(hub.stats(self.world.now).engines) == set(self.engines)
         if hub.cache is None:
             return
         hub.cache.engine.check()
@@ -865,8 +873,8 @@ class HubHistories(RuleBasedStateMachine):
             assert hub.cache.engine.executors.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
         assert set(hub.peers) == set(self.world.watched) == expected
-        stats = hub.stats(self.world.now)["tiers"]["CPU"]
-        assert stats["free"] + stats["indexed"] + stats["leased"] == BLOCKS
+        tier = self.world.tier()
+        assert tier.free + tier.indexed + tier.leased == BLOCKS
 
     @invariant()
     def nobody_is_told_of_tasks_that_are_not_theirs(self) -> None:
@@ -883,9 +891,8 @@ class HubHistories(RuleBasedStateMachine):
         for peer in [*self.world.hub.peers]:
             self.world.die(peer)
         if self.world.hub.cache is not None:
-            stats = self.world.hub.stats(self.world.now)
-            assert stats["tiers"]["CPU"]["leased"] == 0
-            assert sum(stats["tasks"].values()) == 0
+            assert self.world.tier().leased == 0
+            assert sum(self.world.cache_stats().tasks.values()) == 0
         self.world.close()
 
 
@@ -918,9 +925,9 @@ def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) ->
             world.send_raw(peer, [bytes(frame), *extra])
         assert world.hub.cache is not None
         world.hub.cache.engine.check()
-        assert "two" in world.hub.stats(world.now)["engines"]
+        assert "two" in world.hub.stats(world.now).engines
         world.send(other.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
-        assert world.hub.stats(world.now)["engines"]["two"]["open_tasks"] == 0
+        assert world.hub.stats(world.now).engines["two"].open_tasks == 0
     finally:
         world.close()
 
@@ -943,7 +950,7 @@ def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_lef
     assert world.last(engine.events).status is KVStatus.CANCELLED
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
     assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
-    assert world.hub.stats(world.now)["dropped_blocks"] == {"name_disputed": 3}
+    assert world.cache_stats().totals.dropped_blocks == {"name_disputed": 3}
     other = Engine(world, "o")
     other.register()
     assert other.match(TaskKind.GET, "abc")[1].num_blocks == 3  # of another name
