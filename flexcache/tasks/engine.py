@@ -6,7 +6,7 @@
 
 A state machine without I/O: it takes calls and events, each with the time, and leaves instructions
 that the shell around it takes out (`take_instructions`) and carries out. The engine makes tasks,
-launches and cancels them; `TaskRunner` runs them; `Executors` knows who carries out their ops;
+launches and cancels them; `TaskRunner` runs them; `Executors` has their ops carried out;
 `TaskSessions` keeps them; `Accounts` counts.
 
 Not thread-safe: the shell holds a lock around each call.

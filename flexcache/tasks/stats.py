@@ -63,7 +63,7 @@ class TierStats(_Part, frozen=True, kw_only=True):
     known_absent: int | None = None
     """Blocks that a remote store is known to lack."""
     seen_blocks: int | None = None
-    """Of a tier that does not take every block, like the next three."""
+    """Only for a tier that does not take every block, like the next three."""
     refused_blocks: int | None = None
     is_selective: int | None = None
     policy_switches: int | None = None
@@ -75,8 +75,8 @@ class HistogramStats(_Part, frozen=True, kw_only=True):
     """``counts`` has one more entry than ``bounds``, for what is above the last; each counts only
     what lies between two bounds."""
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
+    bounds: list[float]
+    counts: list[int]
     sum: float
 
 
