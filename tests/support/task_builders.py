@@ -318,11 +318,12 @@ class World:
         self._carry_out()
 
     def adopt(self, layout: str) -> None:
-        """Replace all ranks by ranks of this layout."""
+        """Replace all ranks by ranks of this layout, which find other KV unless it is the same."""
         for rank in self.ranks:
             if rank in self.alive:
                 self.down(rank)
-        self.gpu = dict.fromkeys(self.gpu, "of other ranks")
+        if layout != self.layout:
+            self.gpu = dict.fromkeys(self.gpu, "of other ranks")
         self.layout = layout
         self.roots.setdefault(layout, LayoutRoots(layout.encode()))
         self.engine.adopt_layout(layout.encode(), self.now)

@@ -36,11 +36,11 @@ LAYERS = (
     ("cache",),
     ("tasks",),
     ("protocol",),
-    ("events", "tracing"),
+    ("events", "tracing", "metrics"),
     ("server",),
     ("client",),
     ("manager",),
-    ("metrics", "replay", "status", "doctor", "bench", "integration"),
+    ("replay", "status", "doctor", "bench", "integration"),
     ("cli",),
 )
 """The parts of the package, lowest first. A module imports from its own layer and lower ones."""
@@ -49,16 +49,20 @@ MAY_BE_LARGE = ("flexcache/cache/prefix_index.py", "flexcache/cache/tier.py")
 """One data structure each, that would not be clearer in pieces."""
 
 STILL_TOO_LARGE = {
+<<<<<<< HEAD
+=======
+    "flexcache/client/rank.py::KVTPClient": "to be split",
+    "flexcache/manager.py::KVManager": "to have one backend",
+>>>>>>> main
     "tests/support/task_builders.py::World": "to be split",
 }
 
-STILL_UPWARD = {
-    "flexcache.server.http -> flexcache.metrics.collector": "metrics are to be handed in",
-}
+STILL_UPWARD: dict[str, str] = {}
 
 TEXT_FILES = (".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", "Dockerfile")
 
 STILL_ODD_LANGUAGE = {
+<<<<<<< HEAD
     "flexcache/cache/admission.py",
     "flexcache/cache/block_keys.py",
     "flexcache/cache/eviction_policy.py",
@@ -73,6 +77,13 @@ STILL_ODD_LANGUAGE = {
     "flexcache/server/change_feed.py",
     "flexcache/server/http.py",
     "flexcache/server/supervisor.py",
+=======
+    "flexcache/client/launcher.py",
+    "flexcache/client/link.py",
+    "flexcache/client/rank.py",
+    "flexcache/client/status.py",
+    "flexcache/manager.py",
+>>>>>>> main
 }
 """Files that have banned phrases."""
 
