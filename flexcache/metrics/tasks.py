@@ -82,7 +82,7 @@ OPS = (
 TASKS = (
     gauge(
         "tasks",
-        "Tasks by state. One that has ended counts until its answer was collected.",
+        "Open tasks by state.",
         each(lambda cache: cache.tasks),
         "state",
     ),

@@ -198,6 +198,7 @@ class Requests:
         """Start a task; what is wrong with the launch becomes the task's answer."""
         try:
             task_id = _check_owner(caller, message.task_id)
+            self._slot.tasks.sessions.was_launched(task_id)
             blocks = unpack_ids(message.gpu_blocks)
             self._slot.tasks.launch([task_id], [blocks], now, message.gated)
         except KeyError:  # it has ended: by its deadline, or by a cancel that came first
@@ -232,11 +233,7 @@ class Requests:
         if task_id in self._unasked:
             self._unasked.discard(task_id)
         elif scheduler is not None:
-            answer = TaskAnswer(
-                task_id, result.status, result.start, result.num_ok, result.num_tokens,
-                result.error, result.is_final,
-            )  # fmt: skip
-            self._outbox.send(scheduler.identity, answer)
+            self._outbox.send(scheduler.identity, TaskAnswer(task_id, *result))
 
     def check(self) -> None:
         """Raise `InternalError` if the parked matches are miscounted."""

@@ -49,7 +49,6 @@ from flexcache.server.workers import WorkerPool
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.instructions import DISK, REMOTE
-from flexcache.tasks.sessions import NUM_REMEMBERED
 from flexcache.tasks.stats import ServerStats, Stats
 from flexcache.version import __version__
 
@@ -185,9 +184,7 @@ class KVServer:
                 with self._changed:
                     self.hub.open_cache(self._cache.model, self.config.tokens_per_block)
                     if self._engine_name is not None:
-                        ids = self.hub.sessions.open_local(
-                            self._engine_name, answers, NUM_REMEMBERED
-                        )
+                        ids = self.hub.sessions.open_local(self._engine_name, answers)
             if self._open_http is not None:
                 self._observers.open_http(partial(self._open_http, self))
         except BaseException:

@@ -5,8 +5,8 @@ Plain state: `KVTaskEngine` decides what becomes of it.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flexcache.cache.plan import Plan
@@ -113,16 +113,13 @@ class OpRun:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A session of a serving engine: its open tasks, and the results it may still ask for."""
+    """A session of a serving engine, and its open tasks."""
 
     session: SessionId
     engine: str
-    num_remembered: int
     executors: dict[OpKind, tuple[str, ...]]
     last_id: TaskId
     tasks: dict[TaskId, Task] = field(default_factory=dict)
-    results: OrderedDict[TaskId, TaskResult] = field(default_factory=OrderedDict)
-    collected: dict[TaskId, None] = field(default_factory=dict)
     store_backlog: int = 0
     prefill_blocks_per_s: float = 0.0
     """What the engine computes: whatever would take longer to load is not loaded for it."""
@@ -139,27 +136,3 @@ class Session:
         """Raises `KeyError` for an id that was never given out."""
         if not id_before(self.session) < task_id <= self.last_id:
             raise KeyError(f"task {task_id} was never given out")
-
-    def remember(self, task_id: TaskId, result: TaskResult) -> None:
-        """Keep the result of a task that has ended, and forget the oldest beyond the limit."""
-        self.results[task_id] = result
-        while len(self.results) > self.num_remembered:
-            forgotten, _ = self.results.popitem(last=False)
-            self.collected.pop(forgotten, None)
-
-    def result(self, task_id: TaskId) -> TaskResult:
-        """Result of a task that has ended. Raises `KeyError` if it is forgotten."""
-        self.require_known(task_id)
-        result = self.results.get(task_id)
-        if result is None:
-            raise KeyError(f"task {task_id} was answered long ago and is forgotten")
-        return result
-
-    def collect(self, task_id: TaskId) -> None:
-        """The result was handed over, or will not be asked for."""
-        if task_id in self.results:
-            self.collected[task_id] = None
-
-    def uncollected(self) -> Iterator[TaskResult]:
-        """Results that were not handed over yet."""
-        return (r for task_id, r in self.results.items() if task_id not in self.collected)

@@ -95,15 +95,13 @@ class TaskRunner:
 
     def end(self, task: Task, result: TaskResult) -> None:
         """The task has come to its final state."""
-        owner, has_nothing = task.owner, result.status is KVStatus.NOT_FOUND
+        was_overdue = task.state.is_overdue
         task.state = _FINAL_STATE[result.status]
         self._accounts.ended(task, result)
-        owner.remember(task.task_id, result)
-        if not has_nothing and owner is not self._sessions.internal:
+        if was_overdue or task.owner is self._sessions.internal:
+            return  # it was answered for good, or has no caller
+        if result.status is not KVStatus.NOT_FOUND:  # a match tells that itself
             self._instructions.append(TaskAnswered(task.task_id, result))
-        # An empty match needs no answer, and a gated task's goes to the engine's workers.
-        if task.gated or has_nothing:
-            owner.collect(task.task_id)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -212,7 +210,7 @@ class TaskRunner:
         self._accounts.answered(task, now)
         if task.owner is self._sessions.internal:
             return  # without a caller
-        result = task.result(is_final=False)
+        result = task.result(is_final=task.state.is_overdue)  # how long it hangs is unknown
         self._instructions.append(
             TaskEnded(task.task_id, task.owner.engine, result.num_ok, task.gated)
         )

@@ -152,7 +152,7 @@ class CacheStats(_Part, frozen=True, kw_only=True):
     tiers: dict[str, TierStats]
     """Fastest first."""
     tasks: dict[str, int]
-    """By state; one that has ended counts until its answer was collected."""
+    """Open ones by state."""
     hit_rate: dict[str, HitRateStats]
     """By window."""
     op_histograms: dict[str, OpHistograms]

@@ -151,6 +151,8 @@ class World:
         self.to_replace: dict[str, str] = {}
         self.revoked: set[TaskId] = set()
         self.num_answered: Counter[TaskId] = Counter()
+        self.answers: dict[TaskId, TaskResult] = {}
+        """What each task's owner was told last."""
         self.told_early: Counter[TaskId] = Counter()
         self.told_final: Counter[TaskId] = Counter()
         self.gpu: dict[tuple[str, int, int], Content] = {}
@@ -227,6 +229,8 @@ class World:
         plan = self.engine.match(
             task_id, kind, keys, min(start, stop), stop, 16 * len(text), self.now, retain_s
         )
+        if not plan.num_blocks:
+            self.answers[task_id] = TaskResult(KVStatus.NOT_FOUND, plan.start, 0, 16 * len(text))
         count = 0 if kind is TaskKind.PREFETCH else plan.num_blocks
         slots = np.arange(self._next_slot, self._next_slot + count, dtype=np.int64)
         self._next_slot += count
@@ -241,7 +245,7 @@ class World:
         return task_id
 
     def launch(self, *task_ids: TaskId, gated: bool = False) -> None:
-        are_open = [self.engine.sessions.result(task_id) is None for task_id in task_ids]
+        are_open = [self.result(task_id) is None for task_id in task_ids]
         for task_id in task_ids:
             self.tasks[task_id].gated = gated
         slots = [self.tasks[task_id].slots for task_id in task_ids]
@@ -276,12 +280,13 @@ class World:
         self._carry_out()
 
     def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
-        return self.engine.sessions.result(task_id, completely)
+        """How the task ended; None while it goes on. The GPU side counts, or ``completely`` all."""
+        result = self.answers.get(task_id)
+        return None if result is None or (completely and not result.is_final) else result
 
     def final(self, task_id: TaskId) -> TaskResult:
-        result = self.engine.sessions.result(task_id, completely=True)
+        result = self.result(task_id, completely=True)
         assert result is not None
-        assert result.is_final
         return result
 
     def stats(self) -> CacheStats:
@@ -313,11 +318,12 @@ class World:
         self._carry_out()
 
     def adopt(self, layout: str) -> None:
-        """Replace all ranks by ranks of this layout."""
+        """Replace all ranks by ranks of this layout, which find other KV unless it is the same."""
         for rank in self.ranks:
             if rank in self.alive:
                 self.down(rank)
-        self.gpu = dict.fromkeys(self.gpu, "of other ranks")
+        if layout != self.layout:
+            self.gpu = dict.fromkeys(self.gpu, "of other ranks")
         self.layout = layout
         self.roots.setdefault(layout, LayoutRoots(layout.encode()))
         self.engine.adopt_layout(layout.encode(), self.now)
@@ -541,9 +547,10 @@ class World:
     def _told(self, task_id: TaskId, result: TaskResult) -> None:
         """Check that the owner is notified once of the end of the GPU side, and once of the end."""
         assert task_id not in self.told_final, "told again after the end"
-        known = self.result(task_id, completely=result.is_final)
-        assert known is not None
-        assert (known.status, known.num_ok) == (result.status, result.num_ok)
+        early = self.answers.get(task_id)
+        if early is not None and result.status is not KVStatus.CANCELLED:
+            assert (early.status, early.num_ok) == (result.status, result.num_ok)
+        self.answers[task_id] = result
         (self.told_final if result.is_final else self.told_early)[task_id] += 1
         assert self.told_early[task_id] <= 1
 
@@ -553,9 +560,6 @@ class World:
         self.num_answered[ended.task_id] += 1
         info.answered = ended
         assert ended.gated == info.gated
-        result = self.result(ended.task_id)
-        assert result is not None
-        assert result.num_ok == ended.num_ok
         self._check_slots_are_unused(ended.task_id)
         for index, slot in enumerate(info.slots.tolist()):
             for rank in self._load_ranks:
@@ -657,10 +661,10 @@ class World:
             assert info.launched
             assert result.num_ok == info.answered.num_ok
             assert result.status is (KVStatus.SUCCESS if result.num_ok else KVStatus.FAILED)
-        assert (task_id in self.told_final) == (final is not None and final.is_final)
-        if final is not None and final.is_final:
-            assert not self._errands_of(task_id)
-            assert final == result
+        assert (task_id in self.told_final) == (final is not None)
+        if final is not None:
+            # A copy that missed its deadline may still be on its way.
+            assert task_id in self.revoked or not self._errands_of(task_id)
 
     def drain(self) -> None:
         """Let everything end in an orderly way."""

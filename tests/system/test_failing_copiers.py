@@ -16,7 +16,7 @@ from cluster import Cluster, joined_kv, running_cluster
 from test_faults import SOURCE, TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
-from flexcache.client import rank as rank_module
+from flexcache.client import attachment, rank
 from flexcache.client.rank import ClientState
 from flexcache.errors import RegistrationError
 from flexcache.ids import OpKind
@@ -88,7 +88,7 @@ class FailingCopier:
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingCopier]:
     copier = FailingCopier()
-    monkeypatch.setattr(rank_module, "open_copier", lambda *_: copier)
+    monkeypatch.setattr(attachment, "open_copier", lambda *_: copier)
     yield copier
     for event in copier.hangs_at.values():
         event.set()
@@ -201,7 +201,7 @@ def test_a_rank_holds_the_fence_only_when_it_is_ready_to_copy(copier: FailingCop
 def test_closing_a_rank_whose_copier_hangs_returns_and_says_so(
     copier: FailingCopier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_module, "_CLOSE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(rank, "_CLOSE_PATIENCE_S", 0.1)
     with running_cluster() as cluster:
         [client] = cluster.clients
         copier.hangs_at["close"] = threading.Event()

@@ -29,9 +29,9 @@ _COUNTERS = {
     "ssd_written_bytes": "Bytes written to SSD.",
     "remote_read_bytes": "Bytes read from the remote store.",
     "remote_written_bytes": "Bytes written to the remote store.",
-    "skipped_blocks": "Blocks that were cached and not loaded, since computing them is faster.",
+    "skipped_blocks": "Blocks that were cached and not loaded, because computing them is faster.",
     "failed_loads": "Loads that lost at least their tail.",
-    "dropped_blocks": "Blocks that could not be stored, for whatever reason.",
+    "dropped_blocks": "Blocks that could not be stored, for any reason.",
 }
 
 
@@ -41,7 +41,7 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> FlexCacheStats:
-        """A counter that went back is of a new server, and began at zero."""
+        """Return the increases. A counter that fell belongs to a new server and started at zero."""
         gains = {k: v - before.get(k, 0) for k, v in after.items()}
         return cls({k: gain if gain > 0 else after[k] for k, gain in gains.items() if gain})
 
@@ -90,7 +90,7 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, float]:
-    """This engine's counters at present, from `KVManager.stats`."""
+    """Read this engine's current counters from `KVManager.stats`."""
     mine = msgspec.convert(stats["engine"], TotalsStats)
     hits, ops = mine.hit_blocks, mine.ops
     return {
