@@ -13,8 +13,24 @@ from flexcache.version import __version__
 if TYPE_CHECKING:
     from flexcache.client.rank import KVTPClient
     from flexcache.config import CacheConfig, ModelConfig
-    from flexcache.ids import KVStatus
+    from flexcache.errors import (
+        ClosedError,
+        ConfigError,
+        DeviceLostError,
+        FlexCacheError,
+        InternalError,
+        MissingDependencyError,
+        RegistrationError,
+        ServerLostError,
+        StorageError,
+        TaskRevokedError,
+        TraceError,
+        UnsupportedLayoutError,
+        UntrustedError,
+    )
+    from flexcache.ids import KVStatus, TierName
     from flexcache.manager import KVManager, KVResponse
+    from flexcache.request_info import RequestInfo
 
 _HOMES = {
     "CacheConfig": "flexcache.config",
@@ -23,23 +39,40 @@ _HOMES = {
     "KVStatus": "flexcache.ids",
     "KVTPClient": "flexcache.client.rank",
     "ModelConfig": "flexcache.config",
+    "RequestInfo": "flexcache.request_info",
+    "TierName": "flexcache.ids",
 }
 
 __all__ = [
     "CacheConfig",
+    "ClosedError",
+    "ConfigError",
+    "DeviceLostError",
+    "FlexCacheError",
+    "InternalError",
     "KVManager",
     "KVResponse",
     "KVStatus",
     "KVTPClient",
+    "MissingDependencyError",
     "ModelConfig",
+    "RegistrationError",
+    "RequestInfo",
+    "ServerLostError",
+    "StorageError",
+    "TaskRevokedError",
+    "TierName",
+    "TraceError",
+    "UnsupportedLayoutError",
+    "UntrustedError",
     "__version__",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES.get(name, "flexcache.errors")), name)
 
 
 def __dir__() -> list[str]:

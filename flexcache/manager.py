@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -46,9 +45,8 @@ class KVResponse:
 class KVManager:
     """The KV cache of one engine: held in this process, or by a server that engines share.
 
-    It is shared if an ``endpoint`` is given (here or in the config) or ``dp_size > 1``. Then the
-    server may be started by hand; if nobody serves the endpoint, the engine of rank 0 starts one of
-    the config's sizes.
+    It is shared if an ``endpoint`` is given (here or in the config) or ``dp_size > 1``. Without a
+    server at the endpoint, the engine of rank 0 starts one of the config's sizes.
 
     Args:
         model_config: What the model's KV looks like.
@@ -83,28 +81,28 @@ class KVManager:
         )
         size = cache_config.tokens_per_block
         self._prompts = PromptMaker(
-            model_config.fingerprint(size), size, lambda: self._client.detail
+            model_config.fingerprint(size), size, lambda: self._client.transport.detail
         )
 
     @property
     def endpoint(self) -> str:
-        """What a `KVTPClient` connects to: the server, and which engine the client is of."""
+        """Address for the engine's `KVTPClient`s: the server, and the engine's name there."""
         return with_engine(self._client.endpoint, self._engine_id)
 
     @property
     def wants_request_info(self) -> bool:
-        """Whether KV events or traces are on, which a ``request_info`` is for."""
-        return self._client.detail is not PromptDetail.NOTHING
+        """Whether KV events or traces are on: only then a ``request_info`` has an effect."""
+        return self._client.transport.detail is not PromptDetail.NOTHING
 
     def start(self) -> None:
-        """Begin to serve; returns at once. `wait_ready` says when every rank is there."""
+        """Start serving; returns at once. `wait_ready` waits for the ranks."""
         self._client.start()
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait for all ranks and workers.
 
         Raises:
-            TimeoutError: Names who has not registered yet.
+            TimeoutError: Names what has not registered yet.
             RegistrationError: A rank was refused; says why.
         """
         self._client.wait_ready(timeout)
@@ -127,11 +125,11 @@ class KVManager:
 
         Args:
             token_ids: The prompt, 1-D.
-            token_mask: True where the caller wants KV; a False prefix is what it has already. Only
-                whole blocks count.
+            token_mask: True where the caller needs KV, after a prefix that it has. Only whole
+                blocks count.
             namespace: Isolates keys: tenant, LoRA, cache salt.
-            block_keys: The engine's own chained block hashes; then no token is looked at.
-            request_info: What KV events and traces shall say of the request.
+            block_keys: The engine's own chained block hashes; then tokens are only counted.
+            request_info: Metadata for KV events and traces.
 
         Returns:
             A task id, and a mask over the tokens: True where FlexCache will supply KV.
@@ -151,10 +149,10 @@ class KVManager:
         request_info: RequestInfo | None = None,
         look_up: bool = True,
     ) -> tuple[int, Mask, dict[TierName, int]] | None:
-        """`get_match` that does not wait, and how many of the tokens each tier will supply.
+        """`get_match` that does not wait, and how many tokens each tier will supply.
 
-        None if the remote store was asked and has yet to answer: ask again a little later, and
-        after ``remote_lookup_timeout_s`` without ``look_up``: then what is known is taken.
+        None if the remote store has yet to answer: ask again a little later, and without
+        ``look_up`` after ``remote_lookup_timeout_s``.
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
         task = self._client.match_nowait(TaskKind.GET, prompt, look_up)
@@ -181,9 +179,9 @@ class KVManager:
         fit is False. Arguments as for `get_match`; ``token_mask`` is True where KV is offered.
 
         Args:
-            priority: Of the prompt when room is needed: each step counts as having been used
-                ``priority_step_s`` later. Negative: the first to go.
-            ttl_s: For so long it goes after all that is used meanwhile. A hint, not a pin.
+            priority: Each step counts as a use ``priority_step_s`` later when room is needed;
+                negative steps make the prompt's blocks go first.
+            ttl_s: Prefer to keep for this many seconds. Best effort, not a pin.
         """
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
@@ -205,13 +203,11 @@ class KVManager:
     ) -> tuple[int, Mask]:
         """`get_match` and `launch` in one.
 
-        ``slot_mapping`` has a slot for each token wanted (True in ``token_mask``, or all), or just
-        for each one that matches.
+        ``slot_mapping`` has a slot for each token needed (True in ``token_mask``, or all), or only
+        for those that match.
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
-        return _match_and_launch(
-            self._client, self._prompts, TaskKind.GET, prompt, slot_mapping, token_mask
-        )
+        return _start(self._client, self._prompts, TaskKind.GET, prompt, slot_mapping, token_mask)
 
     def put_async(
         self,
@@ -230,9 +226,7 @@ class KVManager:
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, request_info, retain_s
         )
-        return _match_and_launch(
-            self._client, self._prompts, TaskKind.PUT, prompt, slot_mapping, token_mask
-        )
+        return _start(self._client, self._prompts, TaskKind.PUT, prompt, slot_mapping, token_mask)
 
     def prefetch_async(
         self,
@@ -255,29 +249,25 @@ class KVManager:
 
         Args:
             slot_mappings: Per task one GPU slot per True token of its mask, in order.
-            gated: The GPU is touched only once every rank's worker opened the task's gate
+            gated: Wait with the GPU's copies until each rank opens the gate
                 (`KVTPClient.open_gates`).
 
         Raises:
             ValueError: A length is wrong, slots are not whole blocks, or a task was launched
-                before. Nothing is started then.
+                before. Then none is started.
             KeyError: An id was never given out.
         """
-        size = self._prompts.tokens_per_block
-        blocks = [gpu_blocks(slots, size) for slots in slot_mappings]
+        blocks = [gpu_blocks(slots, self._prompts.tokens_per_block) for slots in slot_mappings]
         self._client.launch(task_ids, blocks, gated)
 
     def report_prefill(self, tokens_per_s: float) -> None:
-        """Say how fast the engine computes prompts.
-
-        With ``skip_slow_loads``, what would take longer to load than to compute is not matched.
-        """
+        """Report how fast the engine computes prompts, which ``skip_slow_loads`` needs."""
         if not tokens_per_s > 0:
             raise ValueError(f"tokens_per_s = {tokens_per_s}: must be greater than zero")
         self._client.report_prefill(tokens_per_s / self._prompts.tokens_per_block)
 
     def cancel(self, task_ids: Iterable[int]) -> None:
-        """Stop what has not started. Idempotent; a finished task stays as it is."""
+        """Stop what has not started. Idempotent; a task that has ended stays as it is."""
         self._client.cancel(task_ids)
 
     # -- responses -------------------------------------------------------------------------------
@@ -291,13 +281,12 @@ class KVManager:
             timeout: Seconds; a task that is not done by then is answered TIMEOUT and goes on.
             completely: Wait for everything, write-through to lower tiers included.
         """
-        wanted = list(task_ids)
-        results = self._client.results(wanted, timeout, completely)
-        nothing = np.zeros(0, dtype=np.bool_)
-        late = KVResponse(KVStatus.TIMEOUT, nothing, f"not done within {timeout} s")
+        all_ids = list(task_ids)
+        results = self._client.results(all_ids, timeout, completely)
+        late = KVResponse(KVStatus.TIMEOUT, np.zeros(0, np.bool_), f"not done within {timeout} s")
         return {
             task_id: _response(self._prompts, results[task_id]) if task_id in results else late
-            for task_id in wanted
+            for task_id in all_ids
         }
 
     def try_wait(self, task_ids: Iterable[int]) -> dict[int, KVResponse]:
@@ -308,32 +297,29 @@ class KVManager:
     # -- the cache as a whole --------------------------------------------------------------------
 
     def clear(self, tier: str) -> int:
-        """Drop the blocks of one tier (`CPU`, `SSD`, `REMOTE`) that nobody holds; how many.
+        """Drop the blocks of one tier (`CPU`, `SSD`, `REMOTE`) that are not in use; how many.
 
-        What a remote store holds stays there. Until the server restarts it is not found any more by
-        those who share this cache, and others do not find what they store from then on.
+        A remote store keeps what it has under names that this cache no longer uses: until its
+        server restarts, neither finds what the other stores.
         """
         return self._client.clear(tier)
 
     def reset(self) -> None:
-        """Drop the blocks of every tier that nobody holds.
-
-        What is stored from then on is not recorded on SSD for the next start: the model's weights
-        may have changed under their name.
-        """
+        """Drop the blocks of every tier that are not in use. The SSD blocks stored after it do not
+        survive a restart: the model's weights may have changed under their name."""
         self._client.clear(None)
 
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call, in order: with ``kv_events``.
 
-        Nothing where the cache is shared: its server publishes it (``kv_events_endpoint``).
+        Empty if the cache is shared: its server publishes the changes (``kv_events_endpoint``).
         """
         return self._client.take_changes()
 
     def stats(self) -> dict[str, Any]:
         """Counters and occupancy, as plain dicts of numbers and strings.
 
-        ``engine`` has what this engine has had, the rest is of all that share the cache.
+        ``engine`` counts this engine's share, the rest all engines that share the cache.
 
         Raises:
             ServerLostError: The cache is shared and its server is away.
@@ -341,11 +327,8 @@ class KVManager:
         return self._client.stats()
 
     def check(self) -> None:
-        """Raise `InternalError` if an invariant of the control plane does not hold.
-
-        Where the cache is shared, only the tiers' counts of blocks are checked: to walk the blocks
-        would hold up the other engines.
-        """
+        """Raise `InternalError` if an invariant does not hold; of a shared cache, of the counts
+        of blocks: walking the blocks would hold up the other engines."""
         self._client.check()
 
     def shutdown(self) -> None:
@@ -356,14 +339,11 @@ class KVManager:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
 
-def _match_and_launch(
+def _start(
     client: EngineClient,
     prompts: PromptMaker,
     kind: TaskKind,

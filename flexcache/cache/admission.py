@@ -1,17 +1,18 @@
 """Admission: which blocks that were seen are worth a write to a tier below the host.
 
     write_through   every block, at once
-    selective       blocks seen for the n-th time, where sightings long past do not count
-    adaptive        whichever of the two pays better just now
+    selective       blocks seen for the n-th time; sightings long past do not count
+    adaptive        whichever of the two pays better at present
 
-A key stands for a whole prefix, so who sees a prompt sees all its prefixes: the number of sightings
-never grows along a prompt. What was seen often enough is hence a prefix too, and what is remembered
-of past prompts is kept like a tier's contents: a prefix index in LRU order, found by bisection. Its
-bound is the decay; a block that is not seen again before that much else was seen starts anew.
+A key stands for a whole prefix, and seeing a prompt means seeing all its prefixes: the number of
+sightings never grows along a prompt. What was seen often enough is therefore a prefix too, and past
+prompts are remembered like a tier's contents: in a prefix index in LRU order, searched by
+bisection. Its bound is the decay: a block not seen again while this many others were seen starts
+from zero.
 
 A large tier is judged by a *sample*, every ``stride``-th block of each prompt, which keeps prefixes
-prefixes and stays far below the tier's own index in memory. (Whole prompts, picked by a hash of
-their first key, would not do: prompts with one system prompt in common all have the same.)
+prefixes and takes far less memory than the tier's own index. (Sampling whole prompts by a hash of
+their first key fails: all prompts with the same system prompt have the same first key.)
 
 Pure: no I/O, no clock. Not thread-safe.
 """
@@ -29,34 +30,34 @@ from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import BlockKey, RootId
 
 SAMPLED_BLOCKS = 4096
-"""A tier of so many blocks is judged whole; a larger one by a sample of at least so many."""
+"""A tier of this many blocks is judged whole; a larger one by a sample of at least as many."""
 MAX_STRIDE = 32
 SIGHTINGS_PER_BLOCK = 4
-"""Blocks whose sightings are remembered, per block of the tier: to a small tier it is worth knowing
-what came back only after several times its size."""
+"""Blocks whose sightings are remembered, per block of the tier: for a small tier it helps to know
+what came back after several times its size."""
 UNBOUNDED_CAPACITY = 1 << 20
-"""Blocks that a tier without a bound is taken for, where sightings must end somewhere."""
+"""Size assumed for a tier without a bound: sightings must end somewhere."""
 HALF_LIFE = 8.0
 """Times the tier's size, in blocks seen, after which a hit counts half in a comparison."""
 CLEAR_LEAD = 0.025
 """Share of all blocks seen that selective must hit more before write-through is given up.
 
-More than chance makes it where the two are about equal (a percent, on real traffic): to follow that
-costs more than it brings, for what a tier holds changes slowly.
+More than chance produces where the two are about equal (a percent, on real traffic): following
+chance costs more than it gains, because a tier's contents change slowly.
 """
 
 
 class Admission(Protocol):
-    """Decides, prompt by prompt, what a tier is given."""
+    """Decides, prompt by prompt, what is written to a tier."""
 
     def admit(self, keys: BlockKeys, stop: int) -> int:
-        """A prompt's first ``stop`` blocks were seen. How many, from the first on, to write.
+        """Record that a prompt's first ``stop`` blocks were seen; return how many to write.
 
-        To be called once per request: each call counts as a sighting.
+        Call once per request: each call counts as a sighting.
         """
 
     def stats(self) -> dict[str, int]:
-        """Counters since it was made."""
+        """Return counters since construction."""
 
 
 class Sample:
@@ -76,7 +77,7 @@ class Sample:
         self.num_blocks = len(self._positions)
 
     def num_represented(self, count: int) -> int:
-        """How many blocks of the prompt the first ``count`` sampled ones stand for.
+        """Return how many blocks of the prompt the first ``count`` sampled ones stand for.
 
         Those before the next sampled block; none if that is the first.
         """
@@ -102,7 +103,7 @@ class GhostTier:
         self._now = 0
 
     def see(self, keys: BlockKeys, admitted: int) -> int:
-        """How many of the blocks were there; afterwards the first ``admitted`` are.
+        """Return how many of the blocks were there; afterwards the first ``admitted`` are.
 
         O(log n) probes, and O(1) per block stored or evicted.
         """
@@ -117,14 +118,14 @@ class GhostTier:
     def _store(self, parent: PrefixMatch, root: RootId, keys: list[BlockKey]) -> None:
         there = map(partial(self.index.contains, root), keys)
         if len(set(keys)) < len(keys) or any(there):
-            return  # the engine's own keys, and they do not chain: nothing follows from seeing them
+            return  # keys of an engine that do not chain: seeing them implies nothing
         no_ids = np.zeros(len(keys), dtype=np.int64)
         self.index.insert(parent, root, keys, no_ids, self._now)
         self.index.evict(self.index.num_blocks - self.capacity)
 
 
 class Sightings:
-    """Which blocks were seen how often lately, up to ``count`` times, for a tier of ``capacity``.
+    """How often blocks were seen lately, up to ``count`` times, for a tier of ``capacity``.
 
     The k-th ghost holds what was seen k times; a sighting takes a block on to the next one.
     """
@@ -133,7 +134,7 @@ class Sightings:
         self._ghosts = [GhostTier(SIGHTINGS_PER_BLOCK * capacity) for _ in range(count)]
 
     def record(self, keys: BlockKeys) -> int:
-        """Count a sighting of the prompt; how many of its blocks had ``count`` of them before."""
+        """Count a sighting of the prompt; return how many of its blocks had ``count`` before."""
         reach = keys.num_blocks
         for ghost in self._ghosts:
             reach = ghost.see(keys, reach)
@@ -153,8 +154,8 @@ class WriteThrough:
 class Selective:
     """Blocks that are seen for the ``min_sightings``-th time.
 
-    Prompts are looked at through a sample: what lies between two sampled blocks is taken for seen
-    if the first was, and a prompt too short to have one is admitted.
+    Prompts are sampled: the blocks between two sampled ones count as seen if the first does, and a
+    prompt too short to have one is admitted.
 
     Args:
         capacity: Blocks of the tier.
@@ -182,9 +183,8 @@ class Adaptive:
     """Write-through, or selective while that gets more hits.
 
     Two ghosts of the tier see every prompt, each under one of the policies, and their hits are
-    compared, recent ones above all. It takes a clear lead to give up write-through. As long as
-    nothing had to be evicted, write-through misses nothing that selective hits, so a tier that has
-    room is given everything.
+    compared, recent ones above all. Only a clear lead ends write-through. Until something has to be
+    evicted, write-through misses nothing that selective hits, so a tier with room receives all.
 
     Args:
         capacity: Blocks of the tier.
@@ -236,12 +236,12 @@ class Adaptive:
 
 
 def stride_for(capacity: int) -> int:
-    """Every how many blocks a tier is sampled."""
+    """Return the distance between sampled blocks of a tier."""
     return min(max(1, capacity // SAMPLED_BLOCKS), MAX_STRIDE)
 
 
 def make_admission(policy: str, capacity: int | None, min_sightings: int = 2) -> Admission:
-    """The admission of a tier of ``capacity`` blocks; 0 or None for one without a bound.
+    """Make the admission of a tier of ``capacity`` blocks; 0 or None if it has no bound.
 
     Raises:
         ValueError: There is no such policy, or less than one sighting is asked for.

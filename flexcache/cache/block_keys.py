@@ -1,8 +1,8 @@
 """Block keys: the identity of a block's KV bytes.
 
-A key is the xxh3-128 digest of the *flat* token prefix that ends with the block, so all keys of a
-prompt come out of one streaming pass, and the key of any single block can be had without those
-before it. That is what makes a match a bisection: see `prefix_index`.
+A key is the xxh3-128 digest of the *flat* token prefix that ends with the block. All keys of a
+prompt result from one streaming pass, and the key of any single block can be computed without those
+before it, which makes a match a bisection: see `prefix_index`.
 
 Model fingerprint, namespace and kind of key are digested once into a root. For tokens the root is
 what the hash starts from; the engine's own keys are used as they are, in a directory per root. The
@@ -27,19 +27,19 @@ ENGINE_KEYS = "engine"
 
 
 def make_root(fingerprint: str, namespace: Sequence[str], kind: str) -> RootId:
-    """Digest what a key's identity rests on besides the tokens. 16 bytes."""
+    """Digest what a key's identity depends on besides the tokens. 16 bytes."""
     encoded = msgspec.msgpack.encode((fingerprint, list(namespace), kind))
     return RootId(xxhash.xxh3_128_digest(encoded))
 
 
 class BlockKeys(Protocol):
-    """The keys of one prompt's whole blocks, computed no sooner than asked for."""
+    """The keys of one prompt's whole blocks, computed on demand."""
 
     root: RootId
     """Under which the blocks are kept."""
     num_blocks: int
     content: PromptContent | None
-    """What they stand for, where somebody wants to know."""
+    """What the keys stand for, if an observer needs it."""
 
     def key(self, index: int) -> BlockKey:
         """Key of block ``index``, for a probe."""
@@ -49,14 +49,14 @@ class BlockKeys(Protocol):
 
 
 class PromptKeys(BlockKeys, Protocol):
-    """Keys of a prompt that an engine asks about: they can be handed on as a whole."""
+    """Keys of an engine's prompt: they can be sent as a whole."""
 
     prompt_root: RootId
     """Digest of model, namespace and kind of key; for tokens, what the hash starts from. `root`
     has the layout of the blocks' bytes mixed in (`layout_roots`)."""
 
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
-        """What the keys of the first ``stop`` blocks are made from, as one binary array.
+        """Return what the keys of the first ``stop`` blocks are made from, as one binary array.
 
         Returns:
             The size of a key and the keys; or 0 and the token ids.
@@ -87,7 +87,10 @@ class EngineBlockKeys:
         return list(self._keys[start:stop])  # type: ignore[arg-type]
 
     def packed(self, stop: int) -> tuple[int, bytes]:
-        """Raises `ValueError` where keys differ in size."""
+        """
+        Raises:
+            ValueError: The keys differ in size.
+        """
         size = len(self._keys[0]) if stop else 1
         data = b"".join(self._keys if stop == len(self._keys) else self._keys[:stop])
         if len(data) != size * stop or any(len(key) != size for key in self._keys[:stop:97]):
@@ -98,8 +101,8 @@ class EngineBlockKeys:
 class TokenBlockKeys:
     """Keys hashed from tokens, lazily.
 
-    A hasher copied at each probe that was answered goes on from there, so a bisection hashes each
-    token about once more, not once per probe.
+    Each answered probe leaves a copied hasher to continue from, so a bisection hashes each token
+    about once more, not once per probe.
     """
 
     __slots__ = (
@@ -144,7 +147,7 @@ class TokenBlockKeys:
     def slice(self, start: int, stop: int) -> list[BlockKey]:
         if start >= stop:
             return []
-        keys: list[Any] = [self.key(start)]  # plain bytes are keys: to say so costs a call each
+        keys: list[Any] = [self.key(start)]  # plain bytes are keys; a NewType call each costs
         hasher = next(h for done, h in self._checkpoints if done == start + 1).copy()
         update, digest, data, step = hasher.update, hasher.digest, self._data, self._bytes_per_block
         append = keys.append

@@ -1,7 +1,7 @@
-"""The eviction policies by name: which cached blocks go first when room is needed.
+"""The eviction policies by name: which cached blocks are evicted first when room is needed.
 
-lru     what was not used for longest
-reuse   what is worth its place least, by how prompts of its kind came back so far
+lru     the least recently used
+reuse   the least likely to be reused, estimated from the return times of similar prompts
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flexcache.cache.eviction_reuse import Reuse
 
 
 def make_eviction_policy(name: str, capacity: int) -> EvictionPolicy:
-    """The policy of a tier of ``capacity`` blocks.
+    """Make the policy of a tier of ``capacity`` blocks.
 
     Raises:
         ValueError: There is no such policy.

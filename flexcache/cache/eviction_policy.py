@@ -1,8 +1,8 @@
-"""What an eviction policy is asked, and the simplest one.
+"""The interface of eviction policies, and the simplest one.
 
-A prefix index keeps its blocks in the order in which they are *due* to go. A policy says how long
-after its last use a block is due, its *patience*. With LRU all have the same. So whatever the
-policy, what is cached stays closed under prefixes, an eviction costs one step of a heap, and a hint
+A prefix index keeps its blocks in the order in which they are *due* for eviction. A policy says how
+long after its last use a block is due, its *patience*. With LRU all have the same. So under any
+policy the cached blocks stay closed under prefixes, an eviction costs one heap step, and a hint
 that asks for a later time means the same.
 
 Pure: no I/O, no clock; `now` is any number that does not fall. Not thread-safe.
@@ -23,51 +23,52 @@ class Lineage:
     def __init__(self, parent: Lineage | None, start: int) -> None:
         self.parent = parent
         self.start = start
-        """How many blocks precede it, of other lineages."""
+        """How many blocks of other lineages precede it."""
         self.num_blocks = 0
         self.is_shared = False
-        """Prompts part behind it, so what comes next there continues none of them."""
+        """Whether prompts diverge behind it, so that what follows continues none of them."""
         self.kind = 0
         self.num_returns = 0
         self.used_at = 0.0
 
 
 class EvictionPolicy(Protocol):
-    """How long after its last use a block is due to go. Every call is O(log n) amortised."""
+    """How long after its last use a block is due. Every call is amortised O(log n)."""
 
     def begin(
         self, parent: Lineage | None, root: RootId, key: BlockKey, start: int, now: float
     ) -> Lineage:
-        """Of blocks to be inserted behind ``start`` others, that continue no lineage here.
+        """Begin a lineage of blocks to be inserted behind ``start`` others.
 
         Args:
-            parent: Of the block before them.
-            key: Of the first of them.
+            parent: Lineage of the block before them.
+            key: Key of the first of them.
         """
 
     def extend(self, lineage: Lineage, end: int) -> None:
-        """Blocks of a lineage were inserted, up to depth ``end`` of the prompt."""
+        """Note that blocks of a lineage were inserted, up to depth ``end`` of the prompt."""
 
     def part(self, lineage: Lineage, depth: int) -> None:
-        """A second prompt goes on in its own way behind ``depth`` blocks. Makes it shared, or not:
-        where a policy does not tell lineages apart.
+        """Note that a second prompt diverges behind ``depth`` blocks.
+
+        Makes the lineage shared, unless the policy has only one.
         """
 
     def use(self, lineage: Lineage, now: float) -> None:
-        """A prompt was looked up, and what is cached of it ends in this lineage."""
+        """Note a look-up of a prompt whose cached part ends in this lineage."""
 
     def patience(self, lineage: Lineage) -> float:
-        """How long after a use of now the lineage's blocks are due."""
+        """Return how long after a use now the lineage's blocks are due."""
 
     def forget(self, root: RootId, key: BlockKey, lineage: Lineage) -> None:
-        """The first block of a lineage was evicted, and all of the lineage behind it; its key."""
+        """Note that a lineage was evicted as a whole; ``key`` is its first block's."""
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(lineages)."""
 
 
 class Lru:
-    """What was not used for longest goes first."""
+    """Evicts the least recently used blocks."""
 
     def __init__(self) -> None:
         self._everything = Lineage(None, 0)

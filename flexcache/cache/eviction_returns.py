@@ -1,7 +1,7 @@
-"""After what time lineages of each kind came back, and how long each is hence worth keeping.
+"""After what time lineages of each kind return, and how long each kind is therefore worth keeping.
 
-For each kind: the share of it that had come back by a given age, and the time that its blocks had
-to be kept for that. Where the first rises steeply over the second, blocks are well kept:
+For each kind: the share of it that had returned by a given age, and the time that its blocks had to
+be kept for that. Where the first rises steeply over the second, keeping blocks pays:
 
     share that                     hits                            the steepest stretches of all
     has come     ___-----          gained    __.-----------        kinds are taken first, until
@@ -9,8 +9,8 @@ to be kept for that. Where the first rises steeply over the second, blocks are w
             __/                         .'     '                   so far reaches the patience
            |____________ age           |_______'_______ blocks x time            of each kind
 
-Of all ways to give each kind a patience this finds the most hits in the given space (a fractional
-knapsack over concave hulls), if kinds go on as they were.
+Of all assignments of a patience to each kind this finds the one with the most hits in the given
+space (a fractional knapsack over concave hulls), if kinds continue as before.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NUM_BINS = 96
 _FIRST_EXPONENT = -20 * BINS_PER_OCTAVE  # from a microsecond to nine years, if time is in seconds
 _BEYOND = 4  # bins above the longest time seen that count too
 _PRIOR_SPELLS = 16.0
-"""A kind is taken for an average one as if so many of its spells had been average."""
+"""Weight of the average: each kind counts as if this many more of its spells had been average."""
 _UNSEEN = 1e-3
-"""Share of any kind that may come back within a bin though none did."""
+"""Share of any kind assumed to return within a bin even if none did."""
 
 
 class ReturnTimes:
@@ -51,7 +51,7 @@ class ReturnTimes:
         return len(self._spells) - 1
 
     def begin(self, kind: int, num_blocks: int, now: float) -> None:
-        """A spell begins, in which so many blocks wait."""
+        """Count the start of a spell, in which this many blocks wait."""
         if math.isnan(self._since):
             self._since = now
         self._spells[kind] += 1
@@ -59,15 +59,15 @@ class ReturnTimes:
         self.num_spells += 1
 
     def grow(self, kind: int, num_blocks: int) -> None:
-        """More blocks wait than were there when the spell began."""
+        """Count blocks that joined a spell after its start."""
         self._blocks[kind] += num_blocks
 
     def end(self, kind: int, gap_bin: int) -> None:
-        """A lineage came back."""
+        """Count a return."""
         self._returns[kind][gap_bin] += 1
 
     def halve(self, now: float) -> None:
-        """Let what was counted so far count half, as if it had been half as long."""
+        """Halve the weight of everything counted so far, as if it had taken half as long."""
         self._returns = [[count / 2 for count in row] for row in self._returns]
         self._spells = [count / 2 for count in self._spells]
         self._blocks = [count / 2 for count in self._blocks]
@@ -75,7 +75,7 @@ class ReturnTimes:
         self._since += (now - self._since) / 2
 
     def best_patience(self, capacity: int, now: float) -> list[float]:
-        """How long to keep each kind; all the same if nothing is known. O(kinds)."""
+        """Return how long to keep each kind; all equal if nothing is known. O(kinds)."""
         returns = np.array(self._returns)
         seen = np.flatnonzero(returns.sum(0))
         elapsed = now - self._since
@@ -105,7 +105,7 @@ class ReturnTimes:
 
 
 def bin_of(gap: float) -> int:
-    """The bin of a time between two uses."""
+    """Return the bin of a time between two uses."""
     if gap <= 0.0:
         return 0
     exponent = math.floor(math.log2(gap) * BINS_PER_OCTAVE)
@@ -113,7 +113,7 @@ def bin_of(gap: float) -> int:
 
 
 def _hull(hits: Floats, time: Floats, ages: Floats) -> Iterator[tuple[float, float, float]]:
-    """Stretches of the concave hull, ever flatter: the hits and time added, the age at the end."""
+    """Yield stretches of the concave hull, ever flatter: hits and time added, age at the end."""
     corners = [(0.0, 0.0, 0.0)]
     for y, x, age in zip(hits.tolist(), time.tolist(), ages.tolist(), strict=True):
         while len(corners) > 1:

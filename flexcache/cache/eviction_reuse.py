@@ -1,14 +1,14 @@
-"""Reuse: first goes what is worth its place least, by how prompts of its kind came back so far.
+"""Reuse: evicts the blocks least likely to be reused, estimated from returns of similar prompts.
 
-Prompts look alike when they come first, but a conversation that went on three times is likely to go
-on once more, and soon if it did so soon before. Lineages are therefore sorted into *kinds*: by how
-often they came back and how long that took last time; those that never did by their length. How
-kinds come back is counted (`eviction_returns`), of evicted lineages too: each leaves a *ghost*, its
-first key, which is the first that is inserted again if it returns.
+New prompts look alike, but a conversation that continued three times is likely to continue once
+more, and soon if it did so soon before. Lineages are therefore sorted into *kinds*: by how often
+they came back and how long that took last time; those that never did by their length. The returns
+of each kind are counted (`eviction_returns`), also after eviction: an evicted lineage leaves a
+*ghost*, its first key, which is the first to be inserted again if it returns.
 
-Past returns may mislead, and where all kinds come back alike nothing beats LRU. Two shadows of the
-tier (`eviction_shadow`) see every use, one in LRU order and one in the order planned here; LRU it
-is unless that plan is clearly ahead.
+Past returns may mislead, and where all kinds return alike nothing beats LRU. Two shadows of the
+tier (`eviction_shadow`) see every use, one in LRU order and one in the order planned here. The plan
+is followed only while it is clearly ahead.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from flexcache.ids import BlockKey, RootId
 
 _UNBORN = -1  # the kind of a lineage without blocks
 _MAX_RETURNS = 4
-"""Lineages that came back more often are of one kind."""
+"""Lineages that came back at least this often are of one kind."""
 _SPELLS_PER_PLAN = 512
 _SPELLS_REMEMBERED = 16_384
 _BLOCKS_PER_GHOST = 8
 _MIN_GHOSTS = 8_192
 _HALF_LIFE = 4.0
-"""Times the tier's size, in blocks seen, after which a hit counts half in the comparison."""
+"""Multiple of the tier's size, in blocks seen, after which a hit counts half in the comparison."""
 _CLEAR_LEAD = 0.005
 """Share of all blocks seen that the plan must hit more before LRU is given up."""
 _MAX_LEAD = 0.01
-"""What counts of a lead: the larger, the later it is noticed that things have changed."""
+"""Cap on the lead: the larger, the later a change of traffic is noticed."""
 
 
 class Reuse:
@@ -124,7 +124,7 @@ class Reuse:
             self._patience = self._times.best_patience(self._capacity, now)
 
     def _see(self, lineage: Lineage, num_compared: int) -> None:
-        """Let both shadows see a use, and compare what they had of it."""
+        """Show both shadows a use, and compare what they had of it."""
         now = lineage.used_at
         lru = self._lru_shadow.see(lineage, now)
         planned = self._planned_shadow.see(lineage, now + self._patience[lineage.kind])

@@ -1,4 +1,4 @@
-"""A shadow of a tier: which lineages it would hold if it kept to a policy. No blocks, no bytes."""
+"""A shadow of a tier: which lineages it would hold under a policy. No blocks, no bytes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from flexcache.errors import InternalError
 
 
 class Shadow:
-    """Lineages of ``capacity`` blocks in all; those that are due first go first."""
+    """Lineages of ``capacity`` blocks in all; the earliest due are evicted first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._num_blocks = 0
         self._held: dict[Lineage, tuple[float, int, int]] = {}  # (due, count, its blocks)
         self._queue: list[tuple[float, int, Lineage]] = []
-        """(due, count, lineage), one of each that is held; it may be due later by now."""
+        """One (due, count, lineage) per held lineage, which may be due later by now."""
         self._count = 0
 
     def see(self, lineage: Lineage, due: float) -> bool:
-        """Whether a lineage was there. Now it is, until ``due``, and all that it hangs off.
+        """Return whether a lineage was there. It and its ancestors now are, until ``due``.
 
-        O(log lineages) for each of these, amortised.
+        Amortised O(log lineages) for each of them.
         """
         was_there = lineage in self._held
         hold: Lineage | None = lineage
@@ -58,6 +58,6 @@ class Shadow:
             )
         queued = {lineage: (due, count) for due, count, lineage in self._queue}
         if len(queued) < len(self._queue) or queued.keys() != self._held.keys():
-            raise InternalError("a shadow's queue is not of what it holds")
+            raise InternalError("a shadow's queue and what it holds differ")
         if any(queued[lineage] > held[:2] for lineage, held in self._held.items()):
-            raise InternalError("a shadow holds what it cannot let go")
+            raise InternalError("a shadow holds a lineage that it cannot evict in time")

@@ -1,9 +1,9 @@
 """What became findable in the tiers and what ceased to be, in order: the source of KV events.
 
-To those who follow it there are two media. SSD and remote store are one: a block is stored there
-when the first of the two has it, and removed when the last has lost it.
+Readers see two media. SSD and remote store are one: a block is stored there when the first of the
+two has it, and removed when the last has lost it.
 
-Pure: a list that somebody takes out.
+Pure: a list to be taken and emptied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stored:
 
     Attributes:
         block_size: Tokens per block.
-        token_ids: Of these blocks; empty where they are not known, as after a restart.
+        token_ids: Tokens of these blocks; empty if unknown, as after a restart.
         extra_keys: One entry per block, or None.
     """
 
@@ -61,8 +61,8 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """No block can be found. Said at once of what is ``removed`` one by one where others share the
-    stream."""
+    """No block can be found. Where others share the stream, ``removed`` names the blocks one by
+    one."""
 
     removed: Sequence[Change] = field(default=(), compare=False, repr=False)
 
@@ -84,7 +84,7 @@ class Journal:
         self._changes.append(change)
 
     def cleared_since(self, mark: int) -> None:
-        """What followed after the first ``mark`` changes came to this: no block is left."""
+        """Replace what followed the first ``mark`` changes: no block is left."""
         self._changes[mark:] = [Cleared(self._changes[mark:])]
 
     def take(self) -> list[Change]:
@@ -93,7 +93,7 @@ class Journal:
 
 
 class TierJournal:
-    """Writes down what happens in one tier.
+    """Records the changes of one tier.
 
     Args:
         has_elsewhere: Whether another tier of the same medium has a block.
@@ -117,7 +117,7 @@ class TierJournal:
         content: PromptContent | None = None,
         first: int = 0,
     ) -> None:
-        """Blocks were indexed, the first of them at position ``first`` of its prompt."""
+        """Record that blocks were indexed, the first at position ``first`` of its prompt."""
         start, stop = self._only_here(root, keys)
         if start == stop:
             return
@@ -138,8 +138,10 @@ class TierJournal:
             self._journal.add(Removed(self._medium, root, keys[start:stop]))
 
     def _only_here(self, root: RootId, keys: Sequence[BlockKey]) -> tuple[int, int]:
-        """Of consecutive blocks those that the medium's other tiers lack: the last ones, since a
-        tier that has a block has all before it."""
+        """Return the range of blocks that the medium's other tiers lack.
+
+        These are the last ones, because a tier that has a block has all before it.
+        """
         start = 0
         for has in self._has_elsewhere:
             while start < len(keys) and has(root, keys[start]):

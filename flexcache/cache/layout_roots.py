@@ -1,7 +1,7 @@
 """Roots under which the blocks of one KV layout are kept.
 
-A prompt's root rests on what an engine's scheduler knows: model, block size, namespace and kind of
-key. Only the ranks that move a block know how its bytes are laid out, so the layout is mixed in
+A prompt's root depends on what an engine's scheduler knows: model, block size, namespace and kind
+of key. Only the ranks that move a block know how its bytes are laid out, so the layout is mixed in
 here, once the first rank has registered. Blocks of another layout are under other roots, in every
 tier, and are not found.
 """

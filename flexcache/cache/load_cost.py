@@ -1,10 +1,10 @@
-"""Whether to load or to recompute: how fast the tiers below DRAM have been of late.
+"""Whether to load or to recompute: how fast the tiers below DRAM have been lately.
 
-The time of a load is taken to be `max(an op's usual time, blocks / rate)`: the first is what a
-store's latency costs however little is asked for, the second what its bandwidth costs. The rate is
-that of all loads of a tier together, over the time in which at least one was running; both forget
-what is past with a half-life of a few ops. What was not measured lately counts as unknown, so that
-a tier which has recovered is found out about.
+A load is estimated to take `max(an op's usual time, blocks / rate)`: the first is the cost of the
+store's latency, however few blocks are loaded, the second that of its bandwidth. The rate is that
+of all loads of a tier together, over the time in which at least one was running. Both forget the
+past with a half-life of a few ops. A tier that was not measured lately counts as unknown, so that a
+recovery is noticed.
 
 Pure: time is handed in.
 """
@@ -21,7 +21,7 @@ _MIN_OPS = 4
 
 
 def why_recomputed(tier: TierName) -> str:
-    """The reason that is counted where blocks of a tier are not loaded for their cost."""
+    """Return the reason under which blocks are counted that are cheaper to recompute."""
     return f"{tier.value.lower()}_slower_than_recompute"
 
 
@@ -37,23 +37,23 @@ class _Lane:
 
 
 class LoadCost:
-    """What loads from each tier have cost."""
+    """Measured costs of loads from each tier."""
 
     def __init__(self) -> None:
         self._lanes: dict[TierName, _Lane] = {}
 
     def started(self, tier: TierName, now: float) -> None:
-        """An op that reads from the tier has begun."""
+        """Record that an op which reads from the tier has started."""
         lane = self._lanes.setdefault(tier, _Lane())
         if lane.running == 0:
             lane.busy_since_s = now
         lane.running += 1
 
     def ended(self, tier: TierName, now: float, num_blocks: int, seconds: float) -> None:
-        """It has ended after ``seconds`` with ``num_blocks`` moved."""
+        """Record that an op ended after ``seconds`` with ``num_blocks`` moved."""
         lane = self._lanes[tier]
         lane.running -= 1
-        if now - lane.measured_s > _STALE_AFTER_S:  # begin anew: it may have recovered
+        if now - lane.measured_s > _STALE_AFTER_S:  # start over: it may have recovered
             lane.busy_s = lane.blocks = lane.op_s = 0.0
             lane.ops = 0
         lane.busy_s = _KEEP * lane.busy_s + (now - lane.busy_since_s)
@@ -64,7 +64,7 @@ class LoadCost:
         lane.measured_s = now
 
     def seconds(self, tier: TierName, num_blocks: int, now: float) -> float | None:
-        """How long a load of so many blocks would take; None if nobody knows."""
+        """Estimate how long a load of this many blocks takes; None if unknown."""
         lane = self._lanes.get(tier)
         if lane is None or lane.ops < _MIN_OPS or now - lane.measured_s > _STALE_AFTER_S:
             return None
@@ -75,7 +75,7 @@ class LoadCost:
     def pays(
         self, tier: TierName, num_blocks: int, prefill_blocks_per_s: float, now: float
     ) -> bool:
-        """Whether the load is likely to be quicker than computing the blocks anew.
+        """Whether the load is likely to be faster than recomputing the blocks.
 
         Args:
             prefill_blocks_per_s: What the engine reaches; 0 if it has not said.

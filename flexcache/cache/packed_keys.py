@@ -1,4 +1,4 @@
-"""Keys or tokens of a prompt as they came over a socket: one binary array."""
+"""Keys or tokens of a prompt as a message carries them: one binary array."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unpack_keys(
     tokens_per_block: int,
     content: PromptContent | None = None,
 ) -> PromptKeys:
-    """Keys of ``key_bytes`` each; if that is 0, int64 token ids to be hashed.
+    """Read keys of ``key_bytes`` each; if that is 0, int64 token ids to be hashed.
 
     Raises:
         ValueError: The array does not divide into whole keys or tokens.

@@ -1,7 +1,7 @@
-"""Prefix index of one tier: which blocks are cached, where, and in which order they may go.
+"""Prefix index of one tier: which blocks are cached, where, and in which order they are evicted.
 
 Blocks are kept in *runs*: arrays of consecutive blocks of one sequence. A run starts at the root
-or hangs off a position in another run, so the runs form a tree:
+or at a position in another run, so the runs form a tree:
 
     root   |0------------------9|            run A, blocks 0..9 of a prompt
                   |5-----------------14|     run B, parent A after 5 blocks
@@ -21,7 +21,7 @@ along a run, so the tail is always its least recent part.
 
 What "recent" means is up to an eviction policy: a use counts as that much later as the policy has
 patience with the lineage of the run, and what has the lowest such time is due first. A run of a
-lineage that prompts part behind is not extended in place, so that what follows is told from it.
+lineage behind which prompts diverge is not extended in place, so that what follows stays distinct.
 
 Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number, and
 blocks with the lowest go first.
@@ -97,7 +97,7 @@ class Run:
             heapq.heappush(self.longest_holds, -length)
 
     def release(self, length: int) -> None:
-        """Amortised O(log lengths held). A length that nobody holds goes when it is the longest."""
+        """Amortised O(log lengths held). An unheld length is dropped once it is the longest."""
         holds, longest = self.holds, self.longest_holds
         assert holds is not None and longest is not None
         holds[length] -= 1
@@ -160,7 +160,7 @@ class PrefixIndex:
         self._num_blocks = 0
         self._discarded: dict[int, None] = {}  # runs with blocks that wait for their last unpin
         self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
-        """Are told of consecutive blocks that could be found until now."""
+        """Called with consecutive blocks that can no longer be found."""
 
     @property
     def num_blocks(self) -> int:
@@ -170,7 +170,7 @@ class PrefixIndex:
         return key in self._directories.get(root, ())
 
     def num_insertable(self, root: RootId, keys: Sequence[BlockKey]) -> int:
-        """How many of the keys, from the first on, are neither here nor among those before them."""
+        """Return how many of the first keys are neither here nor among those before them."""
         directory, distinct = self._directories.get(root, {}), set(keys)
         if len(distinct) == len(keys) and directory.keys().isdisjoint(distinct):
             return len(keys)
@@ -182,7 +182,7 @@ class PrefixIndex:
         return len(keys)
 
     def locate(self, root: RootId, key: BlockKey) -> PrefixMatch:
-        """The prefix that ends with ``key``; empty if it is not cached. O(1)."""
+        """Return the prefix that ends with ``key``; empty if it is not cached. O(1)."""
         code = self._directories.get(root, {}).get(key)
         if code is None:
             return EMPTY_MATCH
@@ -190,7 +190,7 @@ class PrefixIndex:
         return PrefixMatch(run, length, run.depth + length)
 
     def match(self, keys: BlockKeys) -> PrefixMatch:
-        """The longest cached prefix. O(log n) probes in the prompt's blocks; no side effect.
+        """Return the longest cached prefix. O(log n) probes in the prompt's blocks; no side effect.
 
         Probes the first block (most misses end there), then the last (most hits do), then bisects.
         """
@@ -220,7 +220,7 @@ class PrefixIndex:
         return PrefixMatch(run, length, hit)
 
     def blocks(self, match: PrefixMatch, start: int = 0) -> BlockIds:
-        """Block ids of the match from depth ``start`` on. O(runs) slices."""
+        """Return the block ids of the match from depth ``start`` on. O(runs) slices."""
         pieces: list[BlockIds] = []
         run, length = match.run, match.length
         while run is not None and run.depth + length > start:
@@ -231,7 +231,7 @@ class PrefixIndex:
         return pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces[::-1])
 
     def path_keys(self, match: PrefixMatch) -> list[BlockKey]:
-        """Keys of the matched blocks, from the prompt's start on. O(blocks)."""
+        """Return the keys of the matched blocks from the prompt's start. O(blocks)."""
         pieces: list[list[BlockKey]] = []
         run, length = match.run, match.length
         while run is not None:
@@ -240,13 +240,13 @@ class PrefixIndex:
         return [key for piece in reversed(pieces) for key in piece]
 
     def use(self, match: PrefixMatch, now: float) -> None:
-        """The matched blocks are wanted: `touch` them, and let the policy know. O(runs)."""
+        """Record a use of the matched blocks: `touch` them and inform the policy. O(runs)."""
         if match.run is not None:
             self._policy.use(match.run.lineage, now)
             self.touch(match, now)
 
     def touch(self, match: PrefixMatch, now: float, retain: float = 0.0) -> None:
-        """Make the matched blocks as recent as ``now``, or so much later. O(runs)."""
+        """Make the matched blocks as recent as ``now``, or ``retain`` later. O(runs)."""
         run, length = match.run, match.length
         if run is None:
             return
@@ -295,7 +295,7 @@ class PrefixIndex:
         due = now + retain + self._policy.patience(run.lineage)
         last = run.recency[-1][1] if run.recency else due
         if due < last:
-            run.queued = False  # it is due sooner than the queue has it
+            run.queued = False  # it is due sooner than its queue entry says
         run.recency.append((run.length, min(due, last)))
         self.touch(match, now, retain)
         self._queue_if_evictable(run)
@@ -331,7 +331,7 @@ class PrefixIndex:
         return _joined(freed)
 
     def discard(self, root: RootId, key: BlockKey) -> BlockIds:
-        """Make a block and all behind it unfindable, for its bytes are bad; return the freed ids.
+        """Make a block with bad bytes and all behind it unfindable; return the freed ids.
 
         What is pinned stays allocated until it is unpinned, and goes first then. O(blocks dropped).
         """
@@ -340,15 +340,15 @@ class PrefixIndex:
             return NO_BLOCKS
         freed: list[BlockIds] = []
         tails = [(self._runs[code >> _OFFSET_BITS], code & _OFFSET_MASK)]
-        for run, offset in tails:  # grows by what hangs off each, however deep
+        for run, offset in tails:  # grows by the runs behind each, however deep
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
-        for run, offset in reversed(tails):  # what hangs off a run goes before it
+        for run, offset in reversed(tails):  # the runs behind a run go before it
             self._discard_tail(run, offset, freed)
         return _joined(freed)
 
     def sweep(self) -> BlockIds:
-        """Remove discarded blocks that nothing holds any more; returns their ids.
+        """Remove discarded blocks that are no longer held; returns their ids.
 
         O(runs with discarded blocks), which is O(1) where there are none.
         """
@@ -366,7 +366,7 @@ class PrefixIndex:
         return _joined(freed)
 
     def _discard_tail(self, run: Run, offset: int, freed: list[BlockIds]) -> None:
-        """Of a run that nothing findable hangs off behind ``offset``."""
+        """Discard a run's blocks from ``offset`` on, behind which no findable run starts."""
         directory = self._directories.get(run.root, {})
         code = run.run_id << _OFFSET_BITS
         self._tell_removed(run, offset, run.keys[offset:])
@@ -382,10 +382,10 @@ class PrefixIndex:
                 recency.append((offset, run.recency[len(recency)][1]))
             run.recency = [*recency, (run.length, _DISCARDED)]
             self._discarded[run.run_id] = None
-            run.queued = False  # what the queue may have of it is from when it was more recent
+            run.queued = False  # its queue entry may date from when it was more recent
 
     def _tell_removed(self, run: Run, offset: int, keys: list[BlockKey]) -> None:
-        """Those that can be found until now."""
+        """Report keys that can no longer be found."""
         if not self.on_removed:
             return
         directory = self._directories.get(run.root, {})
@@ -398,7 +398,7 @@ class PrefixIndex:
     def _lineage(
         self, parent: PrefixMatch, root: RootId, first_key: BlockKey, now: float
     ) -> Lineage:
-        """Of a run that is to hang off ``parent``: its parent's, unless several hang off that."""
+        """Return the lineage of a run behind ``parent``: the parent's, if it is not shared."""
         if parent.run is None:
             return self._policy.begin(None, root, first_key, 0, now)
         lineage = parent.run.lineage

@@ -81,7 +81,9 @@ class PromptMaker:
             ValueError: An argument has the wrong shape, type or size.
         """
         num_tokens = len(token_ids)
-        start, stop = self._block_range(num_tokens, token_mask)
+        start, stop = 0, num_tokens // self.tokens_per_block
+        if token_mask is not None:
+            start, stop = self._block_range(num_tokens, token_mask)
         content = None
         if detail := self._detail():
             tokens = _own_copy(token_ids) if detail is PromptDetail.TOKENS else ()
@@ -141,10 +143,8 @@ class PromptMaker:
             root = self._roots[namespace, kind] = make_root(self._fingerprint, parts, kind)
         return root
 
-    def _block_range(self, num_tokens: int, token_mask: Mask | None) -> tuple[int, int]:
+    def _block_range(self, num_tokens: int, token_mask: Mask) -> tuple[int, int]:
         size = self.tokens_per_block
-        if token_mask is None:
-            return 0, num_tokens // size
         mask = np.asarray(token_mask)
         if mask.shape != (num_tokens,) or mask.dtype != np.bool_:
             raise ValueError(

@@ -1,10 +1,10 @@
-"""The REMOTE tier: what this server knows of a store that others fill and empty too.
+"""The REMOTE tier: what this server knows of a store that other nodes fill and empty too.
 
-A `Tier` whose blocks are no places of ours but pieces of knowledge: *indexed* means "was there when
-last asked, read or written", and evicting is forgetting. It may be wrong either way. A block that
-turns out to be missing costs one failed read and is then forgotten (`discard`); a block that others
-have stored since is found by asking: `first_unknown` says from where on, `learn` takes the answer,
-and what was missing is not asked for again for a while.
+A `Tier` whose blocks are not places but pieces of knowledge: *indexed* means "was there when last
+asked, read or written", and evicting means forgetting. It may be wrong either way. A block that
+turns out to be missing costs one failed read and is then forgotten (`discard`). A block that others
+have stored meanwhile is found by asking: `first_unknown` returns the first to ask about, `learn`
+takes the answer, and a missing block is not asked about again for a while.
 
 Not thread-safe, no I/O.
 """
@@ -29,8 +29,8 @@ class RemoteTier(Tier):
     """Knowledge of a remote store.
 
     Args:
-        absent_ttl_s: For how long a block that was not there is taken to be still missing.
-        capacity: Blocks that are known of at most; the least recently used are forgotten first.
+        absent_ttl_s: How long a block that was not there is assumed to be missing.
+        capacity: Blocks to remember at most; the least recently used are forgotten first.
     """
 
     def __init__(self, absent_ttl_s: float, capacity: int) -> None:
@@ -40,11 +40,11 @@ class RemoteTier(Tier):
         self._salt = b""
 
     def root_at_store(self, root: RootId) -> bytes:
-        """What a root is called at the store."""
+        """Return the name of a root at the store."""
         return xxhash.xxh3_128_digest(root + self._salt) if self._salt else root
 
     def first_unknown(self, keys: BlockKeys, stop: int, now: float) -> int | None:
-        """The first of a prompt's blocks of which nothing is known; None if that is settled."""
+        """Return the first unknown block of a prompt; None if there is nothing to ask."""
         position = self.index.match(keys).num_blocks
         position += self.num_in_flight(keys, position, stop)
         if position >= stop:
@@ -66,11 +66,13 @@ class RemoteTier(Tier):
         first: int = 0,
         content: PromptContent | None = None,
     ) -> int:
-        """These consecutive blocks, of the prompt's ``first`` on, are there, behind ``parent``
-        (None: from a prompt's start).
+        """Remember that consecutive blocks are there, behind ``parent`` (None: from the start).
+
+        Args:
+            first: Position of the first of them in its prompt.
 
         Returns:
-            For how many of them there is room.
+            The number of blocks there was room for.
         """
         lease = self.reserve_keys(root, parent, keys, first, content)
         count = len(lease)
@@ -79,16 +81,16 @@ class RemoteTier(Tier):
         return count
 
     def learn_absent(self, root: RootId, key: BlockKey, now: float) -> None:
-        """This block is not there, the store could not say, or there is no room to know it."""
+        """Remember that a block is missing, or that nothing could be learned about it."""
         self._absent[root, key] = now + self._absent_ttl_s
         self._absent.move_to_end((root, key))
         while len(self._absent) > _MAX_ABSENT:
             self._absent.popitem(last=False)
 
     def clear(self) -> BlockIds:
-        """Find nothing any more of what is stored: from now on it goes by other names here.
+        """Forget everything stored, and use other names at the store from now on.
 
-        The store is not only ours to empty. What it has under the old names goes when it evicts.
+        The store belongs to other nodes too, so nothing is deleted; it evicts the old names.
         """
         self._salt = np.random.default_rng().bytes(16)
         self._absent.clear()

@@ -1,10 +1,10 @@
-"""Puts back into a tier's index what outlived the last process.
+"""Restores into a tier's index what outlived the last process.
 
-A record says of one slot: which key its block has, the key of the block before it, its position in
-the prompt, and when it was written (generation). Blocks may have been evicted and overwritten in
-any order since, so some records have lost what they build on, and some keys are there twice.
+A record of a slot has the key of its block, the key of the block before it, its position in the
+prompt, and when it was written (generation). Blocks may have been evicted and overwritten in any
+order since, so some records have lost what they build on, and some keys occur twice.
 
-All is done with whole arrays; the only Python step is one per stretch of a prompt that was written
+The work is done on whole arrays; there is one Python step per stretch of a prompt that was written
 without a break.
 """
 
@@ -34,13 +34,13 @@ class RestoreReport:
 
     num_restored: int
     num_dropped: int
-    """Without all the blocks before it, or an older copy of a key that is there twice."""
+    """Blocks that lack one before them, and older copies of keys that occur twice."""
 
 
 def restore_tier(tier: Tier, records: Records) -> RestoreReport:
     """Index the blocks of ``records`` that can be found from a prompt's start. O(n log depth).
 
-    The tier must be as it was made. Blocks count as used when they were written.
+    The tier must be unused. Blocks count as used when they were written.
     """
     records = records[np.argsort(records["generation"])]
     parents = link(records)
@@ -50,9 +50,10 @@ def restore_tier(tier: Tier, records: Records) -> RestoreReport:
 
 
 def link(records: Records) -> Indices:
-    """Which record each one builds on, by index: itself at a prompt's start, -1 for none at all.
+    """Return the index of the record that each one builds on: itself at a prompt's start, -1 if
+    there is none.
 
-    Of a key that is there twice only the later record counts: the other builds on nothing. What
+    If a key occurs twice only the later record counts: the other builds on nothing. A record that
     builds on an orphan is not one itself: see `reaches_start`.
     """
     count = len(records)
@@ -71,7 +72,7 @@ def link(records: Records) -> Indices:
 
 
 def _identities(records: Records, field: str) -> list[bytes]:
-    """Root, length and key of each record as one string of bytes."""
+    """Return root, length and key of each record as one byte string."""
     layout = [("root", records.dtype["root"]), ("size", "<u2"), ("key", records.dtype[field])]
     joined = np.empty(len(records), layout)
     joined["root"], joined["size"] = records["root"], records[f"{field}_bytes"]
@@ -105,13 +106,13 @@ def _walk(
 
 
 def _order(records: Records, parents: Indices) -> tuple[Indices, Indices]:
-    """Indices of the records worth having, as they were written, each after what it builds on.
+    """Order the restorable records as they were written, each after the one it builds on.
 
-    A block that is older than what it builds on (which was evicted and written again) goes right
-    after that.
+    A block that is older than the one it builds on (which was evicted and written again) follows
+    it directly.
 
     Returns:
-        The indices; for each, the place of its parent among them.
+        The records' indices; for each, the place of its parent among them.
     """
     whole, newest = _walk(records, parents)
     kept = np.flatnonzero(whole)

@@ -6,7 +6,7 @@ and made findable (`publish`) only after they arrived; it ends once, by `release
     reserve ---> [bytes move] ---> publish(n) ---> release      n blocks indexed, the rest freed
         \\-----------------------------------------> release     nothing indexed, all freed
 
-Keys of a lease that may still be published are *in flight*: nobody else reserves them, no match
+Keys of a lease that may still be published are *in flight*: no other task reserves them, no match
 sees them. A lease can build on another's blocks that are in flight themselves. If those are not
 there yet when it wants to publish, it waits for them, beyond its release if need be, and shares
 their fate.
@@ -38,7 +38,7 @@ _TICK_S = 1e-6  # well above the resolution of a double of seconds since the mac
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in a tier since it was made, in blocks."""
+    """What happened in a tier since its construction, in blocks."""
 
     hit_blocks: int = 0
     miss_blocks: int = 0
@@ -66,7 +66,7 @@ class Lease:
     published: PrefixMatch = EMPTY_MATCH
     num_published: int = 0
     is_given_up: bool = False
-    """Whether what is not published is not to be tried again by itself."""
+    """Whether blocks that were not published must not be written again on their own."""
     waiting: bool = False
     in_flight: bool = False
     released: bool = False
@@ -77,18 +77,18 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class RestoredRun:
-    """Consecutive blocks of a prompt that are in place from an earlier life of the tier."""
+    """Consecutive blocks of a prompt that survived the last process."""
 
     root: RootId
     parent: BlockKey | None
-    """Of the block before them; None at the prompt's start."""
+    """Key of the block before them; None at the prompt's start."""
     keys: Sequence[BlockKey]
     blocks: BlockIds
 
 
 @dataclass(slots=True)
 class _Flight:
-    """Keys of one root that are in flight, and who waits for them to land."""
+    """Keys of one root that are in flight, and the leases that wait for them."""
 
     num_leases: int = 0
     owners: dict[BlockKey, Lease] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Tier:
         self._num_leased = 0
         self._now = 0.0
         self.on_stored: list[OnStored] = []
-        """Are told of blocks that were indexed; `PrefixIndex.on_removed` of those that went."""
+        """Called with blocks that were indexed; `PrefixIndex.on_removed` with removed ones."""
         self.on_unpublished: Callable[[Lease], None] | None = None
         """Called for a lease that has ended with blocks that were not published."""
 
@@ -120,21 +120,21 @@ class Tier:
         return self._num_leased
 
     def advance(self, now: float) -> None:
-        """Let recency be counted in seconds, from ``now`` on."""
+        """Set the time: recency is counted in seconds."""
         self._now = max(self._now, now)
 
     def match(self, keys: BlockKeys) -> PrefixMatch:
-        """The longest prefix that is cached here. It is wanted: it counts as used now."""
+        """Return the longest cached prefix and count it as used now."""
         match = self.index.match(keys)
         if match.run is not None:
             self.index.use(match, self._tick())
         return match
 
     def refresh(self, keys: BlockKeys, retain_s: float = 0.0) -> PrefixMatch:
-        """The longest prefix that is cached here, of what is about to be stored.
+        """Return the longest cached prefix of a prompt that is about to be stored.
 
-        It is made as recent as now, or as ``retain_s`` later. That is no use of it: whoever stores
-        a prompt has looked it up before.
+        It becomes as recent as now, or as ``retain_s`` later. This does not count as a use: a
+        prompt is looked up before it is stored.
         """
         match = self.index.match(keys)
         if match.run is not None:
@@ -142,7 +142,7 @@ class Tier:
         return match
 
     def num_in_flight(self, keys: BlockKeys, start: int, stop: int) -> int:
-        """How many of the blocks from ``start`` on are in flight, contiguously."""
+        """Return how many contiguous blocks from ``start`` on are in flight."""
         flight = self._flights.get(keys.root)
         if flight is None:
             return 0
@@ -154,7 +154,7 @@ class Tier:
     def reserve(self, keys: BlockKeys, start: int, stop: int) -> Lease:
         """Reserve blocks for ``[start, stop)`` of a prompt, as many from the front as can be had.
 
-        The block before ``start`` must be indexed or in flight. Evicts what nobody holds.
+        The block before ``start`` must be indexed or in flight. Evicts unheld blocks.
         """
         parent_key = keys.key(start - 1) if start else None
         lease = self._reserve(
@@ -222,18 +222,18 @@ class Tier:
         self.index.pin(match)
 
     def unpin(self, match: PrefixMatch) -> None:
-        """Let go of matched blocks; what was discarded meanwhile is freed."""
+        """Release matched blocks; those discarded meanwhile are freed."""
         self.index.unpin(match)
         self._drop(self.index.sweep())
 
     def discard(self, root: RootId, key: BlockKey) -> int:
-        """Drop a block whose bytes are bad, and what builds on it. How many are free at once."""
+        """Drop a block with bad bytes and what builds on it; returns how many are free at once."""
         freed = self.index.discard(root, key)
         self._drop(freed)
         return len(freed)
 
     def clear(self) -> BlockIds:
-        """Drop every block that nobody holds; returns their ids."""
+        """Drop every unheld block; returns their ids."""
         freed = self.index.evict(self.capacity)
         self.pool.give_back(freed)
         return freed
@@ -252,13 +252,16 @@ class Tier:
         self.counters.dropped_blocks += len(blocks)
 
     def _tick(self) -> float:
-        """The time, and never the same twice."""
+        """Return the time, never the same twice."""
         self._now += _TICK_S
         return self._now
 
     def _allocate(self, count: int) -> BlockIds:
-        """Free blocks, and as many evicted ones as these fall short. What is evicted changes hands
-        at once: by way of the free stack it would cost twice as much."""
+        """Take free blocks, and evict as many as are missing.
+
+        Evicted blocks are handed over directly: through the free stack they would cost twice as
+        much.
+        """
         num_free = min(count, self.pool.num_free)
         blocks = self.pool.take(num_free)
         if count > num_free:
@@ -269,7 +272,7 @@ class Tier:
         return blocks
 
     def _try_publish(self, leases: list[Lease]) -> None:
-        """Publish each lease whose parent is there; those that waited for it follow."""
+        """Publish each lease whose parent is indexed; those that waited for it follow."""
         while leases:
             lease = leases.pop()
             parent = EMPTY_MATCH
@@ -298,7 +301,7 @@ class Tier:
         return True
 
     def _insert(self, lease: Lease, parent: PrefixMatch) -> None:
-        """Index the lease's blocks, but for those that somebody else published meanwhile."""
+        """Index the lease's blocks, except those that another lease published meanwhile."""
         count, start, parent_key = lease.to_publish, 0, lease.parent_key
         while start < count:
             there = self.index.locate(lease.root, lease.keys[start])
@@ -324,7 +327,7 @@ class Tier:
             tell(lease.root, parent_key, keys, lease.content, lease.first + start)
 
     def _land(self, lease: Lease) -> list[Lease]:
-        """The lease's keys are in flight no more; who waited for one of them may try now."""
+        """End the flight of the lease's keys; returns the leases that waited for them."""
         if not lease.in_flight:
             return []
         lease.in_flight = False
@@ -338,7 +341,7 @@ class Tier:
             del self._flights[lease.root]
         else:
             for key in ours:
-                flight.owners.pop(key, None)  # a key may stand in a lease twice
+                flight.owners.pop(key, None)  # a key may occur in a lease twice
         for follower in followers:
             follower.waiting = False
         return followers

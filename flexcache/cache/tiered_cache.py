@@ -1,8 +1,8 @@
 """TieredCache: the tiers of one model, the plans that move blocks between them, and their end.
 
 A plan is a graph of ops and the leases and pins that keep its blocks in place. It is made by
-`TieredCache.loads` or `TieredCache.stores`; whoever carries it out publishes what arrived and ends
-it with `finish`.
+`TieredCache.loads` or `TieredCache.stores`; the task engine executes it, publishes what arrived,
+and ends it with `finish`.
 
 Pure: no I/O, no clock.
 """

@@ -6,9 +6,9 @@
                         +----------------------+ the lease ends without them
 
 A block leaves the dirty set only by one of these arrows, so none is forgotten while DRAM holds it.
-The set is bounded: beyond ``high`` the oldest prompts are to be written until no more than three
-quarters of that remain. DRAM evicts what was not used for longest, which is on the whole what was
-put first, so with a bound well below DRAM's size blocks are written before they are evicted.
+The set is bounded: beyond ``high`` the oldest prompts are written until at most three quarters of
+that remain. DRAM mostly evicts what was put first, so with a bound well below DRAM's size blocks
+are written before they are evicted.
 
 Pure: holds keys.
 """
@@ -26,7 +26,7 @@ from flexcache.ids import BlockKey, RootId
 
 @dataclass(slots=True, eq=False)
 class DirtyPrompt:
-    """Blocks of a prompt in its order. DRAM has them and all that precede them."""
+    """Blocks of a prompt in order. DRAM has them and all that precede them."""
 
     root: RootId
     keys: dict[BlockKey, None]
@@ -37,7 +37,7 @@ class DirtyQueue:
     """First in, first out; each block once.
 
     Args:
-        high: Dirty blocks beyond which some are to be written.
+        high: Dirty blocks beyond which some are written.
     """
 
     def __init__(self, high: int) -> None:
@@ -58,7 +58,7 @@ class DirtyQueue:
         content: PromptContent | None = None,
         is_old: bool = False,
     ) -> None:
-        """Take in those that are not dirty yet; ``is_old`` ones are the first to go out."""
+        """Add those that are not dirty yet; ``is_old`` ones are written first."""
         known = self._by_key.get(root, {})
         prompt = DirtyPrompt(root, {key: None for key in keys if key not in known}, content)
         if not prompt.keys:
@@ -71,7 +71,7 @@ class DirtyQueue:
         self._is_draining |= self.num_blocks > self._high
 
     def discard(self, root: RootId, keys: Sequence[BlockKey]) -> int:
-        """They are no longer dirty; how many of them were."""
+        """Remove keys; return how many of them were dirty."""
         known, count = self._by_key.get(root), 0
         if known is None:
             return 0
@@ -90,27 +90,27 @@ class DirtyQueue:
         return count
 
     def peek(self) -> DirtyPrompt | None:
-        """What is to be written now, if anything is."""
+        """Return the prompt to write now, if there is one."""
         return next(iter(self._prompts)) if self._is_draining else None
 
     def pop(self) -> DirtyPrompt:
-        """Take out the oldest."""
+        """Remove and return the oldest prompt."""
         prompt = next(iter(self._prompts))
         popped = DirtyPrompt(prompt.root, prompt.keys.copy(), prompt.content)
         self.discard(prompt.root, list(popped.keys))
         return popped
 
     def drain(self) -> None:
-        """Have everything written: the cache is about to close."""
+        """Make everything due: the cache is about to close."""
         self._high = self._low = 0
         self._is_draining = bool(self._prompts)
 
 
 class WriteBack:
-    """Follows DRAM and a tier below it, so that it knows at any time what is dirty.
+    """Observes DRAM and a tier below it, to know at any time which blocks are dirty.
 
     Args:
-        lose: Called for blocks that are gone from DRAM before the tier has had them.
+        lose: Called for blocks that left DRAM before the tier received them.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class WriteBack:
         self._lose = lose
         self.dirty = dirty
         self.tokens_per_block = 0
-        """Block size where a journal records what blocks hold; 0 without one."""
+        """Block size if a journal records the content of blocks; else 0."""
         host.on_stored.append(self._arrived)
         host.index.on_removed.append(self._evicted)
         tier.on_stored.append(self._written)
@@ -135,9 +135,9 @@ class WriteBack:
         first: int,
         is_old: bool = False,
     ) -> None:
-        """Those blocks that the tier lacks are dirty; the first is at ``first`` of its prompt."""
+        """Mark the blocks that the tier lacks; the first key is at ``first`` of its prompt."""
         lacking = [key for key in keys if not self._tier.index.contains(root, key)]
-        if content is not None:  # of these blocks alone: they may be dirty for long
+        if content is not None:  # only of these blocks: they may stay dirty for long
             stop, size = first + len(keys), self.tokens_per_block
             content = content.part(first, stop, size) if size else None
         self.dirty.add(root, lacking, content, is_old)
@@ -167,7 +167,7 @@ class WriteBack:
         self.dirty.discard(root, keys)
 
     def _unwritten(self, lease: Lease) -> None:
-        """A lease on the tier has ended without some of its blocks."""
+        """Handle a lease on the tier that ended without some of its blocks."""
         if lease.is_given_up:
             return
         root, at_tier, on_host = lease.root, self._tier.index, self._host.index

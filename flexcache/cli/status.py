@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -31,18 +30,22 @@ def status(
     from flexcache.protocol.runtime import private_endpoint
     from flexcache.status.view import render
     from flexcache.status.watch import watch
+    from flexcache.tasks.stats import Stats, from_plain
 
     console = Console(stderr=as_json)
     with user_errors(console):
         chosen = {"endpoint": endpoint} if endpoint else {}
         settings = CacheConfig.from_env(None, {"endpoint": private_endpoint("server")}, **chosen)
 
-        def read() -> Mapping[str, Any]:
+        def read_plain() -> dict[str, Any]:
             assert settings.endpoint is not None
             return read_status(settings.endpoint, settings.curve_keys, settings.server_timeout_s)
 
+        def read() -> Stats:
+            return from_plain(read_plain())
+
         if as_json:
-            typer.echo(json.dumps(read(), indent=1))
+            typer.echo(json.dumps(read_plain(), indent=1))
         elif once or not console.is_terminal:
             width = console.width if console.is_terminal else _UNBOUNDED_WIDTH
             Console(width=width).print(render(read(), None, width), soft_wrap=False)

@@ -15,7 +15,6 @@ from flexcache.client.slots import BlockIds
 from flexcache.client.tasks import ClientTasks
 from flexcache.client.transport import Transport
 from flexcache.ids import TaskKind
-from flexcache.request_info import PromptDetail
 from flexcache.tasks.instructions import MatchedTask, TaskResult
 
 
@@ -30,11 +29,6 @@ class EngineClient:
     def endpoint(self) -> str:
         """Address for a `KVTPClient`."""
         return self.transport.endpoint
-
-    @property
-    def detail(self) -> PromptDetail:
-        """How much of a prompt the cache's observers need."""
-        return self.transport.detail
 
     def start(self) -> None:
         """Connect; returns at once."""

@@ -1,7 +1,7 @@
-"""Starts a server process where none is, and leaves it to itself.
+"""Starts a server process where none is, detached from the engine.
 
-Data-parallel rank 0 does so at once, other ranks after a while, in case theirs is on another host
-or gone. If two try, the lock on the endpoint lets one through. The server is no child of the
+Data-parallel rank 0 does so at once, other ranks after a while, in case their rank 0 is on another
+host or gone. If two try, the lock on the endpoint lets one through. The server is no child of the
 engine: it serves others, and survives it.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 5.0  # longer than a server takes to lock its endpoint
 _LONGEST_BACKOFF_S = 30.0
 _LONGEST_START_S = 60.0  # of a server on a busy machine, from its start to the lock
-# The child forks at once and ends, so that nobody has to wait for the server.
+# The child forks at once and ends, so that the server needs no parent to wait for it.
 _DETACH = "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
 
 
@@ -32,8 +32,8 @@ class ServerLauncher:
     """Driven by a client's thread; time is handed in.
 
     Args:
-        config: All that the server is told; it must name an endpoint.
-        patience_s: How long nobody must have served the endpoint.
+        config: The server's configuration; it must name an endpoint.
+        patience_s: Start a server if the endpoint has not been served for this long.
     """
 
     def __init__(self, config: ServerConfig, patience_s: float) -> None:

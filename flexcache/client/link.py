@@ -1,7 +1,7 @@
-"""A client's line to its server: one conversation after another, each watched for its end.
+"""A client's connection to its server: one conversation after another, each watched for its end.
 
-Whoever drives it (`KVTPClient`, `KVDPClient`) greets, and says by `attend` that it was welcomed.
-From then on `receive` raises `ServerLostError` as soon as the server's process is gone, or has been
+The driver (`KVTPClient`, `RemoteTransport`) greets, and calls `attend` when it was welcomed. From
+then on `receive` raises `ServerLostError` as soon as the server's process is gone, or has been
 silent for too long although it is asked twice a second.
 """
 
@@ -37,7 +37,7 @@ class ServerLink:
     Args:
         endpoint: The server's address.
         curve_keys: Directory of CURVE keys, where the server asks for them.
-        timeout_s: A server that was silent for so long is lost.
+        timeout_s: A server that is silent for this long is lost.
     """
 
     def __init__(self, endpoint: str, curve_keys: str | None, timeout_s: float) -> None:
@@ -48,24 +48,24 @@ class ServerLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._listener: Listener | None = None
-        """What served the endpoint when we connected."""
+        """The process that served the endpoint when we connected."""
         self._was_served = False
         self._distrusted = ""
-        """Why what is at the endpoint is passed over, as the log says already."""
+        """Why the listener at the endpoint is ignored, as was logged already."""
         self._unsent: deque[bytes] = deque()
         self._poller = zmq.Poller()
         self._pidfd = -1
         self._ping_due_s: float | None = None
         self._asked_s: float | None = None
-        """When the oldest ping was sent that nothing was heard after."""
+        """When the oldest ping was sent that was not followed by any message."""
         self.heard_s = 0.0
-        """When the server was last heard."""
+        """When the last message came from the server."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
 
     def greet(self, hello: HelloRank | HelloEngine) -> None:
-        """Offer Hello to the server, if there is one: under an unguessable identity, and
-        on a new connection if another server has taken the place.
+        """Offer Hello to the server, if there is one: under an unguessable identity, and on a new
+        connection if another server has taken its place.
 
         Raises:
             UntrustedError: Another user serves the endpoint, or could, and no server was there yet.
@@ -92,8 +92,8 @@ class ServerLink:
             raise ServerLostError("another server has taken the endpoint")
 
     def _find_listener(self) -> Listener | None:
-        """What serves the endpoint. Once a server was there, what cannot be trusted is passed over
-        like no server: another user must not end an engine's cache by listening for a moment."""
+        """The process that serves the endpoint. After the first server, a listener that cannot be
+        trusted counts as none: another user must not end an engine's cache by listening briefly."""
         try:
             return find_listener(self.endpoint, self._curve_keys is not None)
         except UntrustedError as error:
@@ -108,7 +108,7 @@ class ServerLink:
             return None
 
     def connect(self, identity: bytes, immediate: bool = True) -> zmq.Socket[bytes]:
-        """A socket to the server; the caller has made sure of it, and closes it.
+        """Open a socket to the server, which the caller has checked; the caller closes it.
 
         Unless ``immediate``, messages may be sent before the connection is there.
         """
@@ -126,10 +126,10 @@ class ServerLink:
         return socket
 
     def attend(self, server_pid: int, paths: list[str]) -> None:
-        """The server welcomed us, and shows memory at ``paths``: watch for its end.
+        """Watch for the end of a server that has welcomed us, with its memory at ``paths``.
 
         Raises:
-            ServerLostError: It is not the one any more that we connected to.
+            ServerLostError: It is no longer the one that we connected to.
             UntrustedError: It is another user's, or the memory is not its own.
         """
         self.check_listener()
@@ -144,14 +144,14 @@ class ServerLink:
             self._poller.register(self._pidfd, zmq.POLLIN)
 
     def offer(self, message: ToServer) -> None:
-        """Send it now or not at all: it is repeated anyhow."""
+        """Send a message that is repeated anyway: now or not at all."""
         if self._socket is None:
             return
         with contextlib.suppress(zmq.Again):
             self._socket.send(_encode(message), zmq.NOBLOCK)
 
     def send(self, message: ToServer) -> None:
-        """Send it, if not now then as soon as the server takes it. Never waits."""
+        """Send a message now, or as soon as the server takes it. Never waits."""
         self._unsent.append(_encode(message))
         self._flush()
 
@@ -163,7 +163,7 @@ class ServerLink:
                 self._unsent.popleft()
 
     def receive(self, timeout_s: float | None) -> list[bytes]:
-        """Wait for messages, a call of `wake`, or ``timeout_s``; what has come.
+        """Wait for messages, a call of `wake`, or ``timeout_s``; the messages.
 
         Raises:
             ServerLostError: The server is dead or silent.

@@ -1,8 +1,8 @@
 """KVTPClient: one tensor-parallel rank's end, inside the engine's worker process.
 
 It lends the engine's own KV tensors to FlexCache: maps the rank's share of the host pool and
-executes device ops on a thread of its own. The engine's thread never waits for it, but for the
-layers of a load that it asked for by layer, and then not for long.
+executes device ops on a thread of its own. The engine's thread waits only for the layers of a load
+that it asked for by layer, and then not for long.
 
     HELLO --WelcomeRank--> REGISTERING --Registered--> SERVING --+
       ^                                                          | Stop, or the server is lost
@@ -18,14 +18,15 @@ import os
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TypeVar
+from functools import partial
 
 import msgspec
 import torch
 
+from flexcache.client.attachment import Attachment, LentTensors
+from flexcache.client.gates import GatedTasks
 from flexcache.client.link import ServerLink
 from flexcache.config.address import split_address
 from flexcache.errors import (
@@ -36,7 +37,6 @@ from flexcache.errors import (
     UntrustedError,
 )
 from flexcache.logs import log_event
-from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     Ended,
     Goodbye,
@@ -51,23 +51,16 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.protocol.names import engine_name
-from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
-from flexcache.tasks.ids import epoch_of, session_of
+from flexcache.tasks.ids import session_of
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
-from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
-from flexcache.transfer.workers.life import show_life_during
-from flexcache.transfer.workers.permit import CopyPermit
 
 logger = logging.getLogger(__name__)
 
 _HELLO_INTERVAL_S = 0.2
 _EVENT_POLL_S = 0.0001  # how often the landing of copies on a GPU is looked at
 _CLOSE_PATIENCE_S = 5.0
-_NUM_REMEMBERED = 16_384  # ended tasks that the engine's worker has not asked for
-Value = TypeVar("Value")
 
 
 class ClientState(Enum):
@@ -79,7 +72,7 @@ class ClientState(Enum):
 
 
 class KVTPClient:
-    """One rank's KV tensors, at the disposal of the server at ``endpoint``.
+    """One rank's KV tensors, lent to the server at ``endpoint``. ``with`` closes it.
 
     Args:
         endpoint: `KVManager.endpoint`; or the address of a server, with an ``engine_id``.
@@ -87,7 +80,7 @@ class KVTPClient:
         tp_rank: The worker's tensor-parallel rank.
         engine_id: As for the engine's `KVManager`; `KVManager.endpoint` names it, too.
         curve_keys: Directory of CURVE keys, where the server asks for them.
-        server_timeout_s: A server silent for so long is taken for dead.
+        server_timeout_s: A server silent for this long is considered dead.
     """
 
     def __init__(
@@ -102,23 +95,15 @@ class KVTPClient:
     ) -> None:
         endpoint, engine_id = split_address(endpoint, engine_id)
         self._link = ServerLink(endpoint, curve_keys, server_timeout_s)
-        self._hello = HelloRank(
-            engine_name(engine_id, dp_rank), tp_rank, uuid.uuid4().hex, os.getpid()
-        )
-        self._kv_caches: dict[str, torch.Tensor] = {}
-        self._block_dim = 0
-        self._layout_description = ""
+        name = engine_name(engine_id, dp_rank)
+        self._hello = HelloRank(name, tp_rank, uuid.uuid4().hex, os.getpid())
+        self._tensors: LentTensors | None = None
         self._state = ClientState.HELLO
         self._changed = threading.Condition()
         self._error: str | None = None
-        self._worker: DeviceWorker | None = None
-        self._held = contextlib.ExitStack()
-        """What to give back before the engine's slots are its own again."""
-        self._epoch = 0
-        self._ended: OrderedDict[int, int] = OrderedDict()
-        self._sessions_over: OrderedDict[int, None] = OrderedDict()
-        self._shut_gates: OrderedDict[int, None] = OrderedDict()
-        """Tasks whose gate was to be opened while there was no server."""
+        self._attachment: Attachment | None = None
+        """To be closed before the engine's slots are its own again."""
+        self._gates = GatedTasks()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._decoder = msgspec.msgpack.Decoder(ToRank)
@@ -135,9 +120,8 @@ class KVTPClient:
         Args:
             kv_caches: Layer name to tensor, in the engine's order, all on one device.
             block_dim: The dimension that counts GPU blocks.
-            layout_description: What decides the order of the bytes in a block beyond shapes,
-                strides and layer names (attention backend, NHD or HND, number format). Blocks of
-                another description are other blocks.
+            layout_description: What else decides the order of a block's bytes (attention backend,
+                NHD or HND, number format). Blocks of another description are other blocks.
 
         Raises:
             UnsupportedLayoutError: A tensor cannot be moved as whole blocks; names it.
@@ -146,14 +130,9 @@ class KVTPClient:
             raise ClosedError("the client is closed")
         if self._thread is not None:
             raise ValueError("KV caches were registered before")
-        # A bad layout is refused here, not on our thread; the size is the server's to judge.
-        describe_kv_caches(kv_caches, bytes_per_index(kv_caches, block_dim), block_dim)
-        self._kv_caches = dict(kv_caches)
-        self._block_dim = block_dim
-        self._layout_description = layout_description
-        self._thread = threading.Thread(
-            target=self._run, name=f"flexcache-tp{self.tp_rank}", daemon=True
-        )
+        self._tensors = LentTensors(kv_caches, block_dim, layout_description)
+        name = f"flexcache-tp{self.tp_rank}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -189,30 +168,29 @@ class KVTPClient:
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let gated tasks touch the GPU, behind the work that the calling thread has queued."""
         worker = self._worker
-        wanted = [task_id for task_id in task_ids if task_id not in self._ended]
-        if worker is None:  # no server: the gates stay shut, also for one that comes later
-            with self._changed:
-                for task_id in wanted:
-                    _remember(self._shut_gates, task_id, None)
-        elif wanted:
-            worker.open_gates(wanted)
+        with self._changed:
+            to_open = self._gates.not_ended(task_ids)
+            if worker is None:  # no server: the gates stay shut, also for one that comes later
+                self._gates.shut(to_open)
+        if worker is not None and to_open:
+            worker.open_gates(to_open)
             self._link.wake()
 
     def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
         """Open the gate of a load whose layers the caller then waits for, as they come.
 
-        Its end is told by the `LayerLoad` alone, not by `take_ended`. The task must be of one op,
-        so of blocks that are all in DRAM. Whatever happens to the server, the load ends.
+        Only the `LayerLoad` reports its end, which comes whatever happens to the server. The task
+        must have a single op, so all its blocks must be in DRAM.
         """
         with self._changed:
             worker = self._worker
-            if worker is not None and not self._is_over_for_us(task_id):
+            if worker is not None and not self._gates.is_over(task_id):
                 load = worker.load_by_layer(task_id, num_blocks)
                 self._link.wake()
                 return load
             if worker is None:
-                _remember(self._shut_gates, task_id, None)
-            self._ended.pop(task_id, None)
+                self._gates.shut([task_id])
+            self._gates.take_over([task_id])
         load = LayerLoad({}, num_blocks)
         load.end()
         return load
@@ -220,22 +198,14 @@ class KVTPClient:
     def wait_ended(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for the end of any gated task; whether there is one."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._ended), timeout)
+            return self._changed.wait_for(lambda: self._gates.has_ended, timeout)
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
-        """Those of the gated tasks that are over on every rank, with how many blocks arrived.
-
-        Without their server they are over with nothing: no copy can be running any more.
-        """
+        """Those of the gated tasks that are over on every rank, with how many blocks arrived:
+        without their server none, and no copy can be running any more."""
         with self._changed:
-            wanted = list(task_ids)
-            ended = {
-                task_id: self._ended.pop(task_id, 0)
-                for task_id in wanted
-                if self._is_over_for_us(task_id)
-            }
-        worker = self._worker
-        if ended and worker is not None:
+            ended = self._gates.take_over(task_ids)
+        if ended and (worker := self._worker) is not None:
             worker.close_gates(ended)
         return ended
 
@@ -249,53 +219,54 @@ class KVTPClient:
             self._thread.join(_CLOSE_PATIENCE_S)
         self._set_state(ClientState.CLOSED)
         if self._thread is not None and self._thread.is_alive():
-            log_event(
-                logger, logging.ERROR, "rank_not_closed", tp_rank=self.tp_rank,
-                reason=f"a copy or the driver hangs for {_CLOSE_PATIENCE_S:g} s",
-                effect="its thread and the KV tensors stay until the process ends",
-            )  # fmt: skip
+            effect = "its thread and the KV tensors stay until the process ends"
+            self._log(logging.ERROR, "rank_not_closed", reason="a copy hangs", effect=effect)
             return
         self._link.close()
-        self._kv_caches = {}
+        self._tensors = None
 
-    def _is_over_for_us(self, task_id: int) -> bool:
-        """Whether no copy of the task is running or will. The lock is held."""
-        return (
-            task_id in self._ended
-            or task_id in self._shut_gates
-            or session_of(task_id) in self._sessions_over
-            or epoch_of(task_id) != self._epoch
-            or self._state not in (ClientState.REGISTERING, ClientState.SERVING)
-        )
+    def __enter__(self) -> KVTPClient:
+        return self
 
-    def _set_state(self, state: ClientState, error: str | None = None) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def _worker(self) -> DeviceWorker | None:
+        return attachment.worker if (attachment := self._attachment) is not None else None
+
+    def _log(self, level: int, event: str, exc_info: bool = False, **fields: object) -> None:
+        log_event(logger, level, event, exc_info=exc_info, tp_rank=self.tp_rank, **fields)
+
+    def _set_state(self, state: ClientState, error: str | None = None, epoch: int = 0) -> None:
         with self._changed:
             self._state = state
             self._error = error
+            if state is not ClientState.SERVING:
+                self._gates.epoch = epoch
             self._changed.notify_all()
 
     # -- the client's own thread -----------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._is_over():
+            while not self._closing:
                 try:
                     self._converse()
                 except ServerLostError as error:
-                    log_event(
-                        logger, logging.WARNING, "rank_lost_server", tp_rank=self.tp_rank,
-                        error=error, effect="waits for another",
-                    )  # fmt: skip
+                    effect = "waits for another"
+                    self._log(logging.WARNING, "rank_lost_server", error=error, effect=effect)
                 self._let_go()
                 self._link.hang_up()
-                if not self._is_over():
-                    self._set_state(ClientState.HELLO)
+                if self._closing or self._state is ClientState.REFUSED:
+                    return
+                self._set_state(ClientState.HELLO)
         except UntrustedError as error:
-            log_event(logger, logging.ERROR, "rank_refused", tp_rank=self.tp_rank, reason=error)
+            self._log(logging.ERROR, "rank_refused", reason=error)
             self._let_go()
             self._set_state(ClientState.REFUSED, str(error))
         except Exception as error:  # the engine must go on without us
-            log_event(logger, logging.ERROR, "rank_failed", tp_rank=self.tp_rank, exc_info=True)
+            self._log(logging.ERROR, "rank_failed", exc_info=True)
             self._fail(_text_of(error))
 
     def _fail(self, reason: str) -> None:
@@ -310,9 +281,6 @@ class KVTPClient:
             self._link.offer(Goodbye())
         self._link.hang_up()
 
-    def _is_over(self) -> bool:
-        return self._closing or self._state is ClientState.REFUSED
-
     def _converse(self) -> None:
         """One registration, from Hello until either side leaves."""
         while not self._closing:
@@ -321,12 +289,12 @@ class KVTPClient:
             for data in self._link.receive(self._patience_s()):
                 if not self._take(self._decoder.decode(data)):
                     return
-            if self._worker is not None:
-                for done in self._worker.advance():
+            if (worker := self._worker) is not None:
+                for done in worker.advance():
                     self._link.send(done)
-                if self._worker.failure is not None:
-                    raise DeviceLostError(self._worker.failure)
-        self._let_go()  # before the server is told that nothing moves any more
+                if worker.failure is not None:
+                    raise DeviceLostError(worker.failure)
+        self._let_go()  # before the server learns that nothing moves any more
         self._link.offer(Goodbye())
 
     def _patience_s(self) -> float | None:
@@ -341,7 +309,7 @@ class KVTPClient:
     def _take(self, message: ToRank) -> bool:
         """Whether the conversation goes on."""
         match message:
-            case Execute(op_id) if message.gated and message.task_id in self._shut_gates:
+            case Execute(op_id) if message.gated and self._gates.is_shut(message.task_id):
                 self._link.send(Done(op_id, 0, error="its gate was never opened"))
             case Execute() if self._worker is not None:
                 self._worker.execute(message)
@@ -350,95 +318,60 @@ class KVTPClient:
             case Ended(task_id, num_ok):
                 with self._changed:
                     if self._worker is None or not self._worker.end_layer_load(task_id):
-                        _remember(self._ended, task_id, num_ok)
+                        self._gates.end(task_id, num_ok)
                         self._changed.notify_all()
             case SessionOver(session):
                 with self._changed:
-                    _remember(self._sessions_over, session, None)
+                    self._gates.end_session(session)
                     self._changed.notify_all()
                     self._end_layer_loads(session)
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
             case Registered():
-                log_event(logger, logging.INFO, "rank_registered", tp_rank=self.tp_rank)
+                self._log(logging.INFO, "rank_registered")
                 self._set_state(ClientState.SERVING)
             case Refused(reason, final):
                 if reason != self._error:
-                    log_event(
-                        logger, logging.ERROR, "rank_refused", tp_rank=self.tp_rank, reason=reason
-                    )
+                    self._log(logging.ERROR, "rank_refused", reason=reason)
                 was_greeted = self._state is ClientState.REGISTERING
                 self._set_state(ClientState.REFUSED if final else ClientState.HELLO, reason)
                 return not final and not was_greeted
             case Rejected(reason):  # the server does not know us any more
-                log_event(
-                    logger, logging.WARNING, "rank_rejected", tp_rank=self.tp_rank, reason=reason,
-                    effect="registers anew",
-                )  # fmt: skip
+                self._log(logging.WARNING, "rank_rejected", reason=reason, effect="starts again")
                 return False
             case Stop():
                 return False
         return True
 
     def _end_layer_loads(self, session: int) -> None:
-        if self._worker is None:
-            return
-        for task_id in self._worker.layer_loads:
-            if session_of(task_id) == session:
+        if self._worker is not None:
+            for task_id in [t for t in self._worker.layer_loads if session_of(t) == session]:
                 self._worker.end_layer_load(task_id)
 
     def _register(self, welcome: WelcomeRank) -> None:
         self._link.attend(welcome.server_pid, [welcome.fence, welcome.segment.path])
+        assert self._tensors is not None
         try:
-            layout = describe_kv_caches(
-                self._kv_caches, welcome.block_bytes, self._block_dim, self._layout_description
-            )
-            self._worker = self._make_worker(welcome, layout)
+            layout = self._tensors.layout(welcome.block_bytes)
+            show_life = partial(self._link.offer, Ping())
+            self._attachment = Attachment(welcome, layout, self._tensors.device, show_life)
             self._hello = msgspec.structs.replace(self._hello, layout=layout.signature)
             answer = Register(layout.signature, layout.num_blocks)
         except Exception as error:  # of any class, as the driver or its wrapper likes
             self._let_go()
             answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")
-        self._epoch = welcome.epoch
-        self._set_state(ClientState.REGISTERING)
+        self._set_state(ClientState.REGISTERING, epoch=welcome.epoch)
         self._link.send(answer)
-
-    def _make_worker(self, welcome: WelcomeRank, layout: BlockLayout) -> DeviceWorker:
-        """Get ready to copy, which may take long. Slots may be touched when it returns."""
-        fence = Fence.open(welcome.fence)
-        self._held.callback(fence.close)
-        segment = HostSegment.open(welcome.segment)
-        self._held.callback(segment.close)
-        segment.map(self._show_life)
-        permit = CopyPermit(fence.words)
-        device = next(iter(self._kv_caches.values())).device
-        copier = show_life_during(lambda: open_copier(device, permit), self._show_life)
-        worker = DeviceWorker(layout, segment, copier, permit)
-        self._held.callback(worker.close)
-        copier.attach(segment, self._show_life)
-        fence.hold()
-        return worker
-
-    def _show_life(self) -> None:
-        self._link.offer(Ping())
 
     def _let_go(self) -> None:
         """Wait for copies under way; from then on the engine's slots are its own again."""
-        try:
-            self._held.close()  # all of it, whatever fails
-        except Exception:
-            log_event(
-                logger, logging.ERROR, "rank_let_go_failed", tp_rank=self.tp_rank, exc_info=True
-            )
-        self._worker = None
+        if self._attachment is not None:
+            try:
+                self._attachment.close()
+            except Exception:
+                self._log(logging.ERROR, "rank_let_go_failed", exc_info=True)
+            self._attachment = None
 
 
 def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _remember(known: OrderedDict[int, Value], key: int, value: Value) -> None:
-    """Keep it, and forget the oldest if there are too many."""
-    known[key] = value
-    if len(known) > _NUM_REMEMBERED:
-        known.popitem(last=False)

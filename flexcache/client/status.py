@@ -1,4 +1,4 @@
-"""Asks a server how it is, without being one of its engines."""
+"""Reads a server's statistics without being one of its engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_status(address: str, curve_keys: str | None, timeout_s: float) -> dict[
             socket.linger = 0
             socket.send(msgspec.msgpack.encode(GetStats(1)))
             if not socket.poll(int(timeout_s * 1000)):
-                raise ServerLostError(f"{endpoint}: nobody answers within {timeout_s:g} s")
+                raise ServerLostError(f"{endpoint}: no answer within {timeout_s:g} s")
             if find_listener(endpoint, has_keys) != listener:
                 raise ServerLostError(f"{endpoint}: another server has taken its place")
             report: dict[str, Any] = msgspec.msgpack.decode(socket.recv(), type=Answer).value

@@ -54,6 +54,7 @@ class ClientTasks:
         self._lost: SessionId | None = None
         """The session that was lost last. A match of it may be about to return."""
         self._is_closed = False
+        self._num_waiting = 0
 
     # -- calls of the engine ---------------------------------------------------------------------
 
@@ -71,9 +72,9 @@ class ClientTasks:
             self._tasks[task_id] = task
             if not num_blocks:
                 task.end(KVStatus.NOT_FOUND)
-            elif task_id in self._early:
+            elif self._early and task_id in self._early:
                 task.result = self._early.pop(task_id)
-            elif session_of(task_id) == self._lost:
+            elif self._lost is not None and session_of(task_id) == self._lost:
                 task.end(KVStatus.FAILED, "the server was lost")
             if len(self._tasks) > _NUM_REMEMBERED:
                 oldest = next(iter(self._tasks))
@@ -111,14 +112,16 @@ class ClientTasks:
 
     def cancel(self, task_ids: Iterable[int]) -> list[int]:
         """End what was not launched; the tasks that the cache must cancel."""
+        are_open = []
         with self._lock:
-            tasks = {task_id: self._known(task_id) for task_id in task_ids}
-            are_open = {task_id: task for task_id, task in tasks.items() if not task.is_over}
-            for task in are_open.values():
+            for task_id, task in [(task_id, self._known(task_id)) for task_id in task_ids]:
+                if task.is_over:
+                    continue
+                are_open.append(task_id)
                 if not task.launched:  # nothing moves: no need to wait for the answer
                     task.end(KVStatus.CANCELLED)
-            self._changed.notify_all()
-        return list(are_open)
+            self._notify()
+        return are_open
 
     def results(
         self, task_ids: Iterable[int], timeout: float | None, completely: bool
@@ -144,7 +147,11 @@ class ClientTasks:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return over
-                self._changed.wait(left)
+                self._num_waiting += 1
+                try:
+                    self._changed.wait(left)
+                finally:
+                    self._num_waiting -= 1
 
     # -- events, from the transport --------------------------------------------------------------
 
@@ -156,7 +163,7 @@ class ClientTasks:
                 self._early[task_id] = result
             elif not task.is_over and not self._is_closed:
                 task.result = result
-                self._changed.notify_all()
+                self._notify()
 
     def lose(self, session: SessionId) -> list[ClientTask]:
         """The server of a session was lost: its open tasks. They stay open until `fail`."""
@@ -176,12 +183,16 @@ class ClientTasks:
                 elif not task.is_over:
                     gpu_side = task.result
                     task.result = gpu_side._replace(is_final=True, error=gpu_side.error or error)
-            self._changed.notify_all()
+            self._notify()
 
     def close(self) -> None:
         """No answer will come any more; wake the callers that wait for one. Idempotent."""
         with self._lock:
             self._is_closed = True
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._num_waiting:  # else it would cost a tenth of a match for nothing
             self._changed.notify_all()
 
     def _known(self, task_id: int) -> ClientTask:

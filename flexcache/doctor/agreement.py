@@ -36,7 +36,9 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
         yield error(
             f"tokens_per_block is {ours}, --block-size is {given}", "leave tokens_per_block unset"
         )
-    wanted, held = given or ours, (server or {}).get("tokens_per_block")
+    wanted, held = given or ours, None
+    if server is not None and server.cache is not None:
+        held = server.cache.identity.tokens_per_block
     if wanted is not None and held is not None and wanted != held:
         yield error(
             f"blocks have {wanted} tokens here, {held} at the server at {subject.endpoint}",

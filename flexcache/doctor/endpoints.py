@@ -31,8 +31,8 @@ def check_server_endpoint(subject: Subject) -> Iterator[Finding]:
         return
     server = subject.server
     if server is not None:
-        engines = len(server["engines"])
-        yield ok(f"{endpoint}: served by process {server['server_pid']}, {engines} engines")
+        pid, num_engines = server.server.server_pid, len(server.engines)
+        yield ok(f"{endpoint}: served by process {pid}, {num_engines} engines")
     elif subject.is_served:
         yield error(
             f"{endpoint}: a server holds it and does not answer",

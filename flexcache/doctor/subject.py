@@ -15,6 +15,7 @@ from flexcache.config.sources import CONFIG_FILE_ENV, ENV_PREFIX
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.protocol.runtime import is_served, private_endpoint
 from flexcache.storage.alignment import align_up
+from flexcache.tasks.stats import Stats, from_plain
 
 _ANSWER_TIMEOUT_S = 3.0
 
@@ -151,13 +152,13 @@ class Subject:
             return False
 
     @cached_property
-    def server(self) -> Mapping[str, Any] | None:
-        """What the server at the endpoint says of itself; None where there is none that answers."""
+    def server(self) -> Stats | None:
+        """Statistics of the server at the endpoint; None if no server answers there."""
         if not self.is_served and not self.endpoint.startswith("tcp://"):
             return None
         keys = None if self.config is None else self.config.curve_keys
         try:
-            return read_status(self.endpoint, keys, _ANSWER_TIMEOUT_S)
+            return from_plain(read_status(self.endpoint, keys, _ANSWER_TIMEOUT_S))
         except FlexCacheError:
             return None
 

@@ -1,5 +1,5 @@
-"""Serves the catalog's metrics by prometheus-client. Nothing is counted here: a scrape reads
-`KVServer.stats` once, and between scrapes there is no cost."""
+"""Serves the catalog's metrics by prometheus-client. Nothing is counted here: a scrape reads the
+statistics once, and between scrapes there is no cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from itertools import accumulate
 from typing import Any
 
 from flexcache.errors import MissingDependencyError
-from flexcache.metrics.catalog import CATALOG, Metric, MetricType, Report
+from flexcache.metrics.catalog import CATALOG
+from flexcache.metrics.metric import Metric, MetricType
+from flexcache.tasks.stats import HistogramStats, Stats
 
 try:
     from prometheus_client import CollectorRegistry
@@ -35,25 +37,25 @@ class StatsCollector:
     """A collector of prometheus-client.
 
     Args:
-        read_stats: Returns what `KVServer.stats` does.
+        read_stats: Returns the statistics as they are now.
     """
 
-    def __init__(self, read_stats: Callable[[], Report]) -> None:
+    def __init__(self, read_stats: Callable[[], Stats]) -> None:
         self._read_stats = read_stats
 
     def collect(self) -> Iterator[Any]:
-        report = self._read_stats()
-        return (_family(metric, report) for metric in CATALOG)
+        stats = self._read_stats()
+        return (_family(metric, stats) for metric in CATALOG)
 
 
 class Exposition:
     """The metrics as text.
 
     Args:
-        read_stats: Returns what `KVServer.stats` does.
+        read_stats: Returns the statistics as they are now.
     """
 
-    def __init__(self, read_stats: Callable[[], Report]) -> None:
+    def __init__(self, read_stats: Callable[[], Stats]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(StatsCollector(read_stats))
 
@@ -63,13 +65,13 @@ class Exposition:
         return encode(self._registry), content_type
 
 
-def _family(metric: Metric, report: Report) -> Any:
+def _family(metric: Metric, stats: Stats) -> Any:
     family = _FAMILIES[metric.type](metric.name, metric.help, labels=metric.labels)
-    for labels, value in metric.read(report):
-        if metric.type is MetricType.HISTOGRAM:
-            bounds = [*map(floatToGoString, value["bounds"]), "+Inf"]
-            buckets = list(zip(bounds, accumulate(value["counts"]), strict=True))
-            family.add_metric(labels, buckets, value["sum"])
+    for labels, value in metric.read(stats):
+        if isinstance(value, HistogramStats):
+            bounds = [*map(floatToGoString, value.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+            family.add_metric(labels, buckets, value.sum)
         else:
             family.add_metric(labels, value)
     return family

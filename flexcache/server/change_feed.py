@@ -1,4 +1,4 @@
-"""Where the changes of the tiers go: to a publisher, and to whoever takes them."""
+"""Passes the changes of the tiers on to a publisher, and to callers that take them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _MAX_WAITING_TOKENS = 8 << 20  # some 300 MB
 
 
 class ChangeFeed:
-    """Of one server. Not thread-safe; nothing here waits.
+    """Changes of one server's tiers, in order. Not thread-safe; never waits.
 
     Args:
-        config: Says whether they are taken, and how many may wait for it.
-        publisher: Started; None where nothing is published. Closed with the feed.
+        config: Has whether callers take changes, and how many batches may wait for them.
+        publisher: A publisher that was started, if changes are published. Closed with the feed.
     """
 
     def __init__(self, config: CacheConfig, publisher: KVEventPublisher | None) -> None:
@@ -29,6 +29,7 @@ class ChangeFeed:
         self._num_dropped = 0
 
     def pass_on(self, changes: Sequence[Change]) -> None:
+        """Queue changes for the publisher and for `take`."""
         if self._publisher is not None:
             self._publisher.publish(changes)
         if not self._is_taken:
@@ -42,8 +43,8 @@ class ChangeFeed:
             self._num_dropped += 1
 
     def take(self) -> list[Change]:
-        """What nobody has taken yet, in order. Beyond ``kv_events_queue``, or eight million tokens,
-        the oldest are gone."""
+        """Take the changes since the last call. Beyond ``kv_events_queue`` batches or eight million
+        tokens the oldest were dropped."""
         changes = [change for batch in self._waiting for change in batch]
         self._waiting.clear()
         self._num_tokens = 0

@@ -1,7 +1,7 @@
 """Places at a server that two living clients claim at once.
 
 A place is one rank of an engine, or its scheduler. Two clients that claim the same one belong to
-different engines of one name, and nothing tells which rank goes with which scheduler. So the
+different engines of one name, and it is unknown which rank belongs to which scheduler. So the
 engine's name is *disputed*: it moves no bytes until all but one claimant of each place are gone.
 
     free --a second client says Hello--> disputed --holder gone | claimants silent--> free
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CLAIM_TTL_S = 3.0
-"""A claimant that is silent this long has given up. Living ones repeat Hello every 0.2 s."""
+"""A claimant silent for this long has given up. Living ones repeat Hello every 0.2 s."""
 _MAX_CLAIMANTS = 8  # of one place; more change nothing
 
 
@@ -30,9 +30,9 @@ _MAX_CLAIMANTS = 8  # of one place; more change nothing
 class Claimant:
     """A client that asks for a place that another one has.
 
-    Args:
-        identity: Of its conversation.
-        client: The same in all of its conversations.
+    Attributes:
+        identity: Its identity in this conversation.
+        client: Its name, the same in all of its conversations.
     """
 
     identity: bytes
@@ -49,7 +49,7 @@ class _Claim:
 
 @dataclass(slots=True)
 class _Dispute:
-    """One place: the client that has it, and those that want it."""
+    """One place: the client that holds it, and those that claim it."""
 
     holder_pid: int
     claims: dict[str, _Claim]
@@ -62,7 +62,7 @@ class _Dispute:
 
 @dataclass(slots=True)
 class _Inheritance:
-    """A place that a claimant took over, and the clients at the other places by then."""
+    """A place that a claimant took over, and the clients that held the other places then."""
 
     heir: str
     pid: int
@@ -82,7 +82,7 @@ class Claims:
     def contest(
         self, engine: str, place: str, holder_pid: int, claimant: Claimant, now: float
     ) -> bool:
-        """A second client asks for a place that is held; whether that is news."""
+        """A second client asks for a place that is held; returns whether that is news."""
         dispute = self._disputes.setdefault(engine, {}).setdefault(place, _Dispute(holder_pid, {}))
         claim = dispute.claims.get(claimant.client)
         if claim is None:
@@ -97,7 +97,7 @@ class Claims:
         return is_news
 
     def settle(self, engine: str, place: str) -> bool:
-        """The holder of a place is gone: its claimants may have it; whether there was a dispute."""
+        """The holder of a place is gone: its claimants may take it. Whether it was disputed."""
         inherited = self._inherited.get(engine, {}).get(place)
         if inherited is not None:
             inherited.is_there = False
@@ -107,7 +107,7 @@ class Claims:
         return dispute is not None or inherited is not None
 
     def take(self, engine: str, place: str, client: str, pid: int, others: dict[str, str]) -> bool:
-        """A client has got a place; whether that begins or ends a dispute.
+        """A client takes a place; returns whether that begins or ends a dispute.
 
         Args:
             others: The client at every other place of the engine.
@@ -130,7 +130,7 @@ class Claims:
         return was_disputed != self.is_disputed(engine)
 
     def forget(self, engine: str) -> None:
-        """No client has a place of the engine any more."""
+        """No client holds a place of the engine any more."""
         self._vacant.pop(engine, None)
         self._inherited.pop(engine, None)
 
@@ -142,11 +142,11 @@ class Claims:
         return dispute
 
     def withdraw(self, identity: bytes) -> list[str]:
-        """A claimant leaves; the engines for which that changes something."""
+        """Drop a claimant that leaves; returns the engines for which that changes something."""
         return self._drop(lambda claim: claim.claimant.identity == identity)
 
     def expire(self, now: float) -> list[str]:
-        """Forget claimants that are silent; the engines for which that changes something."""
+        """Drop silent claimants; returns the engines for which that changes something."""
         return self._drop(lambda claim: now - claim.heard_s >= CLAIM_TTL_S)
 
     def _drop(self, is_over: Callable[[_Claim], bool]) -> list[str]:
@@ -169,7 +169,7 @@ class Claims:
         return {place: taken for place, taken in inherited.items() if taken.is_there}
 
     def places(self, engine: str) -> list[str]:
-        """The disputed places of an engine, with the processes that claim them."""
+        """Disputed places of an engine, with the processes that claim them."""
         disputes = self._disputes.get(engine, {})
         claimed = [f"{place} (claimed by {d.processes})" for place, d in disputes.items()]
         return claimed + [
@@ -178,7 +178,7 @@ class Claims:
         ]
 
     def problems(self, engine: str) -> list[str]:
-        """What is wrong with an engine's name, and what to do."""
+        """What is wrong with an engine's name, and how to fix it."""
         claimed = [
             self.explain(engine, place)
             for place, dispute in self._disputes.get(engine, {}).items()

@@ -21,7 +21,7 @@ from flexcache.server.background import BackgroundThread
 from flexcache.server.hub import Hub
 from flexcache.server.idle_exit import IdleExit
 from flexcache.server.outbox import PeerMessage, make_execute
-from flexcache.server.reactor import Ended, Reactor
+from flexcache.server.reactor import EndReport, Reactor
 from flexcache.server.router_socket import RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
 from flexcache.tasks.instructions import RunOp
@@ -112,11 +112,11 @@ class EventLoop:
                 times.append(self._census_due_s)
             elif self._idle_exit is not None:
                 times.append(now + _IDLE_POLL_S)
-            if self._hub.store is not None:
-                times.append(self._hub.store.engine.next_deadline())
+            if self._hub.cache is not None:
+                times.append(self._hub.cache.engine.next_deadline())
         return min((moment for moment in times if moment is not None), default=None)
 
-    def _take_events(self, ended: list[Ended]) -> None:
+    def _take_events(self, ended: list[EndReport]) -> None:
         now = time.monotonic()
         with self._changed:
             for process_ended in ended:
@@ -126,11 +126,11 @@ class EventLoop:
             if now >= self._census_due_s:
                 self._census_due_s = now + self._census_interval_s
                 self._hub.expire(now)
-            store = self._hub.store
-            if store is not None:
-                store.engine.tick(now)
+            cache = self._hub.cache
+            if cache is not None:
+                cache.engine.tick(now)
                 self._route()
-                self._availability_log.update(store.engine)
+                self._availability_log.update(cache.engine)
             to_peers, to_workers, jobs = self._hub.outbox.take()
         for instruction in to_workers:
             self._pool.carry_out(instruction)
@@ -170,11 +170,11 @@ class EventLoop:
         """Cancel every task, wait for the bytes that are still moving, write what is dirty."""
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S
         with self._changed:
-            store = self._hub.store
-            if store is not None:
-                store.engine.close_down(time.monotonic())
+            cache = self._hub.cache
+            if cache is not None:
+                cache.engine.close_down(time.monotonic())
                 self._route()
-        if store is not None:
+        if cache is not None:
             self._pool.hurry()  # there is little time for what is dirty
             self._take_events([])
             while time.monotonic() < deadline and self._is_unfinished():
@@ -186,8 +186,8 @@ class EventLoop:
     def _is_unfinished(self) -> bool:
         """Whether bytes move, or dirty blocks wait for a worker or the end of a clearing."""
         with self._changed:
-            assert self._hub.store is not None
-            engine = self._hub.store.engine
+            assert self._hub.cache is not None
+            engine = self._hub.cache.engine
             return engine.sessions.num_open > 0 or engine.num_held_up > 0
 
     def _stop_peers(self) -> None:

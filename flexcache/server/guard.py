@@ -1,7 +1,7 @@
-"""One guard for every socket: nothing that a peer sends raises, whatever it is.
+"""One guard for every socket: nothing that a peer sends makes the server raise.
 
-A message is carried out only if it is small enough, whole, and of a kind that the socket takes. If
-its handler fails, that costs this message and nothing else.
+A message is handled only if it is small enough, complete, and of a type that the socket takes. A
+handler that fails costs this message and nothing else.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class SocketGuard(Generic[Message]):
     Args:
         types: The union of messages that the socket takes.
         counters: Counts the handler's failures, as ``failed_messages``.
-        handle: Carries out a message of a sender, with its data frame (or its only one) and the
-            time.
-        refuse: Answers or counts what is no message; gets the sender, a reason in a word
+        handle: Handles a message of a sender, with its data frame (or its only one) and the time.
+        refuse: Answers or counts what is not a message; gets the sender, a reason in a word
             (``oversized``, ``malformed``) and a text.
-        undecodable: Gets a sender and a frame that is none of ``types``; whether it has answered.
-            If not, ``refuse`` does.
+        undecodable: Gets a sender and a frame that is none of ``types``; returns whether it has
+            answered. If not, ``refuse`` is called.
         failed: Called with the sender, the message and the error if ``handle`` has raised.
         has_data: Whether a frame of raw data follows a message.
     """
@@ -58,7 +57,7 @@ class SocketGuard(Generic[Message]):
         self._has_data = has_data
 
     def take(self, sender: bytes, frames: Sequence[Buffer], now: float) -> None:
-        """Take in one message. Never raises for what was sent."""
+        """Take in one message. Never raises for its contents."""
         if sum(len(frame) for frame in frames) > MAX_FRAME_BYTES:
             self._refuse(sender, "oversized", f"more than {MAX_FRAME_BYTES} bytes")
             return

@@ -1,16 +1,16 @@
 """HTTP of a server, for Prometheus, orchestrators and people.
 
     GET  /metrics          Prometheus' text, or OpenMetrics if asked for
-    GET  /healthz          200, or 503 while something is missing, and what; needs no token
+    GET  /healthz          200, or 503 and what is missing; needs no token
     GET  /status           `KVManager.stats` as JSON
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
 
-An event loop of its own, on a daemon thread; calls of the server are made on further threads, so
-that neither waits for the other. On loopback it answers only who calls it by a loopback name (a web
-page that has its own name point here is refused), and takes only JSON, which no other site's page
-can send. Beyond loopback every request but for health carries the token. `http_connections` has the
-bounds on what clients may hold.
+Has its own event loop, on a daemon thread; the server is called on further threads, so that
+neither waits for the other. On loopback it answers only requests that name a loopback host (a web
+page whose own name resolves to this host is refused), and takes only JSON, which pages of other
+sites cannot send. Beyond loopback every request except for health must carry the token.
+`http_connections` bounds what clients may hold.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from flexcache.config.address import check_http_endpoint
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.metrics.collector import Exposition
+from flexcache.tasks.stats import Stats, to_plain
 
 try:
     import uvicorn
@@ -44,7 +45,7 @@ try:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from flexcache.server.http_connections import Connection, accept_connections
+    from flexcache.server.http_connections import HttpConnection, accept_connections
 except ImportError as error:
     raise MissingDependencyError(
         f"HTTP needs the package {error.name}: pip install 'flexcache[http]'"
@@ -60,12 +61,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Served(Protocol):
-    """What of a `KVServer` is served. The calls may block, and may come on several threads."""
+    """What HTTP needs of a `KVServer`. Calls may block, and may come on several threads."""
 
-    def stats(self) -> dict[str, Any]: ...
+    def stats(self) -> Stats: ...
 
     def health(self) -> dict[str, Any]:
-        """``serving``, and the names of those who are ``missing``."""
+        """``serving``, and the names of the parts that are ``missing``."""
 
     def clear(self, tier: str | None) -> int:
         """Raises `ValueError` if there is no such tier."""
@@ -76,8 +77,8 @@ class Served(Protocol):
         block_keys: Sequence[bytes] | None,
         namespace: Sequence[str] = (),
     ) -> int:
-        """How many blocks will be in DRAM. Raises `ValueError` unless just one of keys and tokens
-        is given, and makes sense."""
+        """How many blocks will be in DRAM. Raises `ValueError` unless exactly one of keys and
+        tokens is given, and is valid."""
 
 
 class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,12 +98,12 @@ class HttpService:
 
     Args:
         endpoint: ``HOST:PORT``, or a port on loopback; port 0 takes a free one.
-        token: What requests must carry as bearer token. None: needs none, on loopback only.
+        token: The bearer token that requests must carry. None needs none, on loopback only.
         patience_s: How long a client may take to send the head of a request, to send its body, and
             to take the answer; also the longest pause between requests.
 
     Raises:
-        ConfigError: The address is none, or is open to other hosts without a token.
+        ConfigError: The address is malformed, or open to other hosts without a token.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class HttpService:
 
     @property
     def address(self) -> str:
-        """The ``http://`` address it is reached at, once it was started."""
+        """The ``http://`` address of the service, once it was started."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
@@ -140,7 +141,7 @@ class HttpService:
         self._socket.setblocking(False)
         self._port = self._socket.getsockname()[1]
         settings = uvicorn.Config(
-            self._app, http=Connection, ws="none", lifespan="off", log_config=None,
+            self._app, http=HttpConnection, ws="none", lifespan="off", log_config=None,
             access_log=False, server_header=False, proxy_headers=False,
             timeout_keep_alive=self._patience_s, timeout_graceful_shutdown=_CLOSE_PATIENCE_S,
         )  # fmt: skip
@@ -152,7 +153,7 @@ class HttpService:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except Exception:  # the cache goes on without
+        except Exception:  # the cache runs without it
             log_event(logger, logging.ERROR, "http_failed", address=self.address, exc_info=True)
 
     async def _serve(self) -> None:
@@ -160,12 +161,12 @@ class HttpService:
         assert self._socket is not None
         accepting = asyncio.create_task(accept_connections(self._socket, self._loop))
         try:
-            await self._loop.serve(sockets=[])  # it is given connections, no socket to listen at
+            await self._loop.serve(sockets=[])  # it gets connections, no socket to listen at
         finally:
             accepting.cancel()
 
     def close(self) -> None:
-        """Let what is being answered end, within a second or two, and stop. Idempotent."""
+        """Finish the requests under way, within a second or two, and stop. Idempotent."""
         if self._thread is None or self._loop is None or self._socket is None:
             return
         self._loop.should_exit = True
@@ -174,11 +175,11 @@ class HttpService:
         self._thread = None
 
 
-# -- who may ask ---------------------------------------------------------------------------------
+# -- access -------------------------------------------------------------------------------------
 
 
 class _Gate:
-    """Says whether a request is let in."""
+    """Decides whether a request is let in."""
 
     def __init__(self, is_loopback: bool, token: str | None) -> None:
         self._is_loopback = is_loopback
@@ -189,7 +190,7 @@ class _Gate:
     ) -> Response:
         if self._is_loopback and not _names_loopback(request.headers.get("host", "")):
             return _problem(403, "on loopback the Host header must name localhost")
-        # Not `request.url`, which the Host header goes into: it is whatever the caller says.
+        # Not `request.url`, which contains the Host header, and so whatever the caller sends.
         if self._token is not None and request.scope["path"] != "/healthz":
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(given.strip().encode(), self._token)
@@ -228,7 +229,7 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
         return _json(health, 200 if is_whole else 503)
 
     def status(_: Request) -> Response:
-        return _json(server.stats())
+        return _json(to_plain(server.stats()))
 
     async def clear(request: Request) -> Response:
         wanted = await _read(request, ClearRequest, patience_s)
@@ -263,7 +264,7 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
 
 
 async def _read(request: Request, kind: type[T], patience_s: float) -> T:
-    """The body of a request."""
+    """Read and decode the body of a request."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HTTPException(415, "the body must be sent as application/json")
@@ -271,7 +272,7 @@ async def _read(request: Request, kind: type[T], patience_s: float) -> T:
         body = await asyncio.wait_for(_read_body(request), patience_s)
     except asyncio.TimeoutError:
         raise HTTPException(408, f"no whole body within {patience_s:g} s") from None
-    except ClientDisconnect:  # nobody reads this, but a stranger's leaving is no error of ours
+    except ClientDisconnect:  # the answer is not read, but a lost client is no error of ours
         raise HTTPException(400, "the body was broken off") from None
     return msgspec.json.decode(body, type=kind)
 

@@ -1,7 +1,7 @@
 """Bounds on the connections of an HTTP service: how many there are, and how long each may idle.
 
-Opening a connection takes no token. uvicorn alone accepts any number of connections, waits for the
-head of a request for ever, and reads the body of an answered request to its end.
+Opening a connection needs no token. uvicorn alone accepts any number of connections, waits forever
+for the head of a request, and reads the body of an answered request to its end.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_CONNECTIONS = 64
 _ACCEPT_PAUSE_S = 1.0  # after an error, such as no free file descriptor
 
 
-class Connection(H11Protocol):
-    """A connection whose client sends whole requests and takes the answers, or loses it.
+class HttpConnection(H11Protocol):
+    """A connection that is closed unless its client sends complete requests and takes the answers.
 
-    The head of a request must be there ``timeout_keep_alive`` seconds after the connection was
-    made or the last answer given, and that answer must have been taken by then. The time in which
-    a request is handled does not count; the handler bounds how long it waits for a body.
+    The head of a request must arrive within ``timeout_keep_alive`` seconds of the connection or the
+    last answer, and that answer must have been taken by then. Time spent handling a request does
+    not count; the handler bounds how long it waits for a body.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -54,24 +54,24 @@ class Connection(H11Protocol):
         self._deadline = self.loop.call_later(self.timeout_keep_alive, self._expire)
 
     def _expire(self) -> None:
-        if self.conn.our_state is h11.SEND_RESPONSE:  # the handler is at work
+        if self.conn.our_state is h11.SEND_RESPONSE:  # the handler is running
             self._set_deadline()
         else:
-            self.transport.abort()  # closing would wait until what is written has been taken
+            self.transport.abort()  # closing would wait until the client has taken the answer
 
 
 async def accept_connections(listener: socket.socket, server: uvicorn.Server) -> None:
     """Accept clients of ``server`` until cancelled; close those beyond `MAX_CONNECTIONS` unread.
 
     Args:
-        listener: Listens, and does not block.
+        listener: A listening socket that does not block.
     """
     loop = asyncio.get_running_loop()
     state = server.server_state
 
-    def make_connection() -> Connection:
+    def make_connection() -> HttpConnection:
         app_state: dict[str, Any] = {}
-        return Connection(server.config, state, app_state, loop)
+        return HttpConnection(server.config, state, app_state, loop)
 
     is_failing = False
     while True:

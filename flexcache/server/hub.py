@@ -15,9 +15,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import msgspec
 
 from flexcache.config import ModelConfig
 from flexcache.ids import OpId, SessionId, TaskId
@@ -41,6 +38,7 @@ from flexcache.protocol.messages import (
     Request,
     ToServer,
 )
+from flexcache.server.cache_slot import CacheSlot, OpenCache
 from flexcache.server.claims import Claims
 from flexcache.server.greetings import malformed_greeting, refuse_undecodable
 from flexcache.server.guard import Buffer, SocketGuard
@@ -51,9 +49,8 @@ from flexcache.server.peers import Peers
 from flexcache.server.readiness import EngineReadiness
 from flexcache.server.registry import Host, Rank, Registry, Scheduler
 from flexcache.server.requests import Requests
-from flexcache.server.sessions import Sessions
-from flexcache.server.store import CacheStore
-from flexcache.server.store_slot import OpenStore, StoreSlot
+from flexcache.server.served_cache import ServedCache
+from flexcache.server.sessions import ServerSessions
 from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import (
     DISK,
@@ -69,7 +66,7 @@ from flexcache.tasks.instructions import (
     TaskEnded,
     TaskResult,
 )
-from flexcache.tasks.stats import CacheIdentity, cache_to_plain
+from flexcache.tasks.stats import CacheIdentity, EngineStats, ServerStats, Stats, to_plain
 from flexcache.transfer.messages import Done, Drop
 
 logger = logging.getLogger(__name__)
@@ -81,25 +78,25 @@ class Hub:
     """All clients of one server.
 
     Args:
-        open_store: See `StoreSlot`.
+        open_cache: See `CacheSlot`.
         host: Watches processes and makes shared memory.
-        extra_stats: What the server adds to `stats`.
+        server_stats: Returns the server's part of `stats`.
     """
 
     def __init__(
         self,
         config: HubConfig,
         host: Host,
-        open_store: OpenStore,
-        extra_stats: Callable[[], dict[str, Any]] = dict,
+        open_cache: OpenCache,
+        server_stats: Callable[[], ServerStats],
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.outbox = Outbox()
-        self._extra_stats = extra_stats
-        self._slot = StoreSlot(open_store, self.outbox)
+        self._server_stats = server_stats
+        self._slot = CacheSlot(open_cache, self.outbox)
         self._registry = Registry(host)
         self._notices = Notices(self._registry, self.outbox)
-        self.sessions = Sessions(config, self._registry, self._slot)
+        self.sessions = ServerSessions(config, self._registry, self._slot)
         claims = Claims()
         self.readiness = EngineReadiness(self._registry, self._slot, claims, self.outbox)
         self._peers = Peers(
@@ -147,15 +144,16 @@ class Hub:
         Returns:
             Whether a look-up has ended, or what an engine waits for has changed.
         """
-        if self._slot.store is None:
+        cache = self._slot.cache
+        if cache is None:
             return False
-        tasks = self._slot.tasks
-        has_news = False
+        tasks, has_news = cache.engine, False
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
                 self._deliver(instruction, now)
-        self._notices.end_sessions(tasks)
+        if self._notices.ending_sessions:
+            self._notices.end_sessions(tasks)
         if self._seen_readiness != self.readiness.num_changes:
             self._seen_readiness = self.readiness.num_changes
             has_news = True
@@ -218,7 +216,8 @@ class Hub:
                     self._reject(identity, "malformed", text)
             case GetStats():
                 session = caller.session if caller is not None else None
-                self.outbox.send(identity, Answer(message.request_id, self.stats(now, session)))
+                plain = to_plain(self.stats(now, session))
+                self.outbox.send(identity, Answer(message.request_id, plain))
             case Done() if isinstance(peer, Rank) and peer.serving:
                 self._slot.tasks.op_done(
                     peer.executor, OpId(message.op_id), message.num_ok, now, error=message.error
@@ -265,9 +264,9 @@ class Hub:
     # -- the server's own process ----------------------------------------------------------------
 
     @property
-    def store(self) -> CacheStore | None:
+    def cache(self) -> ServedCache | None:
         """None until an engine or the config has said what is cached."""
-        return self._slot.store
+        return self._slot.cache
 
     @property
     def peers(self) -> list[bytes]:
@@ -279,8 +278,8 @@ class Hub:
         """Whether the peer that left last said Goodbye."""
         return self._peers.last_left_orderly
 
-    def open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
-        """Open the store for a model that is known before any engine greets."""
+    def open_cache(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
+        """Open the cache for a model that is known before any engine greets."""
         return self._slot.open(model, tokens_per_block)
 
     def workers(self, engine: str | None = None) -> dict[str, int]:
@@ -300,33 +299,34 @@ class Hub:
             if name.startswith("tp_rank")
         ]
 
-    def stats(self, now: float, session: SessionId | None = None) -> dict[str, Any]:
-        """Plain numbers and strings; ``engine`` is the session's own share."""
-        report: dict[str, Any] = {"counters": dict(self.counters), **self._extra_stats()}
-        store = self._slot.store
-        if store is None:
-            return report | {"tiers": {}, "tasks": {}, "engines": {}}
-        tasks = store.engine
+    def stats(self, now: float, session: SessionId | None = None) -> Stats:
+        """Statistics of everything here and, if one is named, of a session."""
+        server, counters = self._server_stats(), dict(self.counters)
+        cache = self._slot.cache
+        if cache is None:
+            return Stats(server=server, counters=counters, engines={})
+        tasks = cache.engine
         identity = CacheIdentity(
-            fingerprint=store.fingerprint,
-            layout=store.layout or "",
-            block_bytes=store.block_bytes,
-            tokens_per_block=store.config.tokens_per_block,
+            fingerprint=cache.fingerprint,
+            layout=cache.layout or "",
+            block_bytes=cache.block_bytes,
+            tokens_per_block=cache.config.tokens_per_block,
         )
-        report |= {
-            **cache_to_plain(tasks.stats(identity, now)),
-            "engines": {
-                engine: {
-                    "pid": pid,
-                    "open_tasks": tasks.sessions.num_open_of(session_id),
-                    "ranks": len(self.workers(engine)),
-                }
-                for engine, pid, session_id in self.sessions.engines()
-            },
+        engines = {
+            engine: EngineStats(
+                pid=pid,
+                open_tasks=tasks.sessions.num_open_of(session_id),
+                ranks=len(self.workers(engine)),
+            )
+            for engine, pid, session_id in self.sessions.engines()
         }
-        if session is not None:
-            report["engine"] = msgspec.to_builtins(tasks.sessions.totals_of(session).stats())
-        return report
+        return Stats(
+            server=server,
+            counters=counters,
+            engines=engines,
+            cache=tasks.stats(identity, now),
+            engine=None if session is None else tasks.sessions.totals_of(session).stats(),
+        )
 
     def fail(self) -> None:
         """The server has failed: no rank may begin another copy, no caller may wait for it."""

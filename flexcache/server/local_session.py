@@ -27,16 +27,17 @@ class LocalSession:
     ids: TaskIds
 
     def __init__(self, server: KVServer) -> None:
-        self._server = server
+        self.server = server
+        self._has_store = server.config.remote_url is not None
 
     def match(
         self, kind: TaskKind, prompt: Prompt, look_up: bool = True, may_wait: bool = True
     ) -> MatchedTask | None:
         """None if the remote store has yet to answer, and the caller may not wait."""
-        if look_up and not self._look_up(kind, prompt.keys, prompt.stop, may_wait):
-            return None
         keys, start, stop, num_tokens, retain_s = prompt
-        with self._server.session() as tasks:
+        if look_up and self._has_store and not self._look_up(kind, keys, stop, may_wait):
+            return None
+        with self.server.session() as tasks:
             task_id = self.ids.next()
             plan = tasks.match(
                 task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s
@@ -44,30 +45,28 @@ class LocalSession:
         return MatchedTask(task_id, plan.start, plan.num_blocks, plan.sources)
 
     def _look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, may_wait: bool) -> bool:
-        """Ask the remote store, if there is one; whether the match can be made now."""
-        if self._server.config.remote_url is None:
-            return True
-        with self._server.session() as tasks:
+        """Ask the remote store; whether the match can be made now."""
+        with self.server.session() as tasks:
             lookup = tasks.look_up(kind, keys, stop, time.monotonic())
         if lookup is None or not may_wait:
             return lookup is None
-        with self._server.session() as tasks:
+        with self.server.session() as tasks:
             while tasks.lookups is not None and tasks.lookups.is_open(lookup):
-                self._server.wait_for_change(None)  # it has a deadline
-                if self._server.stopping:
+                self.server.wait_for_change(None)  # it has a deadline
+                if self.server.stopping:
                     raise ClosedError("the cache was shut down")
         return True
 
     def launch(
         self, task_ids: Sequence[int], gpu_blocks: Sequence[npt.NDArray[np.int64]], gated: bool
     ) -> None:
-        with self._server.session() as tasks:
+        with self.server.session() as tasks:
             tasks.launch([TaskId(t) for t in task_ids], gpu_blocks, time.monotonic(), gated)
 
     def cancel(self, task_ids: Sequence[int]) -> None:
-        with self._server.session() as tasks:
+        with self.server.session() as tasks:
             tasks.cancel([TaskId(t) for t in task_ids], time.monotonic())
 
     def report_prefill(self, blocks_per_s: float) -> None:
-        with self._server.session() as tasks:
+        with self.server.session() as tasks:
             tasks.sessions.report_prefill(self.ids.session, blocks_per_s)

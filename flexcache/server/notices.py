@@ -24,7 +24,7 @@ class Notices:
         self._registry = registry
         self._outbox = outbox
         self._sent: dict[str, deque[Ended | SessionOver]] = {}
-        self._ending: dict[SessionId, str] = {}
+        self.ending_sessions: dict[SessionId, str] = {}
         """Sessions that are over except for copies under way, with their engines."""
 
     def task_ended(self, engine: str, task_id: int, num_ok: int) -> None:
@@ -33,16 +33,16 @@ class Notices:
 
     def session_lost(self, session: SessionId, engine: str) -> None:
         """A scheduler is gone; its ranks are notified once nothing of the session moves."""
-        self._ending[session] = engine
+        self.ending_sessions[session] = engine
 
     def end_sessions(self, tasks: KVTaskEngine) -> None:
         """Notify the ranks of sessions for which nothing moves any more.
 
         Must be called after every batch of events, once its other notices were sent.
         """
-        for session, engine in list(self._ending.items()):
+        for session, engine in list(self.ending_sessions.items()):
             if not tasks.sessions.uses_gpu_of(engine):
-                del self._ending[session]
+                del self.ending_sessions[session]
                 self._tell(engine, SessionOver(session))
 
     def replay(self, rank: Rank) -> None:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig
 from flexcache.events.publisher import KVEventPublisher
 from flexcache.logs import log_event
 from flexcache.server.change_feed import ChangeFeed
-from flexcache.server.store import CacheStore
+from flexcache.server.served_cache import ServedCache
+from flexcache.tasks.stats import EventStats, TraceStats
 from flexcache.tracing.tracer import Tracer, make_header
 
 T = TypeVar("T")
@@ -47,29 +48,29 @@ class Observers:
         if self._config.http_endpoint is not None:
             self._http = self._start("HTTP", start)
 
-    def follow(self, store: CacheStore) -> None:
-        """Start publishing and tracing what happens in a store that has just been opened."""
+    def follow(self, cache: ServedCache) -> None:
+        """Start publishing and tracing what happens in a cache that has just been opened."""
         config = self._config
         if config.records_changes:
             publisher = None
             if config.kv_events_endpoint is not None:
-                publisher = self._start("KV events", lambda: self._open_publisher(store))
+                publisher = self._start("KV events", lambda: self._open_publisher(cache))
             self.feed = ChangeFeed(config, publisher)
         if config.trace_dir is not None:
-            self._tracer = self._start("trace", lambda: self._open_tracer(store))
-            store.engine.accounts.recorder = self._tracer
+            self._tracer = self._start("trace", lambda: self._open_tracer(cache))
+            cache.engine.accounts.recorder = self._tracer
 
-    def _open_publisher(self, store: CacheStore) -> KVEventPublisher:
-        publisher = KVEventPublisher(self._config, store.model.model_id)
+    def _open_publisher(self, cache: ServedCache) -> KVEventPublisher:
+        publisher = KVEventPublisher(self._config, cache.model.model_id)
         publisher.start()
         return publisher
 
-    def _open_tracer(self, store: CacheStore) -> Tracer:
+    def _open_tracer(self, cache: ServedCache) -> Tracer:
         header = make_header(
-            store.config,
-            store.engine.cache.tiers,
-            fingerprint=store.fingerprint,
-            block_bytes=store.block_bytes,
+            cache.config,
+            cache.engine.cache.tiers,
+            fingerprint=cache.fingerprint,
+            block_bytes=cache.block_bytes,
         )
         return Tracer(self._config, header)
 
@@ -89,13 +90,11 @@ class Observers:
         """What the tiers have stored and lost since the last call, with ``kv_events``."""
         return [] if self.feed is None else self.feed.take()
 
-    def stats(self) -> dict[str, Any]:
-        report: dict[str, Any] = {}
-        if self.feed is not None:
-            report["events"] = self.feed.stats()
-        if self._tracer is not None:
-            report["trace"] = self._tracer.stats()
-        return report
+    def event_stats(self) -> EventStats | None:
+        return None if self.feed is None else EventStats(**self.feed.stats())
+
+    def trace_stats(self) -> TraceStats | None:
+        return None if self._tracer is None else TraceStats(**self._tracer.stats())
 
     def close_http(self) -> None:
         """Answer no more requests. Idempotent."""

@@ -13,8 +13,9 @@ from flexcache.errors import RegistrationError
 from flexcache.ids import MAX_KEY_BYTES, TaskKind
 from flexcache.request_info import PromptDetail
 from flexcache.server.local_session import LocalSession
+from flexcache.server.served_cache import ServedCache
 from flexcache.server.server import KVServer
-from flexcache.server.store import CacheStore
+from flexcache.tasks.stats import Stats
 
 if TYPE_CHECKING:
     from flexcache.server.http import HttpService
@@ -30,7 +31,7 @@ class Operator:
         self._session: LocalSession | None = None
         self._opening = threading.Lock()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         return self._server.stats()
 
     def health(self) -> dict[str, Any]:
@@ -44,7 +45,7 @@ class Operator:
             ValueError: There is no such tier.
             RegistrationError: The model is not known yet.
         """
-        self._require_store()
+        self._require_cache()
         return self._server.clear(tier)
 
     def prefetch(
@@ -65,8 +66,8 @@ class Operator:
             ValueError: Not exactly one of the two is given, or it makes no sense.
             RegistrationError: The model is not known yet.
         """
-        store = self._require_store()
-        prompt = _prompt(store, token_ids, block_keys, namespace)
+        cache = self._require_cache()
+        prompt = _prompt(cache, token_ids, block_keys, namespace)
         session = self._open_session()
         task = session.match(TaskKind.PREFETCH, prompt)
         assert task is not None  # it may wait
@@ -81,15 +82,15 @@ class Operator:
                 self._session.ids = self._server.open_session(_NAME)
             return self._session
 
-    def _require_store(self) -> CacheStore:
-        store = self._server.store
-        if store is None:
+    def _require_cache(self) -> ServedCache:
+        cache = self._server.cache
+        if cache is None:
             raise RegistrationError("no engine has said yet what is cached here")
-        return store
+        return cache
 
 
 def _prompt(
-    store: CacheStore,
+    cache: ServedCache,
     token_ids: Sequence[int] | None,
     block_keys: Sequence[bytes] | None,
     namespace: str | Sequence[str] | None,
@@ -97,9 +98,9 @@ def _prompt(
     """A prompt as it comes by HTTP: lists of anything."""
     if (token_ids is None) == (block_keys is None):
         raise ValueError("give either token_ids or block_keys")
-    size = store.config.tokens_per_block
+    size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
-    maker = PromptMaker(store.fingerprint, size, lambda: detail)
+    maker = PromptMaker(cache.fingerprint, size, lambda: detail)
     if block_keys is not None:
         if any(not 0 < len(key) <= MAX_KEY_BYTES for key in block_keys):
             raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")

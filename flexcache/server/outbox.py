@@ -27,32 +27,38 @@ class Output(NamedTuple):
 
 
 class Outbox:
-    """Collects output. Not thread-safe."""
+    """Collects output. Not thread-safe.
+
+    Attributes:
+        is_empty: Whether there is nothing to take.
+    """
 
     def __init__(self) -> None:
+        self.is_empty = True
         self._to_peers: list[tuple[bytes, PeerMessage]] = []
         self._to_workers: list[WorkerInstruction] = []
         self._jobs: list[BackgroundJob] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._to_peers or self._to_workers or self._jobs)
-
     def send(self, identity: bytes, message: PeerMessage) -> None:
         """Queue a message for a peer."""
         self._to_peers.append((identity, message))
+        self.is_empty = False
 
     def instruct(self, instruction: WorkerInstruction) -> None:
         """Queue an instruction for the disk or the remote worker."""
         self._to_workers.append(instruction)
+        self.is_empty = False
 
     def begin(self, job: BackgroundJob) -> None:
         """Queue a slow job."""
         self._jobs.append(job)
+        self.is_empty = False
 
     def take(self) -> Output:
         """Empty the outbox."""
         output = Output(self._to_peers, self._to_workers, self._jobs)
         self._to_peers, self._to_workers, self._jobs = [], [], []
+        self.is_empty = True
         return output
 
 

@@ -25,6 +25,7 @@ from flexcache.protocol.messages import (
     WelcomeEngine,
     WelcomeRank,
 )
+from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.claims import Claimant, Claims
 from flexcache.server.greetings import name_problem, refuse_version
 from flexcache.server.hub_config import HubConfig
@@ -32,8 +33,7 @@ from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
 from flexcache.server.readiness import EngineReadiness
 from flexcache.server.registry import Host, Peer, Rank, Registry, Scheduler
-from flexcache.server.sessions import Sessions
-from flexcache.server.store_slot import StoreSlot
+from flexcache.server.sessions import ServerSessions
 from flexcache.storage.pool_directory import DirectoryInUseError
 from flexcache.tasks.instructions import device
 
@@ -50,8 +50,8 @@ class Peers:
         config: HubConfig,
         host: Host,
         registry: Registry,
-        slot: StoreSlot,
-        sessions: Sessions,
+        slot: CacheSlot,
+        sessions: ServerSessions,
         claims: Claims,
         readiness: EngineReadiness,
         notices: Notices,
@@ -73,16 +73,16 @@ class Peers:
     # -- ranks -----------------------------------------------------------------------------------
 
     def greet_rank(self, identity: bytes, hello: HelloRank, now: float) -> None:
-        """Answer a rank's Hello. Without a store there is no answer yet: it will ask again."""
+        """Answer a rank's Hello. Without a cache there is no answer yet: it will ask again."""
         if not self._may_greet(identity, hello):
             return
-        store = self._slot.store
-        if store is None:
+        cache = self._slot.cache
+        if cache is None:
             return
-        if not 0 <= hello.tp_rank < store.model.tp_size:
+        if not 0 <= hello.tp_rank < cache.model.tp_size:
             reason = (
                 f"tp_rank {hello.tp_rank} of engine {hello.engine!r} is not below "
-                f"tp_size = {store.model.tp_size}"
+                f"tp_size = {cache.model.tp_size}"
             )
             self._outbox.send(identity, Refused(reason))
             return
@@ -94,9 +94,11 @@ class Peers:
             refused = Refused(f"tp_rank {hello.tp_rank}: {conflict}", final=False)
             self._outbox.send(identity, refused)
             return
+        segment = cache.store.segment_of(hello.tp_rank)
+        fence = self._registry.fence(hello.engine)
         welcome = WelcomeRank(
-            self._config.epoch, self._config.server_pid, store.segment_of(hello.tp_rank).ref(),
-            self._registry.fence(hello.engine).path, store.block_bytes_per_rank, store.fingerprint,
+            self._config.epoch, self._config.server_pid, segment.ref(), fence.path,
+            cache.block_bytes_per_rank, cache.fingerprint,
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid, now)
         self._registry.add(rank)
@@ -133,8 +135,8 @@ class Peers:
     def _layout_conflict(self, layout: str) -> str | None:
         """Why a rank of this layout cannot serve now. Ranks that serve agree on one layout; ranks
         that have left decide nothing."""
-        assert self._slot.store is not None
-        current = self._slot.store.layout
+        assert self._slot.cache is not None
+        current = self._slot.cache.layout
         if layout == current or not any(rank.serving for rank in self._registry.ranks):
             return None
         return f"KV layout {layout} differs from the other ranks' {current}"
@@ -159,7 +161,7 @@ class Peers:
         self._begin_session(identity, hello, now)
 
     def _refusal(self, hello: HelloEngine) -> Refused | None:
-        """Why the engine cannot use this cache. Opens the store for the first engine."""
+        """Why the engine cannot use this cache. Opens the cache for the first engine."""
         owner = self._config.owner
         if owner is not None:
             return Refused(
@@ -167,7 +169,7 @@ class Peers:
             )
         try:
             model = hello.model.model()
-            store = self._slot.open(model, hello.model.tokens_per_block)
+            cache = self._slot.open(model, hello.model.tokens_per_block)
         except DirectoryInUseError as error:
             return Refused(str(error), final=False)  # it may be free soon
         except ConfigError as error:
@@ -175,9 +177,9 @@ class Peers:
         except (RegistrationError, OSError) as error:
             return Refused(str(error), final=False)
         fingerprint = model.fingerprint(hello.model.tokens_per_block)
-        if fingerprint == store.fingerprint:
+        if fingerprint == cache.fingerprint:
             return None
-        reason = f"the engine's KV is {fingerprint}, the server holds {store.fingerprint}"
+        reason = f"the engine's KV is {fingerprint}, the server holds {cache.fingerprint}"
         log_event(logger, logging.ERROR, "engine_refused", engine=hello.engine, reason=reason)
         return Refused(reason)
 

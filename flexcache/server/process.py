@@ -1,4 +1,4 @@
-"""A server as a process of its own: started by hand (`flexcache server`) or by an engine."""
+"""A server in its own process: started by hand (`flexcache server`) or by an engine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def run_server(config: ServerConfig, starter: Starter | None = None) -> None:
 
 
 def main() -> None:
-    """Entry of a server that an engine started. Its config is on standard input, its end of the
-    engine's pipe the only argument."""
+    """Entry point of a server that an engine started.
+
+    Reads the config from standard input. The only argument is this end of the engine's pipe.
+    """
     config = ServerConfig.from_dict(msgspec.json.decode(sys.stdin.buffer.read()))
     set_up_logging(config.cache.log_level, config.cache.log_format)
     try:
@@ -48,6 +50,6 @@ def main() -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """A few descriptors go to each client."""
+    """Each client takes a few descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

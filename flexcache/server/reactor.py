@@ -11,7 +11,7 @@ import zmq
 
 from flexcache.server.router_socket import RouterSocket
 
-Ended = Callable[[float], None]
+EndReport = Callable[[float], None]
 """Called with the time when a process has ended."""
 
 _SPIN_S = 0.0002
@@ -34,7 +34,7 @@ class Reactor:
         self.spins = False
         self._poller = zmq.Poller()
         self._wake_fd = -1
-        self._pidfds: dict[int, Ended] = {}
+        self._pidfds: dict[int, EndReport] = {}
         self._processes: dict[bytes, int] = {}
         """Pidfds that were opened here, by name."""
         self._main_socket: RouterSocket | None = None
@@ -66,7 +66,7 @@ class Reactor:
 
     # -- processes -------------------------------------------------------------------------------
 
-    def watch_pidfd(self, pidfd: int, ended: Ended) -> None:
+    def watch_pidfd(self, pidfd: int, ended: EndReport) -> None:
         """Report the end of a process whose pidfd the caller owns."""
         self._pidfds[pidfd] = ended
         self._poller.register(pidfd, zmq.POLLIN)
@@ -76,7 +76,7 @@ class Reactor:
         del self._pidfds[pidfd]
         self._poller.unregister(pidfd)
 
-    def watch_process(self, name: bytes, pid: int, ended: Ended) -> None:
+    def watch_process(self, name: bytes, pid: int, ended: EndReport) -> None:
         """Report the end of a process, if it can be seen from this pid namespace."""
         with contextlib.suppress(OSError, OverflowError):
             pidfd = self._processes[name] = os.pidfd_open(pid)
@@ -91,7 +91,7 @@ class Reactor:
 
     # -- the loop's thread -----------------------------------------------------------------------
 
-    def wait(self, next_due: Callable[[float], float | None]) -> list[Ended]:
+    def wait(self, next_due: Callable[[float], float | None]) -> list[EndReport]:
         """Wait until there is something to do, and return the reports of ended processes.
 
         Args:

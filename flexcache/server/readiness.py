@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from flexcache.protocol.messages import Readiness
+from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.claims import Claims
 from flexcache.server.outbox import Outbox
 from flexcache.server.registry import Rank, Registry
-from flexcache.server.store_slot import StoreSlot
 from flexcache.tasks.instructions import DISK, device
 
 _MAX_PROBLEMS = 256
@@ -15,7 +15,7 @@ _MAX_PROBLEMS = 256
 class EngineReadiness:
     """Reports an engine's missing parts to its scheduler, and to callers in this process."""
 
-    def __init__(self, registry: Registry, slot: StoreSlot, claims: Claims, outbox: Outbox) -> None:
+    def __init__(self, registry: Registry, slot: CacheSlot, claims: Claims, outbox: Outbox) -> None:
         self._registry = registry
         self._slot = slot
         self._claims = claims
@@ -25,15 +25,15 @@ class EngineReadiness:
 
     def missing(self, engine: str) -> list[str]:
         """Ranks and workers that an engine still waits for."""
-        store = self._slot.store
-        if store is None:
+        cache = self._slot.cache
+        if cache is None:
             return ["a model"]
         names = [
             f"tp_rank {rank}"
-            for rank in range(store.model.tp_size)
-            if not store.engine.executors.is_up(device(engine, rank))
+            for rank in range(cache.model.tp_size)
+            if not cache.engine.executors.is_up(device(engine, rank))
         ]
-        if store.disk_pool is not None and not store.engine.executors.is_up(DISK):
+        if cache.store.disk_pool is not None and not cache.engine.executors.is_up(DISK):
             names.append("disk worker")
         return names + self._claims.places(engine)
 

@@ -34,11 +34,11 @@ from flexcache.protocol.messages import (
 )
 from flexcache.request_info import NO_INFO, PromptDetail
 from flexcache.server.background import BackgroundJob
+from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.guard import Buffer
 from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
 from flexcache.server.registry import Registry, Scheduler
-from flexcache.server.store_slot import StoreSlot
 from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import TaskResult
 from flexcache.transfer.messages import unpack_ids
@@ -57,7 +57,7 @@ class Requests:
         self,
         prompt_detail: PromptDetail,
         registry: Registry,
-        slot: StoreSlot,
+        slot: CacheSlot,
         notices: Notices,
         outbox: Outbox,
         counters: Counter[str],
@@ -115,8 +115,8 @@ class Requests:
                 return Answer(request_id, None)
 
     def _clear(self, caller: Scheduler, request: Clear) -> Answer | None:
-        assert self._slot.store is not None
-        clearing = self._slot.store.clear(request.tier)
+        assert self._slot.cache is not None
+        clearing = self._slot.cache.clear(request.tier)
         if not clearing.needs_work:
             return Answer(request.request_id, clearing.end(None))
 
@@ -151,7 +151,7 @@ class Requests:
         self, caller: Scheduler, request: Match, data: memoryview, copies: bool = False
     ) -> PromptKeys:
         """The prompt's keys, as views of the client's memory or as copies."""
-        assert self._slot.store is not None
+        assert self._slot.cache is not None
         if len(request.root) != ROOT_BYTES or request.key_bytes > MAX_KEY_BYTES:
             raise ValueError(f"a root has {ROOT_BYTES} bytes, a key at most {MAX_KEY_BYTES}")
         if not math.isfinite(request.retain_s):
@@ -169,7 +169,7 @@ class Requests:
             content = _read_content(request, key_data if request.key_bytes == 0 else token_data)
         if copies:
             key_data = memoryview(bytes(key_data))
-        size = self._slot.store.config.tokens_per_block
+        size = self._slot.cache.config.tokens_per_block
         return unpack_keys(request.root, key_data, request.key_bytes, size, content)
 
     def look_up_ended(self, lookup_id: int, now: float) -> None:
@@ -198,6 +198,7 @@ class Requests:
         """Start a task; what is wrong with the launch becomes the task's answer."""
         try:
             task_id = _check_owner(caller, message.task_id)
+            self._slot.tasks.sessions.was_launched(task_id)
             blocks = unpack_ids(message.gpu_blocks)
             self._slot.tasks.launch([task_id], [blocks], now, message.gated)
         except KeyError:  # it has ended: by its deadline, or by a cancel that came first
@@ -211,8 +212,8 @@ class Requests:
 
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""
-        assert self._slot.store is not None
-        max_bytes = 8 * self._slot.store.config.max_open_tasks
+        assert self._slot.cache is not None
+        max_bytes = 8 * self._slot.cache.config.max_open_tasks
         if len(message.task_ids) % 8 or len(message.task_ids) > max_bytes:
             return False
         tasks = self._slot.tasks
@@ -232,11 +233,7 @@ class Requests:
         if task_id in self._unasked:
             self._unasked.discard(task_id)
         elif scheduler is not None:
-            answer = TaskAnswer(
-                task_id, result.status, result.start, result.num_ok, result.num_tokens,
-                result.error, result.is_final,
-            )  # fmt: skip
-            self._outbox.send(scheduler.identity, answer)
+            self._outbox.send(scheduler.identity, TaskAnswer(task_id, *result))
 
     def check(self) -> None:
         """Raise `InternalError` if the parked matches are miscounted."""

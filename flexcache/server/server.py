@@ -43,13 +43,13 @@ from flexcache.server.idle_exit import IdleExit
 from flexcache.server.local_host import LocalHost
 from flexcache.server.observers import Closing, Observers
 from flexcache.server.reactor import Reactor
+from flexcache.server.served_cache import ServedCache
 from flexcache.server.sessions import Answers
-from flexcache.server.store import CacheStore
 from flexcache.server.workers import WorkerPool
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.instructions import DISK, REMOTE
-from flexcache.tasks.sessions import NUM_REMEMBERED
+from flexcache.tasks.stats import ServerStats, Stats
 from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class KVServer:
         self.config = config
         self.endpoint = endpoint or config.endpoint or private_endpoint()
         check_endpoint(self.endpoint, has_keys=config.curve_keys is not None)
-        self._store = CacheStore(model, config) if model is not None else None
+        self._cache = ServedCache(model, config) if model is not None else None
         self._engine_name = engine
         self._idle_exit_s = idle_exit_s
         self._is_needed = is_needed
@@ -105,7 +105,7 @@ class KVServer:
             prompt_detail=config.wanted,
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
-        self.hub = Hub(hub_config, host, self._open_store, self._own_stats)
+        self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)
         self._observers = Observers(config)
         self._pool = WorkerPool(self._reactor, self.hub)
         self._background = BackgroundThread(self._end_job)
@@ -180,13 +180,11 @@ class KVServer:
             self._reactor.open(self._endpoint.socket)
             if self.config.has_workers:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
-            if self._store is not None:
+            if self._cache is not None:
                 with self._changed:
-                    self.hub.open_store(self._store.model, self.config.tokens_per_block)
+                    self.hub.open_cache(self._cache.model, self.config.tokens_per_block)
                     if self._engine_name is not None:
-                        ids = self.hub.sessions.open_local(
-                            self._engine_name, answers, NUM_REMEMBERED
-                        )
+                        ids = self.hub.sessions.open_local(self._engine_name, answers)
             if self._open_http is not None:
                 self._observers.open_http(partial(self._open_http, self))
         except BaseException:
@@ -203,17 +201,17 @@ class KVServer:
         log_event(logger, logging.INFO, "server_began", endpoint=self.endpoint)
         return loop, ids
 
-    def _open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
+    def _open_cache(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
         """Open the tiers, and start what serves and observes them."""
-        store = self._store
-        if store is None:
+        cache = self._cache
+        if cache is None:
             config = dataclasses.replace(self.config, tokens_per_block=tokens_per_block)
-            store = CacheStore(model, config)
-        store.open()
-        self._store = store
-        self._observers.follow(store)
+            cache = ServedCache(model, config)
+        cache.open()
+        self._cache = cache
+        self._observers.follow(cache)
         assert self._endpoint is not None
-        endpoint = self._endpoint.worker_address
+        endpoint, store = self._endpoint.worker_address, cache.store
         if store.disk_pool is not None:
             self._pool.add(
                 DISK, "flexcache.transfer.workers.disk",
@@ -224,7 +222,7 @@ class KVServer:
                 REMOTE, "flexcache.transfer.workers.remote",
                 partial(store.remote_worker_config, endpoint), store.segment_fds,
             )  # fmt: skip
-        return store
+        return cache
 
     # -- calls from this process -----------------------------------------------------------------
 
@@ -232,27 +230,11 @@ class KVServer:
         """Exclusive use of the task engine; what it decides is carried out afterwards."""
         return _EngineUse(self)
 
-    def _begin_use(self) -> KVTaskEngine:
-        self._changed.acquire()
-        if self._reactor.stopping:
-            self._changed.release()
-            raise ClosedError("the cache was shut down")
-        assert self._store is not None
-        return self._store.engine
-
-    def _end_use(self) -> None:
-        try:
-            self._route()
-            if self.hub.outbox:
-                self._reactor.wake()
-        finally:
-            self._changed.release()
-
     def _route(self) -> None:
         """Pass on what the task engine did; must be called with the lock held."""
         feed = self._observers.feed
-        if feed is not None and self._store is not None:
-            journal = self._store.engine.cache.tiers.journal
+        if feed is not None and self._cache is not None:
+            journal = self._cache.engine.cache.tiers.journal
             if journal:
                 feed.pass_on(journal.take())
         if self.hub.route(time.monotonic()):
@@ -263,10 +245,10 @@ class KVServer:
         self._changed.wait(timeout)
 
     @property
-    def store(self) -> CacheStore | None:
+    def cache(self) -> ServedCache | None:
         """None until an engine or the config has said what is cached."""
         with self._changed:
-            return self.hub.store
+            return self.hub.cache
 
     @property
     def stopping(self) -> bool:
@@ -304,14 +286,14 @@ class KVServer:
         """Drop the blocks of one tier, or of all, that are not in use; how many."""
         with self._clearing:
             with self.session():
-                assert self._store is not None
-                clearing = self._store.clear(tier)
+                assert self._cache is not None
+                clearing = self._cache.clear(tier)
             error = error_of(clearing.work)
             with self._changed:  # also while the cache is shut down: dirty blocks wait for it
                 return clearing.end(error)
 
-    def stats(self, session: SessionId | None = None) -> dict[str, Any]:
-        """Of the server as a whole and, if one is named, of a session."""
+    def stats(self, session: SessionId | None = None) -> Stats:
+        """Statistics of the server as a whole and, if one is named, of a session."""
         with self._changed:
             if self.stopping:
                 raise ClosedError("the cache was shut down")
@@ -333,16 +315,17 @@ class KVServer:
         with self._changed:
             return self._observers.take_changes()
 
-    def _own_stats(self) -> dict[str, Any]:
-        report: dict[str, Any] = {
-            "version": __version__,
-            "uptime_s": time.monotonic() - self._started_s,
-            "endpoint": self.endpoint,
-            "server_pid": os.getpid(),
-            "workers": self.hub.workers() | self._pool.pids(),
-            "worker_restarts": self._pool.restarts(),
-        }
-        return report | self._observers.stats()
+    def _own_stats(self) -> ServerStats:
+        return ServerStats(
+            version=__version__,
+            uptime_s=time.monotonic() - self._started_s,
+            endpoint=self.endpoint,
+            server_pid=os.getpid(),
+            workers=self.hub.workers() | self._pool.pids(),
+            worker_restarts=self._pool.restarts(),
+            events=self._observers.event_stats(),
+            trace=self._observers.trace_stats(),
+        )
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -361,9 +344,9 @@ class KVServer:
             self._endpoint.close()
         self._reactor.close()
         self._observers.close()
-        if self._store is not None and jobs_are_done:  # else its files are still written to
+        if self._cache is not None and jobs_are_done:  # else its files are still written to
             with self._clearing:  # it writes to the files, and HTTP does not wait for it
-                self._store.close()
+                self._cache.store.close()
         if self._endpoint is not None:
             self._endpoint.unlock()
 
@@ -377,7 +360,19 @@ class _EngineUse:
         self._server = server
 
     def __enter__(self) -> KVTaskEngine:
-        return self._server._begin_use()
+        server = self._server
+        server._changed.acquire()
+        if server._reactor.stopping:
+            server._changed.release()
+            raise ClosedError("the cache was shut down")
+        assert server._cache is not None
+        return server._cache.engine
 
     def __exit__(self, *error: object) -> None:
-        self._server._end_use()
+        server = self._server
+        try:
+            server._route()
+            if not server.hub.outbox.is_empty:
+                server._reactor.wake()
+        finally:
+            server._changed.release()

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from flexcache.ids import SessionId, TaskId
+from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.registry import Registry
-from flexcache.server.store_slot import StoreSlot
 from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import TaskResult
 
@@ -27,10 +27,10 @@ class Answers(Protocol):
         """The server has failed: no answer will come any more."""
 
 
-class Sessions:
+class ServerSessions:
     """Numbers sessions and opens them in the task engine."""
 
-    def __init__(self, config: HubConfig, registry: Registry, slot: StoreSlot) -> None:
+    def __init__(self, config: HubConfig, registry: Registry, slot: CacheSlot) -> None:
         self._config = config
         self._registry = registry
         self._slot = slot
@@ -39,12 +39,10 @@ class Sessions:
 
     def open(self, name: str) -> SessionId:
         """Open a session for a scheduler that is being greeted."""
-        return self._open(name, num_remembered=0)  # its client remembers what was answered
+        return self._open(name)
 
-    def open_local(
-        self, name: str, answers: Answers | None = None, num_remembered: int = 0
-    ) -> TaskIds:
-        """Open a session for calls from this process; there must be a store.
+    def open_local(self, name: str, answers: Answers | None = None) -> TaskIds:
+        """Open a session for calls from this process; there must be a cache.
 
         Args:
             answers: Receives the results of the session's tasks, if the caller needs them.
@@ -52,7 +50,7 @@ class Sessions:
         Returns:
             What numbers its tasks.
         """
-        session = self._open(name, num_remembered)
+        session = self._open(name)
         self._local[session] = (name, answers)
         return TaskIds(session)
 
@@ -65,8 +63,6 @@ class Sessions:
         _, answers = self._local[session]
         if answers is not None:
             answers.answer(task_id, result)
-            if result.is_final:
-                self._slot.tasks.sessions.collected(task_id)
 
     def close_local(self) -> None:
         """The server has failed: let calls from this process wait no longer."""
@@ -82,10 +78,10 @@ class Sessions:
         for scheduler in self._registry.schedulers:
             yield scheduler.engine, scheduler.pid, scheduler.session
 
-    def _open(self, name: str, num_remembered: int) -> SessionId:
+    def _open(self, name: str) -> SessionId:
         while True:
             session = make_session(self._config.epoch, next(self._numbers))
             if self._registry.scheduler(session) is None and not self.is_local(session):
                 break
-        self._slot.tasks.add_session(session, name, num_remembered)
+        self._slot.tasks.add_session(session, name)
         return session

@@ -1,4 +1,4 @@
-"""Starts a worker process, notices its death at once, and starts it anew with back-off."""
+"""Starts a worker process, notices its death at once, and restarts it with back-off."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _STABLE_AFTER_S = 30.0
 
 
 class WorkerSupervisor:
-    """One worker of a kind at a time. Driven by the server's thread; time is handed in.
+    """Keeps one worker running. Driven by the event loop's thread; the time is handed in.
 
     Args:
-        name: What it is called: ``disk``, ``remote``.
-        module: What it runs.
-        make_config: The worker's config for a socket identity; called for every start.
+        name: Name of the worker: ``disk``, ``remote``.
+        module: Module that it runs.
+        make_config: Makes the worker's config for a socket identity; called for every start.
         keep_fds: Descriptors that the child inherits.
     """
 
@@ -56,7 +56,7 @@ class WorkerSupervisor:
         return self._process.pid if self._process is not None else None
 
     def start(self, now: float) -> bool:
-        """Whether it runs now; if it cannot be started, that is tried again with back-off."""
+        """Start the worker; returns whether it runs. A failed start is retried with back-off."""
         try:
             self._start(now)
         except OSError as error:
@@ -76,7 +76,7 @@ class WorkerSupervisor:
         self.num_starts += 1
         self.restart_at = None
         self._started_s = now
-        # It goes to the worker alone: no other process can speak in its name.
+        # Known to the worker alone, so that no other process can send in its name.
         self.identity = f"{self.name}-{secrets.token_hex(16)}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module],
@@ -90,10 +90,10 @@ class WorkerSupervisor:
             self._process.stdin.write(config + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it died already: the pidfd tells
+            pass  # it has died already: its pidfd reports that
 
     def died(self, now: float) -> str:
-        """Take in the death of the worker and plan the next start. Returns how it ended."""
+        """Handle the death of the worker and plan the next start. Returns how it ended."""
         assert self._process is not None and self._process.stdin is not None
         code = self._process.wait()
         _close(self._process.stdin)
@@ -109,18 +109,18 @@ class WorkerSupervisor:
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 
     def hurry(self, now: float) -> None:
-        """Forget past deaths: a worker that is away is due now, and after another one soon."""
+        """Forget past deaths: a worker that is away is restarted now, and soon after another."""
         self._backoff_s = _FIRST_BACKOFF_S
         if self.restart_at is not None:
             self.restart_at = min(self.restart_at, now)
 
     def kill(self) -> None:
-        """End the worker at once; `died` is due when the pidfd says so."""
+        """Kill the worker; `died` must be called when its pidfd reports the death."""
         if self._process is not None:
             self._process.kill()
 
     def stop(self, timeout: float) -> None:
-        """End the worker for good: it was told to stop before, so wait, then kill."""
+        """End the worker for good: wait for it, since it was asked to stop before, then kill it."""
         self.restart_at = None
         if self._process is None:
             return

@@ -59,8 +59,8 @@ class WorkerMessages:
     def _handle(self, sender: bytes, message: WorkerMessage, _: Buffer, now: float) -> None:
         worker = self._worker_of(sender)
         assert worker is not None
-        assert self._hub.store is not None
-        engine = self._hub.store.engine
+        assert self._hub.cache is not None
+        engine = self._hub.cache.engine
         match message:
             case Ready(detail) if not engine.executors.is_up(worker.name):
                 log_event(

@@ -67,11 +67,11 @@ class WorkerPool:
 
     def missing(self) -> list[str]:
         """Workers that are not up."""
-        store = self._hub.store
+        cache = self._hub.cache
         return [
             f"{name} worker"
             for name in self._workers
-            if store is None or not store.engine.executors.is_up(name)
+            if cache is None or not cache.engine.executors.is_up(name)
         ]
 
     # -- events ----------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class WorkerPool:
             effect="its ops fail, it is restarted",
         )  # fmt: skip
         self._hub.counters[f"{worker.name}_worker_deaths"] += 1
-        assert self._hub.store is not None
-        self._hub.store.engine.executor_down(worker.name, f"{worker.name} worker {how}", now)
+        assert self._hub.cache is not None
+        self._hub.cache.engine.executor_down(worker.name, f"{worker.name} worker {how}", now)
         self._hub.readiness.changed()
 
     # -- instructions ----------------------------------------------------------------------------

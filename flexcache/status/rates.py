@@ -1,13 +1,11 @@
-"""What happened between two looks at a server's counters."""
+"""Rates: what happened between two looks at a server's counters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-Stats = Mapping[str, Any]
-"""`KVManager.stats` of a server. Before its first engine it has no tiers, and little else."""
+from flexcache.tasks.stats import CacheStats, Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +14,8 @@ class Rates:
 
     Attributes:
         hit_tokens: Found, in any tier.
-        missed_tokens: Asked for and not found.
-        ended_tasks: Whatever they were and however they ended.
+        missed_tokens: Requested and not found.
+        ended_tasks: Of any kind and with any outcome.
         op_bytes: Moved, by kind of op.
         evicted_blocks: By tier.
     """
@@ -31,33 +29,34 @@ class Rates:
 
 
 def rates_between(before: Stats, after: Stats, seconds: float) -> Rates | None:
-    """None where the two looks are not at the same server, or one had no engine yet.
+    """Rates from one look to the next, or None if they are not comparable.
 
-    In a container a restarted server has the process id of the one before.
+    They are not if another server answered, or one of them had no engine yet. In a container a
+    restarted server has the process id of the one before.
     """
-    is_another = before["server_pid"] != after["server_pid"] or after["uptime_s"] < seconds
-    if is_another or not before["tiers"] or not after["tiers"]:
+    is_another = before.server.server_pid != after.server.server_pid
+    if is_another or after.server.uptime_s < seconds:
         return None
-    per_block = after["tokens_per_block"] / seconds
+    if before.cache is None or after.cache is None:
+        return None
+    was, now = before.cache.totals, after.cache.totals
+    per_block = after.cache.identity.tokens_per_block / seconds
     return Rates(
         seconds,
-        hit_tokens=(_hits(after) - _hits(before)) * per_block,
-        missed_tokens=(after["missed_blocks"] - before["missed_blocks"]) * per_block,
-        ended_tasks=(_ended(after) - _ended(before)) / seconds,
-        op_bytes={
-            kind: (op["bytes"] - before["ops"][kind]["bytes"]) / seconds
-            for kind, op in after["ops"].items()
-        },
-        evicted_blocks={
-            name: (tier["evicted_blocks"] - before["tiers"][name]["evicted_blocks"]) / seconds
-            for name, tier in after["tiers"].items()
-        },
+        hit_tokens=(_sum(now.hit_blocks) - _sum(was.hit_blocks)) * per_block,
+        missed_tokens=(now.missed_blocks - was.missed_blocks) * per_block,
+        ended_tasks=(_sum(now.ended_tasks) - _sum(was.ended_tasks)) / seconds,
+        op_bytes={kind: (op.bytes - was.ops[kind].bytes) / seconds for kind, op in now.ops.items()},
+        evicted_blocks=_evicted(before.cache, after.cache, seconds),
     )
 
 
-def _hits(stats: Stats) -> int:
-    return sum(stats["hit_blocks"].values())
+def _evicted(before: CacheStats, after: CacheStats, seconds: float) -> dict[str, float]:
+    return {
+        name: (tier.evicted_blocks - before.tiers[name].evicted_blocks) / seconds
+        for name, tier in after.tiers.items()
+    }
 
 
-def _ended(stats: Stats) -> int:
-    return sum(stats["ended_tasks"].values())
+def _sum(counts: Mapping[str, int]) -> int:
+    return sum(counts.values())

@@ -1,68 +1,83 @@
-"""A look at a server as tables. Where the width does not do, the columns that matter least go."""
+"""View: a look at a server as tables. If the width does not suffice, the least important columns
+are left out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Generic, Literal, TypeVar
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from flexcache.ids import TierName
-from flexcache.status.rates import Rates, Stats
+from flexcache.status.rates import Rates
+from flexcache.tasks.stats import (
+    CacheStats,
+    EngineStats,
+    OpStats,
+    RemoteStats,
+    ServerStats,
+    Stats,
+    TierStats,
+    TraceStats,
+)
 
-_REMOTE = TierName.REMOTE.value  # whose capacity is the store's business, not ours
+_REMOTE = TierName.REMOTE.value  # its capacity is the store's business, not ours
 _GAP = 2
 _WIDE = 100
 _BAR = {True: 20, False: 8}
-"""Characters of an occupancy bar: where there are `_WIDE` for all, and where not."""
+"""Characters of an occupancy bar, by whether the view is at least `_WIDE`."""
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
-    """Where the width does not do, the column of the highest ``rank`` goes first; 0 stays."""
+class _Column(Generic[Row]):
+    """If the width does not suffice, the column of the highest ``rank`` goes first; 0 stays."""
 
     title: str
-    value: Callable[[str, Mapping[str, Any]], str | Text]
+    value: Callable[[str, Row], str | Text]
     rank: int = 0
     is_number: bool = True
 
 
 def render(stats: Stats, rates: Rates | None, width: int) -> Group:
-    """
+    """Render one look at a server.
+
     Args:
         rates: What has happened since the look before; None if that is not known.
-        width: Characters that there are.
+        width: Characters per line.
     """
+    server, cache = stats.server, stats.cache
     parts: list[RenderableType] = [_title(stats)]
-    if not stats["tiers"]:
-        parts.append(Text("no engine yet: nothing is decided", "yellow"))
+    if cache is None:
+        parts.append(Text("waiting for the first engine to define the model", "yellow"))
     else:
-        parts += [_tiers(stats, rates, width), *_hits(stats, rates), _ops(stats, rates, width)]
-        parts += _work(stats)
-    parts += [table for table in (_workers(stats, width), _engines(stats, width)) if table]
+        parts += [_tiers(cache, rates, width), *_hits(cache, rates), _ops(cache, rates, width)]
+        parts += _work(cache)
+    parts += [table for table in (_workers(server, width), _engines(stats.engines, width)) if table]
     parts += _others(stats)
     return Group(*parts)
 
 
 def _title(stats: Stats) -> Text:
-    text = Text(f"{stats['endpoint']}, process {stats['server_pid']}", "bold")
-    up = _duration(stats["uptime_s"])
-    text.append(f"\nflexcache {stats['version']}, up {up}", "not bold")
-    if "fingerprint" in stats:
-        text.append(f"\n{stats['fingerprint']}", "not bold dim")
+    server = stats.server
+    text = Text(f"{server.endpoint}, process {server.server_pid}", "bold")
+    up = _duration(server.uptime_s)
+    text.append(f"\nflexcache {server.version}, up {up}", "not bold")
+    if stats.cache is not None:
+        text.append(f"\n{stats.cache.identity.fingerprint}", "not bold dim")
     return text
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def _table(
-    columns: Sequence[_Column], rows: Mapping[str, Mapping[str, Any]], width: int
-) -> Table | None:
-    """A row for each entry; None where there is none."""
+def _table(columns: Sequence[_Column[Row]], rows: Mapping[str, Row], width: int) -> Table | None:
+    """One row per entry; None without any entry."""
     if not rows:
         return None
     cells = {column: [column.value(name, row) for name, row in rows.items()] for column in columns}
@@ -85,49 +100,46 @@ def _table(
 
 
 def _plain(cell: str | Text) -> Text:
-    """Names come from engines: what looks like markup in them is none."""
+    """Names come from engines and are not markup."""
     return cell if isinstance(cell, Text) else Text(cell)
 
 
-def _name(name: str, _: Mapping[str, Any]) -> str:
+def _name(name: str, _: object) -> str:
     return name
 
 
-def _number(key: str) -> Callable[[str, Mapping[str, Any]], str]:
-    return lambda _, row: f"{row[key]:,}"
+def _number(count: Callable[[Row], int]) -> Callable[[str, Row], str]:
+    return lambda _, row: f"{count(row):,}"
 
 
-def _tiers(stats: Stats, rates: Rates | None, width: int) -> Table:
-    def capacity(name: str, tier: Mapping[str, Any]) -> str:
-        return "-" if name == _REMOTE else f"{tier['capacity']:,}"
+def _tiers(cache: CacheStats, rates: Rates | None, width: int) -> Table:
+    def capacity(name: str, tier: TierStats) -> str:
+        return "-" if name == _REMOTE else f"{tier.capacity:,}"
 
-    def occupancy(name: str, tier: Mapping[str, Any]) -> Text:
-        if not tier["available"]:
+    def occupancy(name: str, tier: TierStats) -> Text:
+        if not tier.available:
             return Text("unavailable", "red")
         if name == _REMOTE:
             return Text("as known", "dim")
-        return _bar(tier["indexed"], tier["leased"], tier["capacity"], _BAR[width >= _WIDE])
+        return _bar(tier.indexed, tier.leased, tier.capacity, _BAR[width >= _WIDE])
 
-    def eviction_rate(name: str, _: Mapping[str, Any]) -> str:
+    def eviction_rate(name: str, _: TierStats) -> str:
         return "-" if rates is None else f"{rates.evicted_blocks[name]:,.0f}"
 
-    table = _table(
-        [
-            _Column("tier", _name, is_number=False),
-            _Column("occupancy", occupancy, is_number=False),
-            _Column("blocks", capacity, 1),
-            _Column("indexed", _number("indexed"), 1),
-            _Column("leased", _number("leased"), 3),
-            _Column("hits", _number("hit_blocks")),
-            _Column("misses", _number("miss_blocks"), 4),
-            _Column("stored", _number("stored_blocks"), 6),
-            _Column("dropped", _number("dropped_blocks"), 7),
-            _Column("evicted", _number("evicted_blocks"), 2),
-            _Column("evicted/s", eviction_rate, 5),
-        ],
-        stats["tiers"],
-        width,
-    )
+    columns: list[_Column[TierStats]] = [
+        _Column("tier", _name, is_number=False),
+        _Column("occupancy", occupancy, is_number=False),
+        _Column("blocks", capacity, 1),
+        _Column("indexed", _number(lambda tier: tier.indexed), 1),
+        _Column("leased", _number(lambda tier: tier.leased), 3),
+        _Column("hits", _number(lambda tier: tier.hit_blocks)),
+        _Column("misses", _number(lambda tier: tier.miss_blocks), 4),
+        _Column("stored", _number(lambda tier: tier.stored_blocks), 6),
+        _Column("dropped", _number(lambda tier: tier.dropped_blocks), 7),
+        _Column("evicted", _number(lambda tier: tier.evicted_blocks), 2),
+        _Column("evicted/s", eviction_rate, 5),
+    ]
+    table = _table(columns, cache.tiers, width)
     assert table is not None
     return table
 
@@ -141,59 +153,51 @@ def _bar(indexed: int, leased: int, capacity: int, length: int) -> Text:
     return bar.append(f" {(indexed + leased) / capacity:>4.0%}", "default")
 
 
-def _ops(stats: Stats, rates: Rates | None, width: int) -> RenderableType:
-    def now(kind: str, _: Mapping[str, Any]) -> str:
+def _ops(cache: CacheStats, rates: Rates | None, width: int) -> RenderableType:
+    def now(kind: str, _: OpStats) -> str:
         return "-" if rates is None else f"{rates.op_bytes[kind] / 1e9:.2f}"
 
-    def while_busy(_: str, op: Mapping[str, Any]) -> str:
-        return f"{op['bytes'] / op['seconds'] / 1e9:.2f}" if op["seconds"] else "-"
+    def while_busy(_: str, op: OpStats) -> str:
+        return f"{op.bytes / op.seconds / 1e9:.2f}" if op.seconds else "-"
 
-    table = _table(
-        [
-            _Column("ops", _name, is_number=False),
-            _Column("GB/s now", now),
-            _Column("while busy", while_busy, 1),
-            _Column("GB", lambda _, op: f"{op['bytes'] / 1e9:,.2f}"),
-            _Column("count", _number("ops"), 2),
-            _Column("blocks", _number("blocks"), 3),
-            _Column("failed", _number("failed_ops")),
-        ],
-        {kind: op for kind, op in stats["ops"].items() if op["ops"]},
-        width,
-    )
-    return table or Text("no op has ended yet", "dim")
+    columns: list[_Column[OpStats]] = [
+        _Column("ops", _name, is_number=False),
+        _Column("GB/s now", now),
+        _Column("while busy", while_busy, 1),
+        _Column("GB", lambda _, op: f"{op.bytes / 1e9:,.2f}"),
+        _Column("count", _number(lambda op: op.ops), 2),
+        _Column("blocks", _number(lambda op: op.blocks), 3),
+        _Column("failed", _number(lambda op: op.failed_ops)),
+    ]
+    ended = {kind: op for kind, op in cache.totals.ops.items() if op.ops}
+    return _table(columns, ended, width) or Text("no op has ended yet", "dim")
 
 
-def _workers(stats: Stats, width: int) -> Table | None:
-    restarts = stats["worker_restarts"]
-    names = sorted({*stats["workers"], *restarts})
+def _workers(server: ServerStats, width: int) -> Table | None:
+    """Workers and ranks, each with its number of restarts."""
+    rows = {name: server.worker_restarts.get(name, 0) for name in sorted(server.workers)}
+    rows |= server.worker_restarts
 
-    def pid(name: str, _: Mapping[str, Any]) -> Text:
-        there = stats["workers"].get(name)
+    def pid(name: str, _: int) -> Text:
+        there = server.workers.get(name)
         return Text("down", "red") if there is None else Text(str(there))
 
-    return _table(
-        [
-            _Column("worker", _name, is_number=False),
-            _Column("process", pid),
-            _Column("restarts", lambda name, _: f"{restarts.get(name, 0):,}"),
-        ],
-        {name: {} for name in names},
-        width,
-    )
+    columns: list[_Column[int]] = [
+        _Column("worker", _name, is_number=False),
+        _Column("process", pid),
+        _Column("restarts", _number(lambda restarts: restarts)),
+    ]
+    return _table(columns, dict(sorted(rows.items())), width)
 
 
-def _engines(stats: Stats, width: int) -> Table | None:
-    return _table(
-        [
-            _Column("engine", _name, is_number=False),
-            _Column("process", lambda _, engine: str(engine["pid"])),
-            _Column("ranks", _number("ranks")),
-            _Column("open tasks", _number("open_tasks")),
-        ],
-        stats["engines"],
-        width,
-    )
+def _engines(engines: Mapping[str, EngineStats], width: int) -> Table | None:
+    columns: list[_Column[EngineStats]] = [
+        _Column("engine", _name, is_number=False),
+        _Column("process", lambda _, engine: str(engine.pid)),
+        _Column("ranks", _number(lambda engine: engine.ranks)),
+        _Column("open tasks", _number(lambda engine: engine.open_tasks)),
+    ]
+    return _table(columns, engines, width)
 
 
 # -- lines -----------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ def _line(title: str, *told: str) -> Text:
     return Text.assemble((f"{title}: ", "bold cyan"), ", ".join(filter(None, told)))
 
 
-def _hits(stats: Stats, rates: Rates | None) -> Iterator[Text]:
+def _hits(cache: CacheStats, rates: Rates | None) -> Iterator[Text]:
     if rates is not None:
         asked = rates.hit_tokens + rates.missed_tokens
         yield _line(
@@ -211,73 +215,72 @@ def _hits(stats: Stats, rates: Rates | None) -> Iterator[Text]:
             f"{rates.hit_tokens:,.0f} tokens/s found of {asked:,.0f} asked for",
             f"{rates.ended_tasks:,.0f} tasks/s",
         )
-    windows = stats["hit_rate"].items()
-    known = [
-        f"{window['rate']:.1%} in {name}" for name, window in windows if window["asked_blocks"]
-    ]
+    windows = cache.hit_rate.items()
+    known = [f"{window.rate:.1%} in {name}" for name, window in windows if window.asked_blocks]
     yield _line("hit rate", *known or ["nothing was asked for"])
 
 
-def _work(stats: Stats) -> Iterator[Text]:
-    counts = _counts(stats["tasks"])
-    yield _line("tasks", counts or "none", _counts({"not launched": stats["unlaunched_tasks"]}))
-    yield _line("ended", _by_kind(stats["ended_tasks"]) or "none")
+def _work(cache: CacheStats) -> Iterator[Text]:
+    unlaunched = _counts({"not launched": cache.unlaunched_tasks})
+    yield _line("tasks", _counts(cache.tasks) or "none", unlaunched)
+    yield _line("ended", _by_kind(cache.totals.ended_tasks) or "none")
     waiting = [
-        f"{name} {queue['waiting']:,} + {queue['running']:,}"
-        for name, queue in stats["queues"].items()
-        if any(queue.values())
+        f"{name} {queue.waiting:,} + {queue.running:,}"
+        for name, queue in cache.queues.items()
+        if queue.waiting or queue.running
     ]
-    backlog = {"blocks to be stored": stats["store_backlog_blocks"]}
-    look_ups = {"look-ups": stats["open_lookups"]}
+    backlog = {"blocks to be stored": cache.store_backlog_blocks}
+    look_ups = {"look-ups": cache.open_lookups}
     yield _line("waiting + running", *waiting or ["none"], _counts(backlog), _counts(look_ups))
 
 
 def _others(stats: Stats) -> Iterator[Text]:
-    """What is there to be told only if there is anything."""
-    if "remote" in stats:
-        yield _remote(stats["remote"])
-    for name, title in (
-        ("dropped_blocks", "blocks not stored"),
-        ("skipped_blocks", "blocks not loaded"),
-        ("counters", "counters"),
-        ("events", "KV events"),
+    """Lines that are only there if they have something to show."""
+    server, cache = stats.server, stats.cache
+    if cache is not None and cache.remote is not None:
+        yield _remote(cache.remote)
+    for title, counts in (
+        ("blocks not stored", cache.totals.dropped_blocks if cache else {}),
+        ("blocks not loaded", cache.totals.skipped_blocks if cache else {}),
+        ("counters", stats.counters),
+        ("KV events", msgspec.to_builtins(server.events) if server.events else {}),
     ):
-        told = _counts(stats.get(name, {}))
-        if told:
+        if told := _counts(counts):
             yield _line(title, told)
-    decided = {
-        f"{tier} {choice}": count
-        for tier, choices in stats.get("load_decisions", {}).items()
-        for choice, count in choices.items()
-    }
+    decided: dict[str, int] = {}
+    for tier, decision in (cache.load_decisions if cache else {}).items():
+        decided |= {f"{tier} load": decision.load, f"{tier} recompute": decision.recompute}
     if any(decided.values()):
         yield _line("load or recompute, in blocks", _counts(decided))
-    if "trace" in stats:
-        trace = stats["trace"]
-        lines = {"lines": trace["lines"], "dropped": trace["dropped_lines"]}
-        yield _line("trace", _counts(lines), f"{trace['bytes'] / 1e6:,.1f} MB", trace["file"])
+    if server.trace is not None:
+        yield _trace(server.trace)
 
 
-def _remote(remote: Mapping[str, Any]) -> Text:
-    breaker, lookups = remote["breaker"], remote["lookups"]
-    line = _line("remote store", "available" if remote["available"] else "")
-    if not remote["available"]:
+def _trace(trace: TraceStats) -> Text:
+    lines = {"lines": trace.lines, "dropped": trace.dropped_lines}
+    return _line("trace", _counts(lines), f"{trace.bytes / 1e6:,.1f} MB", trace.file)
+
+
+def _remote(remote: RemoteStats) -> Text:
+    breaker, lookups = remote.breaker, remote.lookups
+    line = _line("remote store", "available" if remote.available else "")
+    if not remote.available:
         line.append("not available", "red")
-    if breaker["state"] != "closed":
-        line.append(f", breaker {breaker['state']} ({breaker['last_reason']})", "red")
+    if breaker.state != "closed":
+        line.append(f", breaker {breaker.state} ({breaker.last_reason})", "red")
     return line.append(
-        f", opened {breaker['openings']:,} times; asked {lookups['asked']:,} times, "
-        f"{lookups['late']:,} answers late"
+        f", opened {breaker.openings:,} times; asked {lookups.asked:,} times, "
+        f"{lookups.late:,} answers late"
     )
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    """Those that are not zero."""
+    """Text of the counts that are not zero."""
     return ", ".join(f"{key.replace('_', ' ')} {n:,}" for key, n in counts.items() if n)
 
 
 def _by_kind(ended: Mapping[str, int]) -> str:
-    """``get_success`` and the like, a kind of task after the other."""
+    """Text of counts named like ``get_success``, grouped by kind of task."""
     kinds: dict[str, dict[str, int]] = {}
     for name, count in sorted(ended.items()):
         kind, _, how = name.partition("_")

@@ -1,4 +1,4 @@
-"""Looks at a server again and again, also at one that goes and comes back."""
+"""A live view of a server, also of one that goes and comes back."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from rich.live import Live
 from rich.text import Text
 
 from flexcache.errors import ServerLostError
-from flexcache.status.rates import Stats, rates_between
+from flexcache.status.rates import rates_between
 from flexcache.status.view import render
+from flexcache.tasks.stats import Stats
 
 
 def watch(
     read: Callable[[], Stats], console: Console, interval_s: float, *, rounds: int | None = None
 ) -> None:
-    """Show what ``read`` gives until interrupted.
+    """Show what ``read`` returns until interrupted.
 
     Args:
         read: May raise `ServerLostError`; it is called again then.
-        rounds: End after so many looks.
+        rounds: End after this many looks.
     """
     before: tuple[float, Stats] | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -1,4 +1,4 @@
-"""Which of the lower tiers take part: one rule for SSD and the remote store.
+"""Availability: which of the lower tiers take part, by one rule for SSD and the remote store.
 
 A tier takes part while its worker is up and its breaker, if it has one, is closed. One that does
 not is neither read nor written: gets plan what the other tiers have, write-throughs skip it, and
@@ -36,7 +36,7 @@ class Availability:
         unavailable.update(self._tiers)
 
     def takes_part(self, tier: TierName, up: Container[str]) -> bool:
-        """The rule. ``up`` has the names of the workers that are up."""
+        """Apply the rule to one tier. ``up`` has the names of the workers that are up."""
         breaker = self._breakers.get(tier)
         return WORKERS[tier] in up and (breaker is None or breaker.is_closed)
 
@@ -52,5 +52,5 @@ class Availability:
         return lost
 
     def check(self, up: Container[str]) -> bool:
-        """Whether every tier is where the rule wants it."""
+        """Whether the set of unavailable tiers agrees with the rule."""
         return all(self.takes_part(t, up) is (t not in self._unavailable) for t in self._tiers)

@@ -6,8 +6,8 @@
 
 A state machine without I/O: it takes calls and events, each with the time, and leaves instructions
 that the shell around it takes out (`take_instructions`) and carries out. The engine makes tasks,
-launches and cancels them; `TaskRunner` runs them; `Executors` knows who carries out their ops;
-`Sessions` keeps them; `Accounts` counts.
+launches and cancels them; `TaskRunner` runs them; `Executors` has their ops carried out;
+`TaskSessions` keeps them; `Accounts` counts.
 
 Not thread-safe: the shell holds a lock around each call.
 """
@@ -42,7 +42,7 @@ from flexcache.tasks.model import Session, Task
 from flexcache.tasks.report import cache_stats
 from flexcache.tasks.routes import WORKERS
 from flexcache.tasks.runner import TaskRunner
-from flexcache.tasks.sessions import NUM_REMEMBERED, Sessions
+from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import CacheIdentity, CacheStats
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.graph import BlockIds
@@ -80,7 +80,7 @@ class KVTaskEngine:
         max_open_tasks: int = 4096,
     ) -> None:
         self.cache = cache
-        self.sessions = Sessions(load_ranks, store_ranks)
+        self.sessions = TaskSessions(load_ranks, store_ranks)
         self.accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads.cost)
         self.breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
@@ -104,16 +104,13 @@ class KVTaskEngine:
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def add_session(
-        self, session: SessionId, engine: str, num_remembered: int = NUM_REMEMBERED
-    ) -> None:
+    def add_session(self, session: SessionId, engine: str) -> None:
         """A serving engine may make tasks from now on.
 
         Args:
             engine: Its name; its ranks' executors are ``device(engine, rank)``.
-            num_remembered: Finished tasks whose result can still be asked for.
         """
-        self.sessions.add(session, engine, num_remembered)
+        self.sessions.add(session, engine)
         self.accounts.session_began(session, engine)
 
     def end_session(self, session: SessionId, now: float) -> None:
@@ -185,7 +182,7 @@ class KVTaskEngine:
     ) -> None:  # fmt: skip
         """Start tasks with the GPU blocks for each. All are checked before any is started.
 
-        A task that was cancelled meanwhile, or had nothing to move, stays as it is.
+        A task that has ended, since it was cancelled say, stays as it is.
         """
         if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
             raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
@@ -193,9 +190,7 @@ class KVTaskEngine:
         for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
             task = self.sessions.tasks.get(task_id)
             if task is None:
-                result = self.sessions.of(task_id).result(task_id)
-                if result.status in (KVStatus.SUCCESS, KVStatus.FAILED):
-                    raise ValueError(f"task {task_id} was launched before")
+                self.sessions.of(task_id).require_known(task_id)
                 continue
             if task.is_launched:
                 raise ValueError(f"task {task_id} was launched before")

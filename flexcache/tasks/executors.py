@@ -47,7 +47,7 @@ _GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
+class _WorkerLane:
     """A worker below the host tier: ops that wait for it, and how many it was given."""
 
     timeout_s: float
@@ -91,11 +91,11 @@ class Executors:
         self._accounts = accounts
         self._block_bytes = block_bytes
         self._op_timeout_s = op_timeout_s
-        self._lanes = {DISK: _Lane(op_timeout_s), REMOTE: _Lane(remote_timeout_s)}
+        self._lanes = {DISK: _WorkerLane(op_timeout_s), REMOTE: _WorkerLane(remote_timeout_s)}
         self._running: dict[OpId, OpRun] = {}
         self._deadlines: list[tuple[float, OpId]] = []
 
-    # -- who is there ----------------------------------------------------------------------------
+    # -- availability ----------------------------------------------------------------------------
 
     def up(self, executor: str) -> None:
         """An executor serves."""
@@ -208,7 +208,7 @@ class Executors:
     def next_deadline(self) -> float | None:
         return self._deadlines[0][0] if self._deadlines else None
 
-    def _fill(self, lane: _Lane, now: float) -> None:
+    def _fill(self, lane: _WorkerLane, now: float) -> None:
         while lane.num_running < _MAX_OPS_AT_ONCE:
             waiting = lane.queue.next()
             if waiting is None:

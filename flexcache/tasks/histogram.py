@@ -27,5 +27,5 @@ class Histogram:
         self._sum += value
 
     def stats(self) -> HistogramStats:
-        bounds, counts = tuple(self._bounds), tuple(self._counts)
+        bounds, counts = list(self._bounds), list(self._counts)
         return HistogramStats(bounds=bounds, counts=counts, sum=self._sum)

@@ -1,4 +1,4 @@
-"""What `KVTaskEngine` tells the shell around it to do, and the names of who does it."""
+"""Instructions of `KVTaskEngine` to the shell around it, and the names of executors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TaskResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunOp:
-    """Instruction: an executor shall move the blocks and report by `KVTaskEngine.op_done`.
+    """Have an executor move the blocks and report by `KVTaskEngine.op_done`.
 
     ``checksums`` has one per block where the bytes read must be verified. A ``gated`` op must wait
     until the engine's worker has opened the gate of its task.
@@ -64,7 +64,7 @@ class RunOp:
 
 @dataclass(frozen=True, slots=True)
 class DropOp:
-    """Instruction: what of the op has not started need not; it must still be reported."""
+    """Skip what the executor has not begun of the op. The op must still be reported."""
 
     executor: str
     op_id: OpId
@@ -72,8 +72,8 @@ class DropOp:
 
 @dataclass(frozen=True, slots=True)
 class RunLookUp:
-    """Instruction: the remote worker shall say how many of these blocks, from the first on, the
-    store has, and report by `KVTaskEngine.looked_up`."""
+    """Ask the remote worker how many of these blocks, from the first on, the store has. It reports
+    by `KVTaskEngine.looked_up`."""
 
     lookup_id: int
     root: bytes
@@ -82,14 +82,14 @@ class RunLookUp:
 
 @dataclass(frozen=True, slots=True)
 class LookUpEnded:
-    """Instruction: whoever waits for the answer can go on, with or without it."""
+    """Let callers that wait for the answer go on, with or without it."""
 
     lookup_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class RevokeTask:
-    """Instruction: keep ranks that are late from copying for the task, before it is answered."""
+    """Keep late ranks from copying for the task. Takes effect before it is answered."""
 
     task_id: TaskId
     engine: str
@@ -97,8 +97,8 @@ class RevokeTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskEnded:
-    """Instruction: the GPU side of a task is done; tell whoever waits, and, if it is ``gated``,
-    the engine's workers. ``num_ok`` blocks from the task's first on have arrived."""
+    """The GPU side of a task is over: notify its callers and, if it is ``gated``, the engine's
+    workers. ``num_ok`` blocks from the task's first on have arrived."""
 
     task_id: TaskId
     engine: str
@@ -108,8 +108,8 @@ class TaskEnded:
 
 @dataclass(frozen=True, slots=True)
 class TaskAnswered:
-    """Instruction: tell the task's owner. Comes with the end of the GPU side and, where something
-    goes on after that, once more with the end of everything."""
+    """Notify the owner of the task. Comes with the end of the GPU side and, where something goes on
+    after that, once more with the end of everything."""
 
     task_id: TaskId
     result: TaskResult
@@ -117,7 +117,7 @@ class TaskAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ReplaceExecutor:
-    """Instruction: an executor missed an op's deadline; stop it and report `executor_down`."""
+    """Stop an executor that missed an op's deadline, and report `executor_down`."""
 
     executor: str
     reason: str

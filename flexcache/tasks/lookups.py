@@ -1,8 +1,8 @@
-"""What is asked of the remote store before a match: at most one question per prefix at a time.
+"""Look-ups at the remote store before a match: at most one question per prefix at a time.
 
-A question has a deadline of some milliseconds. It ends once, with an answer or without one; whoever
-waits for it goes on then. Repeated failures open the store's circuit breaker, and while that is not
-closed nothing is asked but trials.
+A question has a deadline of some milliseconds. It ends once, with an answer or without one; then
+the matches that wait for it go on. Repeated failures open the store's circuit breaker; until it
+closes only trials are asked.
 
     look_up --> RunLookUp --> [worker] --> looked_up | deadline | worker gone --> LookUpEnded
 
@@ -11,10 +11,11 @@ Pure: calls and events with the time in, instructions out.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from sortedcontainers import SortedList
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.prompt_content import PromptContent
@@ -36,6 +37,7 @@ class _LookUp:
     keys: Sequence[BlockKey]
     root_at_store: bytes
     asked_s: float
+    deadline_s: float
     first: int = 0
     content: PromptContent | None = None
 
@@ -59,7 +61,8 @@ class RemoteLookUps:
         self._ids = itertools.count(1)
         self._open: dict[int, _LookUp] = {}
         self._by_key: dict[tuple[RootId, BlockKey], int] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines: SortedList[tuple[float, int]] = SortedList()
+        """One for each open question, the earliest first."""
         self._has_trial = False
         self.num_asked = 0
         self.num_late = 0
@@ -67,7 +70,7 @@ class RemoteLookUps:
     def look_up(
         self, keys: BlockKeys, stop: int, now: float, instructions: list[Instruction]
     ) -> int | None:
-        """Ask for what is not known of a prompt's first ``stop`` blocks.
+        """Ask about the unknown ones of a prompt's first ``stop`` blocks.
 
         Returns:
             The open question to wait for; None if there is nothing to ask.
@@ -83,8 +86,11 @@ class RemoteLookUps:
         parent = keys.key(first - 1) if first else None
         wanted = keys.slice(first, min(stop, first + _MAX_KEYS))
         at_store = self._tier.root_at_store(keys.root)
-        question = _LookUp(keys.root, parent, wanted, at_store, now, first, keys.content)
-        lookup_id = self._ask(question, now + self._timeout_s)
+        deadline_s = now + self._timeout_s
+        question = _LookUp(
+            keys.root, parent, wanted, at_store, now, deadline_s, first, keys.content
+        )
+        lookup_id = self._ask(question)
         self._by_key[keys.root, wanted[0]] = lookup_id
         instructions.append(RunLookUp(lookup_id, at_store, wanted))
         self.num_asked += 1
@@ -101,7 +107,7 @@ class RemoteLookUps:
         self, lookup_id: int, num_present: int, error: str | None, now: float,
         instructions: list[Instruction],
     ) -> None:  # fmt: skip
-        """The worker has answered; what comes too late is nobody's any more."""
+        """Take the worker's answer; one that comes too late is ignored."""
         question = self._open.get(lookup_id)
         if question is None:
             return
@@ -122,23 +128,21 @@ class RemoteLookUps:
             self._tier.learn_absent(question.root, question.keys[num_known], now)
 
     def tick(self, now: float, worker_is_up: bool, instructions: list[Instruction]) -> None:
-        """Let deadlines pass, and try out a store that was given up."""
+        """Let deadlines pass, and try a store again that was given up."""
         while self._deadlines and self._deadlines[0][0] <= now:
-            lookup_id = heapq.heappop(self._deadlines)[1]
-            question = self._open.get(lookup_id)
-            if question is None:
-                continue
+            lookup_id = self._deadlines[0][1]
+            question = self._open[lookup_id]
             self.num_late += not question.is_trial
             self._give_up(lookup_id, now, instructions)
             self._breaker.failed(f"no answer within {now - question.asked_s:.3f} s", now)
         if worker_is_up and not self._has_trial and self._breaker.wants_trial(now):
-            trial = _LookUp(RootId(b""), None, (), _TRIAL_ROOT, now)
-            lookup_id = self._ask(trial, now + _TRIAL_TIMEOUT_S)
+            trial = _LookUp(RootId(b""), None, (), _TRIAL_ROOT, now, now + _TRIAL_TIMEOUT_S)
+            lookup_id = self._ask(trial)
             self._has_trial = True
             instructions.append(RunLookUp(lookup_id, _TRIAL_ROOT, [_TRIAL_KEY]))
 
     def give_up(self, now: float, instructions: list[Instruction]) -> None:
-        """The worker is gone: nothing will be answered."""
+        """End all questions: the worker is gone and will not answer."""
         for lookup_id in list(self._open):
             self._give_up(lookup_id, now, instructions)
 
@@ -150,10 +154,10 @@ class RemoteLookUps:
             times.append(retry)
         return min(times) if times else None
 
-    def _ask(self, question: _LookUp, deadline: float) -> int:
+    def _ask(self, question: _LookUp) -> int:
         lookup_id = next(self._ids)
         self._open[lookup_id] = question
-        heapq.heappush(self._deadlines, (deadline, lookup_id))
+        self._deadlines.add((question.deadline_s, lookup_id))
         return lookup_id
 
     def _give_up(self, lookup_id: int, now: float, instructions: list[Instruction]) -> None:
@@ -164,6 +168,7 @@ class RemoteLookUps:
 
     def _end(self, lookup_id: int, instructions: list[Instruction]) -> None:
         question = self._open.pop(lookup_id)
+        self._deadlines.remove((question.deadline_s, lookup_id))
         if question.is_trial:
             self._has_trial = False
             return
@@ -173,5 +178,5 @@ class RemoteLookUps:
     def check(self) -> bool:
         """Whether every open question can be found by its key, and has a deadline."""
         open_ids = {number for number, q in self._open.items() if not q.is_trial}
-        waiting = {number for _, number in self._deadlines}
-        return open_ids == set(self._by_key.values()) and set(self._open) <= waiting
+        waiting = [number for _, number in self._deadlines]
+        return open_ids == set(self._by_key.values()) and sorted(self._open) == sorted(waiting)

@@ -11,7 +11,7 @@ from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import Session
-from flexcache.tasks.sessions import Sessions
+from flexcache.tasks.sessions import TaskSessions
 
 _DEVICE_OPS = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
 
@@ -28,7 +28,7 @@ class Matcher:
     def __init__(
         self,
         cache: TieredCache,
-        sessions: Sessions,
+        sessions: TaskSessions,
         executors: Executors,
         lookups: RemoteLookUps | None,
         instructions: list[Instruction],

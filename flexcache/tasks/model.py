@@ -5,8 +5,8 @@ Plain state: `KVTaskEngine` decides what becomes of it.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flexcache.cache.plan import Plan
@@ -19,7 +19,6 @@ from flexcache.transfer.graph import TransferOp
 
 _NONE_OPEN: Counter[OpKind] = Counter()
 _MAX_ERRORS = 8  # that a response names
-_HAS_GPU_SIDE = (TaskKind.GET, TaskKind.PUT)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,15 +50,21 @@ class Task:
         return self.open_ops[OpKind.H2D] + self.open_ops[OpKind.D2H]
 
     @property
+    def has_gpu_side(self) -> bool:
+        return self.plan.kind is TaskKind.GET or self.plan.kind is TaskKind.PUT
+
+    @property
     def is_answered(self) -> bool:
         """Whether its GPU side is over, so that the caller may reuse the slots."""
         if self.state.is_overdue:
             return True
-        return self.is_launched and self.plan.kind in _HAS_GPU_SIDE and not self.gpu_ops_open
+        return self.is_launched and self.has_gpu_side and not self.gpu_ops_open
 
     def ignores(self, op: TransferOp) -> bool:
         """Whether what the op moved no longer counts: nothing that still moved at a cancellation
         is published, nor what was copied from or to slots after the answer gave them back."""
+        if self.state is TaskState.RUNNING:
+            return False
         return self.state.is_cancelled or (self.state.is_overdue and op.kind.touches_gpu)
 
     def contiguous(self, kinds: Iterable[OpKind], start: int) -> int:
@@ -108,16 +113,13 @@ class OpRun:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A session of a serving engine: its open tasks, and the results it may still ask for."""
+    """A session of a serving engine, and its open tasks."""
 
     session: SessionId
     engine: str
-    num_remembered: int
     executors: dict[OpKind, tuple[str, ...]]
     last_id: TaskId
     tasks: dict[TaskId, Task] = field(default_factory=dict)
-    results: OrderedDict[TaskId, TaskResult] = field(default_factory=OrderedDict)
-    collected: dict[TaskId, None] = field(default_factory=dict)
     store_backlog: int = 0
     prefill_blocks_per_s: float = 0.0
     """What the engine computes: whatever would take longer to load is not loaded for it."""
@@ -134,27 +136,3 @@ class Session:
         """Raises `KeyError` for an id that was never given out."""
         if not id_before(self.session) < task_id <= self.last_id:
             raise KeyError(f"task {task_id} was never given out")
-
-    def remember(self, task_id: TaskId, result: TaskResult) -> None:
-        """Keep the result of a task that has ended, and forget the oldest beyond the limit."""
-        self.results[task_id] = result
-        while len(self.results) > self.num_remembered:
-            forgotten, _ = self.results.popitem(last=False)
-            self.collected.pop(forgotten, None)
-
-    def result(self, task_id: TaskId) -> TaskResult:
-        """Result of a task that has ended. Raises `KeyError` if it is forgotten."""
-        self.require_known(task_id)
-        result = self.results.get(task_id)
-        if result is None:
-            raise KeyError(f"task {task_id} was answered long ago and is forgotten")
-        return result
-
-    def collect(self, task_id: TaskId) -> None:
-        """The result was handed over, or will not be asked for."""
-        if task_id in self.results:
-            self.collected[task_id] = None
-
-    def uncollected(self) -> Iterator[TaskResult]:
-        """Results that were not handed over yet."""
-        return (r for task_id, r in self.results.items() if task_id not in self.collected)

@@ -1,4 +1,4 @@
-"""Who is told of every call and every op, as it happens."""
+"""Recorder: receives every call and every op as it happens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Called by `KVTaskEngine` under the server's lock: takes microseconds, raises nothing, and
-    reads the clock itself."""
+    """Called by `Accounts` under the server's lock: takes microseconds, raises nothing, and reads
+    the clock itself."""
 
     def matched(self, task: Task, keys: PromptKeys, start: int, stop: int, retain_s: float) -> None:
         """Blocks ``[start, stop)`` of a prompt were asked for; ``task.plan`` is what came of it.

@@ -8,7 +8,7 @@ from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.routes import LOAD_TIER, LOWER_TIER
-from flexcache.tasks.sessions import Sessions
+from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import (
     BreakerStats,
     CacheIdentity,
@@ -26,7 +26,7 @@ from flexcache.transfer.breaker import CircuitBreaker
 
 
 def cache_stats(
-    identity: CacheIdentity, cache: TieredCache, accounts: Accounts, sessions: Sessions,
+    identity: CacheIdentity, cache: TieredCache, accounts: Accounts, sessions: TaskSessions,
     queues: dict[str, QueueStats], num_unlaunched: int, lookups: RemoteLookUps | None,
     breaker: CircuitBreaker, now: float,
 ) -> CacheStats:  # fmt: skip

@@ -26,7 +26,7 @@ from flexcache.tasks.instructions import (
 )
 from flexcache.tasks.model import OpRun, Task
 from flexcache.tasks.routes import LOAD_TIER, STORE_TIER
-from flexcache.tasks.sessions import Sessions
+from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.scheduler import OpEnded, Outcome, TransferScheduler
 
 _FINAL_STATE = {
@@ -49,7 +49,7 @@ class TaskRunner:
     def __init__(
         self,
         cache: TieredCache,
-        sessions: Sessions,
+        sessions: TaskSessions,
         executors: Executors,
         accounts: Accounts,
         instructions: list[Instruction],
@@ -95,15 +95,13 @@ class TaskRunner:
 
     def end(self, task: Task, result: TaskResult) -> None:
         """The task has come to its final state."""
-        owner, has_nothing = task.owner, result.status is KVStatus.NOT_FOUND
+        was_overdue = task.state.is_overdue
         task.state = _FINAL_STATE[result.status]
         self._accounts.ended(task, result)
-        owner.remember(task.task_id, result)
-        if not has_nothing and owner is not self._sessions.internal:
+        if was_overdue or task.owner is self._sessions.internal:
+            return  # it was answered for good, or has no caller
+        if result.status is not KVStatus.NOT_FOUND:  # a match tells that itself
             self._instructions.append(TaskAnswered(task.task_id, result))
-        # An empty match needs no answer, and a gated task's goes to the engine's workers.
-        if task.gated or has_nothing:
-            owner.collect(task.task_id)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -178,12 +176,16 @@ class TaskRunner:
         self._outcomes.extend(self._scheduler.op_ended(op.op_id, run.num_ok))
 
     def _op_ended(self, task: Task, ended: OpEnded, now: float) -> None:
-        op, was_answered = ended.op, task.is_answered
+        op = ended.op
         task.moved.setdefault(op.kind, {})[op.first] = 0 if task.ignores(op) else ended.num_ok
         task.open_ops[op.kind] -= 1
         self._publish_what_is_whole(task, op.kind)
         is_over = not task.open_ops.total()
-        if not was_answered and (is_over or task.is_answered):
+        if op.kind.touches_gpu:
+            is_due = not task.gpu_ops_open and not task.state.is_overdue
+        else:
+            is_due = is_over and not task.has_gpu_side
+        if is_due:
             self._answer(task, now)
         if is_over:
             self._finish(task)
@@ -208,7 +210,7 @@ class TaskRunner:
         self._accounts.answered(task, now)
         if task.owner is self._sessions.internal:
             return  # without a caller
-        result = task.result(is_final=False)
+        result = task.result(is_final=task.state.is_overdue)  # how long it hangs is unknown
         self._instructions.append(
             TaskEnded(task.task_id, task.owner.engine, result.num_ok, task.gated)
         )

@@ -10,19 +10,17 @@ from collections.abc import Sequence
 
 from flexcache.cache.plan import Plan
 from flexcache.errors import InternalError
-from flexcache.ids import KVStatus, OpKind, SessionId, TaskId, TaskState
+from flexcache.ids import OpKind, SessionId, TaskId, TaskState
 from flexcache.tasks.ids import TaskIds, id_before, make_session, session_of
-from flexcache.tasks.instructions import TaskResult, device
+from flexcache.tasks.instructions import device
 from flexcache.tasks.model import Session, Task
 from flexcache.tasks.routes import WORKER_OF
 from flexcache.tasks.totals import Totals
 
-NUM_REMEMBERED = 16_384  # finished tasks whose response can still be asked for
 _INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0
-_ENDED = {KVStatus.CANCELLED: TaskState.CANCELLED, KVStatus.FAILED: TaskState.FAILED}
 
 
-class Sessions:
+class TaskSessions:
     """Registry of sessions and of their open tasks.
 
     Args:
@@ -38,15 +36,15 @@ class Sessions:
         """Engines whose tasks might move another engine's bytes."""
         self.tasks: dict[TaskId, Task] = {}
         """All open tasks."""
-        self.internal = self.add(_INTERNAL, "", num_remembered=0)
+        self.internal = self.add(_INTERNAL, "")
         self._internal_ids = TaskIds(_INTERNAL)
 
-    def add(self, session: SessionId, engine: str, num_remembered: int) -> Session:
+    def add(self, session: SessionId, engine: str) -> Session:
         loads = tuple(device(engine, rank) for rank in self._load_ranks)
         stores = tuple(device(engine, rank) for rank in self._store_ranks)
         executors: dict[OpKind, tuple[str, ...]] = {k: (n,) for k, n in WORKER_OF.items()}
         executors |= {OpKind.H2D: loads, OpKind.D2H: stores}
-        added = Session(session, engine, num_remembered, executors, id_before(session))
+        added = Session(session, engine, executors, id_before(session))
         self._sessions[session] = added
         return added
 
@@ -96,22 +94,6 @@ class Sessions:
         """Raises `KeyError` for a task that is not open."""
         return self.tasks[task_id].is_launched
 
-    def result(self, task_id: TaskId, completely: bool = False) -> TaskResult | None:
-        """How the task ended; None while it goes on. Without ``completely``, the GPU side counts.
-
-        Raises `KeyError` for an id that was never given out or is forgotten.
-        """
-        task = self.tasks.get(task_id)
-        if task is None:
-            return self.of(task_id).result(task_id)
-        if task.state.is_overdue or (not completely and task.is_answered):
-            return task.result(is_final=False)
-        return None
-
-    def collected(self, task_id: TaskId) -> None:
-        """The final response was handed over: the task no longer counts, and may be forgotten."""
-        self.of(task_id).collect(task_id)
-
     # -- engines ---------------------------------------------------------------------------------
 
     def report_prefill(self, session: SessionId, blocks_per_s: float) -> None:
@@ -146,13 +128,10 @@ class Sessions:
         return len(self._sessions[session].tasks)
 
     def by_state(self) -> dict[str, int]:
-        """Tasks whose final response was not collected yet, by state."""
-        counts = {state.value: 0 for state in TaskState if state is state.reported}
+        """Open tasks by state."""
+        counts = {state.reported.value: 0 for state in TaskState if not state.is_final}
         for task in self.tasks.values():
             counts[task.state.reported.value] += 1
-        for session in self._sessions.values():
-            for result in session.uncollected():
-                counts[_ENDED.get(result.status, TaskState.COMPLETED).value] += 1
         return counts
 
     def check(self) -> None:
@@ -170,7 +149,7 @@ class Sessions:
             if session.is_gone and not session.tasks:
                 raise InternalError(f"session {session.session} is gone and still kept")
         for task_id, task in self.tasks.items():
-            if task.state.is_final or task_id in task.owner.results:
+            if task.state.is_final:
                 raise InternalError(f"task {task_id} has ended and is still kept open")
             if not task.is_launched and task.open_ops.total():
                 raise InternalError(f"task {task_id} has open ops without a launch")

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from flexcache.errors import FlexCacheError
+
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Only what a cache may lack has a default."""
@@ -61,7 +63,7 @@ class TierStats(_Part, frozen=True, kw_only=True):
     known_absent: int | None = None
     """Blocks that a remote store is known to lack."""
     seen_blocks: int | None = None
-    """Of a tier that does not take every block, like the next three."""
+    """Only for a tier that does not take every block, like the next three."""
     refused_blocks: int | None = None
     is_selective: int | None = None
     policy_switches: int | None = None
@@ -73,8 +75,8 @@ class HistogramStats(_Part, frozen=True, kw_only=True):
     """``counts`` has one more entry than ``bounds``, for what is above the last; each counts only
     what lies between two bounds."""
 
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
+    bounds: list[float]
+    counts: list[int]
     sum: float
 
 
@@ -150,7 +152,7 @@ class CacheStats(_Part, frozen=True, kw_only=True):
     tiers: dict[str, TierStats]
     """Fastest first."""
     tasks: dict[str, int]
-    """By state; one that has ended counts until its answer was collected."""
+    """Open ones by state."""
     hit_rate: dict[str, HitRateStats]
     """By window."""
     op_histograms: dict[str, OpHistograms]
@@ -199,7 +201,7 @@ class TraceStats(_Part, frozen=True, kw_only=True):
 
 
 class ServerStats(_Part, frozen=True, kw_only=True):
-    """The process that keeps the cache, and who is connected to it."""
+    """The process that keeps the cache."""
 
     version: str
     uptime_s: float
@@ -208,9 +210,6 @@ class ServerStats(_Part, frozen=True, kw_only=True):
     workers: dict[str, int]
     """Process ids of ranks, disk and remote worker that are up."""
     worker_restarts: dict[str, int]
-    counters: dict[str, int]
-    """Messages that were refused, and other trouble, by name."""
-    engines: dict[str, EngineStats]
     events: EventStats | None = None
     trace: TraceStats | None = None
 
@@ -219,39 +218,37 @@ class Stats(_Part, frozen=True, kw_only=True):
     """Everything that a server tells of itself."""
 
     server: ServerStats
-    cache: CacheStats | None
+    counters: dict[str, int]
+    """Refused messages and other trouble, by name."""
+    engines: dict[str, EngineStats]
+    cache: CacheStats | None = None
     """None before the first engine has said what to cache."""
     engine: TotalsStats | None = None
     """What the session that asks has had."""
 
 
-_NO_CACHE: Mapping[str, Any] = {"tiers": {}, "tasks": {}}
-
-
 def to_plain(stats: Stats) -> dict[str, Any]:
-    """The same as nested dictionaries of numbers and strings, the server's and cache's parts side
-    by side: what `KVManager.stats` returns."""
-    plain: dict[str, Any] = msgspec.to_builtins(stats.server)
-    plain |= _NO_CACHE if stats.cache is None else cache_to_plain(stats.cache)
-    if stats.engine is not None:
-        plain["engine"] = msgspec.to_builtins(stats.engine)
+    """The same as nested dictionaries of numbers and strings, the server's and the cache's parts
+    side by side: what `KVManager.stats` returns."""
+    plain: dict[str, Any] = msgspec.to_builtins(stats)
+    cache = plain.pop("cache", None) or {"tiers": {}, "tasks": {}}
+    for part in (plain.pop("server"), cache, cache.pop("identity", {}), cache.pop("totals", {})):
+        plain |= part
     return plain
 
 
-def cache_to_plain(stats: CacheStats) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(stats)
-    identity, totals = plain.pop("identity"), plain.pop("totals")
-    return {**identity, **totals, **plain}
-
-
 def from_plain(plain: Mapping[str, Any]) -> Stats:
-    """Raises `msgspec.ValidationError` if a part is missing: another version's, say."""
-    cache = None
-    if plain["tiers"]:
-        cache = msgspec.convert({**plain, "identity": plain, "totals": plain}, CacheStats)
-    engine = plain.get("engine")
-    return Stats(
-        server=msgspec.convert(plain, ServerStats),
-        cache=cache,
-        engine=None if engine is None else msgspec.convert(engine, TotalsStats),
-    )
+    """The inverse of `to_plain`.
+
+    Raises:
+        FlexCacheError: A part is missing or different: it comes from another version.
+    """
+    parts = {**plain, "server": plain}
+    if plain.get("tiers"):
+        parts["cache"] = {**plain, "identity": plain, "totals": plain}
+    try:
+        return msgspec.convert(parts, Stats)
+    except msgspec.ValidationError as error:
+        version = plain.get("version", "unknown")
+        reason = f"statistics of a server of version {version} cannot be read: {error}"
+        raise FlexCacheError(reason) from None

@@ -43,7 +43,7 @@ class Memory:
     def runs(
         self, kind: OpKind, count: int, sizes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """So many copies of these sizes between slots in random order."""
+        """Make this many copies of these sizes between slots, in random order."""
         random = np.random.default_rng(count)
         on_host = self.host.data_ptr() + random.permutation(NUM_SLOTS)[:count] * SLOT
         on_device = self.device.data_ptr() + random.permutation(NUM_SLOTS)[:count] * SLOT
@@ -53,7 +53,7 @@ class Memory:
     def expected(
         self, kind: OpKind, runs: tuple[np.ndarray, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What host and device must hold after the copies."""
+        """Return what host and device must hold after the copies."""
         host, device = self.host.clone(), self.device.cpu()
         target, source = (device, host) if kind is OpKind.H2D else (host, device)
         bases = [self.device.data_ptr(), self.host.data_ptr()]
@@ -94,7 +94,7 @@ SIZES = {
 
 
 def needs(copier: CudaCopier, way: CopyWay) -> None:
-    """Skip the test where the driver is too old for the way, or Triton is missing."""
+    """Skip the test if the driver is too old for the copy path, or Triton is missing."""
     (verdict,) = (verdict for verdict in copier.verdicts if verdict.way is way)
     if verdict.missing:
         pytest.skip(str(verdict))

@@ -36,7 +36,7 @@ Stored = tuple[int, int]
 
 
 def live(conn: Connection, directory: str, seed: int, first_prompt: int) -> None:
-    """One life of the cache. Told what must be there and what may; then it writes for ever."""
+    """Run one life of the cache: check what must and may be there, then write until killed."""
     config = CacheConfig(
         num_cpu_blocks=160, num_ssd_blocks=NUM_SLOTS, ssd_cache_dirs=[directory],
         transfer_chunk_mb=0.1,
@@ -60,7 +60,7 @@ def live(conn: Connection, directory: str, seed: int, first_prompt: int) -> None
 
 
 def verify(load: LoadEngine, must: list[Stored], may: list[Stored]) -> list[str]:
-    """What is not as it must be."""
+    """Return what is not as it must be."""
     lost = []
     for prompt, count in must:
         found = load.get(prompt, count)
@@ -72,7 +72,7 @@ def verify(load: LoadEngine, must: list[Stored], may: list[Stored]) -> list[str]
 
 
 def put_completely(load: LoadEngine, prompt: int, count: int) -> int:
-    """How many blocks of a new prompt are on the SSD for good."""
+    """Put a new prompt; return how many of its blocks are durable on SSD."""
     slots, blocks = load._slots(count)
     load._fill(prompt, blocks)
     written = load.manager.stats()["ops"]["H2DISK"]["blocks"]
@@ -127,7 +127,7 @@ def run(directory: str, num_rounds: int, seed: int) -> None:
 
 
 def durable_within(conn: Connection, seconds: float) -> list[Stored]:
-    """What a life says to be durable within a time, or before its end."""
+    """Return what a life reports as durable within a time, or before its end."""
     durable: list[Stored] = []
     deadline = time.monotonic() + seconds
     try:
@@ -139,7 +139,7 @@ def durable_within(conn: Connection, seconds: float) -> list[Stored]:
 
 
 def until_free(directory: Path) -> None:
-    """Wait until the disk worker of the dead, which holds its files, has ended too."""
+    """Wait until the dead process's disk worker, which holds its files, has ended too."""
     with contextlib.suppress(FileNotFoundError), (directory / DATA_FILE).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 

@@ -64,12 +64,12 @@ class DrivenEngine:
         self._answer()
 
     def generate(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Eight tokens, and how many of the prompt came out of a cache."""
+        """Return eight tokens, and how many of the prompt came from a cache."""
         seen = self._ask(do="generate", prompt=prompt)
         return seen["tokens"], seen["cached"]
 
     def serve(self, prompts: list[list[int]]) -> float:
-        """Serve the prompts, as many at once as the engine takes; how many seconds it took."""
+        """Serve the prompts, as many at once as the engine takes; return the seconds it took."""
         return float(self._ask(do="serve", prompts=prompts))
 
     def settle(self) -> None:
@@ -81,12 +81,12 @@ class DrivenEngine:
         return dict(self._ask(do="stats"))
 
     def kill(self) -> None:
-        """The engine and its workers at once."""
+        """Kill the engine and its workers at once."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def stop(self) -> None:
-        """In order; one that does not end is killed. A killed one may be stopped too."""
+        """Stop in an orderly way, or kill what does not end. A killed engine may be stopped."""
         try:
             self._process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
@@ -113,7 +113,7 @@ class DrivenEngine:
 def driven_engines(
     *configs: dict[str, Any], probe_dir: Path | None, log: Path, model: str = "tiny"
 ) -> Iterator[list[DrivenEngine]]:
-    """Engines that are ready inside, and gone after it."""
+    """Run engines that are ready inside the block and gone after it."""
     engines = [DrivenEngine(config, probe_dir, log, model) for config in configs]
     try:
         for engine in engines:

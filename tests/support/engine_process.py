@@ -32,7 +32,7 @@ _ENVIRONMENT = {
 
 
 class DidNotRun(Exception):
-    """An engine does not start, or has ended; says why."""
+    """An engine does not start, or has ended; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class EngineProcess:
 
 @contextmanager
 def running(engine: EngineProcess) -> Iterator[EngineProcess]:
-    """Ready inside, gone after it."""
+    """Run engines that are ready inside the block and gone after it."""
     with ExitStack() as stack:
         stack.callback(engine.stop)
         engine.wait_ready()
@@ -150,7 +150,7 @@ def running(engine: EngineProcess) -> Iterator[EngineProcess]:
 
 
 class Engine:
-    """In the process: an engine, and what it is asked."""
+    """The engine inside the process, and its commands."""
 
     def __init__(self, settings: Settings) -> None:
         from make_models import make_model
@@ -213,11 +213,11 @@ class Engine:
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """As if neither KV events nor a trace had been asked for."""
+        """Run as if neither KV events nor a trace were enabled."""
         from flexcache.request_info import PromptDetail
 
         transport = self._manager._client.transport
-        tasks = transport.server.hub.store.engine
+        tasks = transport.server.hub.cache.engine
         tiers, before = tasks.cache.tiers, (transport.detail, tasks.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
         transport.detail, tasks.recorder = PromptDetail.NOTHING, None
@@ -231,7 +231,7 @@ class Engine:
                 tier.on_stored, tier.index.on_removed = on_stored, on_removed
 
     def settle(self) -> None:
-        """Until every tier has what was stored; of vLLM's own offloading, until DRAM has it."""
+        """Wait until every tier (with vLLM's own offloading, DRAM) has what was stored."""
         self._drain()
         while self._manager is not None and any(
             tier["leased"] for tier in self._manager.stats()["tiers"].values()

@@ -52,7 +52,7 @@ def make_prompt(num_tokens: int, seed: int) -> list[int]:
 
 
 class Engine:
-    """An engine in this process, and what a test asks of it."""
+    """An engine in this process, with the operations that tests need."""
 
     def __init__(self, llm: Any, probe_dir: Path) -> None:
         self.llm = llm

@@ -139,16 +139,16 @@ class FakeCuda:
 
     @property
     def context(self) -> int:
-        """That of the calling thread; 0 for none."""
+        """Context of the calling thread; 0 for none."""
         return getattr(self._thread, "context", 0)
 
     @property
     def current_device(self) -> int:
-        """That of the calling thread's context, or else the first, as the runtime has it."""
+        """Device of the calling thread's context, or else the first, as in the runtime."""
         return self.context - CONTEXT if self.context else 0
 
     def set_device(self, device: int) -> None:
-        """As the runtime does since CUDA 12, which makes the context."""
+        """Set the device as the runtime does since CUDA 12, which creates the context."""
         self.contexts.add(device)
         self._thread.context = CONTEXT + device
 
@@ -217,7 +217,7 @@ class FakeCuda:
         return 0
 
     def land(self, stream: int) -> None:
-        """Make the copies that were queued on the stream."""
+        """Execute the copies that were queued on the stream."""
         for name, count, destination, source, size in self._queued.pop(stream, []):
             self._copy_bytes(name, count, destination, source, size)
 

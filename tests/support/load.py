@@ -40,7 +40,7 @@ def block_bytes(model: ModelConfig) -> int:
 
 
 def make_kv(model: ModelConfig, path: Path | None = None) -> dict[str, torch.Tensor]:
-    """A layer after the other in one buffer, in a file that other processes can map too."""
+    """Make layers one after another in one buffer, in a file that other processes can map."""
     size = NUM_GPU_BLOCKS * block_bytes(model)
     if path is None:
         flat = torch.zeros(size * model.num_layers, dtype=torch.uint8)
@@ -66,14 +66,14 @@ def tokens_of(prompt: int, num_blocks: int) -> np.ndarray:
 
 @cache
 def content_of(prompt: int, block: int, size: int) -> bytes:
-    """What every layer's share of the block must hold, the layer's number apart."""
+    """Return what every layer's share of the block must hold, apart from the layer's number."""
     owner = prompt // 4 if block < SHARED_BLOCKS else 1000 + prompt
     return np.random.default_rng([owner, block]).bytes(size)
 
 
 @dataclass
 class Seen:
-    """What came of a load."""
+    """The outcome of a load."""
 
     steps: int = 0
     hits: int = 0
@@ -105,7 +105,7 @@ class LoadEngine:
         ]
 
     def step(self) -> None:
-        """One random request, wholly checked."""
+        """Make one random request and check all of it."""
         rng = self._rng
         prompt = int(rng.integers(NUM_PROMPTS))
         count = int(rng.integers(1, MAX_BLOCKS + 1))
@@ -136,7 +136,7 @@ class LoadEngine:
         self._note(response.status)
 
     def get_gated(self, prompt: int, count: int) -> int:
-        """As `get`; the slots are ours again when the rank, not the manager, says so."""
+        """Like `get`, but the slots are free again when the rank, not the manager, says so."""
         assert self.client is not None
         slots, blocks = self._wiped(count)
         task_id, mask = self._timed(lambda: self.manager.get_match(tokens_of(prompt, count)))
@@ -161,7 +161,7 @@ class LoadEngine:
         return arrived
 
     def get(self, prompt: int, count: int) -> int:
-        """How many blocks arrived; they are compared."""
+        """Load and compare blocks; return how many arrived."""
         slots, blocks = self._wiped(count)
         started = time.monotonic()
         task_id, _ = self._timed(lambda: self.manager.get_async(tokens_of(prompt, count), slots))
@@ -230,7 +230,7 @@ def run_rank(endpoint: str, engine_id: str, kv_path: str) -> None:
 
 
 def run_scheduler(endpoint: str, engine_id: str, kv_path: str, seed: str) -> None:
-    """Work until killed or told to stop by the end of standard input."""
+    """Work until killed or until standard input ends."""
     import threading
 
     manager = KVManager(make_model(), CacheConfig(endpoint=endpoint), engine_id=engine_id)

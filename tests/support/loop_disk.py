@@ -24,7 +24,7 @@ class LoopDisk:
     path: Path
 
     def cut_at(self, file: Path, offset: int) -> None:
-        """Lose the device from where a page of a file lies: I/O from there on ends with EIO."""
+        """Cut the device off at a page of a file: I/O from there on ends with EIO."""
         with file.open("rb") as opened:
             number = struct.pack("i", offset // PAGE_BYTES)
             (page,) = struct.unpack("i", fcntl.ioctl(opened.fileno(), _FIBMAP, number))
@@ -34,7 +34,7 @@ class LoopDisk:
 
 @contextmanager
 def loop_disk(directory: Path, size: int) -> Iterator[LoopDisk]:
-    """Skips the test where it cannot be mounted."""
+    """Mount the file system; skip the test if that is not possible."""
     image, path = directory / "image", directory / "disk"
     image.touch()
     os.truncate(image, size)
@@ -53,7 +53,7 @@ def loop_disk(directory: Path, size: int) -> Iterator[LoopDisk]:
 
 
 def unmount(path: Path) -> None:
-    """Unmount, also what is still in use by a test that failed."""
+    """Unmount, even if a failed test still uses it."""
     if subprocess.run(["umount", path], capture_output=True).returncode:
         subprocess.run(["umount", "--lazy", path], check=True)
 

@@ -25,7 +25,7 @@ Pairs = list[tuple[str, int]]  # block hash, GPU block
 
 
 class ProbeConnector(_Connector):  # type: ignore[misc]
-    """The scheduler's side names the blocks, the workers' side digests them."""
+    """The connector whose scheduler side names blocks and whose worker side digests them."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -101,7 +101,7 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
 
 
 def digest_block(layers: dict[str, torch.Tensor], block: int) -> str:
-    """Digest of one GPU block's bytes over all layers."""
+    """Return a digest of one GPU block's bytes over all layers."""
     hasher = xxhash.xxh3_128()
     for tensor in layers.values():
         hasher.update(tensor[block].contiguous().view(torch.uint8).numpy())
@@ -109,7 +109,7 @@ def digest_block(layers: dict[str, torch.Tensor], block: int) -> str:
 
 
 def compare_probes(directory: Path) -> dict[str, Any]:
-    """How many loaded blocks were seen, and which differ from what had been stored."""
+    """Return how many loaded blocks were seen, and which differ from what was stored."""
     result: dict[str, Any] = {"ranks": 0, "loaded": 0, "by_layer": 0, "different": []}
     for path in sorted(directory.glob("rank-*.jsonl")):
         result["ranks"] += 1

@@ -23,7 +23,7 @@ KV_BYTES = NUM_BLOCKS * BLOCK_BYTES
 
 
 def map_kv(path: str) -> torch.Tensor:
-    """All bytes, as another process sees them too."""
+    """Map all bytes as another process sees them too."""
     return torch.from_file(path, shared=True, size=KV_BYTES, dtype=torch.uint8)
 
 

@@ -65,7 +65,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         return [(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
 
     def step_until(is_done: Callable[[], bool]) -> None:
-        """Puts end, and let go of their blocks, while the engine steps."""
+        """Step the engine, so that puts end and release their blocks."""
         deadline = time.monotonic() + SETTLED_WITHIN_S
         while not is_done():
             assert time.monotonic() < deadline, "the puts did not end"

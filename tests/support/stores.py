@@ -30,7 +30,7 @@ sys.stdin.read()
 
 
 def missing(module: str, *programs: str) -> str | None:
-    """Why a store cannot be tested here: its optional package, or what it needs, is absent."""
+    """Return why a store cannot be tested here: an optional package or its needs are missing."""
     for name in (module, *programs):
         if importlib.util.find_spec(name) is None and _program(name) is None:
             return f"{name} is not installed"
@@ -86,7 +86,7 @@ class StoreServer:
         self.start()
 
     def stop(self) -> None:
-        """SIGSTOP: it answers nothing, and its sockets stay open."""
+        """Stop it by SIGSTOP: it answers nothing, and its sockets stay open."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)  # until its last thread has stopped
 
@@ -110,7 +110,7 @@ def _server(
 def mooncake_master(
     segment_gb: float = 0.25, lease_ms: int = 10_000
 ) -> AbstractContextManager[StoreServer]:
-    """A master. Each client that opens its URL contributes a segment of that size."""
+    """Run a master. Each client that opens its URL contributes a segment of that size."""
 
     def make(_: Path) -> tuple[str, Sequence[str], Callable[[], bool]]:
         port, metrics_port = free_ports(2)
@@ -129,7 +129,7 @@ def mooncake_master(
 
 @contextmanager
 def mooncake_segment(url: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing but contribute its segment, and outlives others' engines."""
+    """Run a process that only contributes its segment, and outlives engines."""
     process = subprocess.Popen(
         [sys.executable, "-c", _MOONCAKE_SEGMENT, url],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -146,7 +146,7 @@ def mooncake_segment(url: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def s3_server() -> Iterator[StoreServer]:
-    """SeaweedFS, with the credentials it wants in our environment meanwhile."""
+    """Run SeaweedFS, with its credentials in our environment meanwhile."""
     credentials = {"AWS_ACCESS_KEY_ID": "flexcache", "AWS_SECRET_ACCESS_KEY": "flexcache"}
 
     def make(directory: Path) -> tuple[str, Sequence[str], Callable[[], bool]]:
@@ -181,7 +181,7 @@ def s3_server() -> Iterator[StoreServer]:
 
 @contextmanager
 def store_server(kind: str, segment_gb: float = 0.25) -> Iterator[StoreServer]:
-    """``s3``, or ``mooncake`` of that size; its objects do not go when one of its users does."""
+    """Run ``s3``, or ``mooncake`` of that size, whose objects outlive its users."""
     if kind == "s3":
         with s3_server() as server:
             yield server
@@ -202,7 +202,7 @@ def _identities(credentials: dict[str, str]) -> str:
 
 
 def _takes_an_object(endpoint: str) -> bool:
-    """The first one makes the bucket, which takes the server a while after its start."""
+    """Put a first object. It creates the bucket, which takes the server a while after startup."""
     import obstore
     from obstore.exceptions import BaseError
     from obstore.store import S3Store

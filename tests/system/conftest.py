@@ -15,7 +15,7 @@ from cluster import PATIENCE_S
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_runtime_dir() -> Iterator[None]:
-    """Sockets go where no other run on this machine puts any. Their paths must be short."""
+    """Put sockets where no other run on this machine does. Their paths must be short."""
     path = tempfile.mkdtemp(prefix="fc-")
     os.environ["XDG_RUNTIME_DIR"] = path
     yield
@@ -55,7 +55,7 @@ def _descriptors() -> list[str]:
 
 
 def _children() -> list[str]:
-    """Return our children, those that have ended and were not waited for included."""
+    """Return our children, including those that ended and were not waited for."""
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a native client's thread has ended meanwhile
@@ -64,7 +64,7 @@ def _children() -> list[str]:
 
 
 def _processes() -> list[str]:
-    """Return all that got our runtime directory from us: servers are no children of ours.
+    """Return all processes with our runtime directory: servers are not children of ours.
 
     A server that a test no longer waits for may be just starting.
     """

@@ -14,14 +14,34 @@ from cluster import Cluster, joined_kv, running_cluster
 
 import flexcache
 import flexcache.errors
-from flexcache import CacheConfig, KVManager, KVResponse, KVStatus, ModelConfig
+from flexcache import CacheConfig, KVManager, KVResponse, KVStatus, KVTPClient, ModelConfig
+from flexcache.client.rank import ClientState
 from flexcache.errors import ClosedError
 
 
 def test_the_public_names_are_there() -> None:
-    for name in ("KVManager", "KVTPClient", "KVResponse", "KVStatus", "ModelConfig", "CacheConfig"):
-        assert getattr(flexcache, name)
+    own = ("KVManager", "KVTPClient", "KVResponse", "KVStatus", "ModelConfig", "CacheConfig",
+           "RequestInfo", "TierName")  # fmt: skip
+    errors = [
+        name for name, value in vars(flexcache.errors).items()
+        if isinstance(value, type) and issubclass(value, flexcache.errors.FlexCacheError)
+    ]  # fmt: skip
+    assert "ServerLostError" in errors
+    for name in (*own, *errors):
+        assert getattr(flexcache, name).__name__ == name
         assert name in dir(flexcache)
+    with pytest.raises(AttributeError, match="no attribute 'KVCache'"):
+        _ = flexcache.KVCache  # type: ignore[attr-defined]
+
+
+def test_a_ranks_client_is_closed_where_its_block_ends() -> None:
+    with running_cluster() as cluster:
+        cluster.clients.pop().close()
+        with KVTPClient(cluster.manager.endpoint) as client:
+            client.register_kv_caches(cluster.kv[0])
+            client.wait_registered(30)
+            assert client.state is ClientState.SERVING
+        assert client.state is ClientState.CLOSED
 
 
 def test_responses_are_equal_where_all_they_say_is() -> None:

@@ -26,7 +26,7 @@ def num_deaths(cluster: Cluster) -> int:
 
 
 def kill_disk_worker(cluster: Cluster) -> None:
-    """It dies, and the server has noticed."""
+    """Kill it, and wait until the server has noticed."""
     before = num_deaths(cluster)
     os.kill(cluster.manager.stats()["workers"]["disk"], signal.SIGKILL)
     until(lambda: num_deaths(cluster) > before)

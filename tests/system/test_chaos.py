@@ -50,7 +50,7 @@ class Victim:
         self.processes[kind] = child(kind, self._endpoint, "victim", self._kv_path, *extra)
 
     def kill(self, kind: str) -> str:
-        """What it had said."""
+        """Kill it; return its output."""
         process = self.processes.pop(kind)
         process.kill()
         said, _ = process.communicate()
@@ -67,7 +67,7 @@ class Victim:
 
 @contextlib.contextmanager
 def working(load: LoadEngine) -> Iterator[threading.Lock]:
-    """Steps on a thread until the end of the block, but for when the lock is held."""
+    """Step on a thread until the end of the block, except while the lock is held."""
     between_steps, stop, failures = threading.Lock(), threading.Event(), list[BaseException]()
 
     def run() -> None:
@@ -135,7 +135,7 @@ def test_any_process_can_be_killed_at_any_moment(tmp_path: Path) -> None:
 
 
 def kill(kind: str, survivor: Member, victim: Victim) -> int:
-    """The process id of the dead."""
+    """Kill one process; return its process id."""
     if kind in victim.processes:
         pid = victim.processes[kind].pid
         assert "WRONG" not in victim.kill(kind)
@@ -180,7 +180,7 @@ def exact_again(survivor: Member, turn: int) -> None:
 
 
 def settled(survivor: Member) -> None:
-    """With nothing going on, nothing is leased, and what is counted adds up."""
+    """Check that, at rest, nothing is leased and counts add up."""
     until(lambda: engines(survivor) == ["survivor/dp0"])
     until(lambda: sum(survivor.manager.stats()["tasks"].values()) == 0)
     survivor.manager.check()

@@ -33,7 +33,7 @@ else:
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group with a limit of 2 GB."""
+    """Make a control group with a limit of 2 GB."""
     for base, name in PLACES:
         if not (base / "cgroup.procs").exists():
             continue

@@ -22,7 +22,7 @@ SLOT_BYTES, NUM_SLOTS, NUM_BLOCKS = 8192, 12, 10
 
 
 def doctor(*arguments: object) -> tuple[int, str]:
-    """Exit code and what was said about directories."""
+    """Return the exit status and the findings about directories."""
     result = CliRunner().invoke(app, ["doctor", *map(str, arguments)])
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result.exit_code, re.sub(r"\s+", " ", result.output)

@@ -30,7 +30,7 @@ FORBID_IO_URING = SUPPORT / "forbid_io_uring.py"
 
 
 class Report:
-    """What a doctor in a process of its own has said."""
+    """The report of a doctor in its own process."""
 
     def __init__(self, command: Sequence[str], **environ: str) -> None:
         done = subprocess.run(
@@ -55,7 +55,7 @@ def in_own_mounts(setup: str, command: Sequence[str]) -> list[str]:
 
 
 def without_privileges(command: Sequence[str]) -> list[str]:
-    """The command as one that may not look into every directory, as root may."""
+    """Wrap the command so that it cannot read every directory, as root can."""
     if os.geteuid():
         return list(command)
     if shutil.which("setpriv") is None:

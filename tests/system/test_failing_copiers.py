@@ -16,7 +16,7 @@ from cluster import Cluster, joined_kv, running_cluster
 from test_faults import SOURCE, TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
-from flexcache.client import rank as rank_module
+from flexcache.client import attachment, rank
 from flexcache.client.rank import ClientState
 from flexcache.errors import RegistrationError
 from flexcache.ids import OpKind
@@ -28,11 +28,11 @@ MODEL = ModelConfig("test", 3, 4, 32, torch.bfloat16)
 
 
 class DriverFault(Exception):
-    """An error of a class that nothing in the project knows."""
+    """An error of a class unknown to the project."""
 
 
 class Landed:
-    """The end of a copy, asked of a copier that may fail at it."""
+    """The completion of a copy, whose query may fail."""
 
     def __init__(self, copier: FailingCopier) -> None:
         self._copier = copier
@@ -46,7 +46,7 @@ class Landed:
 
 
 class FailingCopier:
-    """Copies on the CPU, as one that is done later; each step may fail or hang."""
+    """Copies on the CPU that complete later; each step may fail or hang."""
 
     def __init__(self) -> None:
         self._copier = CpuCopier()
@@ -88,19 +88,19 @@ class FailingCopier:
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingCopier]:
     copier = FailingCopier()
-    monkeypatch.setattr(rank_module, "open_copier", lambda *_: copier)
+    monkeypatch.setattr(attachment, "open_copier", lambda *_: copier)
     yield copier
     for event in copier.hangs_at.values():
         event.set()
 
 
 def holds_the_pool() -> bool:
-    """Whether the host pool is mapped in this process; the server itself does not map it."""
+    """Return whether the host pool is mapped in this process; the server does not map it."""
     return "flexcache-host-pool" in Path("/proc/self/maps").read_text()
 
 
 def fence_is_free() -> bool:
-    """Whether no rank holds the fence, which is closed with the engine's last client."""
+    """Return whether no rank holds the fence, which is closed with the engine's last client."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError, RegistrationError):
             if "flexcache-fence" in os.readlink(path):
@@ -201,7 +201,7 @@ def test_a_rank_holds_the_fence_only_when_it_is_ready_to_copy(copier: FailingCop
 def test_closing_a_rank_whose_copier_hangs_returns_and_says_so(
     copier: FailingCopier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(rank_module, "_CLOSE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(rank, "_CLOSE_PATIENCE_S", 0.1)
     with running_cluster() as cluster:
         [client] = cluster.clients
         copier.hangs_at["close"] = threading.Event()

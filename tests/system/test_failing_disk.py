@@ -27,18 +27,18 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def worker_of(cluster: Cluster) -> tuple[int, int]:
-    """The disk worker's process, and how often it was replaced."""
+    """Return the disk worker's process, and how often it was replaced."""
     stats = cluster.manager.stats()
     return stats["workers"]["disk"], stats["worker_restarts"].get("disk", 0)
 
 
 def offset_of(cluster: Cluster, position: int) -> int:
-    """Where a block of the prompt that was stored last lies in the data file."""
+    """Return the offset in the data file of a block of the prompt stored last."""
     with cluster.server.session() as session:
         *_, run = session.cache.tiers.lower[0].index._runs.values()
         slot = int(run.blocks[position])
-    assert cluster.server.hub.store is not None
-    pool = cluster.server.hub.store.disk_pool
+    assert cluster.server.hub.cache is not None
+    pool = cluster.server.hub.cache.store.disk_pool
     assert pool is not None
     return locate_slot(slot, pool.data_fds, pool.slot_bytes)[1]
 

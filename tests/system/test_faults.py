@@ -42,9 +42,9 @@ def rejected(cluster: Cluster) -> int:
 
 
 def place_of(cluster: Cluster, position: int) -> tuple[int, int]:
-    """Where a prompt's block lies in the data file, and its length."""
-    assert cluster.server.hub.store is not None
-    pool = cluster.server.hub.store.disk_pool
+    """Return the offset of a prompt's block in the data file, and its length."""
+    assert cluster.server.hub.cache is not None
+    pool = cluster.server.hub.cache.store.disk_pool
     assert pool is not None
     _, offset = locate_slot(slot_of(cluster, position), pool.data_fds, pool.slot_bytes)
     return offset, pool.slot_bytes

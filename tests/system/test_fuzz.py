@@ -58,7 +58,7 @@ def valid_messages(ids: TaskIds) -> list[Any]:
 
 
 def mutated(rng: np.random.Generator, messages: list[Any]) -> list[bytes]:
-    """A valid message with a few bytes changed, cut off or added, and perhaps more frames."""
+    """Return a valid message with bytes changed, cut off or added, and perhaps more frames."""
     frame = bytearray(msgspec.msgpack.encode(messages[rng.integers(len(messages))]))
     for _ in range(rng.integers(4)):
         frame[rng.integers(len(frame))] = rng.integers(256)
@@ -153,7 +153,7 @@ def test_an_engine_that_talks_nonsense_costs_the_others_nothing() -> None:
 
 
 def in_session(endpoint: str, events: zmq.Socket[bytes], calls: zmq.Socket[bytes]) -> TaskIds:
-    """Both sockets as an engine has them, in a session of a name of its own."""
+    """Open both sockets of an engine, in a session with its own name."""
     events.identity, calls.identity = os.urandom(8).hex().encode(), os.urandom(8).hex().encode()
     name = events.identity.decode()
     for socket in (events, calls):
@@ -197,7 +197,7 @@ def test_what_does_not_even_speak_zmq_is_ignored() -> None:
 
 
 def serves_on(mine: Member) -> None:
-    """The server is the same as ever."""
+    """Check that the server still works."""
     until(lambda: mine.manager.is_ready())
     mine.manager.check()
     mine.load.put(4 * 7777, 20)

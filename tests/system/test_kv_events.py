@@ -88,7 +88,7 @@ def settle(publisher: BatchPublisher[Any]) -> None:
 
 
 def take(subscriber: KVEventSubscriber, count: int) -> list[News]:
-    """The next pieces of news; a batch that tells its own number is only counted on."""
+    """Return the next pieces of news."""
     news = []
     for _ in range(count):
         item = subscriber.receive(PATIENCE_S)
@@ -98,7 +98,7 @@ def take(subscriber: KVEventSubscriber, count: int) -> list[News]:
 
 
 def numbers(news: Sequence[News]) -> list[int | News]:
-    """A batch's number, once what it tells is what was published under it."""
+    """Replace each batch by its number, after checking that its content was published under it."""
     seen: list[int | News] = []
     for item in news:
         if isinstance(item, Received):
@@ -126,7 +126,7 @@ def request(publisher: BatchPublisher[Any], *frames: bytes, kind: int = zmq.DEAL
 
 
 def ask(publisher: BatchPublisher[Any], first: int) -> list[int]:
-    """Numbers of the batches that are sent again."""
+    """Ask for a replay; return the numbers of the batches sent again."""
     socket = request(publisher, b"", first.to_bytes(8, "big"))
     found = []
     while socket.poll(PATIENCE_S * 1000):
@@ -162,7 +162,7 @@ class LossyLink:
         assert self._drain.recv() == b"\x01"
 
     def forward(self, until: int, losing: Sequence[int] = ()) -> None:
-        """All that comes, up to the batch ``until``."""
+        """Forward everything up to the batch ``until``."""
         number = -1
         while number < until:
             assert self._source.poll(PATIENCE_S * 1000)
@@ -657,7 +657,7 @@ def test_following_the_events_of_a_cache_tells_what_it_holds(tmp_path: Path) -> 
         [tmp_path], num_cpu_blocks=24, num_ssd_blocks=40, skip_slow_loads=False, **settings
     ) as cluster:
         publisher = cluster.server._observers.feed._publisher
-        tiers = list(cluster.server.store.engine.cache.tiers)
+        tiers = list(cluster.server.cache.engine.cache.tiers)
 
         def held(tier: Any) -> set[int]:
             directories = tier.index._directories.values()

@@ -35,7 +35,7 @@ STORE: dict[str, Any] = {
 
 @contextmanager
 def cluster_at_store(**settings: Any) -> Iterator[Cluster]:
-    """A cluster whose remote tier takes part."""
+    """Run a cluster whose remote tier takes part."""
     with running_cluster(**{**STORE, **settings}) as cluster:
         until_it_stores(cluster)
         yield cluster
@@ -139,7 +139,7 @@ def test_a_store_keeps_the_blocks_of_each_layout_apart(url: str) -> None:
 
 
 def square_kv(model: ModelConfig, tokens: int) -> dict[str, torch.Tensor]:
-    """As many heads as tokens: shapes do not tell which is which."""
+    """Make tensors with as many heads as tokens, so that shapes do not show which is which."""
     assert model.num_kv_heads == tokens
     return joined_kv(model, tokens)
 
@@ -192,7 +192,7 @@ class Engine:
 
 @contextmanager
 def engines_of_two_layouts() -> Iterator[tuple[Engine, Engine]]:
-    """Two engines at one server; the second was refused since the first serves."""
+    """Run two engines at one server; the second was refused because the first serves."""
     endpoint = private_endpoint("layouts")
     one = Engine(endpoint, "one", joined_kv)
     try:

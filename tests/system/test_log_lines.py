@@ -23,7 +23,7 @@ def request(cluster: Cluster, number: int) -> None:
 
 
 def events_in(caplog: pytest.LogCaptureFixture) -> list[LogEvent]:
-    """All that was logged: a record of another kind fails here."""
+    """Return all events that were logged; a record of another kind fails here."""
     said = [record.msg for record in caplog.records if record.name.startswith("flexcache")]
     assert all(isinstance(event, LogEvent) for event in said), said
     return said

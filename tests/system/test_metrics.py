@@ -50,13 +50,13 @@ PROMPT_BYTES = NUM_BLOCKS * BLOCK_BYTES
 
 @dataclass(frozen=True)
 class Is:
-    """What a sample must be in the end."""
+    """The value that a sample must have in the end."""
 
     value: float
 
 
 class Changes:
-    """A sample must have had several values at the times that were looked at."""
+    """A sample must have had several values over the scrapes."""
 
 
 CHANGES = Changes()
@@ -65,14 +65,14 @@ Expected = Mapping[str, float | Is | Changes]
 
 
 class Server:
-    """HTTP of one server, and what its metrics were whenever it was looked at."""
+    """HTTP of one server, and its metrics at each scrape."""
 
     def __init__(self) -> None:
         self.port = free_port()
         self.looks: list[dict[str, float]] = []
 
     def ask(self, path: str, content: object = None) -> Any:
-        """GET, or POST where there is content. An HTTP error is an answer too."""
+        """GET, or POST if there is content. An HTTP error is an answer too."""
         body = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}
@@ -91,7 +91,7 @@ class Server:
         return look
 
     def look_until(self, condition: Callable[[dict[str, float]], bool]) -> None:
-        """Look on until something shows; only then is it kept."""
+        """Scrape until something shows; only that scrape is kept."""
 
         def shows() -> bool:
             if condition(self.look()):
@@ -170,7 +170,7 @@ def serves(server: Server) -> bool:
 
 
 def hold_the_disk_worker_up(server: Server, tmp_path: Path) -> None:
-    """It is stopped with writes waiting for it, and killed; then the files lose their content."""
+    """Stop it with writes waiting, kill it, then destroy the content of the files."""
     with running_cluster([tmp_path], model=MODEL, http_endpoint=str(server.port)) as cluster:
         server.look()
         pid = cluster.manager.stats()["workers"]["disk"]
@@ -192,7 +192,7 @@ def hold_the_disk_worker_up(server: Server, tmp_path: Path) -> None:
 
 
 def hold_the_store_up(server: Server, tmp_path: Path) -> None:
-    """The worker of the remote store answers nothing, until the store is given up; then it does."""
+    """Have the remote worker answer nothing until the store is given up, and then answer again."""
     with running_cluster(
         model=MODEL,
         remote_url=f"file://{tmp_path / 'store'}",
@@ -213,7 +213,7 @@ def hold_the_store_up(server: Server, tmp_path: Path) -> None:
 
 
 def share_a_server(server: Server, tmp_path: Path) -> None:
-    """Engines come, work and go; one is silent, one does not read, one talks nonsense."""
+    """Have engines come, work and go; one is silent, one does not read, one sends garbage."""
     config = CacheConfig(
         num_cpu_blocks=48,
         endpoint=private_endpoint(),
@@ -256,7 +256,7 @@ def share_a_server(server: Server, tmp_path: Path) -> None:
 
 
 def fail_at_a_message(server: KVServer) -> None:
-    """No message is known to do that."""
+    """Make the server fail at a message; no real message is known to do that."""
 
     def fail(*_: object) -> None:
         raise AssertionError("played")
@@ -268,7 +268,7 @@ def fail_at_a_message(server: KVServer) -> None:
 
 
 def follow_the_cache(server: Server, tmp_path: Path) -> None:
-    """Events are published, asked for again, held up and not taken; a trace is written and cut."""
+    """Publish, replay, delay and leave events; write a trace and cut it."""
     traces, kept, no_directory = (tmp_path / name for name in ("traces", "kept", "none"))
     kept.mkdir()
     traces.symlink_to(kept)

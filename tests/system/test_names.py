@@ -90,7 +90,7 @@ def engine(endpoint: str, engine_id: str = "", content: float = 0.0) -> Iterator
 
 @contextmanager
 def rival(endpoint: str, engine_id: str = "") -> Iterator[subprocess.Popen[str]]:
-    """Another engine in a process of its own, with a rank that is registered."""
+    """Run another engine in its own process, with a registered rank."""
     process = subprocess.Popen(
         [sys.executable, "-c", RIVAL, endpoint, engine_id, str(THEIRS)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=SUPPORT,
@@ -108,7 +108,7 @@ def rival(endpoint: str, engine_id: str = "") -> Iterator[subprocess.Popen[str]]
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    """The endpoint of a server that was started by hand."""
+    """Start a server by hand; return its endpoint."""
     made = private_endpoint("names")
     with serving("--endpoint", made, FLEXCACHE_NUM_CPU_BLOCKS="64") as process:
         assert process.stdout is not None

@@ -24,7 +24,7 @@ TOKENS = np.arange(64)
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """Another engine's, say."""
+    """Hold a port, as another engine would."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         yield other.getsockname()[1]
 
@@ -57,7 +57,7 @@ def test_the_first_engine_of_a_server_is_served_though_its_events_cannot_be(
     model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
     try:
         with KVManager(model, config, endpoint=server.endpoint):
-            until(lambda: server.hub.store is not None)
+            until(lambda: server.hub.cache is not None)
             assert server.health()["missing"][-1] == "KV events"
     finally:
         server.shutdown()

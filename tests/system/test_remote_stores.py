@@ -44,7 +44,7 @@ NEEDS = {
 
 @contextmanager
 def opener(kind: str, directory: str) -> Iterator[Callable[..., RemoteStore]]:
-    """Opens a store; all that it opens are of the same place."""
+    """Return a function that opens stores, all of the same place."""
     with ExitStack() as stack:
         if kind == "memory":
             shared = MemoryStore()
@@ -73,7 +73,7 @@ def open_store(
 
 
 class Memory:
-    """Blocks of a host pool: what parts are made of."""
+    """Blocks of a host pool, from which parts are made."""
 
     def __init__(self) -> None:
         self.segment = HostSegment.create(BLOCK_BYTES, NUM_BLOCKS)
@@ -84,7 +84,7 @@ class Memory:
         return [Region(self.segment.address, self.segment.size)]
 
     def filled(self, block: int, *sizes: int) -> list[memoryview]:
-        """Parts with gaps between them, of bytes that are not to be seen elsewhere."""
+        """Return parts with gaps between them, filled with bytes that occur nowhere else."""
         parts = self.cleared(block, *sizes)
         for part in parts:
             part[:] = os.urandom(len(part))
@@ -120,7 +120,7 @@ def soon() -> float:
 
 
 def fresh(count: int) -> list[str]:
-    """Names that no other test uses."""
+    """Return names that no other test uses."""
     stem = os.urandom(8).hex()
     return [f"v1/{stem}/{i:02x}/{stem}{i}" for i in range(count)]
 
@@ -317,7 +317,7 @@ def new_keys(count: int) -> list[bytes]:
 
 
 def half_blocks(memory: Memory, first: int, count: int) -> list[list[memoryview]]:
-    """Blocks of two ranks."""
+    """Return blocks of two ranks."""
     half = BLOCK_BYTES // 2
     return [[memory.segment.block(i)[:half], memory.segment.block(i)[half:]] for i in range(count)]
 

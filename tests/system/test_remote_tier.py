@@ -69,7 +69,7 @@ def model() -> ModelConfig:
 def caches(
     url: str, model: ModelConfig, count: int = 2, **settings: Any
 ) -> Iterator[list[Cluster]]:
-    """Caches that have nothing in common but the store."""
+    """Run caches that share only the store."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -99,7 +99,7 @@ def until_it_stores(cluster: Cluster) -> None:
 
 
 def put_into_the_store(cluster: Cluster, tokens: np.ndarray = TOKENS) -> list[bytes]:
-    """The blocks' bytes, once all of them are in the store."""
+    """Put blocks into the store; return their bytes once all of them are there."""
     until_it_stores(cluster)
     before = remote(cluster, "stored_blocks")
     expected = cluster.read(BLOCKS)
@@ -181,7 +181,7 @@ def test_dram_ssd_and_store_serve_one_prompt_together(tmp_path: Path, model: Mod
 
 
 def object_with(directory: Path, content: bytes) -> Path:
-    """The file of the block of that content."""
+    """Return the file of the block with that content."""
     return next(p for p in directory.rglob("*") if p.is_file() and content in p.read_bytes())
 
 
@@ -296,7 +296,7 @@ class Loaded:
         until(lambda: (self.engine.step(), breaker(self.cluster))[1] == condition)
 
     def work_until_it_grows(self, *counters: str) -> None:
-        """Work until the store has been of use again."""
+        """Work until the store has supplied blocks again."""
         before = {name: remote(self.cluster, name) for name in counters}
 
         def has_grown() -> bool:

@@ -29,7 +29,7 @@ pytest.importorskip("uvicorn")
 
 
 class Watch:
-    """Notes from where something was used by a thread that does not hold the server's lock."""
+    """Records every use by a thread that does not hold the server's lock."""
 
     def __init__(self) -> None:
         self.server: KVServer | None = None
@@ -41,7 +41,7 @@ class Watch:
         self.violations.setdefault(name, "".join(traceback.format_stack(limit=6)[:-2]))
 
     def watched(self, base: type) -> type:
-        """A class whose attributes are all noted when they are used."""
+        """Return a class whose attribute uses are all recorded."""
         watch = self
 
         class Watched(base):  # type: ignore[misc]
@@ -68,7 +68,7 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
     watch = Watch()
     monkeypatch.setattr("flexcache.server.server.Hub", watch.watched(Hub))
     monkeypatch.setattr("flexcache.server.hub.Outbox", watch.watched(Outbox))
-    monkeypatch.setattr("flexcache.server.store.KVTaskEngine", watch.watched(KVTaskEngine))
+    monkeypatch.setattr("flexcache.server.served_cache.KVTaskEngine", watch.watched(KVTaskEngine))
     port = free_port()
     config = CacheConfig(
         num_cpu_blocks=48, num_ssd_blocks=96, ssd_cache_dirs=[str(tmp_path)],

@@ -53,7 +53,7 @@ class Member:
 
 @contextlib.contextmanager
 def members(*engines: Member) -> Iterator[None]:
-    """All are ready inside, and after it the server they started is gone with what it had."""
+    """Run engines that are ready inside the block; after it their server is gone with its files."""
     try:
         for engine in engines:
             engine.manager.wait_ready(60)
@@ -67,7 +67,7 @@ def members(*engines: Member) -> Iterator[None]:
 
 @contextlib.contextmanager
 def serving(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """`flexcache server`, as a user would start it, until the end of the block."""
+    """Run `flexcache server`, as a user would start it, until the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-m", "flexcache.cli", "server", *arguments],
         env={**os.environ, **environment},
@@ -335,7 +335,7 @@ def test_a_silent_engine_loses_its_session_and_finds_a_new_one() -> None:
 
 
 def child(*arguments: str) -> subprocess.Popen[str]:
-    """A process of `load.py` that is up."""
+    """Run a process of `load.py` that is up."""
     process = subprocess.Popen(
         [sys.executable, str(SUPPORT / "load.py"), *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -346,7 +346,7 @@ def child(*arguments: str) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> str:
-    """Let it stop in an orderly way; what it said last."""
+    """Let it stop in an orderly way; return its last output."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()

@@ -10,9 +10,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cluster import running_cluster
@@ -21,6 +19,7 @@ from rich.console import Console
 from flexcache.client.status import read_status
 from flexcache.errors import ServerLostError
 from flexcache.status.watch import watch
+from flexcache.tasks.stats import Stats, from_plain
 
 STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")
 TOKENS = list(range(256))
@@ -65,8 +64,8 @@ def test_watching_goes_on_over_a_server_that_is_lost_and_comes_back() -> None:
         screen.truncate()
         return text
 
-    def read() -> Mapping[str, Any]:
-        """Look, with what has to happen between two looks."""
+    def read() -> Stats:
+        """Read the status, with an action between two reads."""
         nonlocal looks
         looks += 1
         if looks == 2:
@@ -78,7 +77,7 @@ def test_watching_goes_on_over_a_server_that_is_lost_and_comes_back() -> None:
             raise ServerLostError("it is gone")
         elif looks == 4:
             assert "waiting for a server: it is gone" in drawn()
-        return read_status(cluster.manager.endpoint, None, 30.0)
+        return from_plain(read_status(cluster.manager.endpoint, None, 30.0))
 
     with running_cluster() as cluster:
         watch(read, console, interval_s=0.01, rounds=4)

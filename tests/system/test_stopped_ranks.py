@@ -29,7 +29,7 @@ WAIT_S = 60.0
 
 
 class RankProcess:
-    """The engine's only rank, and the memory that its KV tensors lie in."""
+    """The engine's only rank, and the memory of its KV tensors."""
 
     def __init__(self, endpoint: str, server_timeout_s: float) -> None:
         self._memory = os.memfd_create("kv")
@@ -67,7 +67,7 @@ class RankProcess:
 
 @contextmanager
 def stored_prompt(config: CacheConfig) -> Iterator[tuple[KVManager, RankProcess]]:
-    """An engine that has stored a prompt as long as its KV cache."""
+    """Run an engine that has stored a prompt as long as its KV cache."""
     manager = KVManager(MODEL, config, engine_id=ENGINE)
     rank = RankProcess(manager.endpoint, config.server_timeout_s)
     try:
@@ -85,7 +85,7 @@ def stored_prompt(config: CacheConfig) -> Iterator[tuple[KVManager, RankProcess]
 
 
 def stop_in_a_load(manager: KVManager, rank: RankProcess) -> int:
-    """Load all slots and stop the rank when it has begun and is far from done; the task."""
+    """Load all slots, stop the rank in the middle, and return the task."""
     for _ in range(NUM_TRIES):
         rank.fill(EMPTY)
         kv = rank.kv.numpy()
@@ -124,7 +124,7 @@ def test_a_rank_stopped_past_a_deadline_writes_one_piece_at_most_when_it_goes_on
 
 @contextmanager
 def serving(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in a process of its own, which may be killed inside the block."""
+    """Run a server in its own process, which may be killed inside the block."""
     process = subprocess.Popen(
         [sys.executable, "-m", "flexcache.cli", "server", "--endpoint", endpoint],
         env={**os.environ, "FLEXCACHE_NUM_CPU_BLOCKS": str(NUM_BLOCKS)},

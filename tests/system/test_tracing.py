@@ -67,7 +67,7 @@ def opened(tmp_path: Path) -> RecordedTrace:
 
 
 def run_load(tmp_path: Path, steps: int, **settings: object) -> RecordedTrace:
-    """Puts, gets, prefetches, cancellations at any moment."""
+    """Put, get, prefetch and cancel at any moment."""
     model = make_model(dp_size=1)
     kv = make_kv(model)
 
@@ -208,7 +208,7 @@ def test_a_trace_of_other_blocks_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def half_and_half(tmp_path: Path) -> RecordedTrace:
-    """A get of which DRAM has one half and the SSD the other, in several chunks."""
+    """Get a prompt of which DRAM has one half and the SSD the other, in several chunks."""
     with traced_cluster(
         tmp_path, num_cpu_blocks=120, num_ssd_blocks=120, skip_slow_loads=False
     ) as cluster:

@@ -29,14 +29,14 @@ NO_MESSAGES = [
 
 
 def worker_endpoint() -> str:
-    """The workers' socket of the one server that runs."""
+    """Return the workers' socket of the one running server."""
     (path,) = runtime_dir().glob("*.work")
     return f"ipc://{path}"
 
 
 @contextmanager
 def speaking_as(identity: bytes | None) -> Iterator[zmq.Socket[bytes]]:
-    """A peer at the workers' socket, under a name of its choice."""
+    """Connect a peer to the workers' socket, under a name of its choice."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 2000
         if identity is not None:

@@ -124,7 +124,7 @@ def test_keys_that_do_not_chain_break_nothing(prompts: list[list[bytes]]) -> Non
 
 
 def one_off(names: Iterator[int], num_blocks: int) -> EngineBlockKeys:
-    """A prompt that shares nothing with those before."""
+    """Make a prompt that shares nothing with earlier ones."""
     name = next(names).to_bytes(8, "big")
     keys = [name + at.to_bytes(2, "big") for at in range(num_blocks)]
     return EngineBlockKeys(ROOT, keys, num_blocks)
@@ -148,7 +148,7 @@ def seen_twice(names: Iterator[int], rounds: int) -> Iterator[EngineBlockKeys]:
 
 
 def num_hits(admission: Admission, stream: Iterable[EngineBlockKeys]) -> int:
-    """Blocks that a tier finds when it stores what the policy lets it."""
+    """Return the blocks a tier hits when it stores what the policy admits."""
     tier, hits = Tier(TierName.SSD, CAPACITY), 0
     for keys in stream:
         there = tier.match(keys).num_blocks
@@ -164,7 +164,7 @@ def num_hits(admission: Admission, stream: Iterable[EngineBlockKeys]) -> int:
 
 
 def hits_by_policy(*patterns: tuple[Pattern, int]) -> dict[str, int]:
-    """Blocks hit when the patterns come one after the other, each for so many rounds."""
+    """Return blocks hit when the patterns follow one another, each for this many rounds."""
     hits = {}
     for policy in POLICIES:
         names = count()

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from flexcache.metrics.catalog import CATALOG, MetricType
+from flexcache.metrics.catalog import CATALOG
+from flexcache.metrics.metric import MetricType
 
 RULES = ROOT / "docs" / "grafana" / "alerts.yml"
 DASHBOARD = ROOT / "docs" / "grafana" / "flexcache.json"
@@ -82,7 +83,7 @@ needs_promtool = pytest.mark.skipif(
 
 
 def check_who_fires(series: Mapping[str, str], alerts: Sequence[str], tmp_path: Path) -> None:
-    """Just these alerts must fire at the end of these values, one per minute."""
+    """Check that exactly these alerts fire at the end of these values, one per minute."""
 
     def of_a_server(name: str) -> str:
         return name.replace("{", '{instance="a",') if "{" in name else name + '{instance="a"}'

@@ -14,7 +14,7 @@ def opened(now: float = 100.0) -> CircuitBreaker:
 
 
 def reopened_until_closed(breaker: CircuitBreaker, now: float) -> float:
-    """Let the back-off pass and three trials succeed; when that was."""
+    """Let the back-off pass and three trials succeed; return the time."""
     deadline = breaker.next_deadline()
     assert deadline is not None
     assert breaker.wants_trial(max(now, deadline))

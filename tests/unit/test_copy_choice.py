@@ -16,7 +16,7 @@ KERNEL = CopyCost(start_s=40e-6, run_s=0.01e-6, byte_s=1 / 50e9)
 
 
 class Device:
-    """Takes exactly what it is said to cost, and longer the first time."""
+    """A device that takes exactly its configured time, and longer the first time."""
 
     def __init__(self, cost: CopyCost) -> None:
         self.cost = cost

@@ -67,7 +67,7 @@ class FakeKernel:
 
 
 class Rig:
-    """A copier, what it is attached to, and the order of what it did."""
+    """A copier, what it is attached to, and the order of its calls."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, segment: HostSegment, device: int = 0
@@ -113,7 +113,7 @@ class Rig:
         return self.copier.start(to, source, np.full(len(gpu), BLOCK), kind, after, **options)
 
     def check_copies(self, num_blocks: int = 3) -> None:
-        """Store and load that many blocks, none of which are neighbours."""
+        """Store and load this many blocks, none of which are neighbours."""
         before = self.device.reshape(NUM_BLOCKS, BLOCK).copy()
         sources = list(range(0, 2 * num_blocks, 2))
         self.start(OpKind.D2H, sources, sources[::-1])
@@ -323,7 +323,7 @@ def test_single_copies_that_fail_leave_the_batch(rig: Rig) -> None:
 
 
 class CompilationError(Exception):
-    """As Triton has one, which is no RuntimeError."""
+    """Like Triton's, which is no RuntimeError."""
 
 
 @pytest.mark.parametrize("fault", ["compiler", "bytes", "memory"])

@@ -36,7 +36,7 @@ def make_tensors() -> Tensors:
 
 @pytest.fixture
 def tensors() -> Tensors:
-    """The engine's: a worker knows no more than where they lie."""
+    """The engine's tensors, of which a worker knows only the addresses."""
     return make_tensors()
 
 
@@ -63,7 +63,7 @@ def order(
     op_id: int, kind: OpKind, src: Sequence[int], dst: Sequence[int], gated: bool = False,
     task_id: int = 1,
 ) -> Execute:  # fmt: skip
-    """An op's order; its task is 1 unless told."""
+    """Make an order for an op; its task is 1 by default."""
     return Execute(
         op_id, kind, pack_ids(np.array(src, np.int64)), pack_ids(np.array(dst, np.int64)),
         task_id, gated,
@@ -79,7 +79,7 @@ def load(op_id: int, src: Sequence[int], dst: Sequence[int], gated: bool = False
 
 
 def run_dry(worker: DeviceWorker) -> list[Done]:
-    """All that the worker reports until it has no more work."""
+    """Return everything the worker reports until it has no more work."""
     done = worker.advance()
     while worker.has_work:
         done.extend(worker.advance())
@@ -330,7 +330,7 @@ class FakeFence:
 
 
 class LateCopier:
-    """Takes copies on and moves nothing until they are told to land."""
+    """Accepts copies and moves nothing until the test lets them land."""
 
     def __init__(self) -> None:
         self.moment = "the start"

@@ -259,7 +259,7 @@ DATA, INDEX = 7, 8
 
 @dataclass
 class Bench:
-    """A worker over I/O and files that do as they are told."""
+    """A worker over scripted I/O and files."""
 
     worker: DiskWorker
     io: ScriptedIO
@@ -417,7 +417,7 @@ def test_a_failed_commit_fails_its_group_and_not_the_next(
 def test_a_failed_sync_fails_all_that_was_written_before_it_was_known(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """Linux tells of a failed sync once: the next one would succeed without their bytes."""
+    """Linux reports a failed sync once: the next one would succeed without their bytes."""
     entered, proceed = threading.Event(), threading.Event()
     sync = bench.files.fdatasync
 
@@ -466,7 +466,7 @@ def test_only_what_was_written_without_a_gap_is_recorded(bench: Bench, tmp_path:
 
 
 def recorded(bench: Bench, tmp_path: Path) -> dict[int, bytes]:
-    """Slots and keys that a next start would find."""
+    """Return the slots and keys that the next start would find."""
     (tmp_path / "index").write_bytes(bench.files.content)
     with (tmp_path / "index").open("rb") as file:
         contents = SlotIndex([file.fileno()], POOL_ID).load(NUM_BLOCKS)

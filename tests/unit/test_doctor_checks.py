@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from fake_cuda import NOT_SUPPORTED, FakeCuda
 from fake_torch_cuda import FakeTorchCuda
+from server_stats import SERVER_STATS
+from task_builders import World
 
 from flexcache.doctor import agreement, gpu, memory
 from flexcache.doctor.directories import judge_file_system
@@ -20,6 +23,7 @@ from flexcache.doctor.machine import explain_io_uring, judge_kernel
 from flexcache.doctor.packages import check_transfer_config, judge_vllm
 from flexcache.doctor.subject import Subject, VllmOptions
 from flexcache.storage.mounts import mount_of
+from flexcache.tasks.stats import Stats
 from flexcache.transfer.workers.copy_driver import CudaDriver
 
 EPERM = "PermissionError: [Errno 1] Operation not permitted"
@@ -89,7 +93,7 @@ def test_gpus(gpus: Gpus, expected: list[Level], text: str) -> None:
 
 
 def on_gpus(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, num_devices: int = 1) -> list[Finding]:
-    """What is found with a driver in host memory, where Triton is missing."""
+    """Return the findings with a driver in host memory, without Triton."""
     FakeTorchCuda(cuda).install(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(CudaDriver, "load", lambda: CudaDriver(cuda))
@@ -333,7 +337,10 @@ def test_the_block_size_is_vllms(
 @pytest.mark.parametrize("held", [16, 32])
 def test_the_block_size_is_the_servers(held: int) -> None:
     subject = Subject(environ={}, vllm=VllmOptions(block_size=16))
-    vars(subject)["server"] = {"tokens_per_block": held}
+    cache = World().stats()
+    identity = msgspec.structs.replace(cache.identity, tokens_per_block=held)
+    cache = msgspec.structs.replace(cache, identity=identity)
+    vars(subject)["server"] = Stats(server=SERVER_STATS, counters={}, engines={}, cache=cache)
     expected = [OK] if held == 16 else [OK, ERROR]
     assert levels(agreement.check_block_size(subject)) == expected
 

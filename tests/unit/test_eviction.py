@@ -26,7 +26,7 @@ CAPACITY = 12
 
 
 class ShadowMachine(RuleBasedStateMachine):
-    """Against a plain model: due times by lineage; nothing goes before what hangs off it."""
+    """Shadows against a plain model: due times by lineage; children leave first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_a_damaged_shadow_is_noticed_by_the_tier(damage: Callable[[Shadow], None
 
 
 def counted(kinds: Iterable[Iterable[float | None]]) -> ReturnTimes:
-    """For each kind, after what time its lineages came back; None for those that did not."""
+    """Count, per kind, after what time lineages returned; None for those that did not."""
     times = ReturnTimes()
     for gaps in kinds:
         kind = times.add_kind()
@@ -190,7 +190,7 @@ def prompt_of(numbers: list[int]) -> EngineBlockKeys:
 
 
 def serve(tier: Tier, requests: Iterable[tuple[float, list[int]]]) -> int:
-    """Look each prompt up and store what is missing; how many blocks were found."""
+    """Look up each prompt and store what is missing; return how many blocks were found."""
     hits = 0
     for now, numbers in requests:
         tier.advance(now)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from server_stats import SERVER_STATS
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.layout_roots import LayoutRoots
@@ -183,7 +184,7 @@ ENGINE_2 = (
 
 
 class NoHost:
-    """A host that no client gets as far as to use."""
+    """A host that no client gets to use."""
 
     def watch(self, identity: bytes, pid: int) -> None: ...
 
@@ -198,13 +199,14 @@ def answers(frame: bytes) -> list[Any]:
     def never(model: ModelConfig, tokens_per_block: int) -> Any:
         raise AssertionError("no store is made for a client of another version")
 
-    hub = Hub(HubConfig(epoch=1, server_pid=1, client_timeout_s=30.0), NoHost(), never)
+    config = HubConfig(epoch=1, server_pid=1, client_timeout_s=30.0)
+    hub = Hub(config, NoHost(), never, lambda: SERVER_STATS)
     hub.take(b"client", [frame], 1.0)
     return [message for _, message in hub.outbox.take().to_peers]
 
 
 def greeting(kind: str, version: int) -> bytes:
-    """A greeting of a version whose other fields are not known here."""
+    """Make a greeting of a version whose other fields are unknown here."""
     return msgspec.msgpack.encode({"type": kind, "place": ["new", 1], "version": version})
 
 

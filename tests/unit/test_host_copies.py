@@ -86,7 +86,7 @@ def test_a_task_that_was_revoked_before_moves_nothing_and_a_later_one_all() -> N
 
 
 def _starts(sizes: np.ndarray, gaps: list[int]) -> np.ndarray:
-    """Where runs begin that stand one after the other, each behind its gap."""
+    """Return where consecutive runs begin, each behind its gap."""
     return np.cumsum(np.array(gaps, np.int64) + np.concatenate(([0], sizes[:-1]))[: len(sizes)])
 
 

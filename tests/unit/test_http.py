@@ -23,8 +23,11 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
+from server_stats import SERVER_STATS
+
 from flexcache.errors import ClosedError, ConfigError, StorageError
 from flexcache.server.http import HttpService
+from flexcache.tasks.stats import Stats, to_plain
 
 TOKEN = "correct horse"
 JSON = {"Content-Type": "application/json"}
@@ -32,7 +35,7 @@ MORE_THAN_BUFFERS = 64 << 20  # what the sockets of both sides hold
 
 
 class PlayedServer:
-    """Has one tier, CPU, with three blocks, and remembers what was asked of it."""
+    """A server with one tier, CPU, and three blocks, which records requests."""
 
     def __init__(self) -> None:
         self.missing: list[str] = []
@@ -43,11 +46,10 @@ class PlayedServer:
         self.entered = threading.Event()
         self.gate: threading.Event | None = None
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         if self.failure is not None:
             raise self.failure
-        stats: dict[str, Any] = {"version": "1.2", "uptime_s": 5.0, "counters": {}, "tiers": {}}
-        return stats | {"padding": self.padding} if self.padding else stats
+        return Stats(server=SERVER_STATS, counters={self.padding: 1}, engines={})
 
     def health(self) -> dict[str, Any]:
         return {"serving": True, "missing": self.missing}
@@ -144,7 +146,7 @@ def test_health_says_what_is_missing(server: PlayedServer, service: HttpService)
 
 def test_status_is_the_servers_statistics(server: PlayedServer, service: HttpService) -> None:
     status, text, _ = ask(service, "GET", "/status")
-    assert (status, json.loads(text)) == (200, server.stats())
+    assert (status, json.loads(text)) == (200, to_plain(server.stats()))
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/status"])
@@ -367,7 +369,7 @@ service.close()
 
 
 def assert_closed(connection: socket.socket) -> None:
-    """By the other side, with nothing more to be read."""
+    """Check that the other side closed the connection, with nothing left to read."""
     try:
         while connection.recv(65_536):
             pass
@@ -376,7 +378,7 @@ def assert_closed(connection: socket.socket) -> None:
 
 
 def num_files(pid: str) -> int:
-    """That a process has open."""
+    """Return the number of files that a process has open."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
@@ -388,7 +390,7 @@ def until(condition: Any) -> None:
 
 
 def answers(service: HttpService, path: str) -> bool:
-    """Whether it answers at all: a connection beyond the limit is closed unread."""
+    """Return whether it answers: a connection beyond the limit is closed unread."""
     try:
         return ask(service, "GET", path, headers={"Authorization": f"Bearer {TOKEN}"})[0] == 200
     except (ConnectionError, http.client.HTTPException):

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from server_stats import SERVER_STATS
 
 from flexcache.cache.journal import Stored
 from flexcache.config import CacheConfig, ModelConfig
@@ -55,9 +56,10 @@ from flexcache.server.claims import CLAIM_TTL_S
 from flexcache.server.hub import Hub
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.outbox import make_execute
-from flexcache.server.store import CacheStore
+from flexcache.server.served_cache import ServedCache
 from flexcache.tasks.ids import TaskIds, last_id
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
+from flexcache.tasks.stats import CacheStats, TierStats
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.permit import CopyPermit
 
@@ -69,7 +71,7 @@ TIMEOUT_S = 30.0
 
 
 class World:
-    """A hub with a clock, whose answers are kept by peer."""
+    """A hub with a clock, whose answers are collected by peer."""
 
     def __init__(
         self,
@@ -81,23 +83,31 @@ class World:
         self.config = CacheConfig(num_cpu_blocks=BLOCKS, **settings)
         self.watched: dict[bytes, int] = {}
         self.fences: list[Fence] = []
-        self.open: Callable[[ModelConfig, int], CacheStore] = self.open_store
+        self.open: Callable[[ModelConfig, int], ServedCache] = self.open_cache
         hub_config = HubConfig(
             epoch=7, server_pid=1, client_timeout_s=TIMEOUT_S, owner=owner,
             prompt_detail=prompt_detail, first_session=first_session,
         )  # fmt: skip
-        self.hub = Hub(hub_config, self, lambda *known: self.open(*known))
-        self.stores: list[CacheStore] = []
+        self.hub = Hub(hub_config, self, lambda *known: self.open(*known), lambda: SERVER_STATS)
+        self.caches: list[ServedCache] = []
         self.now = 100.0
         self.inbox: dict[bytes, list[Any]] = {}
         self.asked: list[int] = []
         """Look-ups that the remote store was asked for."""
 
-    def open_store(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
-        store = CacheStore(model, replace(self.config, tokens_per_block=tokens_per_block))
-        store.open()
-        self.stores.append(store)
-        return store
+    def open_cache(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
+        cache = ServedCache(model, replace(self.config, tokens_per_block=tokens_per_block))
+        cache.open()
+        self.caches.append(cache)
+        return cache
+
+    def cache_stats(self) -> CacheStats:
+        stats = self.hub.stats(self.now).cache
+        assert stats is not None
+        return stats
+
+    def tier(self) -> TierStats:
+        return self.cache_stats().tiers["CPU"]
 
     def watch(self, identity: bytes, pid: int) -> None:
         self.watched[identity] = pid
@@ -115,7 +125,7 @@ class World:
     def send(
         self, peer: bytes, message: ToServer, data: bytes | memoryview | None = None
     ) -> list[Any]:
-        """What the peer is answered."""
+        """Send messages; return the answers to the peer."""
         frames = [msgspec.msgpack.encode(message)] + ([] if data is None else [data])
         return self.send_raw(peer, frames)
 
@@ -148,8 +158,8 @@ class World:
 
     def close(self) -> None:
         self.hub.close()
-        for store in self.stores:
-            store.close()
+        for cache in self.caches:
+            cache.store.close()
 
 
 @pytest.fixture
@@ -187,7 +197,7 @@ class Engine:
         assert Registered() in self.world.send(self.rank, Register("layout", 99))
 
     def ask(self, text: str, may_wait: bool) -> list[Any]:
-        """Match a get against a store that has to be asked first; what is answered at once."""
+        """Match a get with a store that has to be asked first; return the immediate answer."""
         request = Match(
             9, self.ids.next(), TaskKind.GET, ROOT, 0, len(text), 16 * len(text), 8,
             may_wait=may_wait,
@@ -205,7 +215,7 @@ class Engine:
         self.world.send(self.calls, Launch(task_id, blocks, gated))
 
     def work(self) -> None:
-        """The rank does all that it was given."""
+        """Let the rank execute all its ops."""
         for message in self.world.inbox.get(self.rank, []):
             if isinstance(message, Execute):
                 self.world.send(self.rank, Done(message.op_id, len(message.src) // 8))
@@ -235,15 +245,15 @@ def asking() -> Iterator[World]:
 def up_with_store(world: World, name: str = "one") -> Engine:
     engine = Engine(world, name)
     engine.register()
-    assert world.hub.store is not None
-    world.hub.store.engine.executor_up(REMOTE)
+    assert world.hub.cache is not None
+    world.hub.cache.engine.executor_up(REMOTE)
     return engine
 
 
 def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking: World) -> None:
     engine = up_with_store(asking)
-    assert asking.hub.store is not None
-    tasks = asking.hub.store.engine
+    assert asking.hub.cache is not None
+    tasks = asking.hub.cache.engine
     for tier in tasks.cache.tiers:
         lost = tier.pool.take(1)
         [failed] = asking.send(engine.calls, CheckInvariants(1))
@@ -258,8 +268,8 @@ def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking
 
 
 def look_up_answered(world: World, num_present: int) -> None:
-    assert world.hub.store is not None
-    world.hub.store.engine.looked_up(world.asked.pop(), num_present, None, world.now)
+    assert world.hub.cache is not None
+    world.hub.cache.engine.looked_up(world.asked.pop(), num_present, None, world.now)
     world.settle()
 
 
@@ -285,8 +295,8 @@ def test_a_match_goes_on_without_an_answer_in_time(asking: World) -> None:
     engine = up_with_store(asking)
     assert engine.ask("abcd", may_wait=True) == []
     asking.now += 1.0
-    assert asking.hub.store is not None
-    asking.hub.store.engine.tick(asking.now)
+    assert asking.hub.cache is not None
+    asking.hub.cache.engine.tick(asking.now)
     asking.settle()
     [matched] = asking.inbox[engine.calls]
     assert matched.num_blocks == 0
@@ -301,8 +311,8 @@ def test_who_left_while_the_store_was_asked_gets_no_task(asking: World) -> None:
     assert asking.inbox.get(engine.calls, []) == []
     [matched] = asking.inbox[other.calls]
     assert matched.num_blocks == 3
-    assert asking.hub.store is not None
-    assert asking.hub.store.engine.sessions.num_open == 1
+    assert asking.hub.cache is not None
+    assert asking.hub.cache.engine.sessions.num_open == 1
 
 
 def test_what_one_engine_put_another_gets(world: World) -> None:
@@ -347,7 +357,7 @@ def test_a_model_that_is_none_is_refused_and_decides_nothing(world: World, spec:
 
 
 def test_a_store_that_cannot_be_had_is_the_reason_of_the_refusal(world: World) -> None:
-    def fail(model: ModelConfig, tokens: int) -> CacheStore:
+    def fail(model: ModelConfig, tokens: int) -> ServedCache:
         raise ConfigError("no room")
 
     world.open = fail
@@ -376,10 +386,10 @@ def test_a_client_takes_its_own_place_again_and_its_tasks_are_gone(world: World)
     engine = Engine(world)
     engine.register()
     engine.match(TaskKind.PUT, "abc")
-    assert world.hub.stats(world.now)["tiers"]["CPU"]["leased"] == 3
+    assert world.tier().leased == 3
     welcome, _ = world.send(b"again", hello_engine("e", "e", b"again-calls"))
     assert isinstance(welcome, WelcomeEngine)
-    assert world.hub.stats(world.now)["tiers"]["CPU"]["leased"] == 0
+    assert world.tier().leased == 0
     [rejected] = world.send(engine.events, Ping())
     assert isinstance(rejected, Rejected)  # the former self learns that it is not known any more
 
@@ -396,9 +406,7 @@ def test_a_new_engine_waits_until_the_slots_of_its_former_self_are_let_go(world:
     assert "still move bytes" in refused.reason
     engine.work()
     assert isinstance(world.send(b"new", hello_engine("e", "new", b"nc"))[0], WelcomeEngine)
-    assert (
-        world.hub.stats(world.now)["tiers"]["CPU"]["indexed"] == 0
-    )  # a cancelled put publishes nothing
+    assert world.tier().indexed == 0  # a cancelled put publishes nothing
 
 
 def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) -> None:
@@ -406,7 +414,7 @@ def test_a_silent_scheduler_expires_and_one_that_pings_does_not(world: World) ->
     world.now += TIMEOUT_S - 1
     assert world.send(lively.events, Ping()) == [Pong()]
     world.hub.expire(world.now + 2)
-    assert list(world.hub.stats(world.now)["engines"]) == ["lively"]
+    assert list(world.hub.stats(world.now).engines) == ["lively"]
     assert world.hub.counters["expired_clients"] == 1
     assert quiet.events not in world.watched
 
@@ -441,7 +449,7 @@ def test_a_rank_is_refused_for_a_layout_that_differs_and_everybody_is_told(world
     assert told.missing == ["tp_rank 0"]
     assert "another layout" in told.problems[0]
     assert world.last(one.events).problems == []
-    assert not world.hub.store.engine.executors.is_up(device("two", 0))  # type: ignore[union-attr]
+    assert not world.hub.cache.engine.executors.is_up(device("two", 0))  # type: ignore[union-attr]
 
 
 def test_a_rank_that_comes_back_is_told_what_ended_while_it_was_away(world: World) -> None:
@@ -487,7 +495,7 @@ def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
     task_id, _ = one.match(TaskKind.PUT, "abc")
     world.send(two.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
     two.launch(task_id, 3)
-    assert world.hub.stats(world.now)["tasks"]["created"] == 1
+    assert world.cache_stats().tasks["created"] == 1
     stolen = Match(5, task_id + 1, TaskKind.PUT, ROOT, 0, 1, 16, 8)
     [failed] = world.send(two.calls, stolen, keys("z"))
     assert isinstance(failed, Failed)
@@ -523,8 +531,8 @@ def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored() -> None:
     world = World(prompt_detail=PromptDetail.TOKENS)
     engine = Engine(world)
     engine.register()
-    assert world.hub.store is not None
-    cache = world.hub.store.engine.cache
+    assert world.hub.cache is not None
+    cache = world.hub.cache.engine.cache
     cache.keep_journal(16)
     tokens = np.arange(40, dtype="<i8")  # two blocks and a half
     info = RequestInfo("a-request", 7, "an-adapter", [["x"], ["y"]])
@@ -592,7 +600,7 @@ def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
 def test_a_store_that_is_not_to_be_had_just_now_may_be_later(world: World) -> None:
     real, failures = world.open, iter([RegistrationError("in use"), OSError("no fds")])
 
-    def fail_at_first(model: ModelConfig, tokens: int) -> CacheStore:
+    def fail_at_first(model: ModelConfig, tokens: int) -> ServedCache:
         for failure in failures:
             raise failure
         return real(model, tokens)
@@ -640,15 +648,15 @@ def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
 
 def test_a_failing_handler_is_answered_and_costs_nobody_else_anything(world: World) -> None:
     one, two = Engine(world, "one"), Engine(world, "two")
-    assert world.hub.store is not None
-    real = world.hub.store.engine.match
+    assert world.hub.cache is not None
+    real = world.hub.cache.engine.match
 
     def fail_for_one(task_id: int, *rest: Any) -> Any:
         if task_id in one.ids:
             raise RuntimeError("a bug")
         return real(task_id, *rest)
 
-    world.hub.store.engine.match = fail_for_one  # type: ignore[assignment, method-assign]
+    world.hub.cache.engine.match = fail_for_one  # type: ignore[assignment, method-assign]
     _, failed = one.match(TaskKind.GET, "ab")
     assert failed == Failed(5, "internal", "RuntimeError('a bug')")
     assert isinstance(two.match(TaskKind.GET, "ab")[1], Matched)
@@ -679,8 +687,8 @@ def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not
     permit.task_id = late[0]
     assert not permit.is_revoked
     world.now += 1000
-    assert world.hub.store is not None
-    world.hub.store.engine.tick(world.now)
+    assert world.hub.cache is not None
+    world.hub.cache.engine.tick(world.now)
     world.settle()
     assert world.last(engine.events).status is KVStatus.FAILED
     assert permit.is_revoked
@@ -856,17 +864,17 @@ class HubHistories(RuleBasedStateMachine):
     @invariant()
     def places_are_held_by_whom_the_model_says(self) -> None:
         hub = self.world.hub
-        assert set(hub.stats(self.world.now)["engines"]) == set(self.engines)
-        if hub.store is None:
+        assert set(hub.stats(self.world.now).engines) == set(self.engines)
+        if hub.cache is None:
             return
-        hub.store.engine.check()
+        hub.cache.engine.check()
         assert hub.workers() == {device(name, 0): 2 for name in self.ranks}
         for name in NAMES:
-            assert hub.store.engine.executors.is_up(device(name, 0)) == (name in self.ranks)
+            assert hub.cache.engine.executors.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
         assert set(hub.peers) == set(self.world.watched) == expected
-        stats = hub.stats(self.world.now)["tiers"]["CPU"]
-        assert stats["free"] + stats["indexed"] + stats["leased"] == BLOCKS
+        tier = self.world.tier()
+        assert tier.free + tier.indexed + tier.leased == BLOCKS
 
     @invariant()
     def nobody_is_told_of_tasks_that_are_not_theirs(self) -> None:
@@ -882,10 +890,9 @@ class HubHistories(RuleBasedStateMachine):
             return
         for peer in [*self.world.hub.peers]:
             self.world.die(peer)
-        if self.world.hub.store is not None:
-            stats = self.world.hub.stats(self.world.now)
-            assert stats["tiers"]["CPU"]["leased"] == 0
-            assert sum(stats["tasks"].values()) == 0
+        if self.world.hub.cache is not None:
+            assert self.world.tier().leased == 0
+            assert sum(self.world.cache_stats().tasks.values()) == 0
         self.world.close()
 
 
@@ -916,11 +923,11 @@ def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) ->
             extra = data.draw(st.lists(st.binary(max_size=40), max_size=2))
             peer = data.draw(st.sampled_from([b"?", engine.events, engine.calls, engine.rank]))
             world.send_raw(peer, [bytes(frame), *extra])
-        assert world.hub.store is not None
-        world.hub.store.engine.check()
-        assert "two" in world.hub.stats(world.now)["engines"]
+        assert world.hub.cache is not None
+        world.hub.cache.engine.check()
+        assert "two" in world.hub.stats(world.now).engines
         world.send(other.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
-        assert world.hub.stats(world.now)["engines"]["two"]["open_tasks"] == 0
+        assert world.hub.stats(world.now).engines["two"].open_tasks == 0
     finally:
         world.close()
 
@@ -943,7 +950,7 @@ def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_lef
     assert world.last(engine.events).status is KVStatus.CANCELLED
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
     assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
-    assert world.hub.stats(world.now)["dropped_blocks"] == {"name_disputed": 3}
+    assert world.cache_stats().totals.dropped_blocks == {"name_disputed": 3}
     other = Engine(world, "o")
     other.register()
     assert other.match(TaskKind.GET, "abc")[1].num_blocks == 3  # of another name

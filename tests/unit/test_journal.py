@@ -26,7 +26,7 @@ some_word = st.sampled_from(WORDS)
 
 
 def tokens_of(word: str) -> list[int]:
-    """Two tokens a block, each of which says which block it is of."""
+    """Return two tokens per block, each of which identifies its block."""
     return [ord(letter) * 10 + i for letter in word for i in range(SIZE)]
 
 

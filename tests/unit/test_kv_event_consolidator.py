@@ -16,7 +16,7 @@ PLACES = [("GPU", 0), ("GPU", 1), ("CPU", None), ("STORAGE", None)]
 
 
 def tokens_of(hashes: list[int]) -> list[int]:
-    """What a block holds follows from its hash."""
+    """Return the tokens of a block, which follow from its hash."""
     return [token for block in hashes for token in (10 * block, 10 * block + 1)]
 
 
@@ -27,7 +27,7 @@ def stored(hashes: list[int], medium: str, *, parent: int | None = None, tokens:
 
 
 class Follower:
-    """Believes merged events, and insists that each says something new."""
+    """A consumer of merged events, which checks that each adds information."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[str | None, bool]] = {}

@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 def started(directory: Path, count: int) -> list[int]:
-    """The processes started, once there are as many."""
+    """Wait for this many started processes, and return them."""
     deadline = time.monotonic() + 60
     while len(pids := [int(p.name) for p in directory.iterdir() if p.name.isdecimal()]) < count:
         assert time.monotonic() < deadline
@@ -37,7 +37,7 @@ def started(directory: Path, count: int) -> list[int]:
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where servers that take for ever to come up leave their process ids."""
+    """The directory in which servers that never come up leave their process ids."""
     monkeypatch.setattr(launcher, "_DETACH", SLOW.format(directory=str(tmp_path)))
     yield tmp_path
     for pid in started(tmp_path, 0):

@@ -15,7 +15,7 @@ NAMES = st.sampled_from([*LAYERS, "unknown"])
 
 
 class LayerLoadMachine(RuleBasedStateMachine):
-    """The model: how many segments have come, and whether the load is lost."""
+    """The model: how many segments have arrived, and whether the load is lost."""
 
     def __init__(self) -> None:
         super().__init__()

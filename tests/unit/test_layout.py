@@ -58,14 +58,14 @@ def heads_first(blocks: int, tokens: int, dtype: torch.dtype) -> tuple[Tensors, 
 
 
 def heads_first_by_strides(blocks: int, tokens: int, dtype: torch.dtype) -> tuple[Tensors, int]:
-    """Shaped as tokens before heads, and laid out the other way."""
+    """Shaped as tokens before heads, but laid out the other way."""
     return layers(
         lambda: random_tensor((blocks, 2, NUM_HEADS, tokens, HEAD_SIZE), dtype).transpose(2, 3)
     ), 0
 
 
 def blocks_outermost(blocks: int, tokens: int, dtype: torch.dtype) -> tuple[Tensors, int]:
-    """Shaped as K and V split, and laid out joined."""
+    """Shaped as K and V split, but laid out joined."""
     return layers(
         lambda: random_tensor((blocks, 2, tokens, NUM_HEADS, HEAD_SIZE), dtype).transpose(0, 1)
     ), 1
@@ -93,7 +93,7 @@ def padded_blocks(blocks: int, tokens: int, dtype: torch.dtype) -> tuple[Tensors
 
 
 def padded_heads(blocks: int, tokens: int, dtype: torch.dtype) -> tuple[Tensors, int]:
-    """Each head a piece of its own."""
+    """Each head is a separate piece."""
     return layers(
         lambda: random_tensor((blocks, tokens, NUM_HEADS, HEAD_SIZE + 3), dtype)[..., :HEAD_SIZE]
     ), 0
@@ -124,7 +124,7 @@ ENGINES: list[Engine] = [
 
 
 def gather(layout: BlockLayout, block: int) -> bytes:
-    """The block's bytes as the layout has them."""
+    """Return the block's bytes as the layout describes them."""
     (addresses,) = layout.gpu_addresses(np.array([block], dtype=np.int64))
     return b"".join(
         ctypes.string_at(address, size)
@@ -133,7 +133,7 @@ def gather(layout: BlockLayout, block: int) -> bytes:
 
 
 def in_memory_order(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor in the order in which they lie."""
+    """Return the bytes of a tensor in memory order."""
     raw = tensor.view(_AS_INTEGERS[tensor.element_size()])
     order = sorted(range(raw.dim()), key=raw.stride, reverse=True)
     return raw.permute(order).contiguous().numpy().tobytes()

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
-from flexcache.client import rank as rank_module
+from flexcache.client import attachment
 from flexcache.client.link import ServerLink
 from flexcache.protocol.messages import Ping
 from flexcache.server.server import KVServer
+from flexcache.transfer.messages import Stop
 from flexcache.transfer.workers.life import show_life_during
 
 WAIT_S = 60.0
@@ -55,7 +56,7 @@ def test_a_rank_shows_life_while_its_copier_is_compiled(
 ) -> None:
     _, manager, client = parts
     pinged = threading.Event()
-    offer, open_copier = ServerLink.offer, rank_module.open_copier
+    offer, open_copier = ServerLink.offer, attachment.open_copier
 
     def watch(link: ServerLink, message: Any) -> None:
         offer(link, message)
@@ -68,7 +69,7 @@ def test_a_rank_shows_life_while_its_copier_is_compiled(
         return open_copier(*arguments)
 
     monkeypatch.setattr(ServerLink, "offer", watch)
-    monkeypatch.setattr(rank_module, "open_copier", compile_until_pinged)
+    monkeypatch.setattr(attachment, "open_copier", compile_until_pinged)
     manager.start()
     register(client)
     manager.wait_ready(WAIT_S)
@@ -86,7 +87,7 @@ def test_both_ends_of_an_engine_hear_that_the_server_stops(
     take = KVTPClient._take
 
     def watch(rank: KVTPClient, message: Any) -> bool:
-        if isinstance(message, rank_module.Stop):
+        if isinstance(message, Stop):
             heard.release()
         return take(rank, message)
 

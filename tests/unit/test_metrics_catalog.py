@@ -14,9 +14,11 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexcache.ids import OpKind
-from flexcache.metrics.catalog import CATALOG, MetricType, describe_metrics
+from flexcache.metrics.catalog import CATALOG, describe_metrics
 from flexcache.metrics.collector import Exposition
+from flexcache.metrics.metric import MetricType
 from flexcache.metrics.page import render
+from flexcache.tasks.stats import from_plain
 
 TIER = {
     "capacity": 10, "free": 5, "indexed": 3, "leased": 2, "hit_blocks": 7, "miss_blocks": 1,
@@ -28,11 +30,16 @@ TIMES = {"bounds": [0.1, 1.0], "counts": [2, 3, 4], "sum": 12.5}
 STATS: dict[str, Any] = {
     "version": "1.2",
     "uptime_s": 60.0,
+    "endpoint": "ipc:///a/socket",
+    "server_pid": 4,
+    "fingerprint": "a model",
+    "layout": "",
     "block_bytes": 100,
     "tokens_per_block": 16,
     "counters": {"rejected_malformed": 3, "disk_worker_deaths": 1},
     "tiers": {"CPU": TIER, "SSD": TIER, "REMOTE": TIER | {"available": 0}},
     "tasks": {"created": 1, "running": 2},
+    "hit_blocks": {"CPU": 7},
     "missed_blocks": 5,
     "ended_tasks": {"get_success": 4},
     "dropped_blocks": {"host_tier_full": 6, "brand_new_reason": 1},
@@ -64,13 +71,14 @@ STATS: dict[str, Any] = {
     },
     "trace": {"lines": 9, "dropped_lines": 1, "bytes": 900, "file": "a.jsonl"},
 }  # fmt: skip
-NEW_SERVER = {"version": "1.2", "uptime_s": 0.1, "counters": {}, "tiers": {}, "tasks": {},
+NEW_SERVER = {"version": "1.2", "uptime_s": 0.1, "endpoint": "ipc:///a/socket", "server_pid": 4,
+              "counters": {}, "workers": {}, "worker_restarts": {}, "tiers": {}, "tasks": {},
               "engines": {}}  # fmt: skip
 
 
 def samples(stats: dict[str, Any]) -> dict[str, float]:
-    """As Prometheus reads them: name and labels to value."""
-    text = Exposition(lambda: stats).render()[0].decode()
+    """Return the samples as Prometheus reads them: name and labels to value."""
+    text = Exposition(lambda: from_plain(stats)).render()[0].decode()
     return {
         sample.name + str(sample.labels): sample.value
         for family in text_string_to_metric_families(text)
@@ -80,17 +88,17 @@ def samples(stats: dict[str, Any]) -> dict[str, float]:
 
 def test_a_scrape_reads_the_statistics_once() -> None:
     reads = []
-    exposition = Exposition(lambda: reads.append(1) or STATS)  # type: ignore[func-returns-value]
+    exposition = Exposition(lambda: reads.append(1) or from_plain(STATS))  # type: ignore[func-returns-value]
     assert not reads
     exposition.render()
     assert len(reads) == 1
 
 
 def test_every_metric_has_a_sample_of_every_statistic_that_is_there() -> None:
-    empty = [metric.name for metric in CATALOG if not list(metric.read(STATS))]
+    empty = [metric.name for metric in CATALOG if not list(metric.read(from_plain(STATS)))]
     assert not empty
     for metric in CATALOG:
-        assert {len(labels) for labels, _ in metric.read(STATS)} == {len(metric.labels)}
+        assert {len(labels) for labels, _ in metric.read(from_plain(STATS))} == {len(metric.labels)}
 
 
 def test_values_are_in_the_unit_that_the_name_says() -> None:
@@ -162,7 +170,7 @@ def test_names_follow_the_conventions() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_finds_no_fault_with_them() -> None:
-    text = Exposition(lambda: STATS).render()[0]
+    text = Exposition(lambda: from_plain(STATS)).render()[0]
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
 

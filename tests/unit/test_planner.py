@@ -56,7 +56,7 @@ def targets(op: TransferOp) -> list[Place]:
 
 @dataclass(eq=False)
 class Task:
-    """A plan that is being carried out."""
+    """A plan that is being executed."""
 
     plan: Plan
     keys: EngineBlockKeys
@@ -72,7 +72,7 @@ class Task:
         return [op for op in self.open_ops if all(d in self.ended for d in op.depends_on)]
 
     def num_wanted(self, op: TransferOp) -> int:
-        """How many of the op's blocks were delivered by the ops that it depends on."""
+        """Return how many of the op's blocks its dependencies delivered."""
         wanted = len(op)
         for other in self.plan.graph.ops:
             if other.op_id in op.depends_on:
@@ -81,7 +81,7 @@ class Task:
         return wanted
 
     def num_moved(self, kind: OpKind, start: int) -> int:
-        """How many blocks from ``start`` on were moved without a gap by ops of this kind."""
+        """Return how many blocks from ``start`` ops of this kind moved without a gap."""
         moved = {op.first: self.ended[op.op_id] for op in self.ops(kind) if op.op_id in self.ended}
         position = start
         while moved.get(position, 0):
@@ -183,7 +183,7 @@ class World:
     # -- execution --------------------------------------------------------------------------------
 
     def run_op(self, task: Task, op: TransferOp, most: int = PLENTY) -> int:
-        """Carry out an op, of which at most ``most`` blocks get through."""
+        """Execute an op, of which at most ``most`` blocks get through."""
         wanted = task.num_wanted(op)
         position = op.first
         num_ok = 0
@@ -249,7 +249,7 @@ class World:
         return tier.index.match(prompt(word, root)).num_blocks
 
     def cached(self, word: str) -> tuple[int, int]:
-        """How much of a word the host tier and the disk tier have."""
+        """Return how much of a word the host tier and the disk tier have."""
         return self.num_cached(self.host, word), self.num_cached(self.disk, word)
 
     def check(self) -> None:
@@ -265,7 +265,7 @@ class World:
                 self._check_content(tier, root, "")
 
     def _check_content(self, tier: Tier, root: RootId, word: str) -> None:
-        """Whatever can be found has its bytes, unless the disk went bad under it."""
+        """Check that every block that can be found has its bytes, unless the disk went bad."""
         for longer in (word + "a", word + "b"):
             match = tier.index.locate(root, key_of(longer))
             if not match.num_blocks:
@@ -371,7 +371,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     @rule(num_kept=st.integers(0, 4))
     def make_room_on_the_host_tier(self, num_kept: int) -> None:
-        """All goes but what is held, and the beginning of what was used last."""
+        """Evict everything but held blocks and the beginning of what was used last."""
         host = self.world.host
         host.release(host.reserve_private(ROOT, max(0, host.capacity - num_kept)))
 
@@ -442,14 +442,14 @@ def test_with_room_for_everything_a_get_brings_all_that_was_ever_put(
 
 
 def shape(task: Task) -> list[tuple[OpKind, int, int]]:
-    """Kind, first position and length of every op."""
+    """Return kind, first position and length of every op."""
     return [(op.kind, op.first, len(op)) for op in task.plan.graph.ops]
 
 
 def world_with(
     on_host: str, on_disk: str, host: int = 20, disk: int = 20, max_store_backlog: int = PLENTY
 ) -> World:
-    """One word is on the host tier, another one on the disk."""
+    """Make a world with one word on the host tier and another on the disk."""
     world = World(host, disk, max_store_backlog=max_store_backlog)
     if on_disk:
         world.run(world.put(on_disk))

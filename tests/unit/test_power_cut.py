@@ -68,7 +68,7 @@ class Event:
 
 
 class Device:
-    """Files whose fate is open until a sync. Calls fail when ``may_fail`` says so."""
+    """Files whose content is undecided until a sync. Calls fail if ``may_fail`` says so."""
 
     def __init__(self, images: dict[int, bytes]) -> None:
         self.images = images
@@ -103,7 +103,7 @@ class Device:
         self.log.append(Event("synced", number, fd))
 
     def after_a_cut(self, at: int, rng: random.Random) -> dict[int, bytes]:
-        """What the files may hold when the power goes after the first ``at`` events."""
+        """Return what the files may hold if the power fails after the first ``at`` events."""
         log = self.log[:at]
         ends = ("written", "failed", "synced")
         ended = {e.number: i for i, e in enumerate(log) if e.what in ends}
@@ -188,7 +188,7 @@ class DeviceIO(BlockIO):
 
 
 class SteppedExecutor(Executor):
-    """Runs what it was given when the test says so."""
+    """An executor that runs jobs when the test says so."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -207,7 +207,7 @@ class SteppedExecutor(Executor):
 
 
 class Machine:
-    """A tier and its disk worker over a simulated device, with as much going on as there may be."""
+    """A tier and its disk worker over a simulated device, with as much activity as possible."""
 
     def __init__(
         self, pool_id: bytes, images: dict[int, bytes], segment: HostSegment, sync: str,
@@ -245,7 +245,7 @@ class Machine:
         self.rng.choice(steps)()
 
     def start_op(self) -> None:
-        """Write what the tier lacks of some prompt."""
+        """Write the blocks of some prompt that the tier lacks."""
         word = bytes(self.rng.choices(b"abc", k=self.rng.randint(1, 6)))
         keys = EngineBlockKeys(ROOT, [word[:stop] for stop in range(1, len(word) + 1)], len(word))
         start = self.tier.match(keys).num_blocks
@@ -344,7 +344,7 @@ def survivors(pool: DiskPool) -> Survivors:
 def one_round(
     seed: int, template: Template, segment: HostSegment, sync: str, with_faults: bool
 ) -> tuple[Survivors, dict[bytes, int]]:
-    """Write, cut, start again. What is there, and what had been promised."""
+    """Write, cut, start again; return what is there and what was promised."""
     rng = random.Random(seed)
     machine = Machine(template.pool_id, template.images, segment, sync, rng)
     if with_faults:

@@ -30,7 +30,7 @@ some_word = st.text("ab", min_size=1, max_size=LONGEST)
 
 @dataclass
 class Block:
-    """A block that occupies an id; ``found_as`` is None once its bytes were called bad."""
+    """A block that occupies an id; ``found_as`` is None once its bytes were reported bad."""
 
     block_id: int
     parent: Block | None
@@ -38,7 +38,7 @@ class Block:
     last_use: float
 
     def path(self) -> list[Block]:
-        """The block and all before it, first one first."""
+        """Return the block and all before it, in order."""
         before = self.parent.path() if self.parent is not None else []
         return [*before, self]
 
@@ -61,7 +61,7 @@ class Model:
         return matched
 
     def insert(self, root: RootId, word: str, block_ids: list[int], now: float) -> None:
-        """``word`` is whole afterwards, the last of its blocks in these ids."""
+        """Complete ``word``, with its last blocks in these ids."""
         path = self.match(root, word)
         for block_id in block_ids:
             parent = path[-1] if path else None
@@ -76,12 +76,12 @@ class Model:
         return [block for _, path in self.pins for block in path]
 
     def evictable(self) -> list[Block]:
-        """What could go one by one, leaves first, if nothing were used meanwhile."""
+        """Return what could be evicted one by one, leaves first, if nothing were used meanwhile."""
         pinned = self.pinned()
         return [block for block in self.allocated if block not in pinned]
 
     def behind(self, first: Block) -> list[Block]:
-        """The block and all that build on it."""
+        """Return the block and all that build on it."""
         return [block for block in self.allocated if first in block.path()]
 
     def remove(self, blocks: list[Block]) -> None:
@@ -91,7 +91,7 @@ class Model:
                 del self.found[block.found_as]
 
     def discard(self, root: RootId, word: str) -> list[Block]:
-        """The blocks that are free at once; those pinned can merely not be found any more."""
+        """Discard blocks; return those free at once. Pinned ones just cannot be found any more."""
         first = self.found.get((root, word))
         if first is None:
             return []
@@ -111,7 +111,7 @@ def ids_of(blocks: list[Block]) -> list[int]:
 
 
 class Scripted(Lru):
-    """Has whatever patience the test says, and tells lineages apart."""
+    """A policy with the patience that the test sets, which distinguishes lineages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ PROMPT = Prompt(TokenBlockKeys(RootId(b"root"), np.arange(32), 16), 0, 2, 32)
 
 
 class PlayedServer:
-    """Says what the test has it say."""
+    """A server that sends what the test specifies."""
 
     def __init__(self, path: Path) -> None:
         self.endpoint = f"ipc://{path}/s"
@@ -55,7 +55,7 @@ class PlayedServer:
         self._decode = msgspec.msgpack.Decoder(ToServer).decode
 
     def next(self, kind: type[Message]) -> tuple[bytes, Message]:
-        """The next message of a kind, and who sent it."""
+        """Return the next message of a kind, and its sender."""
         deadline = time.monotonic() + WAIT_S
         while True:
             assert time.monotonic() < deadline, f"no {kind.__name__} comes"
@@ -68,7 +68,7 @@ class PlayedServer:
         self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
 
     def welcome(self) -> bytes:
-        """Begin a session; its events are for the identity returned."""
+        """Begin a session; return the identity that gets its events."""
         identity, _ = self.next(HelloEngine)
         self.say(identity, WelcomeEngine(SESSION, os.getpid(), self.fence.path, [], False))
         return identity

@@ -85,7 +85,7 @@ def load_op(op_id: int, blocks: Sequence[int], *numbers: int) -> Execute:
 
 
 class Turns(RuleBasedStateMachine):
-    """Against two plain lists of what waits and one of what runs."""
+    """Turns against two plain lists of waiting ops and one of running ops."""
 
     num_threads = 3
 
@@ -213,7 +213,7 @@ def config(segments: Sequence[HostSegment], url: str = "memory://", **changes: o
 
 
 class Running:
-    """A service, and answers as they come."""
+    """A service, and its answers in order."""
 
     def __init__(self, segments: list[HostSegment], open_store: Callable[..., RemoteStore]) -> None:
         self.service = RemoteService(config(segments), segments, open_store)
@@ -235,7 +235,7 @@ class Running:
         return self.answers[number]
 
     def connect(self) -> None:
-        """Until it has opened the store."""
+        """Connect, and wait until it has opened the store."""
         number = 1_000_000
         while self.ask(LookUp(number, ROOT, keys(1))) != LookedUp(number, 0):
             number += 1

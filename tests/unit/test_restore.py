@@ -29,7 +29,7 @@ def record(word: str, slot: int, generation: int, root: RootId = ROOT) -> Record
 
 
 def records(*words: str) -> Records:
-    """In slots that fall while generations rise."""
+    """Make records in slots that fall while generations rise."""
     made = [record(word, len(words) - 1 - i, i + 1) for i, word in enumerate(words)]
     return np.concatenate([np.empty(0, SLOT_RECORD), *made])
 
@@ -44,7 +44,7 @@ def restored(found: Records, capacity: int = 32) -> Tier:
 
 
 def slots(tier: Tier, word: str, root: RootId = ROOT) -> list[int]:
-    """Slots of the longest prefix that the tier has."""
+    """Return the slots of the longest prefix that the tier has."""
     return tier.index.blocks(tier.match(prompt(word, root))).tolist()
 
 

@@ -69,7 +69,7 @@ class ModelOp:
 
 
 class SchedulerAgainstModel(RuleBasedStateMachine):
-    """The model looks at every op after every event, and knows positions only as lists."""
+    """The scheduler against a model that checks every op after every event."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class SchedulerAgainstModel(RuleBasedStateMachine):
                 changed = True
 
     def take(self, outcomes: list[Outcome]) -> None:
-        """Each outcome is possible where it stands in the list; all together are the model's."""
+        """Check that each outcome is possible when it comes, and that all match the model."""
         before = {i for i, op in self.model.items() if op.state == "running"}
         started = set()
         for outcome in outcomes:

@@ -124,7 +124,7 @@ def test_keys_of_different_sizes_are_refused_by_name() -> None:
 
 
 def three_tasks() -> ClientTasks:
-    """A get of two blocks, a put of one, and a miss."""
+    """Make a get of two blocks, a put of one, and a miss."""
     tasks = ClientTasks()
     add(tasks, TaskKind.GET, 0, 0, 2)
     add(tasks, TaskKind.PUT, 1, 1, 1)
@@ -168,6 +168,8 @@ def test_what_was_not_launched_is_cancelled_at_once_and_what_moves_when_it_has_e
     assert tasks.cancel([0, 1, 2]) == []
     tasks.answer(0, TaskResult(KVStatus.SUCCESS, 0, 2, 40))  # what has ended stays as it is
     assert results_of(tasks, 0) == {0: cancelled}
+    with pytest.raises(ValueError, match="launched before"):
+        tasks.launch([0], [blocks(2)])
 
 
 def test_a_lost_server_fails_what_is_open_and_ends_what_only_went_on_below() -> None:

@@ -24,7 +24,7 @@ rarely = st.integers(0, 19).map(lambda number: number == 7)
 
 @dataclass(eq=False)
 class Given:
-    """A task, as the model knows it."""
+    """A task as the model knows it."""
 
     task: ClientTask
     session: SessionId
@@ -34,14 +34,14 @@ class Given:
 
 @dataclass
 class Fence:
-    """What the ranks of a session hold while they may copy."""
+    """The fence that ranks of a session hold while they may copy."""
 
     is_held: bool = False
 
 
 @dataclass
 class Model:
-    """What is known outside the machine."""
+    """The state known outside the machine."""
 
     now: float = 100.0
     heard_s: float = 100.0
@@ -129,7 +129,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @rule(is_known=st.booleans())
     def end(self, is_known: bool) -> None:
-        """The conversation ends, whether a session was open or not."""
+        """End the conversation, whether a session was open or not."""
         model, was_serving = self.model, self.life.state is SessionState.SERVING
         earlier = list(model.waiting)
         tasks = [given.task for given in model.open]
@@ -167,7 +167,7 @@ class LifeMachine(RuleBasedStateMachine):
     # -- what must hold --------------------------------------------------------------------------
 
     def answer(self, settled: Settled | None, may_be_unsafe: bool) -> None:
-        """Exactly the tasks that wait are answered, and none of them twice."""
+        """Check that exactly the waiting tasks are answered, and none twice."""
         if settled is None:
             return
         assert [given.task for given in self.model.waiting] == list(settled.tasks)

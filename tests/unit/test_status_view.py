@@ -13,6 +13,7 @@ from rich.console import Console
 
 from flexcache.status.rates import Rates, rates_between
 from flexcache.status.view import render
+from flexcache.tasks.stats import from_plain
 
 COUNT = st.integers(0, 1_000_000)
 SECONDS = 4.0
@@ -20,7 +21,7 @@ SECONDS = 4.0
 
 def tier(**counts: int) -> dict[str, int]:
     names = ("capacity", "free", "indexed", "leased", "hit_blocks", "miss_blocks", "stored_blocks",
-             "dropped_blocks", "evicted_blocks")  # fmt: skip
+             "dropped_blocks", "evicted_blocks", "read_bytes", "written_bytes")  # fmt: skip
     return {"capacity": 100, "available": 1, **dict.fromkeys(names[1:], 0), **counts}
 
 
@@ -37,6 +38,8 @@ def figures(**changes: Any) -> dict[str, Any]:
         "endpoint": "ipc:///run/flexcache.sock",
         "server_pid": 4242,
         "fingerprint": "a-model|bfloat16|block=16",
+        "layout": "",
+        "block_bytes": 1000,
         "tokens_per_block": 16,
         "tiers": {
             "CPU": tier(indexed=50, leased=25, hit_blocks=1234),
@@ -75,7 +78,14 @@ def figures(**changes: Any) -> dict[str, Any]:
             "breaker": {"state": "open", "openings": 2, "last_reason": "too slow"},
             "lookups": {"asked": 11, "late": 1},
         },
-        "events": {"published_batches": 12, "dropped_batches": 3},
+        "op_histograms": {},
+        "task_histograms": {},
+        "events": {
+            "published_batches": 12,
+            "dropped_batches": 3,
+            "untaken_batches": 0,
+            "lost_batches": 0,
+        },
         "trace": {"lines": 99, "dropped_lines": 0, "bytes": 2_500_000, "file": "/t/trace.jsonl"},
         **changes,
     }
@@ -92,7 +102,7 @@ def before_any_engine() -> dict[str, Any]:
 
 def shown(stats: dict[str, Any], rates: Rates | None = None, width: int = 140) -> str:
     screen = io.StringIO()
-    Console(width=width, file=screen).print(render(stats, rates, width))
+    Console(width=width, file=screen).print(render(from_plain(stats), rates, width))
     return screen.getvalue()
 
 
@@ -106,7 +116,7 @@ def test_rates_are_what_was_added_by_the_second(
     after["ended_tasks"]["get_cancelled"] = ended  # a kind that is new
     after["ops"]["D2H"]["bytes"] += moved
     after["tiers"]["SSD"]["evicted_blocks"] += evicted
-    rates = rates_between(before, after, SECONDS)
+    rates = rates_between(from_plain(before), from_plain(after), SECONDS)
     assert rates is not None
     assert rates.hit_tokens * SECONDS == pytest.approx(hits * 16)
     assert rates.missed_tokens * SECONDS == pytest.approx(misses * 16)
@@ -116,10 +126,11 @@ def test_rates_are_what_was_added_by_the_second(
 
 
 def test_there_are_no_rates_over_a_restart_or_before_the_first_engine() -> None:
-    assert rates_between(figures(), figures(server_pid=4243), SECONDS) is None
-    assert rates_between(figures(), figures(uptime_s=SECONDS / 2), SECONDS) is None
-    assert rates_between(before_any_engine(), figures(), SECONDS) is None
-    assert rates_between(figures(), before_any_engine(), SECONDS) is None
+    some, none = from_plain(figures()), from_plain(before_any_engine())
+    assert rates_between(some, from_plain(figures(server_pid=4243)), SECONDS) is None
+    assert rates_between(some, from_plain(figures(uptime_s=SECONDS / 2)), SECONDS) is None
+    assert rates_between(none, some, SECONDS) is None
+    assert rates_between(some, none, SECONDS) is None
 
 
 @pytest.mark.parametrize(
@@ -178,7 +189,7 @@ def test_a_tier_that_is_away_says_so() -> None:
 def test_rates_are_shown_once_they_are_known() -> None:
     after = figures(hit_blocks={"CPU": 20, "SSD": 5}, missed_blocks=10)
     after["ops"]["H2D"]["bytes"] += 2_000_000_000
-    rates = rates_between(figures(), after, 1.0)
+    rates = rates_between(from_plain(figures()), from_plain(after), 1.0)
     text = shown(after, rates)
     assert "last 1.0 s: 160 tokens/s found of 240 asked for, 0 tasks/s" in text
     assert row(text, "H2D")[1] == "2.00"
@@ -195,7 +206,7 @@ def test_a_terminal_of_any_width_is_enough_for_what_matters_most(width: int) -> 
 
 def test_before_the_first_engine_it_says_so() -> None:
     text = shown(before_any_engine())
-    assert "no engine yet: nothing is decided" in text
+    assert "waiting for the first engine to define the model" in text
     assert row(text, "disk") == ["disk", "77", "1"]
 
 

@@ -233,6 +233,16 @@ def test_an_op_of_the_store_has_a_deadline_of_its_own() -> None:
     world.check_nothing_is_held()
 
 
+def test_an_answered_question_does_not_wake_the_server_at_its_deadline() -> None:
+    world = with_store()
+    assert world.engine.next_deadline() is None
+    lookup = world.look_up("abcd")
+    assert lookup is not None
+    assert world.engine.next_deadline() == world.now + 0.25
+    world.answer(lookup)
+    assert world.engine.next_deadline() is None
+
+
 def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
     world = with_store(ssd=0, skip_slow_loads=True)
     for number in range(5):
@@ -263,7 +273,7 @@ AWAY = [pytest.param(SSD, DISK, id="ssd"), pytest.param(TierName.REMOTE, REMOTE,
 
 
 def below_only(tier: TierName, **options: object) -> World:
-    """A world with DRAM and one tier below it, which alone holds ``abcd``."""
+    """Make a world with DRAM and one tier below it, which alone holds ``abcd``."""
     is_remote = tier is TierName.REMOTE
     world = World(remote=is_remote, ssd=0 if is_remote else 10, **options)  # type: ignore[arg-type]
     world.put("abcd")
@@ -274,7 +284,7 @@ def below_only(tier: TierName, **options: object) -> World:
 
 
 def back(world: World, worker: str) -> None:
-    """The worker is up again, and the breaker, if the tier has one, has closed."""
+    """Bring the worker up again, and close the breaker if the tier has one."""
     world.up(worker)
     for _ in range(20):
         world.tick(0.2)
@@ -614,7 +624,7 @@ def test_a_session_may_ask_and_leave() -> None:
 
 
 def reading_from_store(world: World, text: str = "abcdef") -> TaskId:
-    """A get whose blocks are on their way from the store."""
+    """Start a get whose blocks are on their way from the store."""
     world.stored_by_another(text)
     lookup = world.look_up(text)
     assert lookup is not None

@@ -36,7 +36,7 @@ Path = tuple[RootId, str]
 
 @dataclass(eq=False)
 class Reservation:
-    """What the model knows of a lease: the blocks ``start`` and on of a word."""
+    """What the model knows about a lease: the blocks of a word from ``start``."""
 
     lease: Lease
     root: RootId
@@ -80,7 +80,7 @@ class Model:
             self.owners.setdefault(path, reservation)
 
     def publish(self, reservation: Reservation) -> None:
-        """Find what arrived if what precedes it can be found, or wait while that is in flight."""
+        """Make arrived blocks findable if their prefix is, or wait while that is in flight."""
         parent = reservation.parent
         there = parent is None or parent in self.found
         if not there and parent in self.owners:
@@ -122,7 +122,7 @@ class TierMachine(RuleBasedStateMachine):
         return [reservation for reservation in self.open if reservation.num_arrived is None]
 
     def held_ids(self) -> set[int]:
-        """Ids of the indexed blocks that some lease keeps in place."""
+        """Return the ids of indexed blocks that some lease holds."""
         blocks = self.tier.index.blocks
         return {
             block
@@ -132,7 +132,7 @@ class TierMachine(RuleBasedStateMachine):
         }
 
     def observed(self) -> dict[Path, int]:
-        """Every word that can be found, and the block that it is in."""
+        """Return every word that can be found, and its block."""
         found: dict[Path, int] = {}
         to_look_for = [(root, letter) for root in ROOTS for letter in "ab"]
         while to_look_for:
@@ -144,7 +144,7 @@ class TierMachine(RuleBasedStateMachine):
         return found
 
     def forget_evicted(self, held: set[int], before: dict[Path, int]) -> None:
-        """What was evicted is up to the index; that it may go is checked here."""
+        """Check that the blocks the index evicted were evictable."""
         after = self.observed()
         assert before.keys() >= after.keys()
         evicted = before.keys() - after.keys()
@@ -309,7 +309,7 @@ class TierMachine(RuleBasedStateMachine):
         assert self.tier.pool.num_free == self.tier.capacity
 
     def store_anew(self, keys: EngineBlockKeys) -> None:
-        """Nothing of the past stands in the way of a put."""
+        """Check that nothing of the past prevents a put."""
         start = self.tier.match(keys).num_blocks
         assert self.tier.num_in_flight(keys, start, keys.num_blocks) == 0
         lease = self.tier.reserve(keys, start, keys.num_blocks)
@@ -330,7 +330,7 @@ def tier_of(capacity: int) -> Tier:
 
 
 def reserve(tier: Tier, word: str) -> Lease:
-    """As a put does: what is neither cached nor in flight."""
+    """Reserve as a put does: what is neither cached nor in flight."""
     keys = prompt(word)
     start = tier.match(keys).num_blocks
     start += tier.num_in_flight(keys, start, len(word))
@@ -615,7 +615,7 @@ def test_stats_say_where_the_blocks_are() -> None:
 
 
 def engine_prompt(letters: str) -> EngineBlockKeys:
-    """A key says nothing of what precedes it: not what a prefix cache's keys should be."""
+    """Make keys that do not depend on what precedes them, unlike those of a prefix cache."""
     return EngineBlockKeys(ROOT, [letter.encode() for letter in letters], len(letters))
 
 
@@ -656,7 +656,7 @@ def test_a_lease_does_not_wait_for_itself() -> None:
 
 
 class UnchainedKeysMachine(RuleBasedStateMachine):
-    """Whatever the keys are, no id is lost, and no error comes out of a publish."""
+    """Arbitrary keys: no id is lost, and publishing raises no error."""
 
     @initialize(capacity=st.integers(1, 8))
     def make(self, capacity: int) -> None:

@@ -30,7 +30,7 @@ def match_of(task: int, stop: int, found: int = 0, start: int = 0) -> Matched:
 
 
 def key_of(root: RootId, path: tuple[int, ...], size: int) -> bytes:
-    """Another one for every prefix of every root."""
+    """Return a distinct key for every prefix of every root."""
     return np.random.default_rng([root[0], *path]).bytes(size)
 
 
@@ -102,7 +102,7 @@ def test_a_prompt_cannot_begin_with_more_than_another_has() -> None:
 
 
 def lines_run(count: int, stop_of: Callable[[int], int]) -> int:
-    """Lines of the reader that are executed for prompts that each begin like the one before."""
+    """Count reader lines executed for prompts that each begin like the one before."""
     matches = [structs.replace(match_of(1, stop_of(1)), keys=bytes(stop_of(1) * KEY_BYTES))]
     for task in range(2, count + 1):
         shared, stop = min(stop_of(task - 1), stop_of(task)), stop_of(task)

@@ -54,7 +54,7 @@ def _serve(endpoint: str, is_up: Event, is_over: Event, was_connected: Event) ->
 
 @contextmanager
 def another_user_serves(endpoint: str) -> Iterator[int]:
-    """A process of another user that listens there; nothing must connect to it."""
+    """Run a process of another user that listens there; nothing must connect to it."""
     context = get_context("fork")
     is_up, is_over, was_connected = context.Event(), context.Event(), context.Event()
     process = context.Process(target=_serve, args=(endpoint, is_up, is_over, was_connected))
@@ -71,7 +71,7 @@ def another_user_serves(endpoint: str) -> Iterator[int]:
 
 @pytest.fixture
 def shared_dir(tmp_path: Path) -> Iterator[Path]:
-    """A directory that every user can reach and put files in."""
+    """Make a directory that every user can reach and write to."""
     path = Path(f"/tmp/fc-shared-{os.getpid()}")
     path.mkdir()
     path.chmod(0o1777)

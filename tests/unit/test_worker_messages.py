@@ -26,7 +26,7 @@ STRANGE: list[msgspec.Struct] = [
 
 @dataclass
 class Worker:
-    """As much of a supervised worker as messages are judged by."""
+    """The part of a supervised worker that decides about messages."""
 
     name: str
     identity: str
@@ -56,8 +56,8 @@ class Scene:
 
     @property
     def is_up(self) -> bool:
-        assert self.world.hub.store is not None
-        return self.world.hub.store.engine.executors.is_up(REMOTE)
+        assert self.world.hub.cache is not None
+        return self.world.hub.cache.engine.executors.is_up(REMOTE)
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def test_no_message_makes_the_workers_socket_raise(data: st.DataObject) -> None:
             scene.messages.take([sender, bytes(frame), *extra], scene.world.now)
             scene.world.settle()
         assert scene.world.hub.counters["failed_messages"] == 0
-        assert scene.world.hub.store is not None
-        scene.world.hub.store.engine.check()
+        assert scene.world.hub.cache is not None
+        scene.world.hub.cache.engine.check()
         scene.engine.match(TaskKind.PUT, "xyz")
     finally:
         scene.world.close()

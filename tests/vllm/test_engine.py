@@ -167,7 +167,7 @@ def test_the_scheduler_asking_again_and_again_makes_one_task(
 
 
 def flip_dram_byte(engine: Engine, block: int) -> None:
-    segment = engine.server.hub.store.segments[0]
+    segment = engine.server.hub.cache.store.segments[0]
     mine = HostSegment.open(segment.ref())
     mine.map()
     view = np.frombuffer(mine.block(block), dtype=np.uint8)
@@ -197,7 +197,7 @@ def test_a_byte_flipped_on_ssd_is_noticed_and_the_rest_recomputed(engine: Engine
     server = engine.server
     with server.session() as tasks:
         slot = int(next(iter(tasks.cache.tiers.lower[0].index._runs.values())).blocks[7])
-    pool, directory = server.hub.store.disk_pool, server.config.ssd_cache_dirs[0]
+    pool, directory = server.hub.cache.store.disk_pool, server.config.ssd_cache_dirs[0]
     _, offset = locate_slot(slot, pool.data_fds, pool.slot_bytes)
     with (Path(directory) / DATA_FILE).open("r+b") as file:
         file.seek(offset + 77)

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engines import ENGINE_ENV, MODELS, ROOT
+from engines import ENGINE_ENV, MODELS
+from paths import ROOT
 
 ENGINE_ARGS = {
     "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 4,

@@ -41,7 +41,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_id(model: Path, **settings: Any) -> str:
-    """The id of a real engine's config."""
+    """Return the id of a real engine's config."""
     from vllm.engine.arg_utils import EngineArgs
 
     defaults = {"dtype": "bfloat16", "max_model_len": 2048, "block_size": 32}
@@ -50,7 +50,7 @@ def model_id(model: Path, **settings: Any) -> str:
 
 
 def stand_in(**model: Any) -> Any:
-    """A config with just what is read of it, for what no CPU engine can be set to."""
+    """Make a config with only the fields that are read, for what no CPU engine supports."""
     text_config = SimpleNamespace(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=4096,
@@ -78,7 +78,7 @@ def copy_model(tiny: Path, target: Path, **config: Any) -> Path:
 
 
 def rest(identity: str) -> str:
-    """All but the model's name."""
+    """Return everything but the model's name."""
     return identity.partition("|")[2]
 
 

@@ -107,7 +107,7 @@ def follow_plainly(shelves: Shelves, payload: bytes) -> None:
 
 
 class Reader:
-    """A plain SUB socket, whose messages are followed by each decoder."""
+    """A plain SUB socket, whose messages every decoder reads."""
 
     def __init__(self, endpoint: str | None, cleared: Sequence[str]) -> None:
         self.by_vllm, self.by_hand = Shelves(cleared), Shelves(cleared)
@@ -121,12 +121,12 @@ class Reader:
         return bool(self._socket.poll(20))
 
     def skip(self, until: int) -> None:
-        """Forget all up to a batch, which was published already."""
+        """Skip everything up to a batch that was published already."""
         while self._last != until:
             self._receive(until)
 
     def follow(self, until: int) -> None:
-        """All up to a batch, in order and without a gap."""
+        """Follow everything up to a batch, in order and without a gap."""
         while self._last != until:
             payload = self._receive(until)
             follow_as_vllm(self.by_vllm, payload)
@@ -152,7 +152,7 @@ def last_of_ours(engine: Engine) -> int:
 
 
 def last_of_vllms(engine: Engine) -> int:
-    """What changes after a step's end is published by the next."""
+    """Let vLLM publish everything, which takes one more step; return the last batch's number."""
     engine.generate(make_prompt(5, 1), max_tokens=1)
     engine.drain()
     publisher = engine.scheduler.kv_event_publisher
@@ -181,7 +181,7 @@ def readers(engine: Engine) -> Iterator[tuple[Reader, Reader]]:
 
 
 def held_by_tiers(engine: Engine) -> dict[str, set[int]]:
-    tiers = engine.server.store.engine.cache.tiers
+    tiers = engine.server.cache.engine.cache.tiers
     held = [
         {maybe_convert_block_hash(key) for keys in tier.index._directories.values() for key in keys}
         for tier in tiers

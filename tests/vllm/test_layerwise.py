@@ -28,7 +28,7 @@ _seeds = itertools.count(5001)
 
 
 class Watch:
-    """What the workers were told to load, and whether by layer."""
+    """Records what the workers had to load, and whether by layer."""
 
     def __init__(self, engine: Engine) -> None:
         self.loads: list[Any] = []
@@ -47,7 +47,7 @@ class Watch:
 
 @pytest.fixture
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    """An engine that loads by layer wherever it can, a layer at a time, and starts out empty."""
+    """An initially empty engine that loads by layer whenever it can, one layer at a time."""
     side = engine.scheduler.connector._scheduler
     monkeypatch.setattr(side, "_layerwise", LayerwiseRule("on", None))
     monkeypatch.setattr(device, "_MIN_PART_BYTES", 0)
@@ -67,7 +67,7 @@ def on_the_gpu() -> dict[str, torch.Tensor]:
 
 
 def scrub(layers: dict[str, torch.Tensor]) -> None:
-    """Whatever is computed from blocks that were not loaded shows."""
+    """Overwrite the GPU's blocks, so that results computed from missing loads are visible."""
     for tensor in layers.values():
         tensor.normal_(0, 3)
 
@@ -75,7 +75,7 @@ def scrub(layers: dict[str, torch.Tensor]) -> None:
 def serve_again(
     engine: Engine, prompt: list[int], layers: dict[str, torch.Tensor]
 ) -> tuple[list[int], int]:
-    """The tokens, and how many of the prompt's came from a cache, when the GPU has none of it."""
+    """Return the tokens, and how many of the prompt came from a cache other than the GPU's."""
     engine.forget_gpu()
     scrub(layers)
     output = engine.generate(prompt)
@@ -124,7 +124,7 @@ def test_negative_control_what_is_not_loaded_shows(
 
 
 def lose(client: Any, task_id: int, num_blocks: int) -> Any:
-    """In place of `KVTPClient.load_by_layer`: nothing is copied."""
+    """Replace `KVTPClient.load_by_layer`: nothing is copied."""
     load = client._worker.load_by_layer(task_id, num_blocks)
     load.give_up()
     client._link.wake()
@@ -275,7 +275,7 @@ def announce_no_third_layer(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 
 def begin_too_late(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """The rank's thread is stopped between messages until the engine no longer waits."""
+    """Stop the rank's thread between messages until the engine no longer waits."""
     worker, may_go = client_worker(), threading.Event()
     step_loads = get_kv_transfer_group()._worker._in_step
     advance, finish = worker.advance, step_loads.finish
@@ -394,7 +394,7 @@ def test_blocks_of_a_lost_load_are_not_shared_when_its_request_is_aborted_within
     on_the_gpu: dict[str, torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM takes in aborts between the model's run and the news of what was lost in it."""
+    """vLLM handles aborts between the model's run and the report of what was lost in it."""
     prompt = make_prompt(600, next(_seeds))
     cold = tokens_of(engine, prompt)
     engine.settle()

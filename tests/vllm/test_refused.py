@@ -23,7 +23,7 @@ def ssd_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def accepted(ssd_dir: Path) -> Any:
-    """What an engine answers whose cache takes it, and leaves on SSD."""
+    """Return what an accepted engine answers and leaves on SSD."""
     from make_models import make_model
 
     make_model(MODELS, "tiny")

@@ -39,7 +39,7 @@ def store(kind: str, tmp_path: Path) -> Iterator[str]:
 
 
 def until_it_stores(engine: DrivenEngine, first_seed: int) -> None:
-    """A store is connected to in the background: generate until it has taken something."""
+    """Generate until the store, which connects in the background, has taken something."""
     for seed in range(first_seed, first_seed + 200):
         if engine.stats()["tiers"]["REMOTE"]["stored_blocks"]:
             return

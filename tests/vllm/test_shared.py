@@ -41,7 +41,7 @@ def probe_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runtime_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Sockets of this test's own; socket paths must be short."""
+    """Make a directory for this test's sockets; socket paths must be short."""
     import shutil
     import tempfile
 
@@ -90,7 +90,7 @@ class ApiServer:
             time.sleep(0.3)
 
     def complete(self, prompt: list[int], rank: int | None = None) -> tuple[list[int], int]:
-        """Generated token ids, and how many prompt tokens came out of a cache."""
+        """Return generated token ids, and how many prompt tokens came from a cache."""
         body = {
             "model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0,
             "ignore_eos": True, "return_token_ids": True,

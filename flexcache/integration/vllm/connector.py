@@ -1,4 +1,4 @@
-"""FlexCacheConnectorV1: vLLM's KV connector interface, translated and nothing more.
+"""FlexCacheConnectorV1: translates vLLM's KV connector interface.
 
 For vLLM 0.28 to 0.33. Loads run between steps, or layer by layer within one; a put at a request's
 end covers prompt and generated tokens while vLLM keeps the blocks. Set
@@ -44,17 +44,17 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache is best effort: a request never has to wait for its KV to be stored."""
+        """False: a cache is best effort, and no request has to wait for its KV to be stored."""
         return False
 
     @property
     def supports_sleep_mode(self) -> bool:
-        """Copies run beside the engine's steps: KV memory must stay where it is."""
+        """False: copies run beside the engine's steps, so KV memory must stay mapped."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A whole model in one graph does not wait for its layers."""
+        """True with loads by layer: a graph of the whole model does not wait for its layers."""
         return read_layerwise_setting(extra_config) == "on"
 
     # -- worker ----------------------------------------------------------------------------------
@@ -76,10 +76,10 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do: a put at the request's end covers all layers."""
+        """Do nothing: a put at the request's end covers all layers."""
 
     def wait_for_save(self) -> None:
-        """Nothing to do: vLLM keeps the blocks until the put is over."""
+        """Do nothing: vLLM keeps the blocks until the put has ended."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, received = self._worker.take_finished()
@@ -122,7 +122,7 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[Any, int]:
-        """Hits by tier, for vLLM 0.32 and later, which is the first to ask."""
+        """Return hits by tier. Called by vLLM 0.32 and later."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         names = {
@@ -161,7 +161,7 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _log_where_vllm_does() -> None:
-    """vLLM sets up its own logger only; ours would be silent below WARNING."""
+    """Use vLLM's log handlers: it sets up only its own logger, and ours would be silent."""
     ours, vllms = logging.getLogger("flexcache"), logging.getLogger("vllm")
     if vllms.handlers and not ours.handlers:
         ours.handlers = list(vllms.handlers)

@@ -1,6 +1,6 @@
-"""Reads off a vLLM engine's config what FlexCache needs to know of it, and refuses what it cannot.
+"""Reads from a vLLM engine's config what FlexCache needs, and refuses what it does not support.
 
-Holds no state. Both the scheduler's and the workers' side use it, and come to the same answer.
+Holds no state. The scheduler's and the workers' side both use it and get the same answer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flexcache.protocol.runtime import private_endpoint
 
 
 def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
-    """`CacheConfig` from ``FLEXCACHE_*`` and ``kv_connector_extra_config``; the latter wins.
+    """Read `CacheConfig` from ``FLEXCACHE_*`` and ``kv_connector_extra_config``; the latter wins.
 
-    KV events are wanted where vLLM publishes its own, with block hashes of the same kind.
+    KV events are on where vLLM publishes its own, with block hashes of the same kind.
     """
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
     set_size = extra.get("tokens_per_block", os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK"))
@@ -42,9 +42,9 @@ def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
 
 @dataclass(frozen=True)
 class Place:
-    """What an engine is called at its cache, and where that is.
+    """An engine's name at its cache, and the cache's address.
 
-    ``endpoint`` is None where the engine's scheduler keeps the cache itself.
+    ``endpoint`` is None if the engine's scheduler keeps the cache itself.
     """
 
     endpoint: str | None
@@ -53,21 +53,21 @@ class Place:
 
     @property
     def client_endpoint(self) -> str:
-        """What the engine's workers connect to."""
+        """Address that the engine's workers connect to."""
         return self.endpoint or local_endpoint(self.engine_id)
 
 
 def read_layerwise_setting(extra_config: dict[str, Any]) -> str:
-    """`layerwise_load`, where nothing else of the config is known yet."""
+    """Read `layerwise_load` alone, before the rest of the config is known."""
     name = "layerwise_load"
     return str(extra_config.get(name, os.environ.get("FLEXCACHE_LAYERWISE_LOAD", "auto")))
 
 
 def read_place(vllm_config: Any, cache_config: CacheConfig) -> Place:
-    """The same for scheduler and workers of an engine.
+    """Return the same place for scheduler and workers of an engine.
 
-    vLLM appends ``_dp<rank>`` to the id of each engine of a data-parallel group. It is the only
-    sign of one: for dense models every rank believes to be the only one.
+    vLLM appends ``_dp<rank>`` to the id of each engine of a data-parallel group. There is no other
+    sign of a group: for dense models every rank believes that it is the only one.
     """
     engine_id = vllm_config.kv_transfer_config.engine_id
     in_group = re.fullmatch(r"(.+)_dp(\d+)", engine_id)
@@ -78,7 +78,7 @@ def read_place(vllm_config: Any, cache_config: CacheConfig) -> Place:
 
 
 def read_block_size(kv_cache_config: Any) -> int:
-    """Tokens per KV block. Refuses caches of several groups or of other than attention KV."""
+    """Return tokens per KV block. Refuses caches of several groups, and KV other than attention."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
@@ -95,7 +95,7 @@ def read_block_size(kv_cache_config: Any) -> int:
 
 
 def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
-    """The shape of the KV cache as vLLM allocates it.
+    """Return the shape of the KV cache as vLLM allocates it.
 
     A page that is not plain K and V of ``num_kv_heads`` heads (padded, quantised with scales,
     different head sizes) is described as opaque bytes of the same weight.
@@ -129,14 +129,14 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
 
 
 def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
-    """What vLLM's block hashes rest on besides the tokens, LoRA, salt and images in them."""
+    """Name what vLLM's block hashes depend on besides tokens, LoRA, salt and images."""
     return ("vllm", str(vllm_config.cache_config.prefix_caching_hash_algo))
 
 
 def _read_page_bytes(kv_cache_config: Any) -> int:
-    """Bytes of a block of one rank, over all layers, as vLLM allocates it.
+    """Return the bytes of a block of one rank, over all layers, as vLLM allocates it.
 
-    The allocation is described alike on both sides. The specs are not: for a group whose layers
+    Both sides describe the allocation alike, but not the specs: for a group whose layers
     differ in size vLLM gives its scheduler the spec of one layer only.
     """
     tensors = kv_cache_config.kv_cache_tensors

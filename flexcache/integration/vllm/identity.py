@@ -1,8 +1,8 @@
 """Names what the KV of a vLLM engine depends on besides its tokens.
 
-Engines with equal ids compute interchangeable KV. So the id must differ wherever the numbers may
-differ, and be the same for equal settings after a restart, on another host and with another vLLM
-release: no addresses, no caches' paths, no version of a library, nothing that is merely a default.
+Engines with equal ids compute interchangeable KV. The id must therefore differ wherever the numbers
+may differ, and be equal for equal settings after a restart, on another host and with another vLLM
+release: no addresses, no cache paths, no library versions, no mere defaults.
 
     MODEL|revision=..|dtype=bfloat16|quantization=fp8:3f..|positions=9c..|kv=float8_e4m3fn|draft=..
 """
@@ -24,7 +24,7 @@ from flexcache.errors import ConfigError
 
 _DIGEST_BYTES = 8
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
-"""Where the hub's cache keeps a model; offline, vLLM knows it by this path only."""
+"""Path of a model in the hub's cache; offline, vLLM knows the model by this path only."""
 _CONFIGS = {
     "config.json", "params.json", "quantize_config.json", "quant_config.json",
     "hf_quant_config.json",
@@ -32,13 +32,13 @@ _CONFIGS = {
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _SAMPLES, _SAMPLE_BYTES = 32, 4096
 _NOT_NUMBERS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
-"""Keys of a model's config that change nothing, or are in the id by themselves."""
+"""Keys of a model's config that change nothing, or are in the id separately."""
 _NO_DRAFT_KV = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"}
 _LLAMA4_TUNED_BEYOND = 32768  # tokens
 
 
 def read_model_id(vllm_config: Any) -> str:
-    """What decides the numbers in the engine's KV, in a readable form; the model's name first."""
+    """Name everything that decides the numbers in the engine's KV, the model's name first."""
     model = vllm_config.model_config
     name, *parts = [*_model_parts(model), *_kv_parts(vllm_config), *_media_parts(model)]
     if model.hf_overrides:
@@ -53,7 +53,7 @@ def read_model_id(vllm_config: Any) -> str:
 
 
 def _model_parts(model: Any) -> Iterator[tuple[str, Any]]:
-    """What any model computes by: the target, or the draft."""
+    """Yield what a model, target or draft, computes by."""
     name = getattr(model, "model_weights", "") or model.model  # the first, where it was fetched
     if (snapshot := _SNAPSHOT.fullmatch(name)) is not None:
         yield "model", snapshot[1].replace("--", "/", 1)
@@ -99,7 +99,7 @@ def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _media_parts(model: Any) -> Iterator[tuple[str, Any]]:
-    """Settings that vLLM's hashes of images and videos do not cover."""
+    """Yield settings that vLLM's hashes of images and videos do not cover."""
     media = getattr(model, "multimodal_config", None)
     names = ("mm_processor_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
     chosen = {name: getattr(media, name, None) or None for name in names}
@@ -108,7 +108,7 @@ def _media_parts(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_draft(speculative: Any) -> str | None:
-    """The model whose KV is cached beside the target's; None if there is none."""
+    """Name the model whose KV is cached beside the target's; None if there is none."""
     if speculative is None or str(speculative.method) in _NO_DRAFT_KV:
         return None
     draft = speculative.draft_model_config
@@ -119,7 +119,7 @@ def _read_draft(speculative: Any) -> str | None:
 
 
 def _read_revision(name: str, revision: str | None) -> str | None:
-    """The commit that a name like ``main`` stands for, where the hub's cache knows it."""
+    """Return the commit that a name like ``main`` stands for, if the hub's cache knows it."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -131,7 +131,7 @@ def _read_revision(name: str, revision: str | None) -> str | None:
 
 
 def _digest_checkpoint(path: Path) -> str:
-    """Digest a local model, since a path says little: its config, and samples of its weights."""
+    """Digest a local model, whose path names no content: its config and samples of its weights."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     content: dict[str, Any] = {}
     for file in files:
@@ -154,13 +154,13 @@ def _sample(file: Path) -> list[Any]:
 
 
 def _read_quantization(model: Any) -> list[Any]:
-    """What the checkpoint says of it, and what the user does."""
+    """Return the quantization settings of the checkpoint and of the user."""
     by_user = getattr(model, "quantization_config", None)
     return [getattr(model.hf_config, "quantization_config", None), by_user]
 
 
 def _read_positions(model: Any) -> dict[str, Any]:
-    """How positions are encoded and how far is looked back, as resolved."""
+    """Return the resolved encoding of positions and the attention window."""
     config = model.hf_text_config
     names = (
         "rope_parameters",
@@ -176,7 +176,7 @@ def _read_positions(model: Any) -> dict[str, Any]:
 
 
 def _computes_for_long(model: Any, positions: Mapping[str, Any]) -> bool | None:
-    """Which way a model computes that has two and chooses by ``max_model_len``."""
+    """Name the way a model computes that chooses between two by ``max_model_len``."""
     rope = positions["rope_parameters"] or positions.get("rope_scaling") or {}
     per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     for kind in (rope, *per_layer_type):
@@ -191,7 +191,7 @@ def _computes_for_long(model: Any, positions: Mapping[str, Any]) -> bool | None:
 
 
 def _digest_overrides(model: Any) -> str:
-    """Digest overrides of the model's config; a function by what it made of the config."""
+    """Digest overrides of the model's config; a function by the config that it returns."""
     overrides = model.hf_overrides
     if callable(overrides):
         effective = model.hf_config.to_dict()
@@ -200,13 +200,13 @@ def _digest_overrides(model: Any) -> str:
 
 
 def digest(value: object) -> str:
-    """Digest a setting by value: equal ones agree in every process and release."""
+    """Digest a setting by value: equal settings agree in every process and release."""
     text = json.dumps(_plain(value), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _plain(value: object) -> Any:
-    """``value`` in JSON's types. None in a mapping is left out: it is how new settings begin."""
+    """Convert to JSON's types. None in a mapping is left out: new settings start as None."""
     match value:
         case None | bool() | str():
             return value

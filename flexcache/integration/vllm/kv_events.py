@@ -1,4 +1,4 @@
-"""KV events in vLLM's own classes, and what they are to say of a request."""
+"""KV events in vLLM's own classes, and the request metadata in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
 
 
 def read_request_info(request: Any, block_size: int) -> RequestInfo:
-    """What vLLM would publish of the request with its own blocks."""
+    """Read what vLLM would publish of the request with its own blocks."""
     lora = request.lora_request
     return RequestInfo(
         request_id=request.request_id,
@@ -32,7 +32,7 @@ def read_request_info(request: Any, block_size: int) -> RequestInfo:
 
 
 def _extra_keys(request: Any, block_size: int) -> list[Any] | None:
-    """Of each whole block; None for a request of nothing but tokens."""
+    """Read the extra keys of each whole block; None if the request has only tokens."""
     has_more = (
         request.lora_request
         or request.mm_features
@@ -52,7 +52,7 @@ def _extra_keys(request: Any, block_size: int) -> list[Any] | None:
 
 
 def to_vllm_events(changes: Iterable[Change]) -> Iterator[KVCacheEvent]:
-    """For vLLM's own publisher, in the same stream as what its GPU stores and loses."""
+    """Convert changes for vLLM's own publisher, whose stream also has its GPU's blocks."""
     for change in changes:
         if isinstance(change, Stored):
             yield BlockStored(
@@ -69,5 +69,5 @@ def to_vllm_events(changes: Iterable[Change]) -> Iterator[KVCacheEvent]:
             yield BlockRemoved(
                 block_hashes=[_hash(key) for key in change.keys], medium=change.medium.value
             )
-        else:  # that all is cleared would be taken to be said of the GPU's blocks too
+        else:  # readers would apply "all cleared" to the GPU's blocks too
             yield from to_vllm_events(change.removed)

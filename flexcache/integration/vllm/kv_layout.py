@@ -1,4 +1,4 @@
-"""Says what decides the order of the bytes in a block beyond what vLLM's tensors show."""
+"""Names what decides the byte order in a block beyond what vLLM's tensors show."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which loads run within the engine step that computes with them, layer by layer.
 
-Such a load saves the step in which a request waits, and computing begins with its first layer. But
-the whole step waits for it: every request in it.
+Such a load saves the step in which a request only waits, and computing begins with its first layer.
+But the whole step waits for it, and every request in the step.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class LayerwiseRule:
 
     Args:
         setting: "auto", "on" or "off".
-        obstacle: Why this engine cannot do it, if so.
+        obstacle: Why this engine does not support it; None if it does.
 
     Raises:
-        ConfigError: It is "on" and cannot be done.
+        ConfigError: It is "on" and not supported.
     """
 
     def __init__(self, setting: str, obstacle: str | None) -> None:
@@ -31,22 +31,22 @@ class LayerwiseRule:
         self._running: set[str] = set()
 
     def step(self, request_ids: Iterable[str]) -> None:
-        """These requests are computed in the step that begins."""
+        """Record which requests the starting step computes."""
         self._running = set(request_ids)
 
     def finished(self, request_id: str) -> None:
         self._running.discard(request_id)
 
     def allows(self, request_id: str) -> bool:
-        """Whether a load out of DRAM may run within the step that the request begins with."""
+        """Whether a load from DRAM may run within the step in which the request starts."""
         return not self._is_off and (self._always or self._running <= {request_id})
 
 
 def find_obstacle(vllm_config: Any) -> str | None:
-    """Why loads of an engine cannot run within a step. None: they can.
+    """Return why loads of an engine cannot run within a step; None if they can.
 
-    A load may fail when its step has been computed. vLLM throws the step away then, but not a next
-    one that it has scheduled already.
+    A load may fail after its step was computed. vLLM then discards that step, but not a next one
+    that it has scheduled already.
     """
     if vllm_config.scheduler_config.async_scheduling:
         return "vLLM does not recover from a load lost in a step; set async_scheduling=False"

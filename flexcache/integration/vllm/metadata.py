@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side, once per engine step."""
+"""What the scheduler's side sends to the workers' side, once per engine step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(frozen=True)
 class Load:
-    """A request's blocks that a task fills. ``task_id`` None: it could not be started.
+    """A request's blocks that a task fills. ``task_id`` is None if it could not be started.
 
-    ``by_layer``: within the step that this is told with; else between steps.
+    ``by_layer``: within the step that this is sent with; else between steps.
     """
 
     request_id: str

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import deque
 
 _MIN_TOKENS = 128  # below that a step is mostly decoding
-_STEPS_TOGETHER = 8  # an engine that schedules ahead begins several at once
+_STEPS_TOGETHER = 8  # an engine that schedules ahead starts several at once
 _NUM_RATES = 32
-_NEWS = 0.05  # a change by less is none
+_NEWS = 0.05  # smaller changes are not reported
 
 
 class PrefillMeter:
-    """Tokens per second over stretches of large steps, told when it changes.
+    """Measures tokens per second over stretches of large steps.
 
-    A single step says nothing: an engine that schedules ahead begins the next one before this one
-    has been computed, and an idle one begins it much later. Over a stretch the first comes to
-    little, and the quickest of the last stretches is one without a pause.
+    A single step says nothing: an engine that schedules ahead starts the next one before this one
+    was computed, and an idle engine starts it much later. Over a stretch the first effect is small,
+    and the fastest of the last stretches is one without a pause.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class PrefillMeter:
         self._told = 0.0
 
     def step(self, num_tokens: int, now: float) -> float | None:
-        """A step of so many tokens begins. Returns the rate if it is news."""
+        """Record the start of a step of ``num_tokens``; returns the rate if it has changed."""
         if len(self._steps) == _STEPS_TOGETHER and now > self._steps[0][1]:
             total = sum(tokens for tokens, _ in self._steps)
             self._rates.append(total / (now - self._steps[0][1]))

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
+
+from flexcache.tasks.stats import TotalsStats
 
 _COUNTERS = {
     "dram_hit_tokens": "Prompt tokens whose KV came from DRAM.",
@@ -26,9 +29,9 @@ _COUNTERS = {
     "ssd_written_bytes": "Bytes written to SSD.",
     "remote_read_bytes": "Bytes read from the remote store.",
     "remote_written_bytes": "Bytes written to the remote store.",
-    "skipped_blocks": "Blocks that were cached and not loaded, since computing them is faster.",
+    "skipped_blocks": "Blocks that were cached and not loaded, because computing them is faster.",
     "failed_loads": "Loads that lost at least their tail.",
-    "dropped_blocks": "Blocks that could not be stored, for whatever reason.",
+    "dropped_blocks": "Blocks that could not be stored, for any reason.",
 }
 
 
@@ -38,7 +41,7 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> FlexCacheStats:
-        """A counter that went back is of a new server, and began at zero."""
+        """Return the increases. A counter that fell belongs to a new server and started at zero."""
         gains = {k: v - before.get(k, 0) for k, v in after.items()}
         return cls({k: gain if gain > 0 else after[k] for k, gain in gains.items() if gain})
 
@@ -57,8 +60,9 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
         shown = {k: round(v, 4) for k, v in data.items() if not k.endswith(("_bytes", "_seconds"))}
         shown["external_hit_rate"] = round(hits / looked_up, 4) if looked_up else 0.0
         for way, seconds in (("loaded", "load_seconds"), ("stored", "store_seconds")):
-            if data.get(seconds):
-                shown[f"{way}_GB_per_s"] = round(data[f"{way}_bytes"] / data[seconds] / 1e9, 2)
+            if data.get(seconds):  # ops that failed took time and moved nothing
+                moved = data.get(f"{way}_bytes", 0)
+                shown[f"{way}_GB_per_s"] = round(moved / data[seconds] / 1e9, 2)
         return shown
 
     def is_empty(self) -> bool:
@@ -87,24 +91,24 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, float]:
-    """This engine's counters as they stand, from `KVManager.stats`."""
-    mine = stats["engine"]
-    hits, ops = mine["hit_blocks"], mine["ops"]
+    """Read this engine's current counters from `KVManager.stats`."""
+    mine = msgspec.convert(stats["engine"], TotalsStats)
+    hits, ops = mine.hit_blocks, mine.ops
     return {
         "dram_hit_tokens": hits.get("CPU", 0) * tokens_per_block,
         "ssd_hit_tokens": hits.get("SSD", 0) * tokens_per_block,
         "remote_hit_tokens": hits.get("REMOTE", 0) * tokens_per_block,
-        "missed_tokens": mine["missed_blocks"] * tokens_per_block,
-        "stored_tokens": ops["D2H"]["blocks"] * tokens_per_block,
-        "loaded_bytes": ops["H2D"]["bytes"],
-        "load_seconds": ops["H2D"]["seconds"],
-        "stored_bytes": ops["D2H"]["bytes"],
-        "store_seconds": ops["D2H"]["seconds"],
-        "ssd_read_bytes": ops["DISK2H"]["bytes"],
-        "ssd_written_bytes": ops["H2DISK"]["bytes"],
-        "remote_read_bytes": ops["REMOTE2H"]["bytes"],
-        "remote_written_bytes": ops["H2REMOTE"]["bytes"],
-        "skipped_blocks": sum(mine["skipped_blocks"].values()),
-        "failed_loads": sum(ops[kind]["failed_ops"] for kind in ("H2D", "DISK2H", "REMOTE2H")),
-        "dropped_blocks": sum(mine["dropped_blocks"].values()),
+        "missed_tokens": mine.missed_blocks * tokens_per_block,
+        "stored_tokens": ops["D2H"].blocks * tokens_per_block,
+        "loaded_bytes": ops["H2D"].bytes,
+        "load_seconds": ops["H2D"].seconds,
+        "stored_bytes": ops["D2H"].bytes,
+        "store_seconds": ops["D2H"].seconds,
+        "ssd_read_bytes": ops["DISK2H"].bytes,
+        "ssd_written_bytes": ops["H2DISK"].bytes,
+        "remote_read_bytes": ops["REMOTE2H"].bytes,
+        "remote_written_bytes": ops["H2REMOTE"].bytes,
+        "skipped_blocks": sum(mine.skipped_blocks.values()),
+        "failed_loads": sum(ops[kind].failed_ops for kind in ("H2D", "DISK2H", "REMOTE2H")),
+        "dropped_blocks": sum(mine.dropped_blocks.values()),
     }

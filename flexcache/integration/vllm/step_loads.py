@@ -1,9 +1,9 @@
 """The workers' side of loads that run within the engine step that computes with them.
 
-vLLM announces each layer before it computes it, and waits here until that layer has come. What is
-not whole at the end of the step is reported: vLLM then throws the request's output away. A layer
-that vLLM did not announce (a graph replays it, a draft model or an indexer has it) may have been
-computed too early; that counts as lost as well, and from then on steps wait before they begin.
+vLLM announces each layer before it computes it, and waits here until that layer has arrived. Loads
+that are incomplete at the end of the step are reported: vLLM then discards the request's output. A
+layer that vLLM did not announce (a graph replays it, a draft model or an indexer has it) may have
+been computed too early; its load counts as lost too, and from then on steps wait before they start.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from flexcache.transfer.workers.layer_load import LayerLoad
 
 
 class StepLoads:
-    """The loads of the step under way. On the engine's thread only.
+    """The loads of the current step. Used on the engine's thread only.
 
     Args:
         layers: Names of all layers that are loaded.
-        timeout_s: Of all waiting in one step.
+        timeout_s: Limit on all waiting in one step.
     """
 
     def __init__(self, layers: Collection[str], timeout_s: float) -> None:
@@ -31,14 +31,14 @@ class StepLoads:
         self._all_are_announced = True
 
     def add(self, load: LayerLoad, block_ids: list[int]) -> None:
-        """A load into these blocks has begun, as has the step."""
+        """Add a load into these blocks; the step has begun."""
         if not self._loads:
             self._deadline_s = time.monotonic() + self._timeout_s
             self._announced = set()
         self._loads.append((load, block_ids))
 
     def before_step(self) -> None:
-        """Called before the first layer."""
+        """Wait, if necessary, before the first layer."""
         if self._loads and not self._all_are_announced:
             for load, _ in self._loads:
                 load.wait_all(self._left_s())
@@ -50,7 +50,7 @@ class StepLoads:
                 load.wait_layer(name, self._left_s())
 
     def finish(self) -> set[int]:
-        """The step is over: blocks that it must not have relied on. Nothing is copied any more."""
+        """End the step; returns the blocks that were not loaded. No copy runs any more."""
         loads, self._loads = self._loads, []
         if not loads:
             return set()

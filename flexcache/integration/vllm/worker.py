@@ -1,9 +1,9 @@
 """The workers' side of the connector: lends the KV tensors and reports what has ended.
 
-Nothing is copied on vLLM's thread. It waits for nothing but the layers of loads that belong to its
-step (`step_loads`). A task may touch the GPU only after the step that carries its
-metadata has begun (its gate), so never while an earlier owner of its blocks is still computing; and
-it is reported only when it is over on every rank, so its blocks are never reused too early.
+Nothing is copied on vLLM's thread, which waits only for the layers of loads that belong to its step
+(`step_loads`). A task may touch the GPU only after the step that carries its metadata has begun
+(its gate), so never while an earlier owner of its blocks still computes. It is reported only when
+it has ended on every rank, so its blocks are never reused too early.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.step_loads import StepLoads
 
-_IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins: better to wait for the copy
+_IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins; waiting leaves the CPU to the copy
 
 
 class FlexCacheWorker:
-    """One rank's `KVTPClient` and the tasks it is to report."""
+    """One rank's `KVTPClient` and the tasks it has to report."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
@@ -54,7 +54,7 @@ class FlexCacheWorker:
         self._in_step = StepLoads(kv_caches, self._config.server_timeout_s)
 
     def begin_step(self, metadata: FlexCacheMetadata) -> None:
-        """Take on the step's new tasks and let them touch the GPU."""
+        """Take the step's new tasks and open their gates to the GPU."""
         self._idle = metadata.idle
         new: list[int] = []
         for load in metadata.loads:
@@ -74,16 +74,16 @@ class FlexCacheWorker:
             self.client.open_gates(new)
 
     def before_step(self) -> None:
-        """The model is about to run."""
+        """Prepare for the model's run."""
         self._in_step.before_step()
 
     def before_layer(self, name: str) -> None:
-        """The model is about to run this layer."""
+        """Wait for this layer, which the model is about to run."""
         self._in_step.before_layer(name)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose put, and whose get between steps, is over on every rank since the last
-        call. At the end of each step."""
+        """Return requests whose put, and whose get between steps, has ended on every rank since the
+        last call. Called at the end of each step."""
         self._bad_blocks |= self._in_step.finish()
         sent: set[str] = set()
         received, self._received = self._received, set()
@@ -101,7 +101,7 @@ class FlexCacheWorker:
         return sent, received
 
     def take_bad_blocks(self) -> set[int]:
-        """GPU blocks that a get was to fill and did not."""
+        """Return GPU blocks that a get should have filled and did not."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 

@@ -1,4 +1,4 @@
-"""The one store of a server, which may become known only with the first engine that greets."""
+"""The one cache of a server, which may become known only with the first engine that greets."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from flexcache.errors import FlexCacheError, StorageError
 from flexcache.logs import log_event
 from flexcache.server.background import BackgroundJob
 from flexcache.server.outbox import Outbox
-from flexcache.server.store import CacheStore, Clearing
+from flexcache.server.served_cache import Clearing, ServedCache
 from flexcache.tasks.engine import KVTaskEngine
 
 logger = logging.getLogger(__name__)
 
-OpenStore = Callable[[ModelConfig, int], CacheStore]
+OpenCache = Callable[[ModelConfig, int], ServedCache]
 
 
-class StoreSlot:
-    """Opens the store when its model and block size are known.
+class CacheSlot:
+    """Opens the cache when its model and block size are known.
 
     Args:
-        open_store: Makes the tiers for a model and a block size. Raises `ConfigError` if that is
+        open_cache: Makes the tiers for a model and a block size. Raises `ConfigError` if that is
             impossible, `RegistrationError` or `DirectoryInUseError` if it is for now.
     """
 
-    def __init__(self, open_store: OpenStore, outbox: Outbox) -> None:
-        self._open_store = open_store
+    def __init__(self, open_cache: OpenCache, outbox: Outbox) -> None:
+        self._open_cache = open_cache
         self._outbox = outbox
-        self.store: CacheStore | None = None
+        self.cache: ServedCache | None = None
 
     @property
     def tasks(self) -> KVTaskEngine:
-        assert self.store is not None
-        return self.store.engine
+        assert self.cache is not None
+        return self.cache.engine
 
-    def open(self, model: ModelConfig, tokens_per_block: int) -> CacheStore:
-        """The store; the first call decides what it holds."""
-        if self.store is None:
-            self.store = self._open_store(model, tokens_per_block)
-        return self.store
+    def open(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
+        """The cache; the first call decides what it holds."""
+        if self.cache is None:
+            self.cache = self._open_cache(model, tokens_per_block)
+        return self.cache
 
     def adopt_layout(self, layout: str, now: float) -> str | None:
-        """Have the store keep blocks of a rank's layout; returns why it cannot."""
-        assert self.store is not None
+        """Have the cache keep blocks of a rank's layout; returns why it cannot."""
+        assert self.cache is not None
         try:
-            clearing = self.store.adopt_layout(layout, now)
+            clearing = self.cache.adopt_layout(layout, now)
         except FlexCacheError as error:
             return str(error)
         if clearing is not None:

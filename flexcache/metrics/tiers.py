@@ -1,0 +1,180 @@
+"""Metrics of what was found and stored, and of the tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from flexcache.ids import TierName
+from flexcache.metrics.metric import (
+    Metric,
+    Reader,
+    Sample,
+    counter,
+    each,
+    from_cache,
+    gauge,
+    in_blocks_and_tokens,
+    in_bytes,
+    one,
+    per,
+)
+from flexcache.tasks.stats import CacheStats, Stats, TierStats
+
+_WHY_DROPPED = (
+    "host_tier_full", "prefix_not_cached", "session_task_limit", "name_disputed", "ranks_missing",
+    *(
+        f"{tier}_{what}"
+        for tier in ("ssd", "remote")
+        for what in ("tier_full", "write_backlog", "write_failed", "unavailable", "bad_block",
+                     "never_written")
+    ),
+)  # fmt: skip
+_WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute")
+
+
+def _per_tier(value: Callable[[TierStats], float]) -> Reader:
+    return per(lambda cache: cache.tiers, value)
+
+
+def _without_store(read: Reader) -> Reader:
+    """Without the remote store, whose room is not known here."""
+
+    def read_ours(stats: Stats) -> Iterator[Sample]:
+        return (sample for sample in read(stats) if sample[0] != (TierName.REMOTE.value,))
+
+    return read_ours
+
+
+def _in_blocks_and_bytes(
+    name: str, help: str, value: Callable[[TierStats], float]
+) -> tuple[Metric, ...]:
+    read = _per_tier(value)
+    read_bytes = in_bytes(_without_store(read))
+    return (
+        gauge(f"{name}_blocks", help.format("Blocks"), read, "tier"),
+        gauge(f"{name}_bytes", help.format("Bytes"), read_bytes, "tier"),
+    )
+
+
+def _hit_ratios(cache: CacheStats) -> Iterator[Sample]:
+    for window, hits in cache.hit_rate.items():
+        if hits.asked_blocks:  # else it is no ratio, and no reason for an alert
+            yield (window,), hits.rate
+
+
+def _load_decisions(cache: CacheStats) -> Iterator[Sample]:
+    for tier, decided in cache.load_decisions.items():
+        yield (tier, "load"), decided.load
+        yield (tier, "recompute"), decided.recompute
+
+
+HITS_AND_MISSES = (
+    *in_blocks_and_tokens(
+        "tier_hit",
+        "{} that gets were supplied from this tier.",
+        _per_tier(lambda tier: tier.hit_blocks),
+        "tier",
+    ),
+    *in_blocks_and_tokens(
+        "tier_miss",
+        "{} that gets asked for and this tier did not supply; another may have.",
+        _per_tier(lambda tier: tier.miss_blocks),
+        "tier",
+    ),
+    *in_blocks_and_tokens(
+        "missed",
+        "{} that gets asked for and no tier supplied: the engine computes them.",
+        one(lambda cache: cache.totals.missed_blocks),
+    ),
+    gauge(
+        "hit_ratio",
+        "Share of the requested blocks that was supplied, over the last minute, ten, and hour.",
+        from_cache(_hit_ratios),
+        "window",
+    ),
+    counter(
+        "load_decision_blocks",
+        "Blocks that a tier below DRAM had: loaded, or left to be recomputed as the quicker way.",
+        from_cache(_load_decisions),
+        "tier",
+        "decision",
+    ),
+    counter(
+        "skipped_blocks",
+        "Blocks that were cached and not loaded, by reason.",
+        each(lambda cache: cache.totals.skipped_blocks, known=_WHY_SKIPPED),
+        "reason",
+    ),
+    counter(
+        "dropped_blocks",
+        "Blocks that were not stored in some tier, or were lost from it, by reason.",
+        each(lambda cache: cache.totals.dropped_blocks, known=_WHY_DROPPED),
+        "reason",
+    ),
+)
+
+TIERS = (
+    *in_blocks_and_tokens(
+        "tier_stored",
+        "{} that became findable in the tier.",
+        _per_tier(lambda tier: tier.stored_blocks),
+        "tier",
+    ),
+    *in_blocks_and_tokens(
+        "tier_evicted",
+        "{} that made room for others. For REMOTE: that were forgotten here.",
+        _per_tier(lambda tier: tier.evicted_blocks),
+        "tier",
+    ),
+    *in_blocks_and_tokens(
+        "tier_dropped",
+        "{} that were found to be bad or missing, and those that build on them.",
+        _per_tier(lambda tier: tier.dropped_blocks),
+        "tier",
+    ),
+    gauge(
+        "tier_available",
+        "1 while the tier takes part; 0 while its worker or its store is away and it answers miss.",
+        _per_tier(lambda tier: tier.available),
+        "tier",
+    ),
+    counter(
+        "tier_read_bytes",
+        "Bytes read from the tier.",
+        _per_tier(lambda tier: tier.read_bytes),
+        "tier",
+    ),
+    counter(
+        "tier_written_bytes",
+        "Bytes written to the tier.",
+        _per_tier(lambda tier: tier.written_bytes),
+        "tier",
+    ),
+    *_in_blocks_and_bytes(
+        "tier_capacity",
+        "{} of the whole tier. For REMOTE: how many can be remembered.",
+        lambda tier: tier.capacity,
+    ),
+    *_in_blocks_and_bytes("tier_free", "{} with nothing in them.", lambda tier: tier.free),
+    *_in_blocks_and_bytes(
+        "tier_indexed",
+        "{} that can be found. For REMOTE: that are known to be there.",
+        lambda tier: tier.indexed,
+    ),
+    *_in_blocks_and_bytes("tier_leased", "{} that tasks have reserved.", lambda tier: tier.leased),
+)
+
+REMOTE_COST = (
+    gauge(
+        "load_bytes_per_second",
+        "Recent speed of loads from the tier: what load or recompute is decided by.",
+        in_bytes(per(lambda cache: cache.load_cost or {}, lambda cost: cost.blocks_per_s)),
+        "tier",
+    ),
+    gauge(
+        "load_seconds_per_op",
+        "Recent duration of an op that loads from the tier.",
+        per(lambda cache: cache.load_cost or {}, lambda cost: cost.seconds_per_op),
+        "tier",
+    ),
+)

@@ -1,0 +1,217 @@
+"""The cache that a server has for one model: the task engine, and the store beneath its tiers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from flexcache.cache.build import CacheSizes, build_cache
+from flexcache.cache.tier import Lease
+from flexcache.cache.tiers import Tiers
+from flexcache.config import CacheConfig, ModelConfig
+from flexcache.errors import ConfigError, StorageError
+from flexcache.ids import TierName
+from flexcache.logs import log_event
+from flexcache.server.store import CacheStore
+from flexcache.storage.alignment import align_up
+from flexcache.storage.disk_pool import DiskPool
+from flexcache.storage.kv_identity import KVIdentity
+from flexcache.storage.memory_limit import check_pool_fits
+from flexcache.storage.remote import check_packages
+from flexcache.tasks.engine import KVTaskEngine
+
+logger = logging.getLogger(__name__)
+
+_REPLACE_AFTER_S = 1.0  # a remote worker that has not said by then that its store is late
+
+
+@dataclass(slots=True)
+class Clearing:
+    """A tier that was cleared, and what of it is still recorded on SSD.
+
+    Its free slots, of which those of evicted blocks may have records too, are withheld until the
+    records are gone.
+    """
+
+    num_dropped: int
+    _tiers: Tiers | None = None
+    _withheld: Lease | None = None
+    _pool: DiskPool | None = None
+
+    @property
+    def needs_work(self) -> bool:
+        return self._pool is not None
+
+    def work(self) -> None:
+        """Erase the records for good: may take seconds, and needs no lock.
+
+        Raises:
+            OSError: A restart may bring back what was cleared.
+        """
+        if self._pool is not None and self._withheld is not None:
+            self._pool.erase(self._withheld.blocks)
+
+    def end(self, error: OSError | None) -> int:
+        """How many blocks were dropped. Must be called once, with the error of ``work``.
+
+        Raises:
+            StorageError: ``work`` failed.
+        """
+        if self._tiers is not None and self._withheld is not None:
+            self._tiers.give_back(TierName.SSD, self._withheld)
+        if error is not None:
+            raise StorageError(
+                "the SSD tier is empty now, but not for good: "
+                f"its index cannot be written ({error})"
+            )
+        return self.num_dropped
+
+
+class ServedCache:
+    """The cache of one model, sized by the config. Nothing is allocated before `open`.
+
+    Attributes:
+        engine: Its task engine.
+        store: Its memory and files.
+        layout: How the ranks lay out the bytes of a block; None until the first has registered.
+
+    Raises:
+        ConfigError: A size does not fit the model or the machine.
+        MissingDependencyError: The remote store needs a package that is not installed.
+    """
+
+    def __init__(self, model: ModelConfig, config: CacheConfig) -> None:
+        self.model = model
+        self.config = config
+        self.fingerprint = model.fingerprint(config.tokens_per_block)
+        self.block_bytes_per_rank = config.tokens_per_block * model.token_size_in_bytes_per_rank
+        self.block_bytes = self.block_bytes_per_rank * model.num_kv_copies
+        stored_bytes = align_up(self.block_bytes_per_rank) * model.num_kv_copies
+        sizes = CacheSizes.for_blocks(config, self.block_bytes, stored_bytes)
+        if config.remote_url is not None:
+            check_packages(config.remote_url, config.remote_compression)
+        check_pool_fits(
+            stored_bytes * sizes.num_host_blocks,
+            in_control_group=config.hugepages != "reserved",  # those are not counted there
+        )
+        try:
+            self.engine = self._make_engine(sizes)
+        except MemoryError:
+            raise ConfigError(
+                f"{sizes.num_host_blocks} blocks in DRAM and {sizes.num_slots} on SSD: their index "
+                "does not fit into memory; lower the sizes"
+            ) from None
+        self.store = CacheStore(config, self.block_bytes_per_rank, model.num_kv_copies, sizes)
+        self.layout: str | None = None
+
+    def _make_engine(self, sizes: CacheSizes) -> KVTaskEngine:
+        config = self.config
+        return KVTaskEngine(
+            build_cache(config, sizes),
+            block_bytes=self.block_bytes,
+            load_ranks=range(self.model.tp_size),
+            store_ranks=range(self.model.num_kv_copies),
+            op_timeout_s=config.op_timeout_s,
+            remote_timeout_s=config.remote_timeout_s + _REPLACE_AFTER_S,
+            lookup_timeout_s=config.remote_lookup_timeout_s,
+            match_ttl_s=config.match_ttl_s,
+            max_open_tasks=config.max_open_tasks,
+        )
+
+    def open(self) -> None:
+        """Open the store and index what the SSD files hold already.
+
+        Raises:
+            ConfigError: A directory is another process's, cannot be used, or is refused.
+        """
+        self.store.open()
+        try:
+            if self.store.disk_pool is not None:
+                self._restore(self.store.disk_pool)
+        except BaseException:
+            self.store.close()
+            raise
+
+    def _restore(self, pool: DiskPool) -> None:
+        started = time.monotonic()
+        report = self.engine.restore(pool.load())
+        found = pool.identity
+        if found is not None and report.num_restored and found.model == self._identity("").model:
+            self.engine.adopt_layout(found.layout, started)  # until a rank registers another one
+        if report.num_restored or report.num_dropped:
+            log_event(
+                logger, logging.INFO, "ssd_restored", blocks=report.num_restored,
+                useless_blocks=report.num_dropped, seconds=time.monotonic() - started,
+            )  # fmt: skip
+
+    def _identity(self, layout: str) -> KVIdentity:
+        return KVIdentity.of(self.fingerprint, layout)
+
+    def adopt_layout(self, layout: str, now: float) -> Clearing | None:
+        """Keep blocks of this layout from now on; no rank of another one may be serving.
+
+        Blocks of another layout are no longer found, until their layout is back.
+
+        Returns:
+            What is left to be done if the SSD tier was cleared of another layout's blocks.
+
+        Raises:
+            ConfigError: The SSD tier holds blocks of this model in another layout, and
+                ``ssd_on_mismatch`` is ``refuse``.
+        """
+        identity, clearing = self._identity(layout), None
+        if layout == self.layout:
+            return None
+        pool = self.store.disk_pool
+        if pool is not None and pool.identity != identity:
+            clearing = self._give_ssd_to(identity, pool)
+        self.engine.adopt_layout(identity.layout, now)
+        self.layout = layout
+        return clearing
+
+    def _give_ssd_to(self, identity: KVIdentity, pool: DiskPool) -> Clearing | None:
+        former, ssd = pool.identity, self.engine.cache.tiers.by_name[TierName.SSD]
+        if former is not None and (former.model != identity.model or not ssd.index.num_blocks):
+            former = None  # another model's blocks leave as room is needed
+        if former is not None and self.config.ssd_on_mismatch == "refuse":
+            directories = ":".join(self.config.ssd_cache_dirs)
+            raise ConfigError(
+                f"ssd_cache_dirs = {directories!r}: it holds {ssd.index.num_blocks} blocks of KV "
+                f"{former.text}; this engine's KV is {identity.text}. Use another directory, or "
+                "set ssd_on_mismatch = clear to drop them"
+            )
+        try:
+            pool.adopt(identity)
+        except OSError as error:  # the roots keep layouts apart; a restart finds what is recorded
+            log_event(
+                logger, logging.WARNING, "ssd_layout_not_recorded", error=error,
+                effect="a restart may refuse this layout, or look for the former one first",
+            )  # fmt: skip
+        if former is None:
+            return None
+        log_event(
+            logger, logging.WARNING, "ssd_layout_cleared", found=former.text, now=identity.text
+        )
+        return self.clear(ssd.name.value)
+
+    def clear(self, tier: str | None) -> Clearing:
+        """Drop the blocks of one tier, or of all, that are not in use.
+
+        After all were cleared, what is stored is not recorded any more: the model's weights may
+        have changed under their name, and a restart may change them back.
+
+        Raises:
+            ValueError: There is no such tier.
+        """
+        cache, tiers = self.engine.cache, self.engine.cache.tiers
+        num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
+        log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
+        if self.engine.accounts.recorder is not None:
+            self.engine.accounts.recorder.cleared(tier, num_dropped)
+        if tier is None:
+            cache.stores.is_recording = False
+        pool = self.store.disk_pool
+        if pool is None or tier not in (None, TierName.SSD.value):
+            return Clearing(num_dropped)
+        return Clearing(num_dropped, tiers, tiers.withhold_free(TierName.SSD), pool)

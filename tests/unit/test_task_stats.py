@@ -1,0 +1,66 @@
+"""Statistics as a tree and as the plain dictionary of `KVManager.stats`."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from server_stats import SERVER_STATS
+from task_builders import World
+
+from flexcache.errors import FlexCacheError
+from flexcache.tasks.stats import EngineStats, EventStats, Stats, from_plain, to_plain
+
+SERVER = msgspec.structs.replace(
+    SERVER_STATS,
+    workers={"disk": 5},
+    worker_restarts={"disk": 0, "remote": 1},
+    events=EventStats(untaken_batches=1, lost_batches=0),
+)
+EMPTY = Stats(server=SERVER, counters={"rejected_malformed": 2}, engines={})
+
+
+def used_world() -> World:
+    world = World(remote=True, policy="write_back", skip_slow_loads=True)
+    world.put("abc")
+    world.finish_all()
+    world.get("abcd")
+    return world
+
+
+def stats_of(world: World) -> Stats:
+    ours = world.engine.sessions.totals_of(world.ids.session)
+    engines = {"an engine": EngineStats(pid=6, open_tasks=1, ranks=2)}
+    return Stats(
+        server=SERVER, counters={}, engines=engines, cache=world.stats(), engine=ours.stats()
+    )
+
+
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_the_tree_survives_the_wire(has_engine: bool) -> None:
+    stats = stats_of(used_world()) if has_engine else EMPTY
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(stats)))
+    assert from_plain(sent) == stats
+
+
+def test_plain_statistics_are_flat_and_without_parts_that_are_not_there() -> None:
+    plain = to_plain(stats_of(used_world()))
+    assert plain["tokens_per_block"] == 16
+    assert plain["hit_blocks"] == plain["engine"]["hit_blocks"] == {"CPU": 3}
+    assert plain["tiers"]["SSD"]["dirty_blocks"] == 0
+    assert "dirty_blocks" not in plain["tiers"]["CPU"]
+    assert plain["events"] == {"untaken_batches": 1, "lost_batches": 0}
+    assert "trace" not in plain
+    assert plain["remote"]["breaker"]["state"] == "closed"
+
+
+def test_before_the_first_engine_there_are_no_tiers() -> None:
+    plain = to_plain(EMPTY)
+    assert (plain["tiers"], plain["tasks"]) == ({}, {})
+    assert "ops" not in plain
+
+
+def test_statistics_of_another_version_are_refused_with_its_name() -> None:
+    plain = to_plain(stats_of(used_world()))
+    del plain["ops"]
+    with pytest.raises(FlexCacheError, match=r"version 1\.2 cannot be read: .*ops"):
+        from_plain(plain)
