@@ -19,7 +19,6 @@ from flexcache.transfer.graph import TransferOp
 
 _NONE_OPEN: Counter[OpKind] = Counter()
 _MAX_ERRORS = 8  # that a response names
-_HAS_GPU_SIDE = (TaskKind.GET, TaskKind.PUT)
 
 
 @dataclass(slots=True, eq=False)
@@ -51,15 +50,21 @@ class Task:
         return self.open_ops[OpKind.H2D] + self.open_ops[OpKind.D2H]
 
     @property
+    def has_gpu_side(self) -> bool:
+        return self.plan.kind is TaskKind.GET or self.plan.kind is TaskKind.PUT
+
+    @property
     def is_answered(self) -> bool:
         """Whether its GPU side is over, so that the caller may reuse the slots."""
         if self.state.is_overdue:
             return True
-        return self.is_launched and self.plan.kind in _HAS_GPU_SIDE and not self.gpu_ops_open
+        return self.is_launched and self.has_gpu_side and not self.gpu_ops_open
 
     def ignores(self, op: TransferOp) -> bool:
         """Whether what the op moved no longer counts: nothing that still moved at a cancellation
         is published, nor what was copied from or to slots after the answer gave them back."""
+        if self.state is TaskState.RUNNING:
+            return False
         return self.state.is_cancelled or (self.state.is_overdue and op.kind.touches_gpu)
 
     def contiguous(self, kinds: Iterable[OpKind], start: int) -> int:

@@ -178,12 +178,16 @@ class TaskRunner:
         self._outcomes.extend(self._scheduler.op_ended(op.op_id, run.num_ok))
 
     def _op_ended(self, task: Task, ended: OpEnded, now: float) -> None:
-        op, was_answered = ended.op, task.is_answered
+        op = ended.op
         task.moved.setdefault(op.kind, {})[op.first] = 0 if task.ignores(op) else ended.num_ok
         task.open_ops[op.kind] -= 1
         self._publish_what_is_whole(task, op.kind)
         is_over = not task.open_ops.total()
-        if not was_answered and (is_over or task.is_answered):
+        if op.kind.touches_gpu:
+            is_due = not task.gpu_ops_open and not task.state.is_overdue
+        else:
+            is_due = is_over and not task.has_gpu_side
+        if is_due:
             self._answer(task, now)
         if is_over:
             self._finish(task)

@@ -62,7 +62,12 @@ class Cluster:
         self.manager.wait_ready(READY_S)
 
     def add_client(self, rank: int, kv: dict[str, torch.Tensor]) -> KVTPClient:
-        client = KVTPClient(self.manager.endpoint, tp_rank=rank)
+        client = KVTPClient(
+            self.manager.endpoint,
+            tp_rank=rank,
+            curve_keys=self.config.curve_keys,
+            server_timeout_s=self.config.server_timeout_s,
+        )
         client.register_kv_caches(
             kv, block_dim=self.block_dim, layout_description=self.layout_description
         )

@@ -60,8 +60,9 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
         shown = {k: round(v, 4) for k, v in data.items() if not k.endswith(("_bytes", "_seconds"))}
         shown["external_hit_rate"] = round(hits / looked_up, 4) if looked_up else 0.0
         for way, seconds in (("loaded", "load_seconds"), ("stored", "store_seconds")):
-            if data.get(seconds):
-                shown[f"{way}_GB_per_s"] = round(data[f"{way}_bytes"] / data[seconds] / 1e9, 2)
+            if data.get(seconds):  # ops that failed took time and moved nothing
+                moved = data.get(f"{way}_bytes", 0)
+                shown[f"{way}_GB_per_s"] = round(moved / data[seconds] / 1e9, 2)
         return shown
 
     def is_empty(self) -> bool:
