@@ -26,7 +26,8 @@ from typing import Annotated
 import numpy as np
 import search_path  # noqa: F401
 import typer
-from engine_process import EngineProcess, Settings, running
+from driven_engine import DrivenEngine, running
+from engine_systems import Settings
 from reporting import Say, run_and_show
 
 from flexcache.bench.results import Case, Result
@@ -76,14 +77,14 @@ def rounds_of(load: Load, seed: int) -> Iterator[list[list[list[int]]]]:
 @contextmanager
 def engines(
     model: str, names: Sequence[str], work_dir: str, say: Say
-) -> Iterator[dict[str, EngineProcess]]:
+) -> Iterator[dict[str, DrivenEngine]]:
     """Started one after the other: two at once would take twice as long each."""
     wanted, log = settings(model, work_dir), Path(work_dir, "engine.log")
     with ExitStack() as stack:
         made = {}
         for name in names:
             say(f"{model} model: starting {name}")
-            made[name] = stack.enter_context(running(EngineProcess(wanted[name], log)))
+            made[name] = stack.enter_context(running(DrivenEngine(wanted[name], log)))
         yield made
 
 
@@ -101,7 +102,7 @@ class Seen:
     bytes_copied: int = 0
 
 
-def measure(made: dict[str, EngineProcess], load: Load, rounds: int, say: Say) -> dict[str, Seen]:
+def measure(made: dict[str, DrivenEngine], load: Load, rounds: int, say: Say) -> dict[str, Seen]:
     """All engines in turn; the first rounds warm everything up."""
     seen = {name: Seen() for name in made}
     source = rounds_of(load, seed=5)
@@ -127,7 +128,7 @@ def measure(made: dict[str, EngineProcess], load: Load, rounds: int, say: Say) -
     return seen
 
 
-def bytes_copied(engine: EngineProcess) -> int:
+def bytes_copied(engine: DrivenEngine) -> int:
     """Off the engine into DRAM so far; unknown, so none, of others than FlexCache."""
     stats = engine.stats()
     return int(stats["ops"]["D2H"]["bytes"]) if stats else 0

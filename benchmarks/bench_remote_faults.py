@@ -182,16 +182,16 @@ class Bench:
         turns = [(self._without, times.without), (self._having, times.having)]
         self._num_batches += 1
         for engine, seconds in turns[:: 1 if self._num_batches % 2 else -1]:
-            seconds.append(engine.serve(prompts))
+            seconds.append(engine.time_batch(prompts))
 
     def run(self, fault: Fault) -> Times:
         """Batches for as long as the fault lasts; it begins in the middle of loads."""
         times = Times()
         prompts = self._prompts.batch()
-        times.without.append(self._without.serve(prompts))
+        times.without.append(self._without.time_batch(prompts))
         timer = threading.Timer(BEGIN_AFTER_S, fault.begin)
         timer.start()
-        times.having.append(self._having.serve(prompts))
+        times.having.append(self._having.time_batch(prompts))
         timer.join()
         until = time.monotonic() + fault.seconds
         while time.monotonic() < until:

@@ -25,7 +25,8 @@ from typing import Annotated
 
 import search_path  # noqa: F401
 import typer
-from engine_process import DidNotRun, EngineProcess, Settings, running
+from driven_engine import DidNotRun, DrivenEngine, running
+from engine_systems import Settings
 from lmcache_server import running_server
 from reporting import Say, run_and_show
 from venvs import peer_python
@@ -50,7 +51,7 @@ class Seen:
     num_changed: int = 0
 
 
-def measure_prompt(engine: EngineProcess, tokens: Sequence[int]) -> tuple[dict[str, float], bool]:
+def measure_prompt(engine: DrivenEngine, tokens: Sequence[int]) -> tuple[dict[str, float], bool]:
     """Milliseconds to the first token, cold, from DRAM, from SSD; whether all answers were equal.
 
     Raises:
@@ -74,7 +75,7 @@ def measure_prompt(engine: EngineProcess, tokens: Sequence[int]) -> tuple[dict[s
 
 
 def measure(
-    engines: dict[str, EngineProcess], length: int, rounds: int, say: Say
+    engines: dict[str, DrivenEngine], length: int, rounds: int, say: Say
 ) -> dict[str, Seen]:
     """All systems in turn, in an order that alternates; the first round warms everything up."""
     source = random.Random(length)
@@ -111,7 +112,7 @@ def figures(seen: dict[str, Seen], length: int, absent: str) -> Iterator[Result]
 
 
 @contextmanager
-def engine(name: str, work_dir: Path, venvs: Path | None) -> Iterator[EngineProcess]:
+def engine(name: str, work_dir: Path, venvs: Path | None) -> Iterator[DrivenEngine]:
     """A system's engine, and for LMCache its server.
 
     Raises:
@@ -133,7 +134,7 @@ def engine(name: str, work_dir: Path, venvs: Path | None) -> Iterator[EngineProc
                 running_server(server_log, DRAM_GB, options, peer_python(venvs, "lmcache"))
             )
             settings = replace(settings, peer_url=url)
-        yield stack.enter_context(running(EngineProcess(settings, log, python)))
+        yield stack.enter_context(running(DrivenEngine(settings, log, python)))
 
 
 def run(

@@ -27,7 +27,8 @@ import search_path  # noqa: F401
 import typer
 import zmq
 from bench_overhead import LOADS, NUM_GENERATED, rounds_of
-from engine_process import EngineProcess, Settings, running
+from driven_engine import DrivenEngine, running
+from engine_systems import Settings
 from ports import free_port
 from reporting import Say, run_and_show
 
@@ -82,7 +83,7 @@ class Watchers:
 
 
 @contextmanager
-def watched_engine(model: str, work_dir: str, say: Say) -> Iterator[tuple[EngineProcess, Watchers]]:
+def watched_engine(model: str, work_dir: str, say: Say) -> Iterator[tuple[DrivenEngine, Watchers]]:
     port, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
     more = {
         "kv_events_endpoint": events,
@@ -92,7 +93,7 @@ def watched_engine(model: str, work_dir: str, say: Say) -> Iterator[tuple[Engine
     settings = Settings("FlexCache", model, str(Path(work_dir, "ssd")), DRAM_GB, more=more)
     say(f"{model} model: starting vLLM")
     with ExitStack() as stack:
-        engine = EngineProcess(settings, Path(work_dir, "engine.log"))
+        engine = DrivenEngine(settings, Path(work_dir, "engine.log"))
         stack.enter_context(running(engine))
         watchers = Watchers(events, f"http://127.0.0.1:{port}/metrics")
         stack.callback(watchers.close)

@@ -65,16 +65,15 @@ class ClientTasks:
             ClosedError: The cache was shut down.
         """
         task_id, start, num_blocks, _ = matched
-        task = ClientTask(kind, start, num_blocks, num_tokens)
+        nothing = None if num_blocks else TaskResult(KVStatus.NOT_FOUND, start, 0, num_tokens)
+        task = ClientTask(kind, start, num_blocks, num_tokens, False, nothing)
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the cache was shut down")
             self._tasks[task_id] = task
-            if not num_blocks:
-                task.end(KVStatus.NOT_FOUND)
-            elif self._early and task_id in self._early:
+            if task_id in self._early:
                 task.result = self._early.pop(task_id)
-            elif self._lost is not None and session_of(task_id) == self._lost:
+            elif num_blocks and self._lost is not None and session_of(task_id) == self._lost:
                 task.end(KVStatus.FAILED, "the server was lost")
             if len(self._tasks) > _NUM_REMEMBERED:
                 oldest = next(iter(self._tasks))

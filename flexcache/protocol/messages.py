@@ -5,7 +5,7 @@ session's scratch memory or, without one, in a second frame after `Match`, as th
 blocks or tasks are one binary array each. New fields go last, with defaults; what old code cannot
 understand raises PROTOCOL_VERSION.
 
-    rank (KVTPClient)                         scheduler (KVDPClient), two sockets: events and calls
+    rank (KVTPClient)                         scheduler, two sockets: events and calls
       HelloRank -> WelcomeRank | Refused        HelloEngine -> WelcomeEngine | Refused
       Register -> Registered | Refused          Match, Clear, GetStats, CheckInvariants -> a reply
       Execute, Drop -> Done                     Launch, Cancel -> TaskAnswer, when there is one

@@ -95,12 +95,14 @@ class TaskRunner:
 
     def end(self, task: Task, result: TaskResult) -> None:
         """The task has come to its final state."""
-        was_overdue = task.state.is_overdue
+        is_awaited = (  # an overdue task was answered already
+            result.status is not KVStatus.NOT_FOUND
+            and task.owner is not self._sessions.internal
+            and not task.state.is_overdue
+        )
         task.state = _FINAL_STATE[result.status]
         self._accounts.ended(task, result)
-        if was_overdue or task.owner is self._sessions.internal:
-            return  # it was answered for good, or has no caller
-        if result.status is not KVStatus.NOT_FOUND:  # a match tells that itself
+        if is_awaited:
             self._instructions.append(TaskAnswered(task.task_id, result))
 
     # -- events ----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""A real vLLM engine in its own process that executes commands and can be killed.
+"""A vLLM engine in its own process that executes commands, and can be killed.
 
-Run as ``python driven_engine.py EXTRA_CONFIG MODEL``: scheduler and worker are in the one process,
-so its driver decides when the engine steps. It reads a JSON object per line from standard input,
-answers each with a line on standard output, and shuts down in order when the input ends.
+Run as ``python driven_engine.py SETTINGS``: scheduler and worker are in the one process, so the
+driver decides when the engine steps. It reads a JSON object per line from standard input, answers
+each with a line on standard output, and shuts down in an orderly way when the input ends.
 """
 
 from __future__ import annotations
@@ -14,45 +14,58 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engines import ENGINE_ENV, Engine, engine_arguments
+from engine_systems import Settings, clear_lmcache, llm_arguments
+from engines import ENGINE_ENV, Engine
 from paths import ROOT, SUPPORT
 
-_PROBE_DIR = "KV_PROBE_DIR"
+STOP_S = 120.0
 _MARK = "ANSWER "  # vLLM writes to standard output too
+_TEST_ENGINE = {
+    "dtype": "bfloat16",
+    "max_model_len": 2048,
+    "kv_cache_memory_bytes": 32 << 20,
+    "seed": 0,
+}
+
+
+class DidNotRun(Exception):
+    """An engine does not start, or has ended; the message has the reason."""
 
 
 class DrivenEngine:
     """Starts the process; `wait_ready` before the first call.
 
     Args:
-        probe_dir: Where digests of the blocks go; None: nothing is digested.
-        log: What the engine says is appended to it.
-        model: As `make_models` has them.
+        log: File that the engine's output is appended to.
+        python: Interpreter of the environment it runs in.
     """
 
-    def __init__(
-        self, extra_config: dict[str, Any], probe_dir: Path | None, log: Path, model: str = "tiny"
-    ) -> None:
+    def __init__(self, settings: Settings, log: Path, python: str = sys.executable) -> None:
+        self.settings = settings
         self._log = log
         self._runtime_dir = tempfile.TemporaryDirectory(prefix="fc-")  # socket paths must be short
-        path = [str(SUPPORT), str(ROOT)]
-        probes = {} if probe_dir is None else {_PROBE_DIR: str(probe_dir)}
+        path = [str(ROOT), str(SUPPORT), str(ROOT / "benchmarks" / "peers")]
+        environment = {
+            **os.environ,
+            **ENGINE_ENV,
+            "OMP_NUM_THREADS": str(settings.num_threads or len(os.sched_getaffinity(0))),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": os.pathsep.join(path),
+            "XDG_RUNTIME_DIR": self._runtime_dir.name,
+        }
+        if settings.probe_dir is not None:
+            environment["KV_PROBE_DIR"] = settings.probe_dir
         with log.open("ab") as log_file:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(extra_config), model],
-                env={
-                    **os.environ,
-                    **ENGINE_ENV,
-                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                    "PYTHONPATH": os.pathsep.join(path),
-                    **probes,
-                    "XDG_RUNTIME_DIR": self._runtime_dir.name,
-                },
+                [python, __file__, json.dumps(asdict(settings))],
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
@@ -61,24 +74,49 @@ class DrivenEngine:
             )
 
     def wait_ready(self) -> None:
+        """Raises `DidNotRun`."""
         self._answer()
+
+    def ask(self, tokens: Sequence[int], num_generated: int = 2) -> dict[str, Any]:
+        """Serve one prompt: ``ttft_s``, ``tokens`` generated, ``cached`` tokens of the prompt."""
+        return dict(self._call("ask", tokens=list(tokens), num_generated=num_generated))
 
     def generate(self, prompt: list[int]) -> tuple[list[int], int]:
         """Return eight tokens, and how many of the prompt came from a cache."""
-        seen = self._ask(do="generate", prompt=prompt)
+        seen = self._call("ask", tokens=prompt, num_generated=8, drains=False)
         return seen["tokens"], seen["cached"]
 
-    def serve(self, prompts: list[list[int]]) -> float:
+    def time_batch(self, prompts: list[list[int]]) -> float:
         """Serve the prompts, as many at once as the engine takes; return the seconds it took."""
-        return float(self._ask(do="serve", prompts=prompts))
+        return float(self._call("time_batch", prompts=prompts))
+
+    def serve(
+        self, prompts: Sequence[Sequence[int]], num_generated: int, without: str | None = None
+    ) -> dict[str, float]:
+        """Serve new prompts, until what they leave behind is stored.
+
+        Args:
+            without: What is taken out for the time: "cache", the whole KV connector; "watchers",
+                FlexCache's KV events and trace.
+
+        Returns:
+            ``wall_s``, and ``cpu_s`` of the process and its children.
+        """
+        return dict(
+            self._call("serve", prompts=prompts, num_generated=num_generated, without=without)
+        )
 
     def settle(self) -> None:
         """Wait until what was stored is in every tier."""
-        self._ask(do="settle")
+        self._call("settle")
+
+    def forget(self, tier: str) -> None:
+        """Drop what the engine's GPU memory holds, or for "DRAM" that tier as well."""
+        self._call("forget", tier=tier)
 
     def stats(self) -> dict[str, Any]:
-        """`KVManager.stats`."""
-        return dict(self._ask(do="stats"))
+        """`KVManager.stats`; empty for the other systems."""
+        return dict(self._call("stats"))
 
     def kill(self) -> None:
         """Kill the engine and its workers at once."""
@@ -88,17 +126,18 @@ class DrivenEngine:
     def stop(self) -> None:
         """Stop in an orderly way, or kill what does not end. A killed engine may be stopped."""
         try:
-            self._process.communicate(timeout=120)
+            self._process.communicate(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
         finally:
             self._runtime_dir.cleanup()
 
-    def _ask(self, **request: Any) -> Any:
+    def _call(self, command: str, **arguments: Any) -> Any:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # `_answer` raises with the reason
+            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> Any:
@@ -106,30 +145,144 @@ class DrivenEngine:
         for line in self._process.stdout:
             if line.startswith(_MARK):
                 return json.loads(line.removeprefix(_MARK))
-        raise AssertionError(f"the engine has ended:\n{self._log.read_text()[-4000:]}")
+        lines = self._log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line]
+        raise DidNotRun("\n".join([*(errors[-1:] or ["the engine has ended"]), *lines[-30:]]))
+
+
+@contextmanager
+def running(engine: DrivenEngine) -> Iterator[DrivenEngine]:
+    """Run an engine that is ready inside the block and gone after it."""
+    with ExitStack() as stack:
+        stack.callback(engine.stop)
+        engine.wait_ready()
+        yield engine
 
 
 @contextmanager
 def driven_engines(
     *configs: dict[str, Any], probe_dir: Path | None, log: Path, model: str = "tiny"
 ) -> Iterator[list[DrivenEngine]]:
-    """Run engines that are ready inside the block and gone after it."""
-    engines = [DrivenEngine(config, probe_dir, log, model) for config in configs]
-    try:
+    """Run small engines with FlexCache. They start at the same time."""
+    probes = None if probe_dir is None else str(probe_dir)
+    with ExitStack() as stack:
+        engines = []
+        for config in configs:
+            settings = Settings(
+                "FlexCache", model, dram_gb=None, more=config, engine=_TEST_ENGINE,
+                probe_dir=probes, num_threads=1,
+            )  # fmt: skip
+            engines.append(DrivenEngine(settings, log))
+            stack.callback(engines[-1].stop)
         for engine in engines:
             engine.wait_ready()
         yield engines
-    finally:
-        for engine in engines:
-            engine.stop()
 
 
-def main(extra_config: dict[str, Any], model: str) -> None:
-    from vllm import LLM
+class Commands(Engine):
+    """The engine inside the process, and the commands that it executes."""
 
-    probe_dir = os.environ.get(_PROBE_DIR)
-    llm = LLM(**engine_arguments(model, extra_config, probing=probe_dir is not None))
-    engine = Engine(llm, Path(probe_dir or os.devnull))
+    def __init__(self, settings: Settings) -> None:
+        from vllm import LLM
+
+        super().__init__(LLM(**llm_arguments(settings)), Path(settings.probe_dir or os.devnull))
+        self._settings = settings
+
+    @property
+    def manager(self) -> Any:
+        """FlexCache's manager; None for other systems, and while the connector is hidden."""
+        is_ours = self._settings.system == "FlexCache" and self.scheduler.connector is not None
+        return super().manager if is_ours else None
+
+    def ask(self, tokens: list[int], num_generated: int, drains: bool = True) -> dict[str, Any]:
+        output = self.generate(tokens, num_generated)
+        if drains:
+            self.drain()
+        return {
+            "ttft_s": output.metrics.first_token_latency,
+            "tokens": list(output.outputs[0].token_ids),
+            "cached": output.num_cached_tokens,
+        }
+
+    def time_batch(self, prompts: list[list[int]]) -> float:
+        started = time.monotonic()
+        self.generate_all(prompts)
+        return time.monotonic() - started
+
+    def serve(
+        self, prompts: list[list[int]], num_generated: int, without: str | None
+    ) -> dict[str, float]:
+        import psutil
+
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+
+        def cpu_s() -> float:
+            return sum(sum(process.cpu_times()[:2]) for process in family)
+
+        reduced = {None: nullcontext, "cache": self._alone, "watchers": self._unwatched}[without]
+        with reduced():
+            started, cpu_before = time.perf_counter(), cpu_s()
+            outputs = self.generate_all(prompts, num_generated)
+            self.settle()
+            took = {"wall_s": time.perf_counter() - started, "cpu_s": cpu_s() - cpu_before}
+        assert all(len(output.outputs[0].token_ids) == num_generated for output in outputs)
+        assert sum(output.num_cached_tokens or 0 for output in outputs) == 0, "a prompt was known"
+        return took
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hide the connector, which scheduler and worker look up at each step."""
+        from vllm.distributed.kv_transfer import kv_transfer_state as worker
+
+        taken = self.scheduler.connector, worker._KV_CONNECTOR_AGENT
+        self.scheduler.connector = worker._KV_CONNECTOR_AGENT = None
+        try:
+            yield
+        finally:
+            self.scheduler.connector, worker._KV_CONNECTOR_AGENT = taken
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Run as if neither KV events nor a trace were enabled."""
+        from flexcache.request_info import PromptDetail
+
+        transport = self.manager._client.transport
+        tasks = transport.server.hub.cache.engine
+        tiers, before = tasks.cache.tiers, (transport.detail, tasks.recorder)
+        followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
+        transport.detail, tasks.recorder = PromptDetail.NOTHING, None
+        for tier in tiers:
+            tier.on_stored, tier.index.on_removed = [], []
+        try:
+            yield
+        finally:
+            transport.detail, tasks.recorder = before
+            for tier, (on_stored, on_removed) in zip(tiers, followers, strict=True):
+                tier.on_stored, tier.index.on_removed = on_stored, on_removed
+
+    def settle(self) -> None:
+        """Wait until every tier (with vLLM's own offloading, DRAM) has what was stored."""
+        if self.manager is None:
+            self.drain()
+        else:
+            super().settle()
+
+    def forget(self, tier: str) -> None:
+        self.settle()
+        if tier == "DRAM" and self.manager is not None:
+            self.manager.clear("CPU")
+        if tier == "DRAM" and self._settings.system == "LMCache":
+            clear_lmcache(self._settings)
+        # vLLM's own offloading drops its DRAM with this, and keeps its files.
+        theirs = tier == "DRAM" and self._settings.system == "offloading"
+        assert self.llm.reset_prefix_cache(reset_connector=theirs)
+
+    def stats(self) -> dict[str, Any]:
+        return {} if self.manager is None else self.manager.stats()
+
+
+def main(settings: Settings) -> None:
+    commands = Commands(settings)
 
     def answer(value: Any) -> None:
         print(_MARK + json.dumps(value), flush=True)
@@ -137,22 +290,9 @@ def main(extra_config: dict[str, Any], model: str) -> None:
     answer("ready")
     for line in sys.stdin:
         request = json.loads(line)
-        match request["do"]:
-            case "generate":
-                output = engine.generate(request["prompt"])
-                tokens = list(output.outputs[0].token_ids)
-                answer({"tokens": tokens, "cached": output.num_cached_tokens})
-            case "serve":
-                started = time.monotonic()
-                engine.generate_all(request["prompts"])
-                answer(time.monotonic() - started)
-            case "settle":
-                engine.settle()
-                answer("settled")
-            case "stats":
-                answer(engine.manager.stats())
-    llm.llm_engine.engine_core.shutdown()
+        answer(getattr(commands, request.pop("command"))(**request))
+    commands.llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2])
+    main(Settings(**json.loads(sys.argv[1])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine_systems import PROBED_FLEXCACHE
 from paths import MODELS
 
 ENGINE_ENV = {
@@ -17,15 +18,9 @@ ENGINE_ENV = {
 
 
 def engine_arguments(model: str, extra_config: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` with the probing connector, or the plain one if not ``probing``."""
+    """Return the arguments of `vllm.LLM`, with the connector that computes digests of blocks."""
     from vllm.config import KVTransferConfig
 
-    connector = {"kv_connector": "ProbeConnector", "kv_connector_module_path": "probe_connector"}
-    if not overrides.pop("probing", True):
-        connector = {
-            "kv_connector": "FlexCacheConnectorV1",
-            "kv_connector_module_path": "flexcache.integration.vllm",
-        }
     policy = overrides.pop("kv_load_failure_policy", "recompute")
     return {
         "model": str(MODELS / model),
@@ -38,7 +33,7 @@ def engine_arguments(model: str, extra_config: dict[str, Any], **overrides: Any)
         "seed": 0,
         "disable_log_stats": False,
         "kv_transfer_config": KVTransferConfig(
-            **connector,
+            **PROBED_FLEXCACHE,
             kv_role="kv_both",
             kv_load_failure_policy=policy,
             kv_connector_extra_config=extra_config,

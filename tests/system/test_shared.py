@@ -452,7 +452,7 @@ def test_two_servers_by_hand_on_one_endpoint_are_refused_by_name() -> None:
             [sys.executable, "-m", "flexcache.cli", "status", "--endpoint", endpoint],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert "no engine yet" in shown.stdout
+        assert "waiting for the first engine" in shown.stdout
 
 
 def _answers(endpoint: str) -> bool:

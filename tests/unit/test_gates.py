@@ -56,7 +56,7 @@ STILL_UPWARD: dict[str, str] = {}
 
 TEXT_FILES = (".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", "Dockerfile")
 
-STILL_ODD_LANGUAGE = {}
+STILL_ODD_LANGUAGE: set[str] = set()
 """Files that have banned phrases."""
 
 
