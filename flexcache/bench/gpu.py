@@ -106,7 +106,7 @@ class Pool:
         return (on_gpu, on_host, sizes) if kind is OpKind.H2D else (on_host, on_gpu, sizes)
 
     def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
-        """Submit copies behind the current stream, by default with the copier's choice of method."""
+        """Submit copies behind the current stream, by default with the copier's choice."""
         return self.copier.start(*runs, kind, self.copier.fence(), way)
 
     def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:

@@ -120,9 +120,8 @@ class KVTPClient:
         Args:
             kv_caches: Layer name to tensor, in the engine's order, all on one device.
             block_dim: The dimension that counts GPU blocks.
-            layout_description: What else determines the order of a block's bytes (attention
-                backend, NHD or HND, number format). Blocks with different descriptions are not
-                interchangeable.
+            layout_description: What else determines a block's byte order (attention backend, NHD
+                or HND, number format). Different descriptions make different blocks.
 
         Raises:
             UnsupportedLayoutError: A tensor, which it names, cannot be moved as whole blocks.
@@ -202,10 +201,8 @@ class KVTPClient:
             return self._changed.wait_for(lambda: self._gates.has_ended, timeout)
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
-        """Return the gated tasks that have ended on every rank, with how many blocks arrived.
-
-        If the server was lost, no blocks arrived and no copy is still running.
-        """
+        """Return the gated tasks that have ended on every rank, with how many blocks arrived: none
+        if the server was lost, and then no copy is running."""
         with self._changed:
             ended = self._gates.take_over(task_ids)
         if ended and (worker := self._worker) is not None:
