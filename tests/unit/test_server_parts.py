@@ -374,7 +374,7 @@ def test_a_model_survives_its_way_to_the_server() -> None:
 
 def test_keys_are_not_made_over_others(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
-    with pytest.raises(ConfigError, match="holds keys already"):
+    with pytest.raises(ConfigError, match="already holds keys"):
         make_keys(tmp_path / "keys")
 
 
