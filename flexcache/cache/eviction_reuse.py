@@ -30,13 +30,13 @@ _MIN_GHOSTS = 8_192
 _HALF_LIFE = 4.0
 """Multiple of the tier's size, in blocks seen, after which a hit counts half in the comparison."""
 _CLEAR_LEAD = 0.005
-"""Share of all blocks seen that the plan must hit more before LRU is given up."""
+"""Share of all blocks seen that the plan must hit more before it replaces LRU."""
 _MAX_LEAD = 0.01
-"""Cap on the lead: the larger, the later a change of traffic is noticed."""
+"""Cap on the lead: the larger it is, the later a change of traffic is noticed."""
 
 
 class Reuse:
-    """See the module's text.
+    """Evicts the blocks least likely to be reused, or by LRU; see the module.
 
     Args:
         capacity: Blocks of the tier.
