@@ -10,9 +10,11 @@ import torch
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig
 
 model = ModelConfig("my-model", num_layers=2, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
-with KVManager(model, CacheConfig(num_cpu_blocks=256)) as manager:
-    kv = {f"layer.{i}": torch.randn(64, 2, 16, 4, 64).bfloat16() for i in range(2)}
-    client = KVTPClient(manager.endpoint)  # in the engine's worker process
+kv = {f"layer.{i}": torch.randn(64, 2, 16, 4, 64).bfloat16() for i in range(2)}
+with (
+    KVManager(model, CacheConfig(num_cpu_blocks=256)) as manager,  # in the engine's scheduler
+    KVTPClient(manager.endpoint) as client,  # in each of its workers
+):
     client.register_kv_caches(kv)
     manager.wait_ready(30)
 
@@ -21,4 +23,3 @@ with KVManager(model, CacheConfig(num_cpu_blocks=256)) as manager:
     manager.wait([task])  # the GPU slots may be reused now
     task, mask = manager.get_async(tokens, slot_mapping=range(512, 576))
     print(manager.wait([task])[task].status, int(mask.sum()), "tokens")
-    client.close()

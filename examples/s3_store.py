@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -27,7 +27,7 @@ TOKENS = list(range(256))
 def host(url: str, kv: dict[str, torch.Tensor]) -> Iterator[KVManager]:
     """Run an engine's cache with an empty DRAM tier above the store."""
     config = CacheConfig(num_cpu_blocks=256, remote_url=url)
-    with KVManager(MODEL, config) as manager, closing(KVTPClient(manager.endpoint)) as client:
+    with KVManager(MODEL, config) as manager, KVTPClient(manager.endpoint) as client:
         client.register_kv_caches(kv)
         manager.wait_ready(60)
         yield manager

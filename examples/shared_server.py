@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,8 +52,8 @@ def main() -> None:
             running_server(endpoint),
             KVManager(MODEL, CacheConfig(endpoint=endpoint)) as first,
             KVManager(MODEL, CacheConfig(endpoint=endpoint)) as second,
-            closing(KVTPClient(first.endpoint)) as first_rank,
-            closing(KVTPClient(second.endpoint)) as second_rank,
+            KVTPClient(first.endpoint) as first_rank,
+            KVTPClient(second.endpoint) as second_rank,
         ):
             first_kv, second_kv = make_kv(1.0), make_kv(0.0)
             first_rank.register_kv_caches(first_kv)

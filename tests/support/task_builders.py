@@ -147,12 +147,12 @@ class World:
         self.tasks: dict[TaskId, TaskInfo] = {}
         self.at_work: dict[tuple[str, OpId], Errand] = {}
         self.gone: list[RunOp] = []
-        """What executors were at when they died."""
+        """Ops that executors were running when they died."""
         self.to_replace: dict[str, str] = {}
         self.revoked: set[TaskId] = set()
         self.num_answered: Counter[TaskId] = Counter()
         self.answers: dict[TaskId, TaskResult] = {}
-        """What each task's owner was told last."""
+        """Last answer that each task's owner received."""
         self.told_early: Counter[TaskId] = Counter()
         self.told_final: Counter[TaskId] = Counter()
         self.gpu: dict[tuple[str, int, int], Content] = {}

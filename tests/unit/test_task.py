@@ -439,7 +439,7 @@ def test_cancelling_everything_ends_every_task() -> None:
 # -- calls that are refused ----------------------------------------------------------------------
 
 
-def test_an_empty_match_has_ended_already_as_not_found() -> None:
+def test_an_empty_match_ends_at_once_as_not_found() -> None:
     world = World()
     for kind in TaskKind:
         for text, stop in (("", None), ("abc", 0)):
@@ -521,7 +521,7 @@ def test_a_launch_with_another_number_of_blocks_is_refused_and_changes_nothing(
     assert status(world, wrong) == (KVStatus.SUCCESS, 3)
 
 
-def test_of_a_batch_only_the_task_that_was_cancelled_meanwhile_stays_as_it_is() -> None:
+def test_launching_a_batch_skips_only_the_task_that_was_cancelled() -> None:
     world = World()
     gone, alive = world.match(TaskKind.PUT, "z"), world.match(TaskKind.PUT, "abc")
     world.cancel(gone)
@@ -680,7 +680,7 @@ def test_blocks_and_bytes_are_counted_where_they_went() -> None:
 
 
 @pytest.mark.parametrize("scene", EVERY_SCENE)
-def test_a_match_that_nobody_launches_is_cancelled_in_time(scene: Scene) -> None:
+def test_a_match_that_is_never_launched_is_cancelled_in_time(scene: Scene) -> None:
     world, task_id = scene()
     world.tick(119.0)
     assert world.result(task_id) is None
@@ -764,7 +764,7 @@ def test_a_late_device_op_is_answered_and_its_blocks_stay_leased_until_it_ends(
     world.check_every_prompt_can_be_stored(["abcde"])
 
 
-def test_what_is_copied_after_the_answer_gave_its_slots_back_is_published_to_nobody() -> None:
+def test_copies_that_land_after_the_answer_are_not_published() -> None:
     world = World()
     task_id = world.put("abcdef")
     first, second, third = world.ops(OpKind.D2H)
@@ -927,7 +927,7 @@ def test_without_a_disk_worker_a_put_stays_in_dram_and_a_get_keeps_what_is_there
     world.check_nothing_is_held()
 
 
-def test_the_death_of_the_disk_worker_ends_what_it_did_and_what_waited_for_it() -> None:
+def test_the_death_of_the_disk_worker_ends_its_ops_and_those_waiting_for_it() -> None:
     world = World(cpu=40, ssd=40, chunk=1)
     task_id = world.put("abcdefghijkl")
     for run in world.ops(OpKind.D2H):
@@ -941,7 +941,7 @@ def test_the_death_of_the_disk_worker_ends_what_it_did_and_what_waited_for_it() 
     world.check_every_prompt_can_be_stored(["abcdefghijkl"])
 
 
-def test_what_an_executor_says_after_it_was_declared_gone_no_longer_counts() -> None:
+def test_reports_of_an_executor_that_was_declared_gone_are_ignored() -> None:
     world = World()
     task_id = world.put("ab")
     world.down(device(ENGINE, 0))
@@ -953,9 +953,7 @@ def test_what_an_executor_says_after_it_was_declared_gone_no_longer_counts() -> 
 
 
 @pytest.mark.parametrize(("claimed", "counted"), [(-1, 0), (-(10**9), 0), (3, 2), (10**9, 2)])
-def test_a_report_counts_for_no_less_than_nothing_and_no_more_than_its_op(
-    claimed: int, counted: int
-) -> None:
+def test_a_reported_count_is_clamped_to_its_op(claimed: int, counted: int) -> None:
     world = World(ssd=0)
     task_id = world.put("ab")
     world.finish(world.ops()[0], claimed)
@@ -966,7 +964,7 @@ def test_a_report_counts_for_no_less_than_nothing_and_no_more_than_its_op(
 # -- turns at the disk ---------------------------------------------------------------------------
 
 
-def test_a_read_overtakes_writes_that_wait_for_the_disk_but_not_for_ever() -> None:
+def test_a_read_overtakes_writes_that_wait_for_the_disk_but_not_forever() -> None:
     world = world_with("ABCDEFGHIJKL", on=[SSD], cpu=40, ssd=40, chunk=1)
     world.put("abcdefghijkl")
     for run in world.ops(OpKind.D2H):
@@ -997,7 +995,7 @@ def test_the_disk_worker_is_never_given_more_than_a_few_ops() -> None:
 # -- several engines -----------------------------------------------------------------------------
 
 
-def test_what_one_engine_stored_another_loads() -> None:
+def test_one_engine_loads_what_another_stored() -> None:
     world = World()
     world.put("abc")
     world.finish_all()
@@ -1008,7 +1006,7 @@ def test_what_one_engine_stored_another_loads() -> None:
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
 
 
-def test_a_rank_that_is_gone_is_its_own_engines_loss_only() -> None:
+def test_a_lost_rank_affects_only_its_own_engine() -> None:
     world = World()
     world.down(device(OTHER, 0))
     task_id = world.put("abc")
@@ -1034,7 +1032,7 @@ def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> N
     world.check_nothing_is_held()
 
 
-def test_a_session_has_a_limit_and_another_ones_is_its_own() -> None:
+def test_each_session_has_its_own_task_limit() -> None:
     world = World(cpu=20, ssd=0)
     engine = KVTaskEngine(world.cache, block_bytes=1, max_open_tasks=2)
     sessions = [TaskIds(make_session(9, number)) for number in (1, 2)]
@@ -1131,7 +1129,7 @@ def test_the_checker_notices_a_broken_state(
         world.engine.check()
 
 
-def test_each_task_announces_its_end_in_the_order_of_events() -> None:
+def test_tasks_are_answered_in_the_order_they_end() -> None:
     world = World(ssd=0)
     engine = world.engine
     tasks = [world.ids.next(), world.ids.next()]

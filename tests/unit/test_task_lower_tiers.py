@@ -68,13 +68,13 @@ def test_a_match_before_the_answer_takes_what_is_known() -> None:
     assert world.final(world.get("abcdef")).status is KVStatus.NOT_FOUND
 
 
-def test_a_question_that_is_open_is_not_asked_twice() -> None:
+def test_a_pending_look_up_is_not_repeated() -> None:
     world = with_store()
     assert world.look_up("abcdef") == world.look_up("abc")
     assert len(world.asked) == 1
 
 
-def test_nothing_is_asked_for_what_this_machine_has() -> None:
+def test_blocks_on_this_machine_are_not_looked_up() -> None:
     world = with_store()
     world.put("abcd")
     world.finish_all()
@@ -83,7 +83,7 @@ def test_nothing_is_asked_for_what_this_machine_has() -> None:
     assert world.look_up("abcde") is not None
 
 
-def test_what_was_not_there_is_not_asked_for_again_for_a_while() -> None:
+def test_absent_blocks_are_not_looked_up_again_for_a_while() -> None:
     world = with_store()
     lookup = world.look_up("abcd")
     assert lookup is not None
@@ -94,7 +94,7 @@ def test_what_was_not_there_is_not_asked_for_again_for_a_while() -> None:
     assert world.look_up("abcd") is not None
 
 
-def test_what_this_node_stored_need_not_be_asked_for() -> None:
+def test_blocks_stored_by_this_node_need_no_look_up() -> None:
     world = with_store()
     world.put("abcd")
     world.finish_all()
@@ -119,7 +119,7 @@ def test_a_block_that_the_store_has_lost_costs_the_blocks_behind_it_only() -> No
     assert world.engine.breaker.is_closed, "a block that is missing is no failure of the store"
 
 
-def test_a_cleared_store_is_not_read_any_more_by_those_who_cleared_it() -> None:
+def test_a_cleared_store_is_no_longer_read_by_the_server_that_cleared_it() -> None:
     world = with_store()
     world.put("abcd")
     world.finish_all()
@@ -136,7 +136,7 @@ def test_a_cleared_store_is_not_read_any_more_by_those_who_cleared_it() -> None:
 # -- a store that is slow or gone ------------------------------------------------------------------
 
 
-def test_a_question_has_a_deadline_and_then_the_match_goes_on() -> None:
+def test_a_look_up_has_a_deadline_after_which_the_match_goes_on() -> None:
     world = with_store()
     lookup = world.look_up("abcd")
     assert lookup is not None
@@ -154,7 +154,7 @@ def late_answers(world: World, count: int) -> None:
             world.tick(0.26)
 
 
-def test_a_store_that_answers_too_late_is_left_alone_and_tried_again() -> None:
+def test_a_store_that_answers_too_late_is_avoided_and_tried_again() -> None:
     world = with_store()
     late_answers(world, 6)
     assert world.engine.breaker.state is BreakerState.OPEN
@@ -173,7 +173,7 @@ def test_a_store_that_answers_too_late_is_left_alone_and_tried_again() -> None:
     assert world.look_up("zzz") is not None
 
 
-def test_trials_that_fail_keep_it_open_and_nobody_waits_for_them() -> None:
+def test_failing_trials_keep_the_breaker_open_and_delay_no_match() -> None:
     world = with_store()
     late_answers(world, 6)
     world.asked.clear()
@@ -187,7 +187,7 @@ def test_trials_that_fail_keep_it_open_and_nobody_waits_for_them() -> None:
     assert not world.num_lookups_ended.keys() & set(world.asked)
 
 
-def test_ops_that_wait_for_the_store_end_when_it_is_given_up() -> None:
+def test_ops_waiting_for_the_store_end_when_its_breaker_opens() -> None:
     world = with_store(cpu=40, ssd=0, chunk=1)
     task_id = world.put("abcdefghijklmnopqrst")
     for run in world.ops(OpKind.D2H):
@@ -202,7 +202,7 @@ def test_ops_that_wait_for_the_store_end_when_it_is_given_up() -> None:
     world.check_nothing_is_held()
 
 
-def test_a_worker_that_dies_opens_the_breaker_and_ends_what_is_asked() -> None:
+def test_a_worker_that_dies_opens_the_breaker_and_ends_its_look_ups() -> None:
     world = with_store()
     lookup = world.look_up("abcd")
     assert lookup is not None
@@ -233,7 +233,7 @@ def test_an_op_of_the_store_has_a_deadline_of_its_own() -> None:
     world.check_nothing_is_held()
 
 
-def test_an_answered_question_does_not_wake_the_server_at_its_deadline() -> None:
+def test_an_answered_look_up_does_not_wake_the_server_at_its_deadline() -> None:
     world = with_store()
     assert world.engine.next_deadline() is None
     lookup = world.look_up("abcd")
@@ -243,7 +243,7 @@ def test_an_answered_question_does_not_wake_the_server_at_its_deadline() -> None
     assert world.engine.next_deadline() is None
 
 
-def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
+def test_blocks_slower_to_load_than_to_recompute_are_not_loaded() -> None:
     world = with_store(ssd=0, skip_slow_loads=True)
     for number in range(5):
         text = "abcdef"[number] * 3
@@ -294,9 +294,7 @@ def back(world: World, worker: str) -> None:
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_a_tier_whose_worker_is_away_answers_miss_until_it_is_back(
-    tier: TierName, worker: str
-) -> None:
+def test_a_tier_whose_worker_is_down_misses_until_it_is_back(tier: TierName, worker: str) -> None:
     world = below_only(tier)
     world.down(worker)
     for _ in range(3):
@@ -309,7 +307,7 @@ def test_a_tier_whose_worker_is_away_answers_miss_until_it_is_back(
     assert world.cache.stats()[tier.value]["available"]
 
 
-def test_a_tier_answers_miss_until_its_worker_is_up_for_the_first_time() -> None:
+def test_a_tier_misses_until_its_worker_is_up_for_the_first_time() -> None:
     world = below_only(SSD)
     engine = KVTaskEngine(world.cache, block_bytes=1)
     ids = TaskIds(make_session(0, 9))
@@ -321,7 +319,7 @@ def test_a_tier_answers_miss_until_its_worker_is_up_for_the_first_time() -> None
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_a_put_skips_a_tier_that_is_away_and_makes_up_for_it_later(
+def test_a_put_skips_an_unavailable_tier_and_a_later_one_catches_up(
     tier: TierName, worker: str
 ) -> None:
     world = below_only(tier)
@@ -348,7 +346,7 @@ def test_a_get_that_was_matched_before_the_death_keeps_what_dram_has() -> None:
     world.check_nothing_is_held()
 
 
-def test_the_remote_store_is_asked_for_what_an_ssd_that_is_away_holds() -> None:
+def test_the_remote_store_serves_what_an_unavailable_ssd_holds() -> None:
     world = with_store()
     world.put("abcd")
     world.finish_all()
@@ -360,7 +358,7 @@ def test_the_remote_store_is_asked_for_what_an_ssd_that_is_away_holds() -> None:
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_with_write_back_what_is_dirty_stays_so_until_the_worker_is_back(
+def test_with_write_back_dirty_blocks_stay_dirty_until_the_worker_is_back(
     tier: TierName, worker: str
 ) -> None:
     is_remote = tier is TierName.REMOTE
@@ -383,7 +381,7 @@ def test_with_write_back_what_is_dirty_stays_so_until_the_worker_is_back(
 
 @pytest.mark.parametrize("num_done", range(4))
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
+def test_with_write_back_blocks_a_dying_worker_did_not_write_are_dirty_again(
     tier: TierName, worker: str, num_done: int
 ) -> None:
     is_remote = tier is TierName.REMOTE
@@ -408,7 +406,7 @@ def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_with_write_back_only_what_dram_evicts_is_forgotten_while_a_tier_is_away(
+def test_with_write_back_only_blocks_evicted_from_dram_are_forgotten_while_a_tier_is_down(
     tier: TierName, worker: str
 ) -> None:
     is_remote = tier is TierName.REMOTE
@@ -439,7 +437,7 @@ def test_with_write_back_only_what_dram_evicts_is_forgotten_while_a_tier_is_away
     world.check_nothing_is_held()
 
 
-def test_with_write_back_a_write_is_repeated_whose_parents_write_was_lost() -> None:
+def test_with_write_back_a_write_is_repeated_if_its_parents_write_was_lost() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("abcd")
     for run in world.ops(OpKind.D2H):
@@ -460,7 +458,7 @@ def test_with_write_back_a_write_is_repeated_whose_parents_write_was_lost() -> N
     world.check_nothing_is_held()
 
 
-def test_with_write_back_what_came_from_the_store_is_dirty_for_the_ssd() -> None:
+def test_with_write_back_blocks_loaded_from_the_store_are_dirty_for_the_ssd() -> None:
     world = with_store(policy="write_back", cpu=12)
     world.put("ab")
     world.finish_all()
@@ -487,7 +485,7 @@ def test_with_write_back_a_prompt_longer_than_the_backlog_is_written_in_parts() 
     assert not world.engine.accounts.totals.dropped_blocks
 
 
-def test_what_is_cleared_before_it_was_written_is_not_counted_as_lost() -> None:
+def test_blocks_cleared_before_they_were_written_are_not_counted_as_lost() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("ab")
     world.finish_all()
@@ -512,7 +510,7 @@ def test_a_prompt_in_dram_that_the_ssd_lost_is_written_there_when_it_is_put_agai
     world.check_nothing_is_held()
 
 
-def test_what_came_from_the_store_goes_to_the_ssd_with_the_next_put() -> None:
+def test_blocks_loaded_from_the_store_go_to_the_ssd_with_the_next_put() -> None:
     world = with_store()
     world.stored_by_another("abcd")
     get_after_asking(world, "abcd")
@@ -546,7 +544,7 @@ def test_with_write_back_all_is_written_at_the_end() -> None:
     assert world.cache.stores.num_dirty(SSD) == 0
 
 
-def test_with_write_back_what_is_gone_from_dram_is_let_go() -> None:
+def test_with_write_back_blocks_gone_from_dram_are_forgotten() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("ab")
     world.finish_all()
@@ -575,7 +573,7 @@ def test_with_selective_a_prompt_is_written_when_it_is_seen_again() -> None:
 
 
 @pytest.mark.parametrize(("retain_s", "is_kept"), [(0.0, False), (100.0, True), (-100.0, False)])
-def test_a_prompt_put_with_a_hint_outlives_what_is_used_later(
+def test_a_prompt_put_with_a_hint_outlives_prompts_used_later(
     retain_s: float, is_kept: bool
 ) -> None:
     world = World(cpu=6, ssd=0)
@@ -611,7 +609,7 @@ def test_a_low_priority_goes_first() -> None:
     assert (world.cached(CPU, "abc"), world.cached(CPU, "xyz")) == (3, 2)
 
 
-def test_a_session_may_ask_and_leave() -> None:
+def test_a_session_may_end_during_its_look_up() -> None:
     world = with_store()
     lookup = world.look_up("abcd")
     assert lookup is not None
@@ -634,7 +632,7 @@ def reading_from_store(world: World, text: str = "abcdef") -> TaskId:
     return task_id
 
 
-def test_a_get_waits_for_the_store_no_longer_than_to_compute_it_all() -> None:
+def test_a_get_waits_for_the_store_no_longer_than_recomputing_would_take() -> None:
     world = with_store()
     world.engine.sessions.report_prefill(world.ids.session, 6.0)  # a second for the whole prompt
     task_id = reading_from_store(world)
@@ -651,7 +649,7 @@ def test_a_get_waits_for_the_store_no_longer_than_to_compute_it_all() -> None:
     world.check_nothing_is_held()
 
 
-def test_a_get_of_which_nothing_has_come_fails_in_time() -> None:
+def test_a_get_of_which_nothing_arrived_fails_in_time() -> None:
     world = with_store()
     world.engine.sessions.report_prefill(world.ids.session, 1e6)
     task_id = reading_from_store(world)
@@ -675,7 +673,7 @@ def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
     assert world.final(task_id).num_ok == 6
 
 
-def test_a_load_that_is_given_up_is_no_verdict_on_the_store() -> None:
+def test_a_load_that_is_given_up_does_not_count_against_the_store() -> None:
     world = with_store(cpu=40)
     world.engine.sessions.report_prefill(world.ids.session, 1e6)
     for text in ("abc", "bcd", "cde", "def", "efg"):
@@ -687,7 +685,7 @@ def test_a_load_that_is_given_up_is_no_verdict_on_the_store() -> None:
 # -- what a review found ---------------------------------------------------------------------------
 
 
-def test_an_answer_about_blocks_that_are_being_written_meanwhile() -> None:
+def test_a_look_up_may_be_answered_while_its_blocks_are_being_written() -> None:
     world = with_store(cpu=12)
     writing = world.put("ab")
     for run in world.ops(OpKind.D2H):
@@ -726,7 +724,7 @@ def test_nothing_but_trials_goes_to_a_store_whose_breaker_is_open() -> None:
     assert world.engine.accounts.totals.dropped_blocks["remote_unavailable"] == 3
 
 
-def test_an_open_breaker_wakes_nobody_while_the_worker_is_away() -> None:
+def test_an_open_breaker_sets_no_deadline_while_the_worker_is_down() -> None:
     world = with_store()
     world.down(REMOTE)
     world.tick(100.0)
@@ -744,7 +742,7 @@ def test_blocks_that_had_to_wait_for_a_worker_that_died_are_counted() -> None:
     assert dropped["remote_unavailable"] + dropped["remote_write_failed"] == 16
 
 
-def test_a_block_that_cannot_be_read_is_not_asked_for_at_once_again() -> None:
+def test_a_block_that_cannot_be_read_is_not_looked_up_again_at_once() -> None:
     world = with_store()
     world.stored_by_another("abc")
     lookup = world.look_up("abc")
@@ -759,7 +757,7 @@ def test_a_block_that_cannot_be_read_is_not_asked_for_at_once_again() -> None:
     assert world.look_up("abc") is not None
 
 
-def test_an_answer_from_before_a_clear_is_not_believed() -> None:
+def test_an_answer_from_before_a_clear_is_ignored() -> None:
     world = with_store()
     world.stored_by_another("abc")
     lookup = world.look_up("abc")
@@ -779,7 +777,7 @@ def test_a_write_from_before_a_clear_is_not_found_afterwards() -> None:
     assert world.cached(TierName.REMOTE, "abc") == 0
 
 
-def test_an_orderly_stop_writes_what_a_put_has_been_answered_for() -> None:
+def test_an_orderly_stop_writes_the_blocks_of_answered_puts() -> None:
     world = World(chunk=1, cpu=40, ssd=40)
     task_id = world.put("abcdefghijklmnop")
     for run in world.ops(OpKind.D2H):
@@ -791,7 +789,7 @@ def test_an_orderly_stop_writes_what_a_put_has_been_answered_for() -> None:
     assert world.final(task_id).status is KVStatus.SUCCESS
 
 
-def test_write_back_waits_for_a_store_that_is_away() -> None:
+def test_write_back_waits_for_an_unavailable_store() -> None:
     world = with_store(policy="write_back", cpu=12, ssd=0)
     world.engine.breaker.trip("down", world.now)
     world.tick()
@@ -810,7 +808,7 @@ def test_write_back_waits_for_a_store_that_is_away() -> None:
     assert (ROOT, b"ab") in world.store
 
 
-def test_with_write_back_what_is_dirty_stays_so_while_the_tier_is_being_cleared() -> None:
+def test_with_write_back_dirty_blocks_stay_dirty_while_the_tier_is_being_cleared() -> None:
     world = World(policy="write_back", cpu=12)
     clearings = [world.cache.tiers.withhold_free(SSD) for _ in range(2)]
     for text in ("ab", "xyz", "pqr"):
@@ -830,7 +828,7 @@ def test_with_write_back_what_is_dirty_stays_so_while_the_tier_is_being_cleared(
 
 
 @pytest.mark.parametrize("num_ok", [0, 1])
-def test_with_write_back_what_a_failing_store_does_not_take_stays_dirty(num_ok: int) -> None:
+def test_with_write_back_blocks_a_failing_store_does_not_take_stay_dirty(num_ok: int) -> None:
     texts = [letter * 3 for letter in "klmnop"]
     world = with_store(policy="write_back", cpu=20, ssd=0)
     for text in texts:
@@ -863,7 +861,7 @@ def test_write_back_writes_what_dram_still_has_of_a_prompt() -> None:
     assert world.cached(SSD, "ab") == 1
 
 
-def test_with_write_back_what_could_not_be_written_is_tried_again_when_it_is_put_again() -> None:
+def test_with_write_back_a_failed_write_is_tried_again_when_its_blocks_are_put_again() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("abcd")
     for run in world.ops(OpKind.D2H):
@@ -876,7 +874,7 @@ def test_with_write_back_what_could_not_be_written_is_tried_again_when_it_is_put
     assert world.cached(SSD, "abcd") == 4
 
 
-def test_with_write_back_what_came_from_the_ssd_is_not_dirty() -> None:
+def test_with_write_back_blocks_loaded_from_the_ssd_are_not_dirty() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("abcd")
     world.finish_all()
@@ -887,7 +885,7 @@ def test_with_write_back_what_came_from_the_ssd_is_not_dirty() -> None:
     assert world.cache.stores.num_dirty(SSD) == 0
 
 
-def test_after_everything_was_cleared_nothing_is_recorded_any_more() -> None:
+def test_after_everything_was_cleared_nothing_more_is_recorded() -> None:
     world = World()
     world.cache.stores.is_recording = False
     world.put("abc")

@@ -42,7 +42,7 @@ def test_the_tree_survives_the_wire(has_engine: bool) -> None:
     assert from_plain(sent) == stats
 
 
-def test_plain_statistics_are_flat_and_without_parts_that_are_not_there() -> None:
+def test_plain_statistics_are_flat_and_omit_absent_parts() -> None:
     plain = to_plain(stats_of(used_world()))
     assert plain["tokens_per_block"] == 16
     assert plain["hit_blocks"] == plain["engine"]["hit_blocks"] == {"CPU": 3}

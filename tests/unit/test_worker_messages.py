@@ -68,7 +68,7 @@ def scene() -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("sender", [b"remote-1", b"remote", b"", b"\x00abcd"])
-def test_only_the_worker_itself_can_say_that_it_is_up(scene: Scene, sender: bytes) -> None:
+def test_only_the_worker_itself_can_report_ready(scene: Scene, sender: bytes) -> None:
     scene.say(Ready("me"), sender)
     assert not scene.is_up
     assert scene.refused() == {"unknown_worker": 1}
@@ -76,7 +76,7 @@ def test_only_the_worker_itself_can_say_that_it_is_up(scene: Scene, sender: byte
     assert scene.is_up
 
 
-def test_a_worker_that_has_died_says_nothing_any_more(scene: Scene) -> None:
+def test_messages_of_a_dead_worker_are_refused(scene: Scene) -> None:
     scene.worker.pid = None
     scene.say(Ready("late"))
     assert not scene.is_up
