@@ -40,10 +40,10 @@ UNBOUNDED_CAPACITY = 1 << 20
 HALF_LIFE = 8.0
 """Times the tier's size, in blocks seen, after which a hit counts half in a comparison."""
 CLEAR_LEAD = 0.025
-"""Share of all blocks seen that selective must hit more before write-through is given up.
+"""Share of all blocks seen that selective must hit more before it replaces write-through.
 
-More than chance produces where the two are about equal (a percent, on real traffic): following
-chance costs more than it gains, because a tier's contents change slowly.
+Larger than the lead that chance produces when the two are about equal (a percent, on real traffic):
+following chance costs more than it gains, because a tier's contents change slowly.
 """
 
 

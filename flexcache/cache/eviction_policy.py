@@ -23,7 +23,7 @@ class Lineage:
     def __init__(self, parent: Lineage | None, start: int) -> None:
         self.parent = parent
         self.start = start
-        """How many blocks of other lineages precede it."""
+        """Number of blocks of other lineages before it."""
         self.num_blocks = 0
         self.is_shared = False
         """Whether prompts diverge behind it, so that what follows continues none of them."""

@@ -6,7 +6,7 @@ they came back and how long that took last time; those that never did by their l
 of each kind are counted (`eviction_returns`), also after eviction: an evicted lineage leaves a
 *ghost*, its first key, which is the first to be inserted again if it returns.
 
-Past returns may mislead, and where all kinds return alike nothing beats LRU. Two shadows of the
+Past returns may mislead, and if all kinds return alike nothing beats LRU. Two shadows of the
 tier (`eviction_shadow`) see every use, one in LRU order and one in the order planned here. The plan
 is followed only while it is clearly ahead.
 """

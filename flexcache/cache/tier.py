@@ -300,7 +300,7 @@ class Tier:
         return True
 
     def _insert(self, lease: Lease, parent: PrefixMatch) -> None:
-        """Index the lease's blocks, except those that another lease published meanwhile."""
+        """Index the lease's blocks, except those that another lease published first."""
         count, start, parent_key = lease.to_publish, 0, lease.parent_key
         while start < count:
             there = self.index.locate(lease.root, lease.keys[start])

@@ -32,7 +32,7 @@ class Fence:
         self._word = word
         self._memory = mmap.mmap(fd, NUM_WORDS * WORD_BYTES)
         self.words = memoryview(self._memory).cast("Q")
-        """For `CopyPermit`."""
+        """The shared words, for `CopyPermit`."""
 
     @classmethod
     def create(cls) -> Fence:

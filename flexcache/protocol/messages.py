@@ -82,7 +82,7 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
     pid: int
     version: int = PROTOCOL_VERSION
     layout: str = ""
-    """How the rank lays out KV, once known. Saves mapping a pool that needs another layout."""
+    """How the rank lays out KV, once known. A conflict is then refused before it maps the pool."""
 
 
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):

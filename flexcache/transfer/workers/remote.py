@@ -294,7 +294,7 @@ def main() -> None:
         lambda: service.is_idle,
         [service.fileno()],
     )
-    if service.is_idle:  # else a thread is inside the client, which cannot be closed meanwhile
+    if service.is_idle:  # else a thread is inside the client, which cannot be closed under it
         service.close()
     # Daemon threads, ours and the client's, may still be leaving native code: finalizing the
     # interpreter at the same time would abort the process.
