@@ -22,20 +22,18 @@ from flexcache.cache.restore import Records, RestoreReport, restore_tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import (
-    KVStatus,
     OpId,
     OpKind,
     SessionId,
     TaskId,
     TaskKind,
-    TaskState,
     TierName,
 )
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.checksums import Checksums, SlotChecksums
 from flexcache.tasks.deadlines import TaskDeadlines
 from flexcache.tasks.executors import Executors
-from flexcache.tasks.instructions import REMOTE, Instruction, TaskResult
+from flexcache.tasks.instructions import REMOTE, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.matching import Matcher
 from flexcache.tasks.model import Session, Task
@@ -171,7 +169,7 @@ class KVTaskEngine:
             self._deadlines.matched(task_id, now)
             return plan
         self.cache.finish(plan)
-        self._runner.end(task, TaskResult(KVStatus.NOT_FOUND, plan.start, 0, num_tokens))
+        self._runner.end_empty(task)
         if kind is TaskKind.PUT and start < stop and not plan.dropped:
             self._runner.store(self._matcher.plan_store(owner, keys, stop, retain_s), now)
         return plan
@@ -179,18 +177,21 @@ class KVTaskEngine:
     def launch(
         self, task_ids: Sequence[TaskId], gpu_blocks: Sequence[BlockIds], now: float,
         gated: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> list[TaskId]:  # fmt: skip
         """Start tasks with the GPU blocks for each. All are checked before any is started.
 
-        A task that has ended, since it was cancelled say, stays as it is.
+        Returns:
+            Those that had ended before: cancelled, say. They stay as they are.
         """
         if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
             raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
         to_start: list[tuple[Task, BlockIds]] = []
+        had_ended: list[TaskId] = []
         for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
             task = self.sessions.tasks.get(task_id)
             if task is None:
                 self.sessions.of(task_id).require_known(task_id)
+                had_ended.append(task_id)
                 continue
             if task.is_launched:
                 raise ValueError(f"task {task_id} was launched before")
@@ -205,27 +206,32 @@ class KVTaskEngine:
             task.plan.graph.bind_gpu_blocks(blocks, task.plan.start)
             self._deadlines.launched(task, now)
             self._runner.run(task, now)
+        return had_ended
 
-    def cancel(self, task_ids: Iterable[TaskId], now: float) -> None:
+    def cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
         """Stop what has not started. Idempotent; a finished task stays as it is.
 
         All ids are checked before any task is cancelled.
+
+        Returns:
+            Those that were never launched and have ended by this.
         """
-        to_cancel = list(task_ids)
+        to_cancel, unlaunched = list(task_ids), []
         for task_id in to_cancel:
             self.sessions.of(task_id).require_known(task_id)
         for task_id in to_cancel:
             task = self.sessions.tasks.get(task_id)
             if task is None or task.state.is_cancelled:
                 continue
-            was_launched, is_overdue = task.is_launched, task.state.is_overdue
-            task.state = TaskState.CANCELLING_OVERDUE if is_overdue else TaskState.CANCELLING
+            task.cancel()
             self.accounts.cancelled(task)
-            if was_launched:
+            if task.is_launched:
                 self._runner.stop(task, now)
             else:
+                unlaunched.append(task_id)
                 self._deadlines.cancelled(task_id)
                 self._runner.end_unmoved(task, now)
+        return unlaunched
 
     def close_down(self, now: float) -> None:
         """Cancel what is open, but not writes below the GPU, and write what is dirty."""
@@ -305,6 +311,7 @@ class KVTaskEngine:
         return min((time for time in times if time is not None), default=None)
 
     def take_instructions(self) -> list[Instruction]:
+        # The list itself stays: the parts of the engine that leave instructions share it.
         taken = self._instructions.copy()
         self._instructions.clear()
         return taken

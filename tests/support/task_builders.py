@@ -36,7 +36,6 @@ from flexcache.tasks.instructions import (
     RunLookUp,
     RunOp,
     TaskAnswered,
-    TaskEnded,
     TaskResult,
     device,
 )
@@ -72,7 +71,7 @@ class TaskInfo:
     layout: str = ""
     launched: bool = False
     gated: bool = False
-    answered: TaskEnded | None = None
+    answered: TaskResult | None = None
 
     def content(self, index: int, copy: int) -> Content:
         return self.text[: self.plan.start + index + 1] + self.layout, copy
@@ -150,7 +149,6 @@ class World:
         """What executors were at when they died."""
         self.to_replace: dict[str, str] = {}
         self.revoked: set[TaskId] = set()
-        self.num_answered: Counter[TaskId] = Counter()
         self.answers: dict[TaskId, TaskResult] = {}
         """What each task's owner was told last."""
         self.told_early: Counter[TaskId] = Counter()
@@ -490,13 +488,15 @@ class World:
                     self.num_lookups_ended[lookup_id] += 1
                     assert self.num_lookups_ended[lookup_id] == 1
                     assert not self.is_looking_up(lookup_id)
-                case TaskEnded(task_id) if task_id in self.abandoned:
+                case TaskAnswered(task_id) if task_id in self.abandoned:
                     self._put_to_other_use(self.abandoned[task_id])
-                case TaskEnded():
-                    self._answer(instruction)
-                case TaskAnswered(task_id, result):
-                    if task_id not in self.abandoned:
-                        self._told(task_id, result)
+                case TaskAnswered(task_id, engine, result, notify_ranks):
+                    info = self.tasks[task_id]
+                    assert engine == info.engine
+                    assert notify_ranks == (info.gated and info.answered is None)
+                    if info.answered is None:
+                        self._answer(task_id, result)
+                    self._told(task_id, result)
                 case RevokeTask(task_id):
                     self.revoked.add(task_id)
                 case ReplaceExecutor(executor, reason):
@@ -554,13 +554,11 @@ class World:
         (self.told_final if result.is_final else self.told_early)[task_id] += 1
         assert self.told_early[task_id] <= 1
 
-    def _answer(self, ended: TaskEnded) -> None:
+    def _answer(self, task_id: TaskId, ended: TaskResult) -> None:
         """Answer the task, and let the engine reuse its slots."""
-        info = self.tasks[ended.task_id]
-        self.num_answered[ended.task_id] += 1
+        info = self.tasks[task_id]
         info.answered = ended
-        assert ended.gated == info.gated
-        self._check_slots_are_unused(ended.task_id)
+        self._check_slots_are_unused(task_id)
         for index, slot in enumerate(info.slots.tolist()):
             for rank in self._load_ranks:
                 if info.kind is TaskKind.GET and index < ended.num_ok:
@@ -648,10 +646,9 @@ class World:
         if info.plan.num_blocks == 0:
             assert result is not None
             assert result.status is KVStatus.NOT_FOUND
-            assert self.num_answered[task_id] == 0
+            assert info.answered is None
             return
         assert (result is not None) == (info.answered is not None)
-        assert self.num_answered[task_id] == (info.answered is not None)
         if result is None or info.answered is None:
             return
         self._check_slots_are_unused(task_id)

@@ -24,7 +24,7 @@ from flexcache.tasks.instructions import (
     ReplaceExecutor,
     RunOp,
     TaskAnswered,
-    TaskEnded,
+    TaskResult,
     device,
 )
 from flexcache.tasks.model import Task
@@ -423,7 +423,7 @@ def test_a_cancel_of_an_answered_put_stops_its_write_through() -> None:
     assert status(world, task_id) == (KVStatus.CANCELLED, 0)
     assert world.cached(CPU, "abcdef") == 6
     assert world.cached(SSD, "abcdef") == 0
-    assert world.num_answered[task_id] == 1
+    assert world.tasks[task_id].answered
 
 
 def test_cancelling_everything_ends_every_task() -> None:
@@ -450,7 +450,7 @@ def test_an_empty_match_has_ended_already_as_not_found() -> None:
     world.cancel(task_id)
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
     assert world.engine.sessions.num_open == 0
-    assert not world.num_answered
+    assert not any(info.answered for info in world.tasks.values())
 
 
 @pytest.mark.parametrize("unknown", [0, -1, 2, 10**9])
@@ -546,7 +546,7 @@ def test_a_put_is_answered_when_the_gpu_side_is_done_and_complete_after_the_writ
     assert world.result(task_id, completely=True) is None
     world.finish_all()
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
-    assert world.num_answered[task_id] == 1
+    assert world.tasks[task_id].answered
 
 
 def test_blocks_are_found_only_after_their_bytes_arrived_and_a_second_put_moves_nothing() -> None:
@@ -626,7 +626,7 @@ def test_a_prefetch_brings_blocks_to_dram_and_leaves_the_gpu_alone() -> None:
     assert world.cached(CPU, "abcde") == 5
     again = world.prefetch("abcde")
     assert status(world, again) == (KVStatus.SUCCESS, 5)
-    assert world.num_answered[again] == 1
+    assert world.tasks[again].answered
     world.check_nothing_is_held()
 
 
@@ -637,9 +637,7 @@ def test_only_ops_at_the_gpu_wait_for_a_gate() -> None:
         (OpKind.H2D, True), (OpKind.DISK2H, False),
     }  # fmt: skip
     world.finish_all()
-    answered = world.tasks[task_id].answered
-    assert answered is not None
-    assert answered.gated
+    assert world.tasks[task_id].answered  # and the ranks were notified
 
 
 def test_open_tasks_are_counted_by_state_and_ended_ones_by_how_they_ended() -> None:
@@ -752,14 +750,14 @@ def test_a_late_device_op_is_answered_and_its_blocks_stay_leased_until_it_ends(
     assert (result.status, result.num_ok, result.is_final) == (KVStatus.FAILED, 0, True)
     assert "missed its deadline" in str(result.error)
     assert world.result(task_id, completely=True) == result
-    assert world.num_answered[task_id] == 1  # the waiting caller is woken
+    assert world.tasks[task_id].answered  # the waiting caller is woken
     assert len(world.at_work) == num_at_work  # nothing more is started
     assert all(world.was_dropped(run) for run in world.ops())  # nor may start any more
     world.check()
     assert world.cache.tiers.host.num_leased == leased_before
     world.finish_all()
     assert status(world, task_id) == (KVStatus.FAILED, 0)
-    assert world.num_answered[task_id] == 1
+    assert world.tasks[task_id].answered
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcde"])
 
@@ -1016,6 +1014,29 @@ def test_a_rank_that_is_gone_is_its_own_engines_loss_only() -> None:
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
 
 
+def test_a_launch_and_a_cancel_return_the_tasks_that_did_not_run() -> None:
+    world = World()
+    unlaunched, launched = world.match(TaskKind.PUT, "abc"), world.put("xyz")
+    cancelled = world.engine.cancel([unlaunched, launched], world.now)
+    assert cancelled == [unlaunched]
+    assert world.engine.cancel([unlaunched, launched], world.now) == []
+    slots = world.tasks[unlaunched].slots
+    assert world.engine.launch([unlaunched], [slots], world.now) == [unlaunched]
+    later = world.match(TaskKind.PUT, "uv")
+    assert world.engine.launch([later], [world.tasks[later].slots], world.now) == []
+
+
+def test_the_deadlines_of_ended_ops_are_not_kept() -> None:
+    world = World(ssd=0)
+    world.put("abc")
+    world.finish_all()
+    for _ in range(100):
+        task_id = world.match(TaskKind.GET, "abc")
+        world.launch(task_id, gated=True)
+        world.finish_all()
+        world.check()  # the deadlines are in proportion to the running ops
+
+
 def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> None:
     world = World(cpu=20, ssd=20)
     copied, copying = world.put("abc"), world.put("xyz")
@@ -1108,7 +1129,7 @@ def end_a_task_that_goes_on(world: World) -> None:
 
 
 def forget_the_launch(world: World) -> None:
-    the_open_task(world).state = TaskState.CREATED
+    the_open_task(world).launched_s = None
 
 
 @pytest.mark.parametrize(
@@ -1142,8 +1163,9 @@ def test_each_task_announces_its_end_in_the_order_of_events() -> None:
     engine.op_done(device(ENGINE, 0), second.op.op_id, 1, 0.0)
     engine.op_done(device(ENGINE, 0), first.op.op_id, 1, 0.0)
     told = engine.take_instructions()
-    assert [i for i in told if isinstance(i, TaskEnded)] == [
-        TaskEnded(tasks[1], ENGINE, 1, False), TaskEnded(tasks[0], ENGINE, 1, False),
-    ]  # fmt: skip
-    assert [i.task_id for i in told if isinstance(i, TaskAnswered)] == tasks[::-1]
+    result = TaskResult(KVStatus.SUCCESS, 0, 1, 16)
+    assert [i for i in told if isinstance(i, TaskAnswered)] == [
+        TaskAnswered(tasks[1], ENGINE, result, notify_ranks=False),
+        TaskAnswered(tasks[0], ENGINE, result, notify_ranks=False),
+    ]
     assert engine.take_instructions() == []

@@ -94,6 +94,18 @@ def test_a_put_and_a_get_are_told_with_all_their_ops(tmp_path: Path) -> None:
     assert missed.launch is None and missed.ops == []
 
 
+def test_the_error_of_one_rank_is_told_whatever_the_others_report(tmp_path: Path) -> None:
+    world, tracer = traced_world(tmp_path, load_ranks=(0, 1), store_ranks=(0, 1))
+    stored = world.put("ab")
+    first, second = world.ops(OpKind.D2H)
+    world.finish(first, 0, error="out of memory")
+    world.finish(second)
+    world.finish_all()
+    tracer.close()
+    (copied,) = read(tmp_path)[stored].ops
+    assert (copied.num_ok, copied.error) == (0, "out of memory")
+
+
 def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
     world, tracer = traced_world(tmp_path)
     world.put("abcd")
