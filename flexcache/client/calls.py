@@ -97,6 +97,7 @@ class Calls:
         self._reason = reason
         self._is_lost.set()
         with self._lock:
+            self._uses_scratch = False  # it may be released from now on
             if self._socket is not None:
                 self._socket.close()
                 self._socket = None

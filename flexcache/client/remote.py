@@ -283,6 +283,7 @@ class RemoteTransport:
             socket.close()
             raise ServerLostError(str(error)) from None
         session = SessionId(welcome.session)
+        self._tasks.begin(session)
         self._calls.begin(socket, session, welcome.uses_scratch, welcome.wanted)
         if self._launcher is not None:
             self._launcher.succeeded()
@@ -300,7 +301,7 @@ class RemoteTransport:
         self._calls.end(reason or self._life.error or "the cache was shut down")
         self._link.hang_up()
         fence, self._fence = self._fence, None
-        tasks = [] if fence is None else self._tasks.lose(self._life.session)
+        tasks = [] if fence is None else self._tasks.lose()
         with self._changed:
             num_losses = self._life.num_losses
             earlier = self._life.ended(reason, tasks, self._link.heard_s, time.monotonic())

@@ -51,8 +51,9 @@ class ClientTasks:
         self._tasks: OrderedDict[int, ClientTask] = OrderedDict()
         self._early: dict[int, TaskResult] = {}
         """Answers that came before their match had returned."""
-        self._lost: SessionId | None = None
-        """The session that was lost last. A match of it may be about to return."""
+        self._session: SessionId | None = None
+        self._was_lost = False
+        """Since the first loss, a match of another session than this one has come too late."""
         self._is_closed = False
         self._num_waiting = 0
 
@@ -73,7 +74,7 @@ class ClientTasks:
             self._tasks[task_id] = task
             if task_id in self._early:
                 task.result = self._early.pop(task_id)
-            elif num_blocks and self._lost is not None and session_of(task_id) == self._lost:
+            elif num_blocks and self._was_lost and session_of(task_id) != self._session:
                 task.end(KVStatus.FAILED, "the server was lost")
             if len(self._tasks) > _NUM_REMEMBERED:
                 oldest = next(iter(self._tasks))
@@ -164,10 +165,15 @@ class ClientTasks:
                 task.result = result
                 self._notify()
 
-    def lose(self, session: SessionId) -> list[ClientTask]:
-        """The server of a session was lost: its open tasks. They stay open until `fail`."""
+    def begin(self, session: SessionId) -> None:
+        """A server has opened a session, from which no match has returned yet."""
         with self._lock:
-            self._lost = session
+            self._session = session
+
+    def lose(self) -> list[ClientTask]:
+        """The session's server was lost: its open tasks. They stay open until `fail`."""
+        with self._lock:
+            self._session, self._was_lost = None, True
             self._early.clear()
             return [task for task in self._tasks.values() if not task.is_over]
 

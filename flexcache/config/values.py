@@ -40,13 +40,30 @@ def parse(name: str, value: Any, hint: Any, *, is_secret: bool = False) -> Any:
     try:
         return msgspec.convert(value, hint, strict=not isinstance(value, str))
     except msgspec.ValidationError:
-        raise reject(name, "..." if is_secret else value, f"must be {_allowed(hint)}") from None
+        shown = "..." if is_secret else _as_read(value, hint)
+        raise reject(name, shown, f"must be {_allowed(hint)}") from None
+
+
+def _as_read(value: Any, hint: Any) -> Any:
+    """Convert a refused value to its field's type without the bounds, if that admits it: a number
+    reads the same from the environment as from a file."""
+    kind = next((kind for kind in _members(hint) if get_origin(kind) is Annotated), None)
+    if kind is None:
+        return value
+    try:
+        return msgspec.convert(value, get_args(kind)[0], strict=not isinstance(value, str))
+    except msgspec.ValidationError:
+        return value
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _allowed(hint: Any) -> str:
     """Describe the values that a type admits."""
-    if get_origin(hint) in (Union, UnionType):  # of a type and None
-        return _allowed(get_args(hint)[0])
+    hint = _members(hint)[0]  # the other, if any, is None
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}"
     if get_origin(hint) is not Annotated:

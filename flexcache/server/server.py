@@ -232,13 +232,13 @@ class KVServer:
 
     def _route(self) -> None:
         """Pass on what the task engine did; must be called with the lock held."""
+        if self.hub.route(time.monotonic()):
+            self._changed.notify_all()
         feed = self._observers.feed
         if feed is not None and self._cache is not None:
             journal = self._cache.engine.cache.tiers.journal
-            if journal:
+            if journal:  # also of matches that had waited for a look-up
                 feed.pass_on(journal.take())
-        if self.hub.route(time.monotonic()):
-            self._changed.notify_all()
 
     def wait_for_change(self, timeout: float | None) -> None:
         """Inside `session`: release the lock until a look-up has ended, or for ``timeout`` s."""

@@ -157,7 +157,7 @@ def test_wrong_settings_are_an_error_and_the_rest_is_looked_at() -> None:
     report = Report(DOCTOR, FLEXCACHE_CPU_CACHE_GB="-1")
     assert report.code == 1
     found = report.the("settings", "cpu_cache_gb = -1.0")
-    assert found["remedy"] == "must be greater than zero"
+    assert found["remedy"] == "must be a number greater than 0 and at most 1e+09"
     assert report.of("kernel")
 
 
@@ -166,7 +166,7 @@ def test_what_is_said_to_people_has_the_remedy_in_a_second_line() -> None:
     environ = {**os.environ, "FLEXCACHE_CPU_CACHE_GB": "-1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert "error   the settings are not valid: cpu_cache_gb = -1.0\n" in done.stdout
-    assert "        -> must be greater than zero\n" in done.stdout
+    assert "        -> must be a number greater than 0 and at most 1e+09\n" in done.stdout
 
 
 # -- addresses and stores, in this process --------------------------------------------------------

@@ -310,7 +310,7 @@ def test_a_publisher_that_began_anew_is_noticed_by_its_numbers() -> None:
         address = first.address
         subscriber = following(first, replay=False)
         connect(subscriber, first)
-        publish(first, 10)
+        publish(first, 900)  # more than the second one publishes until the subscriber is back
         while numbers(take(subscriber, 1)) != [first.stats()["sequence"] - 1]:
             pass
     with subscriber, publishing(address.endpoint, None) as second:

@@ -200,13 +200,12 @@ def test_a_killed_server_fails_what_is_open_and_is_replaced() -> None:
     zero, one = Member(config, dp_rank=0), Member(config, dp_rank=1)
     with members(zero, one):
         zero.load.put(3, 20)
-        matched, mask = one.manager.get_match(tokens_of(3, 20))
-        assert mask.all()
+        open_tasks = [engine.manager.get_match(tokens_of(3, 20))[0] for engine in (zero, one)]
         os.kill(zero.manager.stats()["server_pid"], signal.SIGKILL)
-        response = one.manager.wait([matched], 60)[matched]
-        assert response.status is KVStatus.FAILED
-        assert "died" in (response.error or "")
-        for engine in (zero, one):
+        for engine, task in zip((zero, one), open_tasks, strict=True):
+            response = engine.manager.wait([task], 60)[task]
+            assert response.status is KVStatus.FAILED
+            assert "died" in (response.error or "")
             engine.manager.wait_ready(60)
         assert one.load.get(3, 20) == 0  # a new server knows nothing
         zero.load.put(3, 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "eviction_policy": "mru"}, "eviction_policy = 'mru'.*lru"),
         ({**BASE, "io_engine": "spdk"}, "io_engine = 'spdk'.*io_uring"),
         ({**BASE, "remote_url": "ftp://host/kv"}, "must begin with one of"),
-        ({**BASE, "op_timeout_s": 0}, "op_timeout_s = 0: must be a number greater than 0"),
+        ({**BASE, "op_timeout_s": 0}, r"op_timeout_s = 0\.0: must be a number greater than 0"),
         ({**BASE, "op_timeout_s": float("nan")}, "op_timeout_s = nan"),
         ({**BASE, "write_back_max_dirty": 0.8}, "greater than 0 and at most 0.75"),
         ({**BASE, "ssd_queue_depth": 2.5}, "must be a whole number of at least 1"),
@@ -91,6 +92,25 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
 def test_a_bad_setting_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         CacheConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "shown"),
+    [
+        ("cpu_cache_gb", [-1, -1.0, "-1", "-1.0"], "-1.0"),
+        ("write_back_max_dirty", [5, "5"], "5.0"),
+        ("tokens_per_block", [-2, "-2"], "-2"),
+        ("tokens_per_block", ["two"], "'two'"),
+        ("tokens_per_block", [2.5], "2.5"),
+        ("direct_io", ["maybe"], "'maybe'"),
+    ],
+)
+def test_a_refused_number_reads_the_same_from_every_source(
+    name: str, values: list[Any], shown: str
+) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=f"^{name} = {re.escape(shown)}: must be "):
+            CacheConfig(**{name: value})
 
 
 def test_an_unknown_name_is_answered_with_the_closest_ones() -> None:

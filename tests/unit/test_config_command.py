@@ -110,7 +110,7 @@ def test_settings_that_would_be_refused_are_shown_with_the_reason(
 ) -> None:
     result = run(monkeypatch, OP_TIMEOUT_S="0", SSD_QUEUE_DEPTH="16")
     assert result.exit_code == 1
-    assert "op_timeout_s = '0': must be a number greater than 0" in result.stdout
+    assert "op_timeout_s = 0.0: must be a number greater than 0" in result.stdout
     assert "environment FLEXCACHE_SSD_QUEUE_DEPTH" in result.stdout
 
 

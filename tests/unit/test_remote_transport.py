@@ -20,6 +20,7 @@ from flexcache.cache.block_keys import TokenBlockKeys
 from flexcache.cache.prompt import Prompt
 from flexcache.client.client import EngineClient
 from flexcache.client.remote import RemoteTransport
+from flexcache.errors import ClosedError
 from flexcache.ids import RootId, SessionId, TaskKind
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
@@ -67,10 +68,11 @@ class PlayedServer:
     def say(self, identity: bytes, message: ToClient) -> None:
         self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
 
-    def welcome(self) -> bytes:
+    def welcome(self, uses_scratch: bool = False) -> bytes:
         """Begin a session; return the identity that gets its events."""
         identity, _ = self.next(HelloEngine)
-        self.say(identity, WelcomeEngine(SESSION, os.getpid(), self.fence.path, [], False))
+        path = self.fence.path
+        self.say(identity, WelcomeEngine(SESSION, os.getpid(), path, [], uses_scratch))
         return identity
 
     def close(self) -> None:
@@ -132,3 +134,16 @@ def test_a_client_that_lost_its_server_says_hello_in_one_conversation_until_it_i
     server.say(server.welcome(), Stop())
     greeters = {server.next(HelloEngine)[0] for _ in range(4)}
     assert len(greeters) == 1
+
+
+@pytest.mark.parametrize("uses_scratch", [False, True])
+def test_a_match_after_the_shutdown_is_refused(
+    server: PlayedServer, client: EngineClient, uses_scratch: bool
+) -> None:
+    server.welcome(uses_scratch)
+    client.wait_ready(WAIT_S)
+    client.shutdown()
+    with pytest.raises(ClosedError):
+        client.match(TaskKind.GET, PROMPT)
+    with pytest.raises(ClosedError):
+        client.match_nowait(TaskKind.GET, PROMPT, look_up=False)

@@ -178,11 +178,11 @@ def test_a_lost_server_fails_what_is_open_and_ends_what_only_went_on_below() -> 
     tasks.answer(1, TaskResult(KVStatus.SUCCESS, 1, 1, 40, is_final=False))
     assert set(results_of(tasks, 0, 1)) == {1}
     assert results_of(tasks, 1, completely=True) == {}
-    tasks.fail(tasks.lose(SessionId(0)), "it died")
+    tasks.fail(tasks.lose(), "it died")
     found = results_of(tasks, 0, 1, completely=True)
     assert found[0] == TaskResult(KVStatus.FAILED, 0, 0, 40, "it died")
     assert found[1] == TaskResult(KVStatus.SUCCESS, 1, 1, 40, "it died")
-    assert tasks.lose(SessionId(0)) == []
+    assert tasks.lose() == []
 
 
 def test_an_answer_that_overtakes_its_match_is_kept_for_it() -> None:
@@ -197,13 +197,27 @@ def test_an_answer_that_overtakes_its_match_is_kept_for_it() -> None:
 def test_a_match_that_returns_after_its_session_was_lost_has_failed() -> None:
     tasks, session = ClientTasks(), make_session(3, 4)
     ids = TaskIds(session)
-    assert tasks.lose(session) == []
-    found, missed = ids.next(), ids.next()
+    tasks.begin(session)
+    assert tasks.lose() == []
+    found, missed, late = ids.next(), ids.next(), ids.next()
     add(tasks, TaskKind.GET, found, 0, 2)
     add(tasks, TaskKind.GET, missed, 0, 0)
-    results = results_of(tasks, found, missed)
-    assert results[found].status is KVStatus.FAILED
+    tasks.begin(make_session(3, 5))
+    assert tasks.lose() == []
+    add(tasks, TaskKind.GET, late, 0, 2)  # the next session was lost as well meanwhile
+    results = results_of(tasks, found, missed, late)
+    assert results[found].status is results[late].status is KVStatus.FAILED
     assert results[missed].status is KVStatus.NOT_FOUND
+
+
+def test_a_session_whose_number_recurs_is_not_the_one_that_was_lost() -> None:
+    tasks, session = ClientTasks(), make_session(3, 4)
+    tasks.begin(session)
+    tasks.lose()
+    tasks.begin(session)  # of a server started a whole cycle of epochs later
+    task_id = TaskIds(session).next()
+    add(tasks, TaskKind.GET, task_id, 0, 2)
+    assert results_of(tasks, task_id) == {}
 
 
 def test_callers_that_wait_are_woken_when_no_answer_will_come() -> None:
