@@ -145,7 +145,7 @@ class Hub:
         cache = self._slot.cache
         if cache is None:
             return False
-        tasks, has_news = cache.engine, False
+        tasks, has_news = cache.tasks, False
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
@@ -303,7 +303,7 @@ class Hub:
         cache = self._slot.cache
         if cache is None:
             return Stats(server=server, counters=counters, engines={})
-        tasks = cache.engine
+        tasks = cache.tasks
         identity = CacheIdentity(
             fingerprint=cache.fingerprint,
             layout=cache.layout or "",
@@ -313,7 +313,7 @@ class Hub:
         engines = {
             engine: EngineStats(
                 pid=pid,
-                open_tasks=tasks.sessions.num_open_of(session_id),
+                open_tasks=tasks.queries.num_open_tasks_of(session_id),
                 ranks=len(self.workers(engine)),
             )
             for engine, pid, session_id in self.sessions.engines()
@@ -322,8 +322,8 @@ class Hub:
             server=server,
             counters=counters,
             engines=engines,
-            cache=tasks.stats(identity, now),
-            engine=None if session is None else tasks.sessions.totals_of(session).stats(),
+            cache=tasks.queries.stats(identity, now),
+            engine=None if session is None else tasks.queries.totals_of(session),
         )
 
     def fail(self) -> None:

@@ -184,7 +184,7 @@ class Requests:
     ) -> Matched:
         tasks = self._slot.tasks
         if request.prefill_blocks_per_s > 0:
-            tasks.sessions.report_prefill(caller.session, request.prefill_blocks_per_s)
+            tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
         plan = tasks.match(
             TaskId(request.task_id), request.kind, keys, request.start, request.stop,
             request.num_tokens, now, request.retain_s,

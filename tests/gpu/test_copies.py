@@ -129,7 +129,7 @@ def test_odd_bytes_are_never_given_to_the_kernel(memory: Memory) -> None:
     assert memory.copier.choose(*runs, OpKind.H2D) is not CopyWay.KERNEL
 
 
-def test_a_store_comes_behind_the_work_that_writes_its_source(memory: Memory) -> None:
+def test_a_store_runs_after_the_work_that_writes_its_source(memory: Memory) -> None:
     runs = memory.runs(OpKind.D2H, 300, np.full(300, 4096, np.int64))
     with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
         torch.cuda._sleep(200_000_000)
@@ -142,7 +142,7 @@ def test_a_store_comes_behind_the_work_that_writes_its_source(memory: Memory) ->
         assert (memory.host[to : to + 4096] == 7).all()
 
 
-def test_a_load_comes_behind_the_work_that_still_reads_its_target(memory: Memory) -> None:
+def test_a_load_runs_after_the_work_that_still_reads_its_target(memory: Memory) -> None:
     runs = memory.runs(OpKind.H2D, 300, np.full(300, 4096, np.int64))
     before = memory.device.cpu()
     with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
@@ -190,7 +190,7 @@ def test_a_thread_that_never_touched_cuda_can_copy(memory: Memory) -> None:
     assert torch.equal(memory.device.cpu(), device)
 
 
-def test_copies_while_another_thread_captures_a_graph_leave_the_graph_whole(
+def test_copies_while_another_thread_captures_a_graph_leave_the_graph_intact(
     memory: Memory,
 ) -> None:
     runs = memory.runs(OpKind.H2D, 200, np.full(200, 8192, np.int64))
@@ -234,7 +234,7 @@ def test_the_segment_is_pinned_until_the_copier_is_closed(memory: Memory) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pool_that_is_not_pinned_is_tested_and_copied_as_it_is(
+def test_an_unpinned_pool_is_tested_and_copied_anyway(
     kind: OpKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(driver: CudaDriver, address: int, size: int) -> None:

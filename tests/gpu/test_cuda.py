@@ -46,7 +46,7 @@ def test_blocks_come_back_from_dram_and_from_ssd(num_blocks: int, tmp_path: Path
                 )
 
 
-def test_a_gated_copy_comes_after_what_the_compute_stream_was_given() -> None:
+def test_a_gated_copy_runs_after_the_queued_work_of_the_compute_stream() -> None:
     with running_cluster(make_kv=on_gpu) as cluster:
         tokens, blocks = np.arange(64), [0, 1, 2, 3]
         task_id, _ = cluster.manager.put_match(tokens)

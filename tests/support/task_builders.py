@@ -39,7 +39,7 @@ from flexcache.tasks.instructions import (
     TaskResult,
     device,
 )
-from flexcache.tasks.stats import CacheIdentity, CacheStats
+from flexcache.tasks.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.transfer.graph import TransferOp
 
 IDENTITY = CacheIdentity(fingerprint="a model", layout="", block_bytes=1, tokens_per_block=16)
@@ -146,11 +146,11 @@ class World:
         self.tasks: dict[TaskId, TaskInfo] = {}
         self.at_work: dict[tuple[str, OpId], Errand] = {}
         self.gone: list[RunOp] = []
-        """What executors were at when they died."""
+        """Ops that executors were running when they died."""
         self.to_replace: dict[str, str] = {}
         self.revoked: set[TaskId] = set()
         self.answers: dict[TaskId, TaskResult] = {}
-        """What each task's owner was told last."""
+        """Last answer that each task's owner received."""
         self.told_early: Counter[TaskId] = Counter()
         self.told_final: Counter[TaskId] = Counter()
         self.gpu: dict[tuple[str, int, int], Content] = {}
@@ -200,8 +200,7 @@ class World:
         return lookup
 
     def is_looking_up(self, lookup_id: int | None) -> bool:
-        assert self.engine.lookups is not None
-        return lookup_id is not None and self.engine.lookups.is_open(lookup_id)
+        return lookup_id is not None and self.engine.queries.is_looking_up(lookup_id)
 
     def answer(self, lookup_id: int, error: str | None = None) -> None:
         """Let the remote worker answer what the store has."""
@@ -288,7 +287,13 @@ class World:
         return result
 
     def stats(self) -> CacheStats:
-        return self.engine.stats(IDENTITY, self.now)
+        return self.engine.queries.stats(IDENTITY, self.now)
+
+    @property
+    def breaker(self) -> BreakerStats:
+        remote = self.stats().remote
+        assert remote is not None
+        return remote.breaker
 
     def clear(self, tier: TierName) -> int:
         return len(self.cache.tiers.clear(tier.value)[tier])
@@ -581,7 +586,7 @@ class World:
         away = {
             tier.name for tier in self.cache.tiers.lower if workers[tier.name] not in self.alive
         }
-        if self.cache.tiers.remote is not None and not self.engine.breaker.is_closed:
+        if self.cache.tiers.remote is not None and self.engine.queries.store_outage is not None:
             away.add(TierName.REMOTE)
         return away
 
@@ -615,7 +620,7 @@ class World:
                 e.run.op.kind.touches_gpu and e.run.executor.split(":")[1] == engine
                 for e in self.at_work.values()
             )
-            assert self.engine.sessions.uses_gpu_of(engine) or not touches
+            assert self.engine.queries.uses_gpu_of(engine) or not touches
         for errand in self.at_work.values():
             for places in _places(errand.run):
                 for name, block in places:
@@ -674,7 +679,7 @@ class World:
         """Check, at rest, that every task has its answer and no block belongs to one."""
         self.check()
         assert not self.at_work
-        assert self.engine.sessions.num_open == 0
+        assert self.engine.queries.num_open_tasks == 0
         for tier in self.cache.tiers:
             assert tier.num_leased == 0
         for task_id in self.tasks:

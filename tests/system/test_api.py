@@ -19,7 +19,7 @@ from flexcache.client.rank import ClientState
 from flexcache.errors import ClosedError
 
 
-def test_the_public_names_are_there() -> None:
+def test_the_public_names_exist() -> None:
     own = ("KVManager", "KVTPClient", "KVResponse", "KVStatus", "ModelConfig", "CacheConfig",
            "RequestInfo", "TierName")  # fmt: skip
     errors = [
@@ -34,7 +34,7 @@ def test_the_public_names_are_there() -> None:
         _ = flexcache.KVCache  # type: ignore[attr-defined]
 
 
-def test_a_ranks_client_is_closed_where_its_block_ends() -> None:
+def test_a_ranks_client_is_closed_at_the_end_of_its_with_block() -> None:
     with running_cluster() as cluster:
         cluster.clients.pop().close()
         with KVTPClient(cluster.manager.endpoint) as client:
@@ -44,7 +44,7 @@ def test_a_ranks_client_is_closed_where_its_block_ends() -> None:
         assert client.state is ClientState.CLOSED
 
 
-def test_responses_are_equal_where_all_they_say_is() -> None:
+def test_responses_are_equal_if_all_their_fields_are() -> None:
     def response(*mask: bool, error: str | None = None) -> KVResponse:
         return KVResponse(KVStatus.SUCCESS, np.array(mask, dtype=np.bool_), error)
 
@@ -60,7 +60,7 @@ def test_responses_are_equal_where_all_they_say_is() -> None:
         hash(first)
 
 
-def test_importing_needs_neither_vllm_nor_cuda_nor_liburing_and_says_what_is_missing() -> None:
+def test_importing_needs_neither_vllm_nor_cuda_nor_liburing_and_names_what_is_missing() -> None:
     script = """
 import sys
 for missing in ("vllm", "liburing", "numba", "cuda", "obstore", "mooncake"):
@@ -207,7 +207,7 @@ def test_a_slot_beyond_the_engines_blocks_fails_and_touches_nothing() -> None:
         assert "GPU block" in (response.error or "")
 
 
-def test_wait_answers_timeout_and_the_task_goes_on() -> None:
+def test_wait_returns_timeout_and_the_task_goes_on() -> None:
     with running_cluster() as cluster:
         task_id, _ = cluster.manager.put_match(np.arange(64))
         assert cluster.manager.wait([task_id], 0)[task_id].status is KVStatus.TIMEOUT
@@ -228,7 +228,7 @@ def test_cancel_before_the_launch_frees_the_blocks_and_is_idempotent() -> None:
         assert cluster.put(np.arange(64), [0, 1, 2, 3]).mask.all()
 
 
-def test_block_keys_stand_for_tokens_that_are_then_never_looked_at() -> None:
+def test_block_keys_replace_tokens_which_are_then_never_read() -> None:
     class Opaque:
         def __len__(self) -> int:
             return 70
@@ -257,7 +257,7 @@ def test_gated_ops_wait_for_the_workers_gate() -> None:
         assert client.take_ended([task_id]) == {}
 
 
-def test_shutdown_wakes_whoever_waits() -> None:
+def test_shutdown_wakes_waiting_callers() -> None:
     model = ModelConfig("m", 1, 1, 8, torch.float32)
     cluster = Cluster(model, CacheConfig(num_cpu_blocks=8), joined_kv)
     cluster.start()
@@ -310,7 +310,7 @@ def test_a_pool_larger_than_memory_is_refused() -> None:
         KVManager(model, CacheConfig(cpu_cache_gb=1e6))
 
 
-def test_without_its_server_a_client_answers_that_nothing_arrived() -> None:
+def test_without_its_server_a_client_reports_that_nothing_arrived() -> None:
     with running_cluster() as cluster:
         task_id, _ = cluster.manager.put_match(np.arange(64))
         cluster.manager.launch([task_id], [cluster.slots([0, 1, 2, 3])], gated=True)

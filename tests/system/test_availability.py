@@ -50,7 +50,7 @@ def test_no_get_fails_once_the_death_of_the_disk_worker_was_noticed(tmp_path: Pa
         assert cluster.read(SOURCE) == expected
 
 
-def test_with_write_back_all_that_is_dirty_is_written_when_the_disk_worker_is_back(
+def test_with_write_back_all_dirty_blocks_are_written_when_the_disk_worker_is_back(
     tmp_path: Path,
 ) -> None:
     settings = {"ssd_write_policy": "write_back", "write_back_max_dirty": 0.1}
@@ -64,7 +64,7 @@ def test_with_write_back_all_that_is_dirty_is_written_when_the_disk_worker_is_ba
     check_all_is_on_ssd(tmp_path)
 
 
-def test_a_server_that_stops_waits_for_the_disk_worker_to_write_what_is_dirty(
+def test_a_server_that_stops_waits_for_the_disk_worker_to_write_dirty_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flexcache.server.event_loop._DRAIN_TIMEOUT_S", 60.0)

@@ -20,7 +20,7 @@ def run_bench(*arguments: str, command: Sequence[str] = BENCH) -> subprocess.Com
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=240)
 
 
-def test_a_section_is_measured_from_end_to_end(tmp_path: Path) -> None:
+def test_a_section_is_measured_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     arguments = ("control", "--only", "1,024 tokens", "--json", str(path))
     run = run_bench(*arguments, command=DEVELOPERS_BENCH)
@@ -41,7 +41,7 @@ def test_requests_without_bytes_and_the_scheduler_are_measured() -> None:
     assert "get from SSD: complete, per op" in run.stdout
 
 
-def test_a_case_that_fails_is_named_and_ends_with_1() -> None:
+def test_a_case_that_fails_is_named_and_exits_with_1() -> None:
     run = run_bench("remote", "--remote-url", "mooncake://127.0.0.1:1", "--only", "mooncake")
     # Without Mooncake's client the case is unsupported; with it no server answers at that address.
     if "unsupported remote, mooncake" in run.stdout:
@@ -51,7 +51,7 @@ def test_a_case_that_fails_is_named_and_ends_with_1() -> None:
         assert run.returncode == 1
 
 
-def test_what_cannot_be_asked_for_is_refused_at_once(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_at_once(tmp_path: Path) -> None:
     for arguments in (
         ["nonsense"],
         ["--dir", str(tmp_path / "nowhere")],

@@ -38,7 +38,7 @@ def test_the_doctor_names_what_is_wrong(tmp_path: Path) -> None:
     assert "name a writable directory" in bad.stdout
 
 
-def test_links_between_the_pages_lead_somewhere() -> None:
+def test_links_between_the_pages_resolve() -> None:
     for page in [path for pattern in PAGES for path in ROOT.glob(pattern)]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists() or (page.parent / f"{target}.md").exists(), (

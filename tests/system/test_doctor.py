@@ -98,7 +98,7 @@ def test_torn_records_are_an_error_until_they_are_repaired(filled: Path) -> None
     assert doctor(filled)[0] == 0
 
 
-def test_only_verifying_finds_wrong_bytes_and_repairing_forgets_them(filled: Path) -> None:
+def test_only_verifying_finds_wrong_bytes_and_repairing_drops_them(filled: Path) -> None:
     flip(filled / DATA_FILE, HEADER_BYTES + 4 * SLOT_BYTES + 100)
     assert doctor(filled)[0] == 0
     code, said = doctor(filled, "--verify")
@@ -164,7 +164,7 @@ def test_a_foreign_file_is_never_cleared(filled: Path) -> None:
     assert (filled / DATA_FILE).read_bytes() == b"my thesis"
 
 
-def test_what_the_first_version_left_is_mentioned(tmp_path: Path) -> None:
+def test_leftovers_of_the_first_version_are_mentioned(tmp_path: Path) -> None:
     (tmp_path / "flexcache-ssd.data").write_bytes(b"slots")
     code, said = doctor(tmp_path)
     assert code == 0
@@ -179,7 +179,7 @@ def test_what_the_first_version_left_is_mentioned(tmp_path: Path) -> None:
         (DATA_FILE, 1, f"{INDEX_FILE} is there without its {DATA_FILE}"),
     ],
 )
-def test_looking_makes_no_file(filled: Path, missing: str, code: int, text: str) -> None:
+def test_examining_creates_no_file(filled: Path, missing: str, code: int, text: str) -> None:
     (filled / missing).unlink()
     (there,) = filled.iterdir()
     content = there.read_bytes()
@@ -208,7 +208,7 @@ def failing(code: int) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_a_repair_that_fails_is_not_told_as_done(
+def test_a_failed_repair_is_not_reported_as_done(
     filled: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip(filled / INDEX_FILE, HEADER_BYTES + 7 * RECORD_BYTES + 30)

@@ -139,7 +139,7 @@ def test_a_disk_that_is_too_small_is_an_error(tmp_path: Path) -> None:
     assert (found["level"], found["remedy"]) == ("error", "lower ssd_cache_gb, or make room")
 
 
-def test_a_directory_that_may_not_be_looked_at_is_an_error(tmp_path: Path) -> None:
+def test_a_directory_that_may_not_be_read_is_an_error(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir(mode=0o000)
     path = str(hidden / "kv")
@@ -153,7 +153,7 @@ def test_a_directory_that_may_not_be_looked_at_is_an_error(tmp_path: Path) -> No
     assert report.the("settings", f"ssd_cache_dirs = '{path}'")["level"] == "error"
 
 
-def test_wrong_settings_are_an_error_and_the_rest_is_looked_at() -> None:
+def test_invalid_settings_are_an_error_and_the_rest_is_still_checked() -> None:
     report = Report(DOCTOR, FLEXCACHE_CPU_CACHE_GB="-1")
     assert report.code == 1
     found = report.the("settings", "cpu_cache_gb = -1.0")
@@ -161,7 +161,7 @@ def test_wrong_settings_are_an_error_and_the_rest_is_looked_at() -> None:
     assert report.of("kernel")
 
 
-def test_what_is_said_to_people_has_the_remedy_in_a_second_line() -> None:
+def test_the_text_report_has_the_remedy_on_a_second_line() -> None:
     command = [part for part in DOCTOR if part != "--json"]
     environ = {**os.environ, "FLEXCACHE_CPU_CACHE_GB": "-1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
@@ -193,7 +193,7 @@ def one(findings: Iterator[Finding]) -> Finding:
     return found
 
 
-def test_an_endpoint_says_who_serves_it() -> None:
+def test_an_endpoint_names_the_process_that_serves_it() -> None:
     endpoint = private_endpoint("doctor")
     subject = subject_with(endpoint=endpoint)
     assert one(check_server_endpoint(subject)).text == f"{endpoint}: free"
@@ -227,20 +227,20 @@ def test_a_port_that_another_process_has_is_an_error(taken_port: int, free_port:
         assert all(str(port) in finding.text for finding in found)
 
 
-def test_a_socket_whose_directory_is_missing_is_told_to_get_one(tmp_path: Path) -> None:
+def test_a_socket_in_a_missing_directory_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     subject = subject_with(kv_events_endpoint=f"ipc://{tmp_path}/none/events")
     found = one(check_event_endpoints(subject))
     assert (found.level, "directory" in found.remedy) == (Level.ERROR, True)
 
 
-def test_events_that_go_to_a_broker_need_one(taken_port: int, free_port: int) -> None:
+def test_events_sent_to_a_broker_need_a_running_one(taken_port: int, free_port: int) -> None:
     for port, level in ((taken_port, Level.OK), (free_port, Level.WARNING)):
         # Written so, it is not known for this host, where a publisher would bind it.
         subject = subject_with(kv_events_endpoint=f"tcp://LocalHost:{port}")
         assert one(check_event_endpoints(subject)).level is level
 
 
-def test_a_shared_directory_is_looked_at_and_not_made(tmp_path: Path) -> None:
+def test_a_shared_directory_is_checked_and_not_created(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     found = one(check_remote_store(subject_with(remote_url=f"file://{tmp_path}")))
     assert found == Finding(Level.OK, f"file://{tmp_path}: answers")
@@ -250,7 +250,7 @@ def test_a_shared_directory_is_looked_at_and_not_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_object_store_is_asked(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_is_queried(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "unused")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
@@ -260,7 +260,7 @@ def test_an_object_store_is_asked(free_port: int, monkeypatch: pytest.MonkeyPatc
     assert found.text.startswith("s3://bucket/prefix: ")
 
 
-def test_a_mooncake_master_that_is_not_there_is_named(taken_port: int, free_port: int) -> None:
+def test_a_missing_mooncake_master_is_named(taken_port: int, free_port: int) -> None:
     pytest.importorskip("mooncake")
     for port, level in ((taken_port, Level.OK), (free_port, Level.WARNING)):
         found = one(check_remote_store(subject_with(remote_url=f"mooncake://127.0.0.1:{port}")))

@@ -113,7 +113,7 @@ def fence_is_free() -> bool:
 
 
 @pytest.mark.parametrize("is_sticky", [False, True])
-def test_a_rank_that_cannot_tell_what_has_landed_ends_its_ops_and_leaves(
+def test_a_rank_that_cannot_tell_what_has_landed_fails_its_ops_and_leaves(
     copier: FailingCopier, is_sticky: bool
 ) -> None:
     with running_cluster() as cluster:

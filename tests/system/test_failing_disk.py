@@ -81,7 +81,7 @@ def test_a_disk_that_lost_its_end_costs_the_blocks_there_and_no_worker(
         assert cluster.num_leased() == 0
 
 
-def test_a_disk_that_is_lost_altogether_is_a_miss_and_no_workers_end(
+def test_a_disk_that_is_lost_entirely_is_a_miss_and_kills_no_worker(
     engine: str, tmp_path: Path
 ) -> None:
     with (

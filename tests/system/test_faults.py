@@ -32,8 +32,8 @@ def flip_byte(path: Path, offset: int) -> None:
 
 
 def slot_of(cluster: Cluster, position: int) -> int:
-    with cluster.server.session() as engine:
-        return int(next(iter(engine.cache.tiers.lower[0].index._runs.values())).blocks[position])
+    with cluster.server.session() as tasks:
+        return int(next(iter(tasks.cache.tiers.lower[0].index._runs.values())).blocks[position])
 
 
 def rejected(cluster: Cluster) -> int:
@@ -211,7 +211,7 @@ def test_cancelling_while_bytes_move_answers_once_they_have_landed(tmp_path: Pat
         assert cluster.put(TOKENS + 10**6, SOURCE).mask.all()
 
 
-def test_a_rank_with_another_model_is_refused_and_told_both_sides() -> None:
+def test_a_rank_with_another_model_is_refused_with_both_sides_named() -> None:
     model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
     with KVManager(model, CacheConfig(num_cpu_blocks=8)) as manager:
         client = KVTPClient(manager.endpoint)
@@ -265,7 +265,7 @@ def test_two_caches_in_one_directory_are_refused_by_name(tmp_path: Path) -> None
             second.start()
 
 
-def test_malformed_messages_are_counted_and_hurt_nobody() -> None:
+def test_malformed_messages_are_counted_and_harmless() -> None:
     import zmq
 
     with running_cluster() as cluster:

@@ -93,7 +93,7 @@ def send(socket: zmq.Socket[bytes], frames: list[bytes]) -> None:
             return
 
 
-def test_strangers_cost_nobody_anything() -> None:
+def test_strangers_do_not_disturb_clients() -> None:
     rng = np.random.default_rng(11)
     mine = Member(CacheConfig(num_cpu_blocks=256, client_timeout_s=6.0))
     with members(mine), zmq.Context() as context, context.socket(zmq.DEALER) as socket:
@@ -108,7 +108,7 @@ def test_strangers_cost_nobody_anything() -> None:
         serves_on(mine)
 
 
-def test_strangers_at_the_workers_socket_cost_nobody_anything(tmp_path: Path) -> None:
+def test_strangers_at_the_workers_socket_do_not_disturb_clients(tmp_path: Path) -> None:
     rng = np.random.default_rng(14)
     config = CacheConfig(
         num_cpu_blocks=256, num_ssd_blocks=512, ssd_cache_dirs=[str(tmp_path)],
@@ -131,7 +131,7 @@ def test_strangers_at_the_workers_socket_cost_nobody_anything(tmp_path: Path) ->
         assert stats["worker_restarts"] == {"disk": 0}
 
 
-def test_an_engine_that_talks_nonsense_costs_the_others_nothing() -> None:
+def test_an_engine_that_sends_garbage_does_not_disturb_the_others() -> None:
     rng = np.random.default_rng(12)
     mine = Member(CacheConfig(num_cpu_blocks=256, client_timeout_s=6.0))
     with members(mine), zmq.Context() as context:
@@ -184,7 +184,7 @@ def test_an_oversized_frame_is_refused_and_a_huge_one_cut_off() -> None:
         assert resident_mb(pid) - before < 200
 
 
-def test_what_does_not_even_speak_zmq_is_ignored() -> None:
+def test_peers_that_do_not_speak_zmq_are_ignored() -> None:
     rng = np.random.default_rng(13)
     mine = Member(CacheConfig(num_cpu_blocks=256, client_timeout_s=6.0))
     with members(mine):

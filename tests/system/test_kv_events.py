@@ -203,7 +203,7 @@ def test_a_plain_subscriber_gets_topic_number_and_payload() -> None:
     assert events[0]["token_ids"] == [5, 6]
 
 
-def test_who_comes_late_is_told_all_that_is_kept() -> None:
+def test_a_late_subscriber_gets_all_that_is_kept() -> None:
     with publishing(num_kept=3) as publisher:
         publish(publisher, 5)
         settle(publisher)
@@ -212,7 +212,7 @@ def test_who_comes_late_is_told_all_that_is_kept() -> None:
             assert subscriber.counters.replayed == 3
 
 
-def test_who_comes_late_and_cannot_ask_knows_what_was_missed() -> None:
+def test_a_late_subscriber_without_replay_knows_what_it_missed() -> None:
     with publishing() as publisher:
         publish(publisher, 5)
         settle(publisher)
@@ -275,7 +275,7 @@ def test_a_full_queue_drops_its_oldest_which_shows_as_a_gap_that_stays() -> None
         assert publisher.stats()["published_batches"] == 4
 
 
-def test_what_follows_soon_is_gathered_into_one_batch_and_never_too_much_of_it() -> None:
+def test_events_in_quick_succession_are_batched_up_to_a_limit() -> None:
     gate = Gate()
     with publishing(encode=gate.encode, gather_s=0.001) as publisher:
         publisher.publish(batch(0))
@@ -296,7 +296,9 @@ def test_what_follows_soon_is_gathered_into_one_batch_and_never_too_much_of_it()
     ]
 
 
-def test_socket_files_are_the_users_alone_and_go_with_the_publisher(tmp_path: Path) -> None:
+def test_socket_files_are_private_to_the_user_and_removed_with_the_publisher(
+    tmp_path: Path,
+) -> None:
     endpoints = [f"ipc://{tmp_path}/{name}" for name in ("kv", "again")]
     with publishing(*endpoints) as publisher, following(publisher) as subscriber:
         assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600, 0o600]
@@ -305,7 +307,7 @@ def test_socket_files_are_the_users_alone_and_go_with_the_publisher(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_publisher_that_began_anew_is_noticed_by_its_numbers() -> None:
+def test_a_restarted_publisher_is_noticed_by_its_sequence_numbers() -> None:
     with publishing() as first:
         address = first.address
         subscriber = following(first, replay=False)
@@ -321,7 +323,7 @@ def test_a_publisher_that_began_anew_is_noticed_by_its_numbers() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
-def test_a_publisher_that_began_anew_is_noticed_when_it_is_back_whatever_its_numbers(
+def test_a_restarted_publisher_is_noticed_on_reconnect_whatever_its_sequence_numbers(
     count: int,
 ) -> None:
     with publishing() as first:
@@ -335,7 +337,7 @@ def test_a_publisher_that_began_anew_is_noticed_when_it_is_back_whatever_its_num
         assert numbers(take(subscriber, 1 + count)) == [PublisherRestarted(), *range(count)]
 
 
-def test_what_was_sent_again_and_comes_too_is_told_once() -> None:
+def test_a_replayed_batch_that_also_arrives_late_is_delivered_once() -> None:
     with publishing() as publisher:
         link = LossyLink(publisher)
         with KVEventSubscriber(link.endpoint, publisher.address.replay_endpoint) as subscriber:
@@ -353,7 +355,7 @@ def test_what_was_sent_again_and_comes_too_is_told_once() -> None:
         link.close()
 
 
-def test_replays_begin_where_they_are_asked_to_and_end_with_a_mark() -> None:
+def test_replays_begin_at_the_requested_number_and_end_with_a_marker() -> None:
     with publishing(num_kept=4) as publisher:
         publish(publisher, 6)
         settle(publisher)
@@ -376,7 +378,7 @@ def test_a_req_client_gets_one_batch_for_each_request() -> None:
         socket.close()
 
 
-def test_malformed_requests_are_counted_and_harm_nobody() -> None:
+def test_malformed_requests_are_counted_and_harmless() -> None:
     bad = [(b"x",), (b"", b"short"), (b"", b"", bytes(8)), (b"no", bytes(8)), (b"", bytes(9))]
     with publishing() as publisher:
         publish(publisher, 2)
@@ -389,7 +391,7 @@ def test_malformed_requests_are_counted_and_harm_nobody() -> None:
             socket.close()
 
 
-def test_a_peer_of_the_oldest_protocol_is_answered_too() -> None:
+def test_a_peer_with_the_oldest_protocol_is_answered_too() -> None:
     """It does not say what kind of socket it is."""
     with publishing() as publisher:
         publish(publisher, 2)
@@ -403,7 +405,7 @@ def test_a_peer_of_the_oldest_protocol_is_answered_too() -> None:
         assert ask(publisher, 0) == [0, 1]
 
 
-def test_who_sends_more_than_a_request_is_cut_off() -> None:
+def test_a_client_that_sends_more_than_a_request_is_cut_off() -> None:
     with publishing() as publisher:
         publish(publisher, 2)
         assert publisher.address.replay_endpoint is not None
@@ -417,14 +419,14 @@ def test_who_sends_more_than_a_request_is_cut_off() -> None:
         huge.close(linger=0)
 
 
-def test_who_asks_and_does_not_read_holds_up_nobody() -> None:
+def test_a_client_that_does_not_read_delays_no_other() -> None:
     large: list[Event] = [BlockStored([1], None, [1 << 20] * 50_000, 50_000, None, "CPU", None)]
     with publishing(num_kept=8) as publisher:
         for _ in range(8):
             publisher.publish(large)
         settle(publisher)
         greedy = request(publisher, b"", bytes(8))
-        for _ in range(40):  # ten times what is kept for one who does not read
+        for _ in range(40):  # ten times what is kept for a client that does not read
             greedy.send_multipart([b"", bytes(8)])
         assert ask(publisher, 0) == list(range(8))
         publish(publisher, 1)
@@ -456,7 +458,7 @@ def test_the_replays_of_older_versions_of_vllm_are_read() -> None:
     pub.close(), router.close()
 
 
-def test_messages_that_are_none_are_counted_and_a_batch_that_cannot_be_read_is_lost() -> None:
+def test_invalid_messages_are_counted_and_an_unreadable_batch_is_lost() -> None:
     socket = zmq.Context.instance().socket(zmq.XPUB)
     socket.bind(ANY_PORT)
     with KVEventSubscriber(socket.getsockopt_string(zmq.LAST_ENDPOINT)) as subscriber:
@@ -470,7 +472,7 @@ def test_messages_that_are_none_are_counted_and_a_batch_that_cannot_be_read_is_l
     socket.close()
 
 
-def test_a_closed_publisher_has_sent_what_waited_and_drops_what_follows() -> None:
+def test_a_closed_publisher_has_sent_its_queue_and_drops_later_batches() -> None:
     with publishing() as publisher:
         publish(publisher, 500)
         publisher.close()
@@ -480,7 +482,7 @@ def test_a_closed_publisher_has_sent_what_waited_and_drops_what_follows() -> Non
         assert (stats["queued_batches"], stats["sequence"]) == (0, 502)
 
 
-def test_what_is_published_before_the_start_is_sent_then() -> None:
+def test_batches_published_before_the_start_are_sent_at_the_start() -> None:
     publisher: BatchPublisher[Event] = BatchPublisher(
         Address(ANY_PORT, ANY_PORT, "kv@pod@model"), BatchEncoder().encode, num_kept=9, num_queued=9
     )
@@ -491,7 +493,7 @@ def test_what_is_published_before_the_start_is_sent_then() -> None:
     publisher.close()
 
 
-def test_a_batch_that_cannot_be_encoded_is_one_gap() -> None:
+def test_a_batch_that_cannot_be_encoded_leaves_one_gap() -> None:
     with publishing() as publisher, following(publisher) as subscriber:
         publisher.publish(batch(0))
         publisher.publish([BlockRemoved([1 << 70], "CPU")])
@@ -502,7 +504,7 @@ def test_a_batch_that_cannot_be_encoded_is_one_gap() -> None:
         assert publisher.stats()["dropped_batches"] == 1
 
 
-def test_a_socket_file_is_not_taken_from_who_serves_it(tmp_path: Path) -> None:
+def test_a_socket_file_is_not_taken_from_the_process_that_serves_it(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path / 'kv'}"
     with publishing(endpoint) as publisher:
         with pytest.raises(ConfigError, match="in use"), publishing(endpoint):
@@ -650,14 +652,14 @@ class Shelves:
                     self.blocks = {medium: set() for medium in self.blocks}
 
 
-def test_following_the_events_of_a_cache_tells_what_it_holds(tmp_path: Path) -> None:
+def test_following_the_events_of_a_cache_yields_what_it_holds(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     settings = {"kv_events_endpoint": ANY_PORT, "kv_events_replay_endpoint": ANY_PORT}
     with running_cluster(
         [tmp_path], num_cpu_blocks=24, num_ssd_blocks=40, skip_slow_loads=False, **settings
     ) as cluster:
         publisher = cluster.server._observers.feed._publisher
-        tiers = list(cluster.server.cache.engine.cache.tiers)
+        tiers = list(cluster.server.cache.tasks.cache.tiers)
 
         def held(tier: Any) -> set[int]:
             directories = tier.index._directories.values()
@@ -700,7 +702,7 @@ def test_following_the_events_of_a_cache_tells_what_it_holds(tmp_path: Path) -> 
             assert mask.all() and len(told) % 16 == 0
 
 
-def test_what_was_stored_before_a_restart_is_told_without_its_tokens(tmp_path: Path) -> None:
+def test_blocks_stored_before_a_restart_are_published_without_tokens(tmp_path: Path) -> None:
     settings = {"kv_events_endpoint": ANY_PORT, "kv_events_replay_endpoint": ANY_PORT}
     tokens = np.arange(80)
     with running_cluster([tmp_path], **settings) as cluster:

@@ -144,7 +144,7 @@ def square_kv(model: ModelConfig, tokens: int) -> dict[str, torch.Tensor]:
     return joined_kv(model, tokens)
 
 
-def test_what_shapes_do_not_tell_the_engines_own_description_does(tmp_path: Path) -> None:
+def test_the_engines_description_distinguishes_layouts_of_equal_shape(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "model": ModelConfig("square", 2, 16, 8, torch.bfloat16),
         "make_kv": square_kv,
@@ -244,7 +244,7 @@ def test_a_header_that_cannot_be_written_costs_no_rank_and_no_slot(
         assert cluster.manager.stats()["tiers"]["SSD"]["indexed"] == 24
 
 
-def test_a_rank_that_came_and_left_bars_no_rank_of_another_layout() -> None:
+def test_a_rank_that_left_does_not_keep_out_a_rank_of_another_layout() -> None:
     with running_cluster(model=MODEL) as cluster:
         tokens_first = put_and_get_back(cluster)
         tokens_first_kv = cluster.kv[0]

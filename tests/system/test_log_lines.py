@@ -29,7 +29,7 @@ def events_in(caplog: pytest.LogCaptureFixture) -> list[LogEvent]:
     return said
 
 
-def test_two_hundred_requests_at_info_leave_no_line(
+def test_two_hundred_requests_at_info_log_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "flexcache")
@@ -46,7 +46,7 @@ def test_two_hundred_requests_at_info_leave_no_line(
     assert late <= {"worker_began", "tier_available"}
 
 
-def test_changes_of_state_are_said_once_each(
+def test_each_change_of_state_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "flexcache")
@@ -71,7 +71,7 @@ def test_changes_of_state_are_said_once_each(
     assert cleared.fields == {"tier": "CPU", "blocks": 1}
 
 
-def test_a_store_that_is_lost_and_comes_back_is_said_once(
+def test_a_store_that_is_lost_and_comes_back_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "flexcache")

@@ -441,13 +441,15 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
 
 
 @pytest.mark.parametrize("scenario", EXPECTED, ids=lambda scenario: scenario.__name__)
-def test_metrics_move(scenario: Callable[[Server, Path], None], tmp_path: Path) -> None:
+def test_metrics_change_as_expected(
+    scenario: Callable[[Server, Path], None], tmp_path: Path
+) -> None:
     server = Server()
     scenario(server, tmp_path)
     server.check(EXPECTED[scenario])
 
 
-def test_no_metric_is_left_out() -> None:
+def test_every_metric_is_in_a_scenario() -> None:
     moved = {
         sample.partition("{")[0].removesuffix("_count").removesuffix("_sum")
         for expected in EXPECTED.values()

@@ -29,7 +29,7 @@ def taken_port() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-def test_an_engine_whose_ports_are_taken_has_its_cache(
+def test_an_engine_whose_ports_are_taken_still_has_its_cache(
     taken_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = {
@@ -48,7 +48,7 @@ def test_an_engine_whose_ports_are_taken_has_its_cache(
     assert all("observer_not_started" in line and str(taken_port) in line for line in lines)
 
 
-def test_the_first_engine_of_a_server_is_served_though_its_events_cannot_be(
+def test_the_first_engine_of_a_server_is_served_even_if_events_cannot_be_published(
     taken_port: int,
 ) -> None:
     config = CacheConfig(num_cpu_blocks=8, kv_events_endpoint=f"tcp://127.0.0.1:{taken_port}")

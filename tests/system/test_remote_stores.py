@@ -133,7 +133,7 @@ def joined(parts: list[memoryview]) -> bytes:
     return b"".join(parts)
 
 
-def test_what_is_not_there_is_missing(store: RemoteStore, memory: Memory) -> None:
+def test_an_absent_object_is_missing(store: RemoteStore, memory: Memory) -> None:
     names = fresh(3)
     assert store.count_present(names, soon()).num_present == 0
     found = store.read_into(names, [memory.cleared(i, 64) for i in range(3)], soon())
@@ -154,7 +154,7 @@ def test_an_object_of_several_parts_comes_back_whole(store: RemoteStore, memory:
     assert joined(target) == joined(content)
 
 
-def test_a_smaller_object_leaves_the_rest_of_the_parts_alone(
+def test_a_smaller_object_leaves_the_rest_of_the_parts_untouched(
     store: RemoteStore, memory: Memory
 ) -> None:
     (name,) = fresh(1)
@@ -191,7 +191,7 @@ def test_presence_is_counted_up_to_the_first_gap(
     assert store.count_present(there, soon()).num_present == 39
 
 
-def test_a_taken_name_can_be_written_again(store: RemoteStore, memory: Memory) -> None:
+def test_an_existing_name_can_be_overwritten(store: RemoteStore, memory: Memory) -> None:
     (name,) = fresh(1)
     old, new = memory.filled(0, 64, 3000), memory.filled(1, 64, 3000)
     for content in (old, new):
@@ -231,7 +231,7 @@ def test_a_large_batch(store: RemoteStore, memory: Memory) -> None:
     assert store.count_present(names, soon()).num_present == 0
 
 
-def test_another_client_sees_it_too(
+def test_another_client_sees_the_object_too(
     open_store: Callable[..., RemoteStore], store: RemoteStore, memory: Memory
 ) -> None:
     (name,) = fresh(1)
@@ -291,7 +291,7 @@ def test_a_reader_sees_objects_whole_or_not_at_all(store: RemoteStore, memory: M
         assert not torn
 
 
-def test_nothing_is_begun_after_the_deadline(store: RemoteStore, memory: Memory) -> None:
+def test_nothing_is_started_after_the_deadline(store: RemoteStore, memory: Memory) -> None:
     names = fresh(2)
     content, past = memory.filled(0, 64, 1000), time.monotonic() - 1
     assert set(statuses(store.write_from(names, [content] * 2, past))) == {Status.FAILED}
@@ -344,7 +344,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str, bool]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_planted_object_is_recognised(store: RemoteStore, memory: Memory, damage: str) -> None:
+def test_a_tampered_object_is_recognised(store: RemoteStore, memory: Memory, damage: str) -> None:
     change, text, is_removed = DAMAGE[damage]
     keys, names = new_keys(3), []
     blocks = [memory.filled(i, BLOCK_BYTES) for i in range(3)]
@@ -483,7 +483,7 @@ def test_a_server_that_died_is_an_error_and_works_again_after_its_restart(
 
 
 @pytest.mark.skipif(missing("mooncake", "mooncake_master") is not None, reason="no Mooncake")
-def test_a_full_store_makes_room_or_says_so(memory: Memory) -> None:
+def test_a_full_store_makes_room_or_reports_failure(memory: Memory) -> None:
     """Mooncake evicts what has no lease; what it cannot take is not half there."""
     with mooncake_master(segment_gb=0.02, lease_ms=100) as master:
         store = open_remote_store(master.url, regions=memory.regions, timeout_s=TIMEOUT_S)

@@ -113,7 +113,9 @@ def first_blocks(content: list[bytes], count: int) -> list[bytes]:
     return [block for i in range(3) for block in content[i * NUM_BLOCKS :][:count]]
 
 
-def test_what_one_cache_has_stored_another_gets_byte_for_byte(url: str, model: ModelConfig) -> None:
+def test_blocks_stored_by_one_cache_reach_another_byte_for_byte(
+    url: str, model: ModelConfig
+) -> None:
     with caches(url, model) as (one, two):
         expected = put_into_the_store(one)
         until_it_stores(two)
@@ -219,7 +221,7 @@ def test_a_damaged_object_costs_the_blocks_behind_it_and_is_not_served_again(
         assert two.num_leased() == three.num_leased() == 0
 
 
-def test_a_cleared_tier_finds_nothing_of_what_is_still_in_the_store(
+def test_a_cleared_tier_finds_nothing_although_the_store_still_holds_it(
     url: str, model: ModelConfig
 ) -> None:
     with caches(url, model) as (one, two):
@@ -243,7 +245,7 @@ def test_a_cleared_tier_finds_nothing_of_what_is_still_in_the_store(
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_a_store_that_is_down_at_the_start_is_used_once_it_is_up(
+def test_a_store_that_is_down_at_startup_is_used_once_it_is_up(
     kind: str, model: ModelConfig
 ) -> None:
     with store_server(kind) as server:
@@ -318,7 +320,7 @@ def under_load(url: str) -> Iterator[Loaded]:
 
 
 @pytest.mark.parametrize("kind", SERVERS)
-def test_a_store_that_is_killed_and_restarted_under_load_is_missed_and_used_again(
+def test_a_store_that_is_killed_and_restarted_under_load_misses_and_is_used_again(
     kind: str,
 ) -> None:
     with store_server(kind) as server, under_load(server.url) as load:
@@ -360,7 +362,7 @@ def test_a_stopped_store_delays_no_call_for_long_and_is_used_again(kind: str) ->
         assert load.engine.seen.longest_call_s < NO_HANG_S
 
 
-def test_a_store_that_takes_connections_and_says_nothing_is_like_a_stopped_one() -> None:
+def test_a_store_that_accepts_connections_and_never_answers_is_like_a_stopped_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.MonkeyPatch.context() as patch:

@@ -323,7 +323,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_what_was_stored_comes_back_and_the_settings_take_effect(
+def test_stored_blocks_come_back_and_the_settings_take_effect(
     scenario: Scenario, tmp_path: Path
 ) -> None:
     missing = scenario.missing()
@@ -377,7 +377,7 @@ def default_of(field: Field[Any]) -> object:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def test_every_setting_is_in_a_scenario_with_another_value_than_its_default() -> None:
+def test_every_setting_has_a_non_default_value_in_some_scenario() -> None:
     used = [scenario.settings(Path("/nowhere")) for scenario in SCENARIOS]
     assert unused_settings(CacheConfig, used) == []
 

@@ -91,7 +91,7 @@ def shared_config(endpoint: str, **settings: object) -> CacheConfig:
     return CacheConfig(**{**CONFIG, "endpoint": endpoint, **settings})  # type: ignore[arg-type]
 
 
-def test_what_one_rank_stored_another_gets() -> None:
+def test_blocks_stored_by_one_rank_are_loaded_by_another() -> None:
     config = CacheConfig(**CONFIG)
     zero, one = Member(config, dp_rank=0), Member(config, dp_rank=1)
     with members(zero, one):
@@ -177,7 +177,7 @@ def test_a_name_that_is_taken_is_disputed_and_free_again_when_its_holder_leaves(
         second.shutdown()
 
 
-def test_without_a_server_all_is_missed_at_once() -> None:
+def test_without_a_server_everything_misses_at_once() -> None:
     manager = KVManager(make_model(), CacheConfig(endpoint=private_endpoint("unserved")))
     manager.start()
     with pytest.raises(TimeoutError, match="the server"):
@@ -213,7 +213,7 @@ def test_a_killed_server_fails_what_is_open_and_is_replaced() -> None:
         assert one.load.seen.wrong == []
 
 
-def test_a_server_that_hangs_is_given_up_and_taken_back() -> None:
+def test_a_server_that_hangs_is_given_up_and_reconnected_to() -> None:
     config = CacheConfig(**CONFIG, server_timeout_s=3.0)
     zero = Member(config)
     with members(zero):
@@ -355,7 +355,7 @@ def end(process: subprocess.Popen[str]) -> str:
     return said
 
 
-def test_of_a_prompt_beyond_all_bounds_only_the_beginning_is_looked_for() -> None:
+def test_only_the_beginning_of_an_oversized_prompt_is_looked_up() -> None:
     zero = Member(CacheConfig(**CONFIG))
     with members(zero):
         zero.load.put(1, 20)
@@ -368,7 +368,7 @@ def test_of_a_prompt_beyond_all_bounds_only_the_beginning_is_looked_for() -> Non
         assert zero.manager.stats()["server"]["losses"] == 0
 
 
-def test_status_with_wrong_keys_ends_with_a_word(tmp_path: Path) -> None:
+def test_status_with_wrong_keys_ends_with_a_message(tmp_path: Path) -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "flexcache.cli", "status", "--endpoint", "tcp://127.0.0.1:1"],
         env={**os.environ, "FLEXCACHE_CURVE_KEYS": str(tmp_path)},
@@ -393,7 +393,7 @@ def test_tcp_beyond_loopback_needs_keys(tmp_path: Path) -> None:
         KVManager(make_model(), CacheConfig(**CONFIG), endpoint="tcp://10.0.0.1:5555")
 
 
-def test_over_tcp_with_keys_only_their_holders_are_served(tmp_path: Path) -> None:
+def test_over_tcp_with_keys_only_key_holders_are_served(tmp_path: Path) -> None:
     keys, others = tmp_path / "keys", tmp_path / "others"
     for directory in (keys, others):
         subprocess.run(
@@ -462,7 +462,7 @@ def _answers(endpoint: str) -> bool:
     return True
 
 
-def test_what_engines_store_is_published_by_their_server_with_what_it_is_about() -> None:
+def test_a_server_publishes_what_its_engines_store_with_the_request_info() -> None:
     endpoint, events = private_endpoint("events"), private_endpoint("events-pub")
     replay = private_endpoint("events-replay")
     config = shared_config(

@@ -25,7 +25,7 @@ STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")
 TOKENS = list(range(256))
 
 
-def test_one_look_and_its_figures(tmp_path: Path) -> None:
+def test_a_single_report_and_its_figures(tmp_path: Path) -> None:
     with running_cluster([tmp_path]) as cluster:
         cluster.put(TOKENS, range(16))
         cluster.get(TOKENS, range(20, 36))
@@ -42,18 +42,18 @@ def test_one_look_and_its_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--once"], ["--json"]])
-def test_one_look_where_nobody_serves_ends_with_an_error(
+def test_a_single_report_without_a_server_ends_with_an_error(
     tmp_path: Path, options: list[str]
 ) -> None:
     command = [*STATUS, f"ipc://{tmp_path}/none", *options]
     environ = {**os.environ, "FLEXCACHE_SERVER_TIMEOUT_S": "0.6"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert done.returncode == 1
-    said = done.stderr if "--json" in options else done.stdout  # who reads JSON reads no error
+    said = done.stderr if "--json" in options else done.stdout  # --json keeps errors off stdout
     assert "no server is there" in said
 
 
-def test_watching_goes_on_over_a_server_that_is_lost_and_comes_back() -> None:
+def test_watching_continues_while_a_server_is_lost_and_comes_back() -> None:
     looks = 0
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120, height=50)
@@ -86,7 +86,7 @@ def test_watching_goes_on_over_a_server_that_is_lost_and_comes_back() -> None:
     assert "tokens/s found" not in last  # there is nothing yet to compare with
 
 
-def test_in_a_terminal_it_stays_until_it_is_interrupted() -> None:
+def test_in_a_terminal_it_runs_until_interrupted() -> None:
     with running_cluster() as cluster:
         ours, theirs = pty.openpty()
         process = subprocess.Popen(

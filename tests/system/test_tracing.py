@@ -1,4 +1,4 @@
-"""A real cache is traced; the trace is replayed, drawn and told as stories."""
+"""A real cache is traced; the trace is replayed, drawn and shown as stories."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def run_one_by_one(cluster: Cluster, steps: int) -> None:
 
 
 @pytest.mark.parametrize("speed", [0.0, 20.0])
-def test_a_replay_finds_what_was_found(tmp_path: Path, speed: float) -> None:
+def test_a_replay_reproduces_the_hits(tmp_path: Path, speed: float) -> None:
     with traced_cluster(
         tmp_path, num_cpu_blocks=60, num_ssd_blocks=150, eviction_policy="lru",
         skip_slow_loads=False,
@@ -146,7 +146,7 @@ def test_a_larger_cache_finds_more_and_a_smaller_one_less(tmp_path: Path) -> Non
     assert hits[30] < then.hit_blocks["CPU"] < hits[2000]
 
 
-def test_a_tier_can_be_taken_away_and_another_added(tmp_path: Path) -> None:
+def test_a_tier_can_be_removed_and_another_added(tmp_path: Path) -> None:
     trace = run_load(tmp_path, 60, num_cpu_blocks=60, num_ssd_blocks=300)
     alone = replayed(trace, num_ssd_blocks="none")
     assert set(alone.tiers) == {"CPU"}
@@ -157,7 +157,7 @@ def test_a_tier_can_be_taken_away_and_another_added(tmp_path: Path) -> None:
     assert list((tmp_path / "kv").iterdir()) == []  # it took a directory of its own
 
 
-def test_what_had_not_landed_is_not_found_in_the_replay_either(tmp_path: Path) -> None:
+def test_blocks_that_had_not_landed_are_not_found_in_the_replay_either(tmp_path: Path) -> None:
     with traced_cluster(tmp_path, ssd=False) as cluster:
         manager, (client,) = cluster.manager, cluster.clients
         tokens = np.arange(6 * BLOCK)
@@ -236,7 +236,7 @@ def test_dram_copies_run_while_the_ssd_is_read(half_and_half: RecordedTrace) -> 
     assert any(op.started < end and op.time > begin for op in copies)
 
 
-def test_the_chrome_trace_is_whole(half_and_half: RecordedTrace) -> None:
+def test_the_chrome_trace_is_complete(half_and_half: RecordedTrace) -> None:
     events = json.loads(json.dumps(chrome_trace(half_and_half)))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     rows: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -287,7 +287,7 @@ def test_rows_of_a_chrome_trace_belong_to_one_kind_however_many_overlap(tmp_path
     assert sorted(rows) == sorted(named)
 
 
-def test_a_requests_story_is_told_in_order(half_and_half: RecordedTrace) -> None:
+def test_a_requests_story_is_in_order(half_and_half: RecordedTrace) -> None:
     chapters = tell(half_and_half, "req-7")
     texts = [chapter.text for chapter in chapters]
     assert texts[0].startswith(f"get of blocks 0 to {LONG} ({LONG * BLOCK} tokens, engine dp0)")
@@ -307,7 +307,7 @@ def test_a_requests_story_is_told_in_order(half_and_half: RecordedTrace) -> None
     }
 
 
-def test_the_commands_show_all_of_it(half_and_half: RecordedTrace, tmp_path: Path) -> None:
+def test_the_commands_show_the_trace(half_and_half: RecordedTrace, tmp_path: Path) -> None:
     trace = str(tmp_path / "trace")
 
     def run(*arguments: str) -> str:
@@ -362,7 +362,7 @@ def test_a_put_of_the_lowest_priority_is_replayed_with_a_smaller_step(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [-1, 2**64])
-def test_an_id_that_is_no_hash_is_no_trace_of_mooncakes(tmp_path: Path, number: int) -> None:
+def test_an_id_that_is_not_a_hash_is_not_a_mooncake_trace(tmp_path: Path, number: int) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text(json.dumps({"timestamp": 0, "hash_ids": [number]}))
     with pytest.raises(TraceError, match="line 1"):
@@ -413,7 +413,7 @@ def test_sizes_that_a_trace_claims_are_refused_by_name_if_they_do_not_fit(
         ({"kind": "post"}, "kind"),
     ],
 )
-def test_a_line_that_claims_what_cannot_be_is_refused_by_name(
+def test_a_line_that_claims_the_impossible_is_refused_by_name(
     tmp_path: Path, match: dict[str, object], named: str
 ) -> None:
     lines = (HEADER, MATCH, {**MATCH, "task": 2, **match})
@@ -422,7 +422,7 @@ def test_a_line_that_claims_what_cannot_be_is_refused_by_name(
     assert named in output and "line 3" in output
 
 
-def test_a_prompt_of_which_a_trace_has_less_keys_than_tokens_takes_no_memory_for_the_rest(
+def test_a_prompt_with_fewer_keys_than_tokens_takes_no_memory_for_the_rest(
     tmp_path: Path,
 ) -> None:
     match = {**MATCH, "num_tokens": 10**12, "retain_s": 1e300}

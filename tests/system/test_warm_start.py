@@ -19,7 +19,7 @@ SOURCE = list(range(24))
 
 @pytest.mark.parametrize("ssd_sync", ["group", "none"])
 @pytest.mark.parametrize("num_dirs", [1, 2])
-def test_a_new_cache_serves_what_the_last_one_stored(
+def test_a_new_cache_serves_what_the_previous_one_stored(
     num_dirs: int, ssd_sync: str, tmp_path: Path
 ) -> None:
     dirs = [tmp_path / str(i) for i in range(num_dirs)]

@@ -61,7 +61,7 @@ def serves_on(cluster: Cluster, number: int) -> None:
 
 
 @pytest.mark.parametrize("identity", [None, b"disk-1", b"remote-1", b"\x07"])
-def test_what_a_stranger_says_at_the_workers_socket_is_dropped_and_counted(
+def test_messages_of_a_stranger_at_the_workers_socket_are_dropped_and_counted(
     identity: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_cluster([tmp_path]) as cluster:
@@ -91,7 +91,7 @@ def test_a_flood_of_noise_at_the_workers_socket_does_not_hold_up_the_server(
         serves_on(cluster, 1)
 
 
-def test_a_worker_that_talks_nonsense_costs_its_own_ops_and_is_replaced(
+def test_a_worker_that_sends_garbage_fails_its_own_ops_and_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = itertools.count(1)

@@ -56,7 +56,7 @@ def test_selective_admits_up_to_the_first_sampled_block_that_was_not_seen_often_
 
 
 @given(st.lists(some_sight, max_size=60), st.integers(2, 4), st.integers(1, 3))
-def test_however_little_is_remembered_nothing_seen_too_seldom_is_admitted(
+def test_blocks_seen_too_rarely_are_never_admitted_however_small_the_memory(
     sights: list[Sight], min_sightings: int, capacity: int
 ) -> None:
     admission = make_admission("selective", capacity, min_sightings)
@@ -69,7 +69,7 @@ def test_however_little_is_remembered_nothing_seen_too_seldom_is_admitted(
         seen.update((root, word[:end]) for end in range(1, stop + 1))
 
 
-def test_a_sighting_long_past_does_not_count() -> None:
+def test_old_sightings_do_not_count() -> None:
     remembered = SIGHTINGS_PER_BLOCK * CAPACITY
     for others, admitted in ((remembered - 1, 1), (remembered, 0)):
         admission, names = make_admission("selective", CAPACITY), count()
@@ -80,7 +80,7 @@ def test_a_sighting_long_past_does_not_count() -> None:
         assert admission.admit(returning, 1) == admitted
 
 
-def test_a_tier_without_a_bound_is_written_to_on_second_sight_as_well() -> None:
+def test_an_unbounded_tier_too_is_written_to_on_the_second_sighting() -> None:
     admission = make_admission("selective", None)
     keys = one_off(count(), 4096)
     assert admission.admit(keys, 4096) == 0
@@ -194,7 +194,7 @@ def test_adaptive_does_not_give_up_write_through_for_a_small_lead() -> None:
             assert admission.admit(keys, keys.num_blocks) == keys.num_blocks
 
 
-def test_adaptive_does_not_waver_when_the_lead_is_about_what_it_takes() -> None:
+def test_adaptive_does_not_oscillate_around_its_threshold() -> None:
     names, admission = count(), make_admission("adaptive", CAPACITY)
     hot = one_off(names, 4)  # selective hits 4 blocks of 154: above the limit just after them only
     for _ in range(100):
@@ -226,7 +226,7 @@ def test_adaptive_admits_everything_while_the_tier_has_room(
 
 
 @pytest.mark.parametrize("policy", ["write_through", "adaptive"])
-def test_a_tier_without_a_bound_is_given_everything(policy: str) -> None:
+def test_an_unbounded_tier_is_given_everything(policy: str) -> None:
     admission = make_admission(policy, None)
     assert all(admission.admit(keys, 10) == 10 for keys in hot_set_in_a_scan(count(), 3))
 
@@ -241,7 +241,7 @@ def test_refused_blocks_are_counted() -> None:
     assert admission.stats() == {"seen_blocks": 16, "refused_blocks": 6 + 4}
 
 
-def test_adaptive_tells_which_policy_it_follows() -> None:
+def test_adaptive_reports_which_policy_it_follows() -> None:
     admission, names = make_admission("adaptive", CAPACITY), count()
     assert admission.stats()["is_selective"] == 0
     for keys in hot_set_in_a_scan(names, 40):

@@ -82,7 +82,7 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def check_who_fires(series: Mapping[str, str], alerts: Sequence[str], tmp_path: Path) -> None:
+def check_firing(series: Mapping[str, str], alerts: Sequence[str], tmp_path: Path) -> None:
     """Check that exactly these alerts fire at the end of these values, one per minute."""
 
     def of_a_server(name: str) -> str:
@@ -102,23 +102,23 @@ def check_who_fires(series: Mapping[str, str], alerts: Sequence[str], tmp_path: 
 
 
 @needs_promtool
-def test_promtool_finds_no_fault_with_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     done = subprocess.run(["promtool", "check", "rules", RULES], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_promtool
-def test_no_alert_fires_while_all_is_well(tmp_path: Path) -> None:
-    check_who_fires(WELL, [], tmp_path)
+def test_no_alert_fires_on_a_healthy_system(tmp_path: Path) -> None:
+    check_firing(WELL, [], tmp_path)
 
 
 @needs_promtool
 @pytest.mark.parametrize("alert", TROUBLE)
-def test_just_the_alert_fires_that_is_there_for_a_trouble(alert: str, tmp_path: Path) -> None:
-    check_who_fires({**WELL, **TROUBLE[alert]}, [alert], tmp_path)
+def test_each_problem_fires_only_its_own_alert(alert: str, tmp_path: Path) -> None:
+    check_firing({**WELL, **TROUBLE[alert]}, [alert], tmp_path)
 
 
-def test_every_alert_is_tried_and_says_what_to_do() -> None:
+def test_every_alert_is_tested_and_says_what_to_do() -> None:
     rules = RULES.read_text().split("- alert: ")[1:]
     assert {rule.split()[0] for rule in rules} == set(TROUBLE)
     for rule in rules:
@@ -128,7 +128,7 @@ def test_every_alert_is_tried_and_says_what_to_do() -> None:
     assert not [alert for alert in TROUBLE if f"`{alert}`" not in page]
 
 
-def test_dashboard_and_alerts_ask_for_metrics_that_are_there() -> None:
+def test_dashboard_and_alerts_query_existing_metrics() -> None:
     known = set()
     for metric in CATALOG:
         known.add(metric.name)

@@ -46,7 +46,7 @@ def disk() -> Iterator[Disk]:
     disk.thread.close()
 
 
-def test_jobs_are_done_in_order_and_one_that_raises_does_not_stop_the_others(disk: Disk) -> None:
+def test_jobs_run_in_order_and_one_that_raises_does_not_stop_the_others(disk: Disk) -> None:
     for number in range(4):
         disk.begin(number)
     disk.answers.set()
@@ -63,7 +63,7 @@ def test_jobs_beyond_the_bound_are_ended_at_once_with_the_reason(disk: Disk) -> 
     assert all("the disk is behind" in str(error) for error in refused)
 
 
-def test_the_end_does_not_wait_for_a_disk_that_hangs(
+def test_closing_does_not_wait_for_a_disk_that_hangs(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "_CLOSE_PATIENCE_S", 0.01)

@@ -65,7 +65,7 @@ SLOW = Result("match", "us", [40.0, 50.0, 45.0], bound=10.0, bound_name="xxh3", 
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(1, 100))
-def test_a_tail_is_as_many_samples_that_are_no_worse(samples: list[float], percent: float) -> None:
+def test_the_tail_bounds_its_share_of_samples(samples: list[float], percent: float) -> None:
     slow, fast = Result("a", "us", samples), Result("a", "GB/s", samples)
     num_wanted = percent / 100 * len(samples)
     assert sum(value <= slow.tail(percent) for value in samples) >= num_wanted
@@ -82,7 +82,7 @@ def test_a_target_is_reached_only_if_both_the_ratio_and_the_limit_are() -> None:
     assert Result("a", "us", [20.0], bound=10.0).is_reached is None
 
 
-def test_growth_is_told_per_tenfold_parameter() -> None:
+def test_growth_is_reported_per_tenfold_parameter() -> None:
     def point(at: float, value: float) -> Result:
         return Result("a", "us", [value], parameter="tokens", at=at)
 
@@ -135,7 +135,7 @@ def test_a_case_that_raises_is_failed_and_keeps_what_it_had_measured() -> None:
 
 
 @pytest.mark.parametrize("error", [Unsupported("no GPU"), MissingDependencyError("no obstore")])
-def test_what_lacks_is_told_apart_from_what_fails(error: Exception) -> None:
+def test_missing_requirements_are_told_apart_from_failures(error: Exception) -> None:
     report = run_case("gpu", a_case("copies", error=error))
     assert (report.outcome, report.reason) == (Outcome.UNSUPPORTED, str(error))
 
@@ -262,7 +262,7 @@ def test_the_table_shows_ratios_targets_and_growth(report: Report) -> None:
         assert words in text
 
 
-def test_no_figure_and_no_path_keeps_the_others_from_being_shown(
+def test_odd_figures_and_paths_do_not_prevent_the_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     odd = [Result("a", "us", [v], parameter="[/x]", at=n) for v, n in ((0.0, 1), (2.0, 10))]
@@ -275,7 +275,9 @@ def test_no_figure_and_no_path_keeps_the_others_from_being_shown(
     assert "memcpy" in text
 
 
-def test_figures_of_one_title_are_told_by_their_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_with_the_same_title_are_labelled_by_their_cases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cases = [a_case("2 MiB", FAST), a_case("64 KiB", FAST, SLOW)]
     a_section(monkeypatch, "dram", lambda thorough: cases)
     text = shown(run_suite(settings_for(("dram",))))

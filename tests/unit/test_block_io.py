@@ -56,7 +56,7 @@ def request(
     return Request(token, direction, fd, offset, pages or [memoryview(bytearray(PAGE))])
 
 
-def test_pieces_go_out_one_behind_the_other_and_come_back(io: BlockIO, fd: int) -> None:
+def test_scattered_pieces_are_written_in_sequence_and_read_back(io: BlockIO, fd: int) -> None:
     written = [memoryview(bytearray(os.urandom(PAGE))) for _ in range(3)]
     read = [memoryview(bytearray(PAGE)) for _ in range(3)]
     assert results(io, request(0, Direction.WRITE, fd, PAGE, written)) == [3 * PAGE]

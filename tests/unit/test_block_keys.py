@@ -40,7 +40,7 @@ def reference_keys(root: RootId, tokens: list[int], tokens_per_block: int) -> li
 
 
 @given(TOKENS, BLOCK_SIZES, st.data())
-def test_keys_are_those_of_the_reference_in_whatever_order_they_are_asked_for(
+def test_keys_match_the_reference_in_whatever_order_they_are_requested(
     tokens: list[int], tokens_per_block: int, data: st.DataObject
 ) -> None:
     keys = TokenBlockKeys(ROOT, to_array(tokens), tokens_per_block)
@@ -123,7 +123,7 @@ def test_a_root_tells_apart_fingerprint_namespace_and_kind() -> None:
     assert {len(root) for root in roots} == {16}
 
 
-def test_a_root_is_the_same_whatever_sequence_the_namespace_comes_in() -> None:
+def test_a_root_is_the_same_whatever_sequence_type_the_namespace_has() -> None:
     assert make_root("model", ("a", "b"), TOKEN_KEYS) == make_root("model", ["a", "b"], TOKEN_KEYS)
 
 
@@ -139,7 +139,7 @@ def test_the_engines_own_keys_are_passed_through() -> None:
 
 
 @pytest.mark.parametrize(("num_blocks", "num_keys"), [(2, 3), (3, 2), (0, 3), (3, 0)])
-def test_the_engine_and_the_prompt_must_both_have_a_block_for_it_to_count(
+def test_a_block_counts_only_if_both_engine_and_prompt_have_it(
     num_blocks: int, num_keys: int
 ) -> None:
     keys = EngineBlockKeys(ROOT, [bytes([index]) for index in range(num_keys)], num_blocks)

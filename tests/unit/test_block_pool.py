@@ -66,13 +66,13 @@ TestBlockPoolMachine = BlockPoolMachine.TestCase
 TestBlockPoolMachine.settings = settings(stateful_step_count=30)
 
 
-def test_a_fresh_pool_gives_out_neighbours_in_rising_order() -> None:
+def test_a_fresh_pool_hands_out_neighbours_in_ascending_order() -> None:
     pool = BlockPool(5)
     assert pool.take(3).tolist() == [0, 1, 2]
     assert pool.take(2).tolist() == [3, 4]
 
 
-def test_what_was_given_back_last_is_given_out_first_and_in_the_same_order() -> None:
+def test_blocks_given_back_last_are_handed_out_first_and_in_the_same_order() -> None:
     pool = BlockPool(6)
     pool.take(6)
     pool.give_back(ids(4, 1))
@@ -80,7 +80,7 @@ def test_what_was_given_back_last_is_given_out_first_and_in_the_same_order() -> 
     assert pool.take(4).tolist() == [5, 2, 4, 1]
 
 
-def test_ids_taken_stay_as_they_are_when_the_pool_goes_on() -> None:
+def test_taken_ids_do_not_change_when_the_pool_does() -> None:
     pool = BlockPool(4)
     taken = pool.take(4)
     pool.give_back(ids(3, 2, 1, 0))

@@ -34,7 +34,7 @@ def test_a_few_failures_among_many_successes_do_not_open_it() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["f", "sf", "sff", "ssf"])
-def test_a_share_of_failures_that_costs_more_than_it_brings_opens_it(pattern: str) -> None:
+def test_a_high_share_of_failures_opens_it(pattern: str) -> None:
     breaker = CircuitBreaker()
     for call in range(40):
         if not breaker.is_closed:
@@ -54,7 +54,7 @@ def test_a_single_failure_at_the_start_is_not_enough() -> None:
     assert breaker.is_closed
 
 
-def test_it_lets_no_trial_through_before_the_back_off_is_over() -> None:
+def test_no_trial_is_let_through_before_the_back_off_is_over() -> None:
     breaker = opened(100.0)
     deadline = breaker.next_deadline()
     assert deadline is not None

@@ -20,7 +20,7 @@ def feed_of(**settings: object) -> ChangeFeed:
     return ChangeFeed(CacheConfig(num_cpu_blocks=4, **settings), None)  # type: ignore[arg-type]
 
 
-def test_what_is_taken_is_in_order_and_gone() -> None:
+def test_changes_are_taken_once_and_in_order() -> None:
     feed = feed_of(kv_events=True)
     changes = [stored(number) for number in range(5)]
     feed.pass_on(changes[:2])
@@ -30,7 +30,7 @@ def test_what_is_taken_is_in_order_and_gone() -> None:
     assert feed.stats() == {"untaken_batches": 0, "lost_batches": 0}
 
 
-def test_beyond_the_bound_the_oldest_batches_are_gone() -> None:
+def test_beyond_the_bound_the_oldest_batches_are_dropped() -> None:
     feed = feed_of(kv_events=True, kv_events_queue=3)
     changes = [stored(number) for number in range(5)]
     for change in changes:
@@ -39,7 +39,7 @@ def test_beyond_the_bound_the_oldest_batches_are_gone() -> None:
     assert feed.take() == changes[2:]
 
 
-def test_few_batches_of_many_tokens_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_bounded_by_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(change_feed, "_MAX_WAITING_TOKENS", 10)
     feed = feed_of(kv_events=True)
     for round_ in range(2):  # what was taken does not count any more
@@ -53,7 +53,7 @@ def test_few_batches_of_many_tokens_are_bounded_too(monkeypatch: pytest.MonkeyPa
     assert feed.take() == [stored(8)]
 
 
-def test_nothing_is_kept_for_nobody() -> None:
+def test_nothing_is_kept_without_a_consumer() -> None:
     feed = feed_of()
     feed.pass_on([stored(1)])
     assert feed.take() == []

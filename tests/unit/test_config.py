@@ -188,13 +188,13 @@ def test_every_setting_is_documented() -> None:
         assert row.environment == "FLEXCACHE_" + row.name.upper()
 
 
-def test_a_config_without_sizes_is_for_a_server_that_is_named() -> None:
+def test_a_config_without_sizes_must_name_a_server() -> None:
     with pytest.raises(ConfigError, match="no tier"):
         CacheConfig().check_has_tier()
     CacheConfig(endpoint="ipc:///x.sock").check_has_tier()
 
 
-def test_what_an_engine_hands_out_names_its_server() -> None:
+def test_an_address_names_the_server_and_the_engine() -> None:
     address = with_engine("ipc:///x.sock", "an engine/#%")
     assert CacheConfig(endpoint=address).endpoint == "ipc:///x.sock"
     assert split_address(address, "") == ("ipc:///x.sock", "an engine/#%")
@@ -205,9 +205,7 @@ def test_what_an_engine_hands_out_names_its_server() -> None:
 
 @pytest.mark.parametrize("size", [1e300, float("inf")])
 @pytest.mark.parametrize("name", ["cpu_cache_gb", "ssd_cache_gb"])
-def test_a_size_beyond_all_machines_is_refused_by_name(
-    name: str, size: float, tmp_path: Path
-) -> None:
+def test_an_absurd_size_is_refused_by_name(name: str, size: float, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"cpu_cache_gb": 1.0, "ssd_cache_dirs": [str(tmp_path)]}
     with pytest.raises(ConfigError, match=f"{name} = .*at most"):
         CacheConfig(**{**sizes, "ssd_cache_gb": 1.0, name: size})

@@ -42,7 +42,7 @@ def test_each_setting_names_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert named["cpu_cache_gb"]["value"] == 1.0
 
 
-def test_a_size_that_is_replaced_in_its_other_form_is_not_in_effect(
+def test_a_size_overridden_in_its_other_unit_is_not_in_effect(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "shared.json"
@@ -52,7 +52,7 @@ def test_a_size_that_is_replaced_in_its_other_form_is_not_in_effect(
     assert settings["num_cpu_blocks"]["value"] == 7
 
 
-def test_the_table_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_human_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, SSD_QUEUE_DEPTH="16")
     (row,) = [line for line in result.stdout.splitlines() if "ssd_queue_depth" in line]
     assert [cell.strip() for cell in row.strip("│").split("│")] == [

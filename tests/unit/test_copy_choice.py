@@ -31,14 +31,14 @@ class Device:
 
 
 @pytest.mark.parametrize("cost", [ENGINE, KERNEL])
-def test_what_a_device_costs_is_found_out_and_its_first_time_left_out(cost: CopyCost) -> None:
+def test_the_cost_of_a_device_is_measured_without_its_first_run(cost: CopyCost) -> None:
     device = Device(cost)
     found = measure_cost(device.copy, lambda: device.now)
     for part in ("start_s", "run_s", "byte_s"):
         assert getattr(found, part) == pytest.approx(getattr(cost, part), rel=1e-3)
 
 
-def test_a_cost_is_never_negative_whatever_noise_the_times_have() -> None:
+def test_a_cost_is_never_negative_however_noisy_the_times() -> None:
     cost = CopyCost.fit((90e-6, 10e-6, 5e-6))
     assert min(cost.start_s, cost.run_s, cost.byte_s) >= 0
     assert len(PROBES) == 3

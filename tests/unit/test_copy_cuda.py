@@ -145,7 +145,7 @@ def test_a_store_and_a_load_bring_blocks_back_each_on_its_own_stream(rig: Rig) -
     assert len(set(rig.cuda.batch_streams)) == 2
 
 
-def test_what_a_store_reads_is_read_in_order_and_what_a_load_reads_may_be_read_early(
+def test_stores_read_in_stream_order_and_loads_may_read_early(
     rig: Rig,
 ) -> None:
     rig.attach()
@@ -181,7 +181,7 @@ def test_neighbours_are_one_copy_but_not_over_two_pinned_pieces(
     assert bytes(rig.segment.block(7)) == rig.device[7 * BLOCK : 8 * BLOCK].tobytes()
 
 
-def test_a_refused_op_is_over_before_it_is_said_to_have_failed(rig: Rig) -> None:
+def test_a_refused_op_has_ended_before_its_failure_is_reported(rig: Rig) -> None:
     rig.attach()
     rig.cuda.refused_copy = 1
     with pytest.raises(RuntimeError, match="number 1"):
@@ -342,7 +342,7 @@ def test_a_kernel_that_fails_or_copies_wrong_bytes_leaves_the_copy_engine(
     assert kernel.num_ops == 0
 
 
-def test_a_kernel_alone_takes_what_is_of_whole_words_and_refuses_the_rest(rig: Rig) -> None:
+def test_a_kernel_alone_copies_whole_words_and_refuses_the_rest(rig: Rig) -> None:
     rig.add_kernel()
     rig.cuda.refuses = dict.fromkeys(("cuMemcpyBatchAsync", "cuMemcpyAsync"), NOT_SUPPORTED)
     rig.attach()
@@ -355,7 +355,7 @@ def test_a_kernel_alone_takes_what_is_of_whole_words_and_refuses_the_rest(rig: R
 
 @pytest.mark.parametrize("fault", ["bytes", "refused"])
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_device_that_no_way_copies_to_is_refused_with_what_each_did(
+def test_a_device_without_a_working_copy_method_is_refused_with_each_failure(
     rig: Rig, fault: str, is_pinned: bool
 ) -> None:
     rig.add_kernel().error = CompilationError("no ptxas")
@@ -415,7 +415,7 @@ def test_an_older_driver_gets_copies_one_by_one(rig: Rig) -> None:
     assert (rig.cuda.num_single_copies, rig.cuda.batches) == (6, [])
 
 
-def test_a_rank_shows_signs_of_life_while_a_kernel_compiles(rig: Rig) -> None:
+def test_a_rank_sends_heartbeats_while_a_kernel_compiles(rig: Rig) -> None:
     life = threading.Semaphore(0)
     threads: set[int] = set()
     lived: list[bool] = []
@@ -478,7 +478,7 @@ def test_an_op_of_a_kernel_alone_ends_with_its_error_whatever_the_class(rig: Rig
     rig.check_copies()
 
 
-def test_a_device_that_is_lost_is_named_so_and_closing_the_copier_does_not_raise(
+def test_a_lost_device_is_reported_as_lost_and_closing_the_copier_does_not_raise(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.attach()
@@ -520,6 +520,6 @@ def test_an_attach_that_fails_half_way_leaves_nothing_pinned(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is here")
-def test_a_machine_without_the_driver_is_told_what_is_missing() -> None:
+def test_without_the_driver_the_error_names_what_is_missing() -> None:
     with pytest.raises(MissingDependencyError, match="NVIDIA's driver"):
         CudaDriver.load()

@@ -36,7 +36,7 @@ def scattered(count: int) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...
     return source, target, (target.ctypes.data + to, source.ctypes.data + start, sizes), expected
 
 
-def test_the_headers_structure_has_its_size() -> None:
+def test_the_structure_has_the_size_in_the_driver_header() -> None:
     """As `sizeof` and `offsetof` say of CUDA 12.8's and 13.5's header."""
     assert ctypes.sizeof(Attributes) == 24
     assert (Attributes.dstLocHint.offset, Attributes.flags.offset) == (12, 20)
@@ -57,7 +57,7 @@ def test_all_copies_of_an_op_are_one_call(version: int, count: int, order: Sourc
 
 
 @pytest.mark.parametrize("version", [11_080, 12_070, 13_000])
-def test_single_copies_are_a_call_each_on_any_driver(version: int) -> None:
+def test_single_copies_are_one_call_each_on_any_driver(version: int) -> None:
     cuda = FakeCuda(version)
     driver = bound(cuda)
     _source, target, runs, expected = scattered(300)
@@ -67,7 +67,7 @@ def test_single_copies_are_a_call_each_on_any_driver(version: int) -> None:
     assert (cuda.num_single_copies, cuda.batches) == (300, [])
 
 
-def test_no_copies_are_no_call() -> None:
+def test_no_copies_make_no_call() -> None:
     cuda = FakeCuda()
     nothing = np.empty(0, np.int64)
     bound(cuda).copy_batch(nothing, nothing, nothing, SourceOrder.STREAM, STREAM)
@@ -75,7 +75,7 @@ def test_no_copies_are_no_call() -> None:
     assert (cuda.num_single_copies, cuda.batches) == (0, [])
 
 
-def test_addresses_with_gaps_in_memory_arrive_as_they_are() -> None:
+def test_strided_address_arrays_are_accepted() -> None:
     cuda = FakeCuda()
     _source, target, runs, expected = scattered(100)
     spread = [np.repeat(array, 3)[::3] for array in runs]
@@ -91,7 +91,7 @@ def test_a_refused_copy_is_named_with_the_drivers_reason() -> None:
         driver.copy_batch(*runs, SourceOrder.STREAM, STREAM)
 
 
-def test_an_error_of_no_copy_in_particular_names_none() -> None:
+def test_an_error_of_the_whole_batch_names_no_copy() -> None:
     driver = bound(FakeCuda())
     *_, runs, _expected = scattered(8)
     with pytest.raises(RuntimeError, match=r"8 copies failed: CUDA_ERROR_INVALID_VALUE \(1\)"):

@@ -80,5 +80,5 @@ def test_the_kernel_copies_every_byte_and_no_other() -> None:
     assert run_alone(INTERPRETED, TRITON_INTERPRET="1") == "as expected\n"
 
 
-def test_each_thread_has_four_accesses_of_16_bytes_under_way() -> None:
+def test_each_thread_has_four_accesses_of_16_bytes_in_flight() -> None:
     assert run_alone(COMPILED) == "as expected\n"

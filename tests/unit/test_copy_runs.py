@@ -33,7 +33,7 @@ def joined_one_by_one(
 
 
 @given(COPIES, BREAKS)
-def test_copies_are_joined_wherever_they_go_on_on_both_sides_and_no_break_is_between(
+def test_copies_are_joined_wherever_both_sides_are_contiguous_and_no_break_is_between(
     copies: list[tuple[int, int, int]], breaks: list[int]
 ) -> None:
     merged = merge_runs(*as_arrays(copies), np.array(breaks, np.int64))

@@ -71,7 +71,7 @@ def test_settings_in_config_maps_are_valid(tmp_path: Path) -> None:
         assert config.has_ssd_tier
 
 
-def test_engines_load_the_connector_and_recompute_what_is_lost() -> None:
+def test_engines_load_the_connector_and_recompute_lost_blocks() -> None:
     engines = [
         each for deployment in of_kind("Deployment") for each in containers(deployment)
         if "args" in each
@@ -93,7 +93,7 @@ def test_images_have_the_version_of_the_package() -> None:
             assert container["image"] == f"flexcache-vllm:{__version__}"
 
 
-def test_volumes_that_are_mounted_are_defined() -> None:
+def test_mounted_volumes_are_defined() -> None:
     for deployment in of_kind("Deployment"):
         defined = {volume["name"] for volume in deployment["spec"]["template"]["spec"]["volumes"]}
         mounted = {

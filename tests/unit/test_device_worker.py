@@ -174,7 +174,9 @@ def test_loads_go_before_stores_and_each_in_the_order_of_their_arrival(
     assert [done.op_id for done in run_dry(worker)] == [3, 4, 1, 2]
 
 
-def test_a_turn_on_the_cpu_copies_for_one_op_only(tensors: Tensors, segment: HostSegment) -> None:
+def test_each_advance_on_the_cpu_copies_for_one_op_only(
+    tensors: Tensors, segment: HostSegment
+) -> None:
     worker = cpu_worker(tensors, segment)
     worker.execute(load(1, [0], [0]))
     worker.execute(load(2, [1], [1]))
@@ -300,7 +302,7 @@ def test_a_drop_and_an_opened_gate_at_once_end_the_op_once(
     assert run_dry(worker) == [Done(1, 0, error=DROPPED)]
 
 
-def test_a_drop_of_an_op_that_has_ended_or_never_was_does_nothing(
+def test_a_drop_of_an_unknown_or_ended_op_does_nothing(
     tensors: Tensors, segment: HostSegment
 ) -> None:
     worker = cpu_worker(tensors, segment)
@@ -461,7 +463,7 @@ def has_come(tensor: torch.Tensor, gpu: int, host: int) -> bool:
 
 
 @pytest.mark.usefixtures("part_per_layer")
-def test_a_load_by_layer_brings_a_layer_of_all_blocks_a_turn(
+def test_a_load_by_layer_copies_one_layer_of_all_blocks_per_turn(
     tensors: Tensors, segment: HostSegment
 ) -> None:
     fill(segment)
@@ -484,7 +486,7 @@ def test_a_load_by_layer_brings_a_layer_of_all_blocks_a_turn(
     assert not worker.has_work
 
 
-def test_small_layers_come_together(tensors: Tensors, segment: HostSegment) -> None:
+def test_small_layers_are_copied_together(tensors: Tensors, segment: HostSegment) -> None:
     worker = cpu_worker(tensors, segment)
     watched = worker.load_by_layer(1, 1)
     worker.execute(load(7, [0], [0], gated=True))
@@ -532,7 +534,7 @@ def test_a_load_by_layer_that_was_dropped_or_cannot_be_copied_is_lost(
 
 
 @pytest.mark.usefixtures("part_per_layer")
-def test_nothing_of_a_load_is_copied_once_it_was_given_up(
+def test_nothing_is_copied_for_a_load_that_was_given_up(
     tensors: Tensors, segment: HostSegment
 ) -> None:
     fill(segment)
@@ -565,7 +567,7 @@ def test_a_load_by_layer_ends_with_its_task_and_with_the_worker(segment: HostSeg
 
 
 @pytest.mark.usefixtures("part_per_layer")
-def test_whoever_waits_for_a_layer_queues_behind_its_copy_only(segment: HostSegment) -> None:
+def test_waiting_for_a_layer_queues_behind_its_copy_only(segment: HostSegment) -> None:
     worker, copier = late_worker(segment)
     watched = worker.load_by_layer(1, 1)
     worker.execute(load(1, [0], [0], gated=True))

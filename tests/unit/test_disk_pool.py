@@ -60,7 +60,7 @@ def filled(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("num_dirs", [1, 3])
-def test_files_stay_and_so_does_what_they_hold(num_dirs: int, tmp_path: Path) -> None:
+def test_files_and_their_contents_survive_a_restart(num_dirs: int, tmp_path: Path) -> None:
     paths = [tmp_path / str(i) for i in range(num_dirs)]
     with pool(*paths) as first:
         assert slots(first) == []
@@ -123,7 +123,7 @@ def test_a_file_of_the_first_version_in_use_is_left(tmp_path: Path) -> None:
     assert (tmp_path / "flexcache-ssd.data").exists()
 
 
-def test_a_pool_that_was_left_half_made_is_made_anew(filled: Path) -> None:
+def test_a_half_created_pool_is_recreated(filled: Path) -> None:
     first, second, third = (filled / str(i) for i in range(3))
     with pool(first, second, third) as made:
         fill(made)
@@ -167,7 +167,7 @@ MISMATCHES: list[tuple[str, Callable[[Path], object]]] = [
 
 
 @pytest.mark.parametrize(("what", "damage"), MISMATCHES)
-def test_what_does_not_fit_is_refused_by_name_or_cleared(
+def test_a_mismatch_is_refused_by_name_or_cleared(
     what: str, damage: Callable[[Path], object], filled: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(filled)
@@ -273,7 +273,7 @@ def test_a_refused_pool_is_not_cleared_in_part(tmp_path: Path) -> None:
         assert slots(again) == list(range(10))
 
 
-def test_a_lock_that_cannot_be_asked_for_is_refused_and_lets_go(
+def test_a_failing_lock_call_is_refused_and_leaks_no_descriptor(
     filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(fd: int, operation: int) -> None:
@@ -287,7 +287,7 @@ def test_a_lock_that_cannot_be_asked_for_is_refused_and_lets_go(
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_refused_pool_lets_go_of_its_directories(filled: Path) -> None:
+def test_a_refused_pool_releases_its_directories(filled: Path) -> None:
     with pytest.raises(ConfigError):
         pool(filled, size=4096).__enter__()
     with pool(filled):
@@ -342,7 +342,7 @@ def test_space_is_reserved_without_touching_what_is_there(fd: int) -> None:
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
 @pytest.mark.parametrize("size", [100, 9 << 20])
-def test_where_nothing_can_be_reserved_zeros_are_written_behind_the_end(
+def test_without_fallocate_zeros_are_written_past_the_end(
     size: int, code: int, fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(fd: int, size: int) -> None:
@@ -358,12 +358,12 @@ def test_where_nothing_can_be_reserved_zeros_are_written_behind_the_end(
     assert os.fstat(fd).st_size == size
 
 
-def test_whatever_keeps_the_space_from_being_reserved_is_told(fd: int) -> None:
+def test_any_other_failure_to_reserve_space_is_reported(fd: int) -> None:
     assert reserve_space(fd, 1 << 60) in (os.strerror(errno.ENOSPC), os.strerror(errno.EFBIG))
     assert reserve_space(-1, 4096) == os.strerror(errno.EBADF)
 
 
-def test_a_disk_that_fills_up_under_the_zeros_leaves_whole_pages(
+def test_a_disk_that_fills_up_while_zeros_are_written_leaves_whole_pages(
     fd: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last write gets some of its bytes in; with direct I/O none could follow that end."""
@@ -395,7 +395,7 @@ def test_the_header_is_in_one_sector() -> None:
     assert not any(page[512:])
 
 
-def test_records_of_slots_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+def test_records_of_truncated_slots_are_left_out(tmp_path: Path) -> None:
     with pool(tmp_path) as opened:
         fill(opened)
     os.truncate(tmp_path / DATA_FILE, HEADER_BYTES + 4 * SLOT_BYTES - 1)

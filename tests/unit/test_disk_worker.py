@@ -296,7 +296,9 @@ def bench(segments: list[HostSegment], request: pytest.FixtureRequest) -> Iterat
         (0, "0 of"),
     ],
 )
-def test_an_error_or_a_short_count_is_that_blocks_end(bench: Bench, result: int, text: str) -> None:
+def test_an_error_or_a_short_count_fails_the_op_at_that_block(
+    bench: Bench, result: int, text: str
+) -> None:
     worker, io = bench.worker, bench.io
     worker.execute(order(1, OpKind.H2DISK, range(5), range(5)))
     assert worker.advance() == []

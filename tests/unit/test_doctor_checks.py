@@ -131,7 +131,7 @@ def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert "does not pin host memory" in found[0].text
 
 
-def test_a_gpu_that_no_way_copies_to_is_an_error_and_the_next_is_tried_all_the_same(
+def test_a_gpu_without_a_working_copy_method_is_an_error_and_the_next_is_still_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ("cuMemcpyBatchAsync", "cuMemcpyAsync")
@@ -226,7 +226,7 @@ def test_reserved_huge_pages_are_not_among_the_available_memory(machine: Machine
         assert levels(check(subject)) == [OK]
 
 
-def test_a_machine_that_does_not_tell_its_memory_is_not_taken_for_one_without(
+def test_unknown_memory_is_not_mistaken_for_no_memory(
     machine: Machine,
 ) -> None:
     (found,) = memory.check_memory(machine.with_settings(cpu_cache_gb="5"))
@@ -256,7 +256,9 @@ def test_the_limit_of_a_container_is_found_wherever_it_is_set(
 
 
 @pytest.mark.parametrize("text", ["max\n", "9223372036854771712\n"])
-def test_a_control_group_without_a_limit_is_none(machine: Machine, text: str) -> None:
+def test_a_control_group_without_a_limit_is_not_a_container_limit(
+    machine: Machine, text: str
+) -> None:
     machine.write("proc/self/cgroup", "0::/\n1:memory:/\n")
     machine.write("sys/fs/cgroup/memory.max", text)
     machine.write("sys/fs/cgroup/memory/memory.limit_in_bytes", text)
@@ -264,7 +266,7 @@ def test_a_control_group_without_a_limit_is_none(machine: Machine, text: str) ->
     assert (found.level, found.text.split()[0]) == (OK, "no")
 
 
-def test_a_machine_without_dev_shm_is_told_to_have_one(machine: Machine) -> None:
+def test_a_missing_dev_shm_is_a_warning_with_a_remedy(machine: Machine) -> None:
     (found,) = memory.check_shared_memory(machine.with_settings())
     assert found.level is WARNING
     assert "--shm-size" in found.remedy
@@ -305,7 +307,7 @@ def test_reserved_huge_pages_must_be_enough(
 @pytest.mark.parametrize(
     ("enabled", "text"), [("advise", "gets them"), ("never", "none for shared memory")]
 )
-def test_transparent_huge_pages_are_told(machine: Machine, enabled: str, text: str) -> None:
+def test_transparent_huge_pages_are_reported(machine: Machine, enabled: str, text: str) -> None:
     machine.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", f"always [{enabled}] x\n")
     (found,) = memory.check_huge_pages(machine.with_settings(cpu_cache_gb="1"))
     assert found.level is OK
@@ -360,7 +362,7 @@ dtype = "bfloat16"
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(16, [OK]), (32, [OK, ERROR])])
-def test_what_is_on_disk_must_have_blocks_of_the_models_size(
+def test_blocks_on_disk_must_have_the_models_size(
     tmp_path: Path, tokens: int, expected: list[Level]
 ) -> None:
     from flexcache.storage.disk_pool import DiskPool
@@ -384,7 +386,7 @@ def test_what_is_on_disk_must_have_blocks_of_the_models_size(
         ("0.32.0", "xxhash", None, True, WARNING),
     ],
 )
-def test_hashes_must_be_alike_where_blocks_are_shared(
+def test_hashes_must_match_where_blocks_are_shared(
     version: str, algo: str, seed: str | None, shares: bool, level: Level,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -417,13 +419,15 @@ GOOD = {
         ({"kv_role": "kv_producer", "kv_load_failure_policy": "fail"}, [ERROR, WARNING]),
     ],
 )
-def test_what_vllm_is_told_of_the_connector(change: dict[str, str], expected: list[Level]) -> None:
+def test_vllms_connector_settings_are_checked(
+    change: dict[str, str], expected: list[Level]
+) -> None:
     found = list(check_transfer_config(Subject(vllm=VllmOptions(transfer={**GOOD, **change}))))
     assert levels(found) == expected
     assert all(finding.remedy for finding in found if finding.level is not OK)
 
 
-def test_a_load_failure_policy_that_is_not_given_is_vllms_default() -> None:
+def test_an_omitted_load_failure_policy_is_vllms_default() -> None:
     given = {key: value for key, value in GOOD.items() if key != "kv_load_failure_policy"}
     (found,) = check_transfer_config(Subject(vllm=VllmOptions(transfer=given)))
     assert found.level is WARNING
@@ -436,7 +440,7 @@ def test_extra_config_counts_as_settings() -> None:
     assert subject.pool_bytes == 3_000_000_000
 
 
-def test_a_check_that_fails_itself_is_told_and_the_others_go_on(
+def test_a_check_that_raises_is_reported_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(subject: Subject) -> Iterable[Finding]:

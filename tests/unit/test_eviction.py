@@ -123,7 +123,7 @@ def counted(kinds: Iterable[Iterable[float | None]]) -> ReturnTimes:
     return times
 
 
-def test_nothing_known_is_the_same_patience_for_all() -> None:
+def test_without_history_all_kinds_get_the_same_patience() -> None:
     assert counted([[None] * 50, [None] * 10]).best_patience(100, now=100.0) == [0.0, 0.0]
 
 
@@ -133,7 +133,7 @@ def test_kinds_that_come_back_alike_get_the_same_patience() -> None:
     assert first == second > 40.0
 
 
-def test_where_space_is_short_it_goes_to_the_kind_that_comes_back() -> None:
+def test_scarce_space_goes_to_the_kind_that_comes_back() -> None:
     times = counted([[10.0] * 100, [10.0, *[None] * 99]])
     loyal, fickle = times.best_patience(120, now=100.0)
     assert loyal >= 10.0
@@ -234,7 +234,7 @@ def test_reuse_keeps_what_comes_back_where_lru_keeps_what_does_not() -> None:
     assert hits_by("reuse", capacity, requests) > 1.5 * hits_by("lru", capacity, requests)
 
 
-def test_where_all_come_back_alike_reuse_hits_what_lru_hits() -> None:
+def test_where_all_come_back_alike_reuse_hits_as_often_as_lru() -> None:
     random = np.random.default_rng(7)
     requests = [(float(at), [int(n) * 8 + i for i in range(8)])
                 for at, n in enumerate(random.integers(0, 40, 3_000))]  # fmt: skip
@@ -255,7 +255,7 @@ def test_a_lineage_that_returns_after_its_eviction_is_recognised() -> None:
     assert (lineage.num_returns, lineage.used_at) == (1, pytest.approx(5.0, abs=0.01))
 
 
-def test_storing_a_prompt_is_no_use_of_it() -> None:
+def test_storing_a_prompt_does_not_count_as_a_use() -> None:
     tier = Tier(TierName.CPU, 8, Reuse(8))
     serve(tier, [(0.0, [1, 2]), (1.0, [1, 2])])
     run = tier.index.match(prompt_of([1])).run
@@ -275,7 +275,7 @@ def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.text("ab", min_size=1, max_size=7)), max_size=60))
-def test_with_any_policy_a_tier_stays_whole(steps: list[tuple[int, str]]) -> None:
+def test_with_any_policy_a_tier_stays_consistent(steps: list[tuple[int, str]]) -> None:
     for name in EVICTION_POLICIES:
         policy = make_eviction_policy(name, 9)
         if isinstance(policy, Reuse):
@@ -291,7 +291,7 @@ def test_with_any_policy_a_tier_stays_whole(steps: list[tuple[int, str]]) -> Non
         assert len(tier.clear()) == tier.counters.stored_blocks - tier.counters.evicted_blocks
 
 
-def test_every_policy_that_can_be_set_can_be_made() -> None:
+def test_every_configurable_policy_can_be_created() -> None:
     for name in EVICTION_POLICIES:
         make_eviction_policy(name, 10)
     with pytest.raises(ValueError, match=r"mru.*lru or reuse"):

@@ -59,7 +59,7 @@ def header_1(magic: bytes) -> bytes:
     return (fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))).ljust(4096, b"\0")
 
 
-def test_ssd_files_of_format_1_count_as_empty_and_are_made_again(
+def test_ssd_files_of_format_1_count_as_empty_and_are_recreated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = make_records(ROOT, 0, b"", [KEY], np.zeros(1, np.uint64))
@@ -87,7 +87,7 @@ def test_slots_of_format_1_beside_a_current_index_count_as_empty(tmp_path: Path)
     opened.close()
 
 
-def test_what_a_pool_holds_is_known_after_its_restart(tmp_path: Path) -> None:
+def test_the_identity_of_a_pool_survives_a_restart(tmp_path: Path) -> None:
     opened = pool(tmp_path)
     opened.adopt(KVIdentity.of("model", "layout"))
     opened.close()
@@ -98,7 +98,7 @@ def test_what_a_pool_holds_is_known_after_its_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_directories_that_disagree_on_what_they_hold_leave_it_open(tmp_path: Path) -> None:
+def test_directories_that_disagree_on_the_identity_leave_it_unset(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     names = [str(path) for path in paths]
     opened = DiskPool(names, 8192, 4, False)
@@ -148,7 +148,7 @@ def test_the_same_model_layout_and_namespace_have_the_same_root_on_every_host() 
     assert keys.root.hex() == "54b452d3a44c2d760d5abd680785d34b"
 
 
-def test_a_root_rests_on_the_layout_and_is_placed_once() -> None:
+def test_a_root_depends_on_the_layout_and_is_placed_once() -> None:
     prompt = EngineBlockKeys(make_root("model", [], ENGINE_KEYS), [b"k"], 1)
     found = set()
     for layout in ("one", "another", "one"):
@@ -162,7 +162,7 @@ def test_a_root_rests_on_the_layout_and_is_placed_once() -> None:
     assert prompt.root == prompt.prompt_root
 
 
-def test_the_fingerprint_of_a_model_stays_as_it_is() -> None:
+def test_the_fingerprint_of_a_model_does_not_change() -> None:
     model = ModelConfig("m", 2, 4, 64, torch.bfloat16, tp_size=2)
     assert model.fingerprint(16) == (
         "m|bfloat16|mha|layers=2|heads=4|head=64|tp=2|block=16|layout=v1"

@@ -14,7 +14,7 @@ def registered() -> tuple[GatedTasks, TaskIds]:
     return gates, TaskIds(make_session(EPOCH, 3))
 
 
-def test_a_task_is_over_once_it_was_reported_and_told_once() -> None:
+def test_a_task_is_over_once_reported_and_is_returned_once() -> None:
     gates, ids = registered()
     first, second = ids.next(), ids.next()
     assert gates.take_over([first, second]) == {}
@@ -26,7 +26,7 @@ def test_a_task_is_over_once_it_was_reported_and_told_once() -> None:
     assert gates.take_over([second]) == {}
 
 
-def test_without_a_server_or_at_another_one_every_task_is_over_with_nothing() -> None:
+def test_without_its_server_every_task_is_over_with_nothing_loaded() -> None:
     gates, ids = registered()
     task_id = ids.next()
     gates.epoch = 0
@@ -43,7 +43,7 @@ def test_the_end_of_a_session_ends_its_tasks_only() -> None:
     assert not gates.is_over(other)
 
 
-def test_a_gate_that_was_to_be_opened_without_a_server_stays_shut() -> None:
+def test_a_gate_shut_without_a_server_ends_its_task() -> None:
     gates, ids = registered()
     task_id = ids.next()
     gates.shut([task_id])
@@ -52,7 +52,7 @@ def test_a_gate_that_was_to_be_opened_without_a_server_stays_shut() -> None:
     assert gates.is_over(task_id)
 
 
-def test_old_ends_are_forgotten() -> None:
+def test_old_results_are_forgotten() -> None:
     gates, ids = registered()
     task_ids = [ids.next() for _ in range(20_000)]
     for task_id in task_ids:

@@ -47,7 +47,7 @@ def test_every_run_arrives_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize("word", range(NUM_WORDS))
-def test_a_copy_whose_task_is_revoked_ends_with_the_piece_it_is_at(word: int) -> None:
+def test_a_copy_whose_task_is_revoked_ends_after_its_current_piece(word: int) -> None:
     """What the third piece brings lands on the words, and revokes the copy's own task."""
     sizes = np.array([PIECE_BYTES // 2, PIECE_BYTES, 3 * PIECE_BYTES], np.int64)
     total, task_id = int(sizes.sum()), (0xFFFF << 48) + 7
@@ -68,7 +68,7 @@ def test_a_copy_whose_task_is_revoked_ends_with_the_piece_it_is_at(word: int) ->
         assert not target[3 * PIECE_BYTES :].any()
 
 
-def test_a_task_that_was_revoked_before_moves_nothing_and_a_later_one_all() -> None:
+def test_a_task_revoked_earlier_moves_nothing_and_a_later_one_moves_all() -> None:
     source, target = np.full(4096, 1, np.uint8), np.zeros(4096, np.uint8)
     words = memoryview(bytearray(8 * NUM_WORDS)).cast("Q")
     words[0] = 41
@@ -90,7 +90,7 @@ def _starts(sizes: np.ndarray, gaps: list[int]) -> np.ndarray:
     return np.cumsum(np.array(gaps, np.int64) + np.concatenate(([0], sizes[:-1]))[: len(sizes)])
 
 
-def test_a_missing_numba_leaves_the_slower_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_numba_falls_back_to_the_slower_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.copy_streams", None)
     copy_cpu.load_copy_runs.cache_clear()
     try:

@@ -27,7 +27,7 @@ def segment(request: pytest.FixtureRequest) -> Iterator[HostSegment]:
         yield made
 
 
-def test_what_one_mapping_writes_another_reads(segment: HostSegment) -> None:
+def test_one_mapping_reads_what_another_wrote(segment: HostSegment) -> None:
     with HostSegment.open(segment.ref()) as other:
         other.map()
         assert other.address != segment.address
@@ -36,7 +36,7 @@ def test_what_one_mapping_writes_another_reads(segment: HostSegment) -> None:
             assert other.block(index) == segment.block(index)
 
 
-def test_blocks_are_as_large_as_whole_pages_and_do_not_touch(segment: HostSegment) -> None:
+def test_blocks_are_padded_to_whole_pages_and_do_not_overlap(segment: HostSegment) -> None:
     assert segment.stride == 8192
     assert segment.size == NUM_BLOCKS * segment.stride
     segment.block(1)[:] = b"\xff" * segment.stride
@@ -52,7 +52,7 @@ def test_no_page_is_missing_once_it_is_mapped(segment: HostSegment) -> None:
     assert faults < NUM_BLOCKS // 10  # the interpreter has some of its own
 
 
-def test_each_step_of_populating_is_told(segment: HostSegment) -> None:
+def test_each_step_of_populating_calls_back(segment: HostSegment) -> None:
     steps: list[int] = []
     with HostSegment.open(segment.ref()) as other:
         other.map(lambda: steps.append(other.address))
@@ -69,7 +69,7 @@ def test_too_few_reserved_pages_are_an_error_that_says_how_many_it_takes() -> No
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_segment_whose_maker_has_gone_on_to_another_is_refused(segment: HostSegment) -> None:
+def test_a_segment_that_its_creator_has_replaced_is_refused(segment: HostSegment) -> None:
     ref = segment.ref()
     segment.close()
     other = HostSegment.create(BLOCK_BYTES, NUM_BLOCKS)

@@ -167,7 +167,7 @@ def test_a_tier_is_cleared_by_name_and_all_by_null(
     assert server.cleared == ["CPU", None]
 
 
-def test_what_fails_in_the_server_is_503_with_its_words(
+def test_a_failure_in_the_server_is_503_with_its_message(
     server: PlayedServer, service: HttpService
 ) -> None:
     server.failure = StorageError("its index cannot be written")
@@ -219,11 +219,11 @@ def test_only_json_is_taken_so_that_no_web_page_can_post(
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
         headers = {"Content-Type": kind}
         assert ask(service, "POST", "/cache/clear", '{"tier": null}', headers)[0] == 415
-    assert ask(service, "OPTIONS", "/cache/clear")[0] == 405  # nor is a page told it may
+    assert ask(service, "OPTIONS", "/cache/clear")[0] == 405  # a preflight request fails too
     assert not server.cleared
 
 
-def test_methods_and_paths_that_are_none_are_refused(service: HttpService) -> None:
+def test_unknown_methods_and_paths_are_refused(service: HttpService) -> None:
     assert ask(service, "GET", "/cache/clear")[0] == 405
     assert ask(service, "POST", "/status", "{}", JSON)[0] == 405
     assert ask(service, "GET", "/")[0] == 404
@@ -231,7 +231,7 @@ def test_methods_and_paths_that_are_none_are_refused(service: HttpService) -> No
 
 @pytest.mark.parametrize("request_line", ["POST /cache/prefetch", "POST /status", "GET /status",
                                           "GET /cache/clear", "GET /none"])  # fmt: skip
-def test_a_body_without_end_is_not_read(
+def test_an_endless_body_is_not_read(
     request_line: str, server: PlayedServer, service: HttpService
 ) -> None:
     head = f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -256,7 +256,7 @@ def test_a_body_that_is_too_long_is_413(service: HttpService) -> None:
         assert_closed(connection)
 
 
-def test_who_leaves_in_the_middle_of_a_body_is_not_logged_as_an_error(
+def test_a_client_that_leaves_in_the_middle_of_a_body_is_not_logged_as_an_error(
     service: HttpService, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = service.address.removeprefix("http://")
@@ -272,7 +272,7 @@ def test_who_leaves_in_the_middle_of_a_body_is_not_logged_as_an_error(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_with_a_token_all_but_health_needs_it(server: PlayedServer) -> None:
+def test_with_a_token_configured_everything_but_health_needs_it(server: PlayedServer) -> None:
     with serving(server, token=TOKEN) as service:
         assert ask(service, "GET", "/healthz")[0] == 200
         for path in ("/metrics", "/status", "/cache/clear", "/elsewhere", "/healthz/"):
@@ -290,16 +290,18 @@ def test_with_a_token_all_but_health_needs_it(server: PlayedServer) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.", "", "[",
                                   "10.0.0.1:80"])  # fmt: skip
-def test_on_loopback_no_other_name_reaches_it(host: str, service: HttpService) -> None:
+def test_on_loopback_other_host_names_are_refused(host: str, service: HttpService) -> None:
     assert ask(service, "GET", "/status", headers={"Host": host})[0] == 403
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9", "127.0.0.1:80", "[::1]:80"])
-def test_on_loopback_its_own_names_do(host: str, service: HttpService) -> None:
+def test_on_loopback_its_own_host_names_are_accepted(host: str, service: HttpService) -> None:
     assert ask(service, "GET", "/status", headers={"Host": host})[0] == 200
 
 
-def test_beyond_loopback_any_name_will_do_but_a_token_must_be_there(server: PlayedServer) -> None:
+def test_beyond_loopback_any_host_name_is_accepted_but_a_token_is_required(
+    server: PlayedServer,
+) -> None:
     with pytest.raises(ConfigError, match="http_token"):
         HttpService(server, "0.0.0.0:0")
     with serving(server, "0.0.0.0:0", TOKEN) as service:
@@ -323,7 +325,7 @@ def test_a_bare_port_is_on_loopback(server: PlayedServer) -> None:
         assert ask(service, "GET", "/healthz")[0] == 200
 
 
-def test_a_call_that_takes_long_keeps_nobody_else_waiting(
+def test_a_slow_call_does_not_keep_others_waiting(
     server: PlayedServer, service: HttpService
 ) -> None:
     server.gate = threading.Event()
@@ -441,7 +443,7 @@ def test_idle_connections_keep_others_out_no_longer_than_the_deadline() -> None:
     b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n",
 ])  # fmt: skip
-def test_a_client_that_does_not_send_a_whole_head_is_cut_off_however_often_it_sends_a_piece(
+def test_a_client_that_trickles_its_request_head_is_cut_off(
     sent: bytes, server: PlayedServer
 ) -> None:
     with serving(server, patience_s=1) as service:
@@ -464,7 +466,7 @@ def test_a_client_that_does_not_send_a_whole_head_is_cut_off_however_often_it_se
         assert ask(service, "GET", "/healthz")[0] == 200
 
 
-def test_a_body_that_does_not_come_is_408(server: PlayedServer) -> None:
+def test_a_body_that_never_arrives_is_408(server: PlayedServer) -> None:
     head = b"POST /cache/clear HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with (
         serving(server, patience_s=1) as service,
@@ -475,7 +477,7 @@ def test_a_body_that_does_not_come_is_408(server: PlayedServer) -> None:
         assert_closed(connection)
 
 
-def test_a_client_that_does_not_take_its_answer_is_cut_off(server: PlayedServer) -> None:
+def test_a_client_that_does_not_read_its_response_is_cut_off(server: PlayedServer) -> None:
     server.padding = "x" * (32 << 20)
     with serving(server, patience_s=1) as service:
         assert ask(service, "GET", "/healthz")[0] == 200
@@ -493,7 +495,7 @@ def test_a_call_may_take_longer_than_a_client_may(server: PlayedServer) -> None:
         assert post(service, "/cache/clear", {"tier": "CPU"}) == (200, {"dropped_blocks": 3})
 
 
-def test_where_no_file_descriptor_is_left_clients_wait_and_the_log_has_one_line(
+def test_without_free_file_descriptors_clients_wait_and_one_line_is_logged(
     service: HttpService, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ask(service, "GET", "/healthz")[0] == 200

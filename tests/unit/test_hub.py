@@ -246,14 +246,14 @@ def up_with_store(world: World, name: str = "one") -> Engine:
     engine = Engine(world, name)
     engine.register()
     assert world.hub.cache is not None
-    world.hub.cache.engine.executor_up(REMOTE)
+    world.hub.cache.tasks.executor_up(REMOTE)
     return engine
 
 
 def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking: World) -> None:
     engine = up_with_store(asking)
     assert asking.hub.cache is not None
-    tasks = asking.hub.cache.engine
+    tasks = asking.hub.cache.tasks
     for tier in tasks.cache.tiers:
         lost = tier.pool.take(1)
         [failed] = asking.send(engine.calls, CheckInvariants(1))
@@ -269,7 +269,7 @@ def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking
 
 def look_up_answered(world: World, num_present: int) -> None:
     assert world.hub.cache is not None
-    world.hub.cache.engine.looked_up(world.asked.pop(), num_present, None, world.now)
+    world.hub.cache.tasks.looked_up(world.asked.pop(), num_present, None, world.now)
     world.settle()
 
 
@@ -281,7 +281,7 @@ def test_a_match_waits_for_the_remote_store_if_its_client_does(asking: World) ->
     assert (matched.request_id, matched.num_blocks, matched.sources) == (9, 3, {"REMOTE": 3})
 
 
-def test_a_client_that_may_not_wait_is_told_to_ask_again(asking: World) -> None:
+def test_a_client_that_may_not_wait_gets_a_pending_answer(asking: World) -> None:
     engine = up_with_store(asking)
     assert engine.ask("abcd", may_wait=False)[0].is_pending
     assert engine.ask("abcd", may_wait=False)[0].is_pending
@@ -296,13 +296,13 @@ def test_a_match_goes_on_without_an_answer_in_time(asking: World) -> None:
     assert engine.ask("abcd", may_wait=True) == []
     asking.now += 1.0
     assert asking.hub.cache is not None
-    asking.hub.cache.engine.tick(asking.now)
+    asking.hub.cache.tasks.tick(asking.now)
     asking.settle()
     [matched] = asking.inbox[engine.calls]
     assert matched.num_blocks == 0
 
 
-def test_who_left_while_the_store_was_asked_gets_no_task(asking: World) -> None:
+def test_a_client_that_left_during_a_look_up_gets_no_task(asking: World) -> None:
     engine, other = up_with_store(asking), up_with_store(asking, "two")
     assert engine.ask("abcd", may_wait=True) == []
     assert other.ask("abc", may_wait=True) == []
@@ -312,10 +312,10 @@ def test_who_left_while_the_store_was_asked_gets_no_task(asking: World) -> None:
     [matched] = asking.inbox[other.calls]
     assert matched.num_blocks == 3
     assert asking.hub.cache is not None
-    assert asking.hub.cache.engine.sessions.num_open == 1
+    assert asking.hub.cache.tasks.queries.num_open_tasks == 1
 
 
-def test_what_one_engine_put_another_gets(world: World) -> None:
+def test_one_engine_gets_what_another_put(world: World) -> None:
     one, two = Engine(world, "one"), Engine(world, "two")
     one.register()
     two.register()
@@ -350,13 +350,13 @@ def test_the_first_engine_decides_what_is_cached_and_another_model_is_refused(wo
     ModelSpec("", 1, 1, 8, "uint8", False, 1, 16),
     ModelSpec("m", 1, 1, 1 << 50, "uint8", False, 1, 16),
 ])  # fmt: skip
-def test_a_model_that_is_none_is_refused_and_decides_nothing(world: World, spec: ModelSpec) -> None:
+def test_an_invalid_model_is_refused_and_decides_nothing(world: World, spec: ModelSpec) -> None:
     [refused] = world.send(b"x", hello_engine(spec=spec))
     assert isinstance(refused, Refused)
     Engine(world)
 
 
-def test_a_store_that_cannot_be_had_is_the_reason_of_the_refusal(world: World) -> None:
+def test_a_cache_that_cannot_be_opened_is_the_reason_for_the_refusal(world: World) -> None:
     def fail(model: ModelConfig, tokens: int) -> ServedCache:
         raise ConfigError("no room")
 
@@ -372,7 +372,7 @@ def test_another_version_is_refused_and_counted(world: World) -> None:
     assert world.hub.counters["rejected_version"] == 2
 
 
-def test_a_name_is_its_holders_until_that_is_gone(world: World) -> None:
+def test_a_name_belongs_to_its_holder_until_the_holder_is_gone(world: World) -> None:
     Engine(world)
     [refused] = world.send(b"late", hello_engine("e", "another", b"late-calls"))
     assert isinstance(refused, Refused)
@@ -382,7 +382,7 @@ def test_a_name_is_its_holders_until_that_is_gone(world: World) -> None:
     assert isinstance(welcome, WelcomeEngine)
 
 
-def test_a_client_takes_its_own_place_again_and_its_tasks_are_gone(world: World) -> None:
+def test_a_client_that_reconnects_takes_its_place_again_and_loses_its_tasks(world: World) -> None:
     engine = Engine(world)
     engine.register()
     engine.match(TaskKind.PUT, "abc")
@@ -394,7 +394,7 @@ def test_a_client_takes_its_own_place_again_and_its_tasks_are_gone(world: World)
     assert isinstance(rejected, Rejected)  # the former self learns that it is not known any more
 
 
-def test_a_new_engine_waits_until_the_slots_of_its_former_self_are_let_go(world: World) -> None:
+def test_a_new_engine_waits_until_the_slots_of_its_predecessor_are_released(world: World) -> None:
     engine = Engine(world)
     engine.register()
     task_id, reply = engine.match(TaskKind.PUT, "abc")
@@ -437,7 +437,7 @@ def test_a_silent_rank_expires_unless_it_may_be_copying(world: World) -> None:
     assert set(world.hub.peers) == {engine.events}
 
 
-def test_a_rank_is_refused_for_a_layout_that_differs_and_everybody_is_told(world: World) -> None:
+def test_a_rank_with_a_different_layout_is_refused_and_its_engine_is_notified(world: World) -> None:
     one, two = Engine(world, "one"), Engine(world, "two")
     one.register()
     world.send(two.rank, HelloRank("two", 0, "two", 2))
@@ -449,10 +449,10 @@ def test_a_rank_is_refused_for_a_layout_that_differs_and_everybody_is_told(world
     assert told.missing == ["tp_rank 0"]
     assert "another layout" in told.problems[0]
     assert world.last(one.events).problems == []
-    assert not world.hub.cache.engine.executors.is_up(device("two", 0))  # type: ignore[union-attr]
+    assert not world.hub.cache.tasks.queries.is_up(device("two", 0))  # type: ignore[union-attr]
 
 
-def test_a_rank_that_comes_back_is_told_what_ended_while_it_was_away(world: World) -> None:
+def test_a_rank_that_comes_back_learns_what_ended_while_it_was_away(world: World) -> None:
     engine = Engine(world)
     engine.register()
     task_id, reply = engine.match(TaskKind.PUT, "abc")
@@ -463,7 +463,7 @@ def test_a_rank_that_comes_back_is_told_what_ended_while_it_was_away(world: Worl
     assert Ended(task_id, 0) in world.inbox[engine.rank]
 
 
-def test_ranks_are_told_when_a_session_is_over_and_nothing_of_it_moves(world: World) -> None:
+def test_ranks_are_notified_when_a_session_is_over_and_its_copies_have_ended(world: World) -> None:
     engine = Engine(world)
     engine.register()
     task_id, reply = engine.match(TaskKind.PUT, "abc")
@@ -480,7 +480,7 @@ def test_ranks_are_told_when_a_session_is_over_and_nothing_of_it_moves(world: Wo
     world.hub.check()
 
 
-def test_a_gated_launch_of_what_has_ended_is_told_to_the_ranks(world: World) -> None:
+def test_ranks_are_notified_of_a_gated_launch_of_an_ended_task(world: World) -> None:
     engine = Engine(world)
     engine.register()
     task_id, _ = engine.match(TaskKind.PUT, "abc")
@@ -489,7 +489,7 @@ def test_a_gated_launch_of_what_has_ended_is_told_to_the_ranks(world: World) -> 
     assert world.last(engine.rank) == Ended(task_id, 0)
 
 
-def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
+def test_an_engine_cannot_touch_the_tasks_of_another(world: World) -> None:
     one, two = Engine(world, "one"), Engine(world, "two")
     one.register()
     task_id, _ = one.match(TaskKind.PUT, "abc")
@@ -501,7 +501,7 @@ def test_an_engine_cannot_touch_another_ones_tasks(world: World) -> None:
     assert isinstance(failed, Failed)
 
 
-def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: World) -> None:
+def test_every_request_is_answered_even_if_it_cannot_be_carried_out(world: World) -> None:
     engine = Engine(world)
     task_id = engine.ids.next()
     good = Match(1, task_id, TaskKind.GET, ROOT, 0, 2, 32, 8)
@@ -527,12 +527,12 @@ def test_every_request_is_answered_also_when_it_cannot_be_carried_out(world: Wor
     assert isinstance(world.send(b"stranger", GetStats(3))[0], Answer)
 
 
-def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored() -> None:
+def test_request_info_is_passed_on_with_stored_blocks() -> None:
     world = World(prompt_detail=PromptDetail.TOKENS)
     engine = Engine(world)
     engine.register()
     assert world.hub.cache is not None
-    cache = world.hub.cache.engine.cache
+    cache = world.hub.cache.tasks.cache
     cache.keep_journal(16)
     tokens = np.arange(40, dtype="<i8")  # two blocks and a half
     info = RequestInfo("a-request", 7, "an-adapter", [["x"], ["y"]])
@@ -558,7 +558,7 @@ def test_what_a_prompt_is_about_is_passed_on_with_what_is_stored() -> None:
     world.close()
 
 
-def test_a_launch_that_cannot_be_is_the_failure_of_its_task(world: World) -> None:
+def test_an_invalid_launch_fails_its_task(world: World) -> None:
     engine = Engine(world)
     engine.register()
     task_id, _ = engine.match(TaskKind.PUT, "abc")
@@ -597,7 +597,7 @@ def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
     assert (answer.status, answer.is_final) == (KVStatus.CANCELLED, True)
 
 
-def test_a_store_that_is_not_to_be_had_just_now_may_be_later(world: World) -> None:
+def test_a_cache_that_cannot_be_opened_now_may_be_opened_later(world: World) -> None:
     real, failures = world.open, iter([RegistrationError("in use"), OSError("no fds")])
 
     def fail_at_first(model: ModelConfig, tokens: int) -> ServedCache:
@@ -613,7 +613,7 @@ def test_a_store_that_is_not_to_be_had_just_now_may_be_later(world: World) -> No
     assert isinstance(world.send(b"x", hello_engine())[0], WelcomeEngine)
 
 
-def test_what_is_wrong_with_a_rank_is_known_to_its_engine_and_forgotten_with_it(
+def test_problems_of_a_rank_are_reported_to_its_engine_and_forgotten_with_it(
     world: World,
 ) -> None:
     other = Engine(world, "other")
@@ -629,7 +629,9 @@ def test_what_is_wrong_with_a_rank_is_known_to_its_engine_and_forgotten_with_it(
     assert world.hub.readiness.problems("e") == []
 
 
-def test_an_engine_is_not_told_the_problems_of_one_whose_name_begins_alike(world: World) -> None:
+def test_an_engine_does_not_get_the_problems_of_one_whose_name_starts_the_same(
+    world: World,
+) -> None:
     Engine(world, "e")
     world.send(b"rank", HelloRank("e:0", 0, "other", 2))
     world.send(b"rank", Register("", 0, "does not fit"))
@@ -646,17 +648,17 @@ def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
     assert world.hub.counters["rejected_oversized"] == 1
 
 
-def test_a_failing_handler_is_answered_and_costs_nobody_else_anything(world: World) -> None:
+def test_a_failing_handler_is_answered_and_affects_no_other_engine(world: World) -> None:
     one, two = Engine(world, "one"), Engine(world, "two")
     assert world.hub.cache is not None
-    real = world.hub.cache.engine.match
+    real = world.hub.cache.tasks.match
 
     def fail_for_one(task_id: int, *rest: Any) -> Any:
         if task_id in one.ids:
             raise RuntimeError("a bug")
         return real(task_id, *rest)
 
-    world.hub.cache.engine.match = fail_for_one  # type: ignore[assignment, method-assign]
+    world.hub.cache.tasks.match = fail_for_one  # type: ignore[assignment, method-assign]
     _, failed = one.match(TaskKind.GET, "ab")
     assert failed == Failed(5, "internal", "RuntimeError('a bug')")
     assert isinstance(two.match(TaskKind.GET, "ab")[1], Matched)
@@ -688,7 +690,7 @@ def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not
     assert not permit.is_revoked
     world.now += 1000
     assert world.hub.cache is not None
-    world.hub.cache.engine.tick(world.now)
+    world.hub.cache.tasks.tick(world.now)
     world.settle()
     assert world.last(engine.events).status is KVStatus.FAILED
     assert permit.is_revoked
@@ -867,10 +869,10 @@ class HubHistories(RuleBasedStateMachine):
         assert set(hub.stats(self.world.now).engines) == set(self.engines)
         if hub.cache is None:
             return
-        hub.cache.engine.check()
+        hub.cache.tasks.check()
         assert hub.workers() == {device(name, 0): 2 for name in self.ranks}
         for name in NAMES:
-            assert hub.cache.engine.executors.is_up(device(name, 0)) == (name in self.ranks)
+            assert hub.cache.tasks.queries.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
         assert set(hub.peers) == set(self.world.watched) == expected
         tier = self.world.tier()
@@ -924,7 +926,7 @@ def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) ->
             peer = data.draw(st.sampled_from([b"?", engine.events, engine.calls, engine.rank]))
             world.send_raw(peer, [bytes(frame), *extra])
         assert world.hub.cache is not None
-        world.hub.cache.engine.check()
+        world.hub.cache.tasks.check()
         assert "two" in world.hub.stats(world.now).engines
         world.send(other.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
         assert world.hub.stats(world.now).engines["two"].open_tasks == 0

@@ -155,7 +155,7 @@ TestWriteBackJournal = WriteBackJournalMachine.TestCase
 TestWriteBackJournal.settings = settings(stateful_step_count=30)
 
 
-def test_what_is_restored_is_told_without_tokens() -> None:
+def test_restored_blocks_are_recorded_without_tokens() -> None:
     cache = make_cache(4, 4, tokens_per_block=SIZE)
     cache.tiers.by_name[TierName.SSD].restore(
         [RestoredRun(ROOT, None, keys_of("ab"), np.array([0, 1]))]
@@ -166,7 +166,7 @@ def test_what_is_restored_is_told_without_tokens() -> None:
     ]
 
 
-def test_emptying_everything_is_told_in_one_word() -> None:
+def test_clearing_every_tier_is_recorded_as_one_change() -> None:
     cache = make_cache(4, tokens_per_block=SIZE)
     plan = cache.stores.plan_put(described("ab"), 0, 2)
     cache.publish_staging(plan, 2)
@@ -177,7 +177,7 @@ def test_emptying_everything_is_told_in_one_word() -> None:
     assert cache.tiers.journal.take() == [Cleared()]
 
 
-def test_what_waits_to_be_written_back_is_told_with_its_tokens_and_keeps_no_others() -> None:
+def test_blocks_written_back_are_recorded_with_their_tokens_and_no_others_are_kept() -> None:
     dirty = DirtyQueue(2)
     tiers = [Tier(TierName.CPU, 6), Tier(TierName.SSD, 6)]
     cache = TieredCache(Tiers(tiers), 2, 100, write_back={TierName.SSD: dirty})

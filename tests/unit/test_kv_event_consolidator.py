@@ -31,7 +31,7 @@ class Follower:
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[str | None, bool]] = {}
-        """Medium that was told, and whether the tokens were."""
+        """Last published medium of each block, and whether its tokens were published."""
 
     def follow(self, events: list[Event]) -> None:
         for event in events:
@@ -114,7 +114,7 @@ class ConsolidatorMachine(RuleBasedStateMachine):
 TestConsolidator = ConsolidatorMachine.TestCase
 
 
-def test_stored_by_the_first_and_removed_by_the_last() -> None:
+def test_stored_with_the_first_copy_and_removed_with_the_last() -> None:
     merged = Consolidator()
     assert merged.take(ENGINE, [stored([1, 2], "GPU", parent=9, group=0)]) == [
         stored([1, 2], "GPU", parent=9)
@@ -127,7 +127,7 @@ def test_stored_by_the_first_and_removed_by_the_last() -> None:
     assert 1 in merged and 2 not in merged
 
 
-def test_what_is_news_is_told_with_its_own_parent_tokens_and_extra_keys() -> None:
+def test_new_blocks_are_published_with_their_own_parent_tokens_and_extra_keys() -> None:
     merged = Consolidator()
     merged.take(ENGINE, [stored([2], "GPU")])
     event = BlockStored(
@@ -139,14 +139,14 @@ def test_what_is_news_is_told_with_its_own_parent_tokens_and_extra_keys() -> Non
     ]
 
 
-def test_tokens_that_become_known_are_told_once_more() -> None:
+def test_blocks_are_published_again_once_their_tokens_become_known() -> None:
     merged = Consolidator()
     merged.take(CACHE, [stored([1, 2], "STORAGE", tokens=False)])
     assert merged.take(ENGINE, [stored([1, 2], "GPU", group=0)]) == [stored([1, 2], "STORAGE")]
     assert merged.take(CACHE, [stored([1, 2], "CPU")]) == []
 
 
-def test_a_restarted_source_takes_only_its_own_blocks_along() -> None:
+def test_a_restarted_source_removes_only_its_own_blocks() -> None:
     merged = Consolidator()
     merged.take(ENGINE, [stored([1, 2], "GPU")])
     merged.take(CACHE, [stored([2, 3], "CPU")])

@@ -88,7 +88,7 @@ def test_removed_arrays_of_every_length_are_read(length: int) -> None:
     assert event == BlockRemoved([3], "CPU" if length > 2 else None, 1 if length > 3 else None)
 
 
-def test_a_batch_may_be_a_map_and_events_may_say_more() -> None:
+def test_a_batch_may_be_a_map_and_events_may_have_more_fields() -> None:
     newer = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "ownership": "x"}
     content = {"ts": 2.0, "events": [newer], "data_parallel_rank": 3, "later": 1}
     batch = decode_batch(msgspec.msgpack.encode(content))
@@ -109,13 +109,13 @@ def test_events_of_unknown_types_are_left_out_and_counted() -> None:
         [1.0, [["BlockRemoved", "no hashes"]]], [1.0, [], "rank"],
     ],
 )  # fmt: skip
-def test_what_is_no_batch_is_refused(content: Any) -> None:
+def test_a_payload_that_is_not_a_batch_is_refused(content: Any) -> None:
     with pytest.raises(ValueError, match="not a batch of KV events"):
         decode_batch(msgspec.msgpack.encode(content))
 
 
 @given(st.binary(max_size=60))
-def test_bytes_of_any_kind_are_read_or_refused(payload: bytes) -> None:
+def test_arbitrary_bytes_are_read_or_refused(payload: bytes) -> None:
     with contextlib.suppress(ValueError):
         decode_batch(payload)
 
@@ -135,7 +135,7 @@ BIG = (1 << 64) - 2
 
 
 @pytest.mark.parametrize("layout", GOLDEN)
-def test_changes_are_told_with_all_that_is_known_of_them(layout: str) -> None:
+def test_changes_become_events_with_all_known_fields(layout: str) -> None:
     info = RequestInfo(lora_id=3, lora_name="adapter")
     changes: list[Change] = [
         Stored(

@@ -62,7 +62,7 @@ class LayerLoadMachine(RuleBasedStateMachine):
 TestLayerLoad = LayerLoadMachine.TestCase
 
 
-def test_whoever_gives_up_waits_for_the_copy_that_runs() -> None:
+def test_giving_up_waits_for_the_running_copy() -> None:
     load = LayerLoad(LAYERS, 1)
     assert load.begin_part()
     given_up = threading.Thread(target=load.give_up)
@@ -75,7 +75,7 @@ def test_whoever_gives_up_waits_for_the_copy_that_runs() -> None:
     assert not load.begin_part()
 
 
-def test_whoever_waits_is_woken_by_the_layer_and_by_the_end() -> None:
+def test_a_waiter_is_woken_by_the_layer_and_by_the_end() -> None:
     load, has_seen_b = LayerLoad(LAYERS, 1), threading.Event()
     seen: list[bool] = []
 

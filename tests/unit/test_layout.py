@@ -168,7 +168,7 @@ def test_a_block_is_what_torch_selects_of_every_layer(
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ratio", [2, 4])
-def test_finer_blocks_of_a_kernel_are_taken_together(
+def test_finer_blocks_of_a_kernel_are_grouped(
     engine: Engine, dtype: torch.dtype, ratio: int
 ) -> None:
     tensors, block_dim = engine(NUM_BLOCKS * ratio, 16, dtype)
@@ -214,7 +214,7 @@ def strange_tensors(draw: st.DrawFn) -> tuple[Tensors, int]:
 
 
 @given(strange_tensors())
-def test_whatever_dense_tensors_are_cut_and_turned_to_is_read_right(
+def test_sliced_and_permuted_dense_tensors_are_read_correctly(
     drawn: tuple[Tensors, int],
 ) -> None:
     tensors, block_dim = drawn
@@ -223,7 +223,7 @@ def test_whatever_dense_tensors_are_cut_and_turned_to_is_read_right(
         assert gather(layout, block) == reference(tensors, block_dim, block)
 
 
-def test_the_addresses_of_many_blocks_are_those_of_each() -> None:
+def test_the_addresses_of_many_blocks_equal_those_of_each() -> None:
     tensors, block_dim = split(NUM_BLOCKS, 16, torch.bfloat16)
     layout = describe(tensors, block_dim)
     picked = np.array([3, 0, 3], dtype=np.int64)
@@ -234,7 +234,7 @@ def test_the_addresses_of_many_blocks_are_those_of_each() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_in_the_host_pool_the_segments_of_a_block_stand_one_after_the_other(
+def test_in_the_host_pool_the_segments_of_a_block_are_contiguous(
     engine: Engine,
 ) -> None:
     layout = describe(*engine(NUM_BLOCKS, 16, torch.bfloat16))
@@ -263,7 +263,7 @@ def test_in_the_host_pool_the_segments_of_a_block_stand_one_after_the_other(
         (latent, NUM_LAYERS),
     ],
 )
-def test_a_block_has_no_more_segments_than_pieces_that_lie_apart(
+def test_a_block_has_no_more_segments_than_separate_pieces(
     engine: Engine, num_segments: int
 ) -> None:
     layout = describe(*engine(NUM_BLOCKS, 16, torch.bfloat16))
@@ -312,7 +312,7 @@ def test_the_segments_up_to_a_layers_end_hold_it_and_all_before_it(engine: Engin
     assert layout.layer_ends[names[-1]] == len(layout.sizes)
 
 
-def test_a_layer_that_shares_anothers_tensor_is_there_with_it() -> None:
+def test_a_layer_that_shares_anothers_tensor_is_loaded_with_it() -> None:
     tensors, block_dim = joined(NUM_BLOCKS, 16, torch.bfloat16)
     names = list(tensors)
     shared = {**tensors, "shares": tensors[names[1]]}
@@ -346,7 +346,7 @@ def test_ranks_with_the_same_shapes_have_the_same_signature() -> None:
         assert one.signature != finer.signature
 
 
-def test_a_signature_stays_short_for_many_like_layers() -> None:
+def test_a_signature_stays_short_for_many_identical_layers() -> None:
     tensors = {f"{i}": random_tensor((2, 2, 4, 2, 8), torch.bfloat16) for i in range(60)}
     assert describe(tensors, 0).signature.startswith("60xbfloat16")
     assert "," not in describe(tensors, 0).signature
@@ -387,7 +387,7 @@ def test_a_tensor_that_overlaps_itself_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "wrong", [lambda size: size + 1, lambda size: size - 1, lambda size: size // 2, lambda _: 0]
 )
-def test_another_weight_than_the_models_is_refused(wrong: Callable[[int], int]) -> None:
+def test_a_block_size_other_than_the_models_is_refused(wrong: Callable[[int], int]) -> None:
     tensors, _ = joined(NUM_BLOCKS, 16, torch.bfloat16)
     size = bytes_per_index(tensors)
     message = refusal(tensors, wrong(size))
@@ -402,7 +402,7 @@ def test_finer_blocks_that_do_not_fill_the_last_one_are_refused() -> None:
     assert "a multiple of 2" in message
 
 
-def test_layers_that_count_differently_many_blocks_are_refused() -> None:
+def test_layers_with_different_numbers_of_blocks_are_refused() -> None:
     tensors = {"a": torch.zeros(4, 16, 8), "b": torch.zeros(6, 16, 8)}
     assert "[4, 6] blocks in dimension 0" in refusal(tensors, bytes_per_index(tensors))
 
@@ -416,7 +416,7 @@ def test_the_wrong_block_dimension_is_refused_where_it_shows() -> None:
 
 
 @pytest.mark.parametrize("block_dim", [3, 7, -4])
-def test_a_block_dimension_that_a_tensor_has_not_is_refused(block_dim: int) -> None:
+def test_a_block_dimension_that_a_tensor_lacks_is_refused(block_dim: int) -> None:
     tensors = {"deep": torch.zeros(4, 2, 2, 16, 2, 2, 2, 2), "flat": torch.zeros(4, 16, 8)}
     message = refusal(tensors, 4096, block_dim)
     assert message.startswith("flat: shape (4, 16, 8)")

@@ -21,12 +21,12 @@ from flexcache.transfer.workers.life import show_life_during
 WAIT_S = 60.0
 
 
-def test_life_is_shown_until_the_work_is_done() -> None:
+def test_heartbeats_are_sent_until_the_work_is_done() -> None:
     shown = threading.Event()
     assert show_life_during(lambda: shown.wait(WAIT_S), shown.set)
 
 
-def test_what_the_work_raises_is_raised() -> None:
+def test_exceptions_of_the_work_propagate() -> None:
     def fail() -> None:
         raise ValueError("no way")
 
@@ -51,7 +51,7 @@ def register(client: KVTPClient) -> None:
     client.register_kv_caches({"layer": torch.zeros((4, 2, 16, 1, 8), dtype=torch.uint8)})
 
 
-def test_a_rank_shows_life_while_its_copier_is_compiled(
+def test_a_rank_sends_heartbeats_while_its_copier_is_compiled(
     parts: tuple[KVServer, KVManager, KVTPClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, manager, client = parts
@@ -76,7 +76,7 @@ def test_a_rank_shows_life_while_its_copier_is_compiled(
 
 
 @pytest.mark.parametrize("round_", range(4))
-def test_both_ends_of_an_engine_hear_that_the_server_stops(
+def test_both_ends_of_an_engine_learn_that_the_server_stops(
     parts: tuple[KVServer, KVManager, KVTPClient],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,

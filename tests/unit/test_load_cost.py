@@ -20,7 +20,7 @@ def measured(tier: TierName, blocks: int, seconds: float, ops: int = 10) -> tupl
     return cost, now
 
 
-def test_what_is_not_known_is_loaded() -> None:
+def test_without_measurements_blocks_are_loaded() -> None:
     cost, now = measured(SSD, blocks=1, seconds=100.0)
     assert cost.pays(REMOTE, 1000, 1e9, now)
     assert cost.pays(SSD, 1, 0.0, now), "the engine has not said how fast it is"
@@ -56,7 +56,7 @@ def test_ops_side_by_side_count_together() -> None:
     assert cost.seconds(SSD, 400, now) == pytest.approx(10.0, rel=0.3)  # 40 blocks/s, not 10
 
 
-def test_a_tier_that_recovered_is_found_out_about() -> None:
+def test_a_recovered_tier_is_noticed() -> None:
     cost, now = measured(REMOTE, blocks=1, seconds=10.0)
     assert not cost.pays(REMOTE, 1, 1.0, now)
     assert cost.pays(REMOTE, 1, 1.0, now + 60.0)
@@ -72,7 +72,7 @@ def test_a_tier_from_which_nothing_arrives_is_not_judged_by_its_speed() -> None:
     assert cost.seconds(REMOTE, 1, now) is None
 
 
-def test_what_was_measured_long_ago_does_not_weigh_on_what_is_measured_now() -> None:
+def test_old_measurements_do_not_outweigh_recent_ones() -> None:
     cost, now = measured(REMOTE, blocks=1, seconds=10.0)
     now += 1000.0
     for _ in range(5):

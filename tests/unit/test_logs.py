@@ -55,7 +55,7 @@ def test_a_field_is_quoted_where_it_must_be(value: object, text: str) -> None:
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.text(max_size=30)))
-def test_whatever_a_peer_says_a_line_stays_one_and_parses(fields: dict[str, str]) -> None:
+def test_any_text_stays_one_parsable_line(fields: dict[str, str]) -> None:
     line = str(LogEvent("happened", dict(fields)))
     assert len(line.splitlines()) == 1
     event, _, rest = line.partition(" ")
@@ -66,13 +66,13 @@ def test_whatever_a_peer_says_a_line_stays_one_and_parses(fields: dict[str, str]
     assert told == fields
 
 
-def test_what_is_not_known_is_not_said(logger: logging.Logger) -> None:
+def test_unknown_fields_are_left_out(logger: logging.Logger) -> None:
     stream = lines_of(logger, logging.Formatter("%(message)s"))
     log_event(logger, logging.INFO, "session_began", engine="a", pid=None)
     assert stream.getvalue() == "session_began engine=a\n"
 
 
-def test_what_is_below_the_level_is_not_logged(logger: logging.Logger) -> None:
+def test_events_below_the_level_are_not_logged(logger: logging.Logger) -> None:
     stream = lines_of(logger, logging.Formatter("%(message)s"))
     log_event(logger, logging.DEBUG, "session_began")
     assert stream.getvalue() == ""
@@ -103,14 +103,16 @@ def test_json_holds_a_traceback_within_its_line(logger: logging.Logger) -> None:
     assert "RuntimeError: torn" in json.loads(line)["exc"]
 
 
-def test_the_line_is_placed_where_it_was_asked_for(logger: logging.Logger) -> None:
+def test_a_record_names_the_file_of_its_caller(logger: logging.Logger) -> None:
     stream = lines_of(logger, logging.Formatter("%(filename)s"))
     log_event(logger, logging.INFO, "session_began")
     assert stream.getvalue() == "test_logs.py\n"
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_process_of_our_own_logs_ours_from_its_level_and_others_warnings(log_format: str) -> None:
+def test_a_process_logs_flexcache_at_its_level_and_other_loggers_at_warning(
+    log_format: str,
+) -> None:
     code = f"""
 import logging
 from flexcache.logs import log_event, set_up_logging

@@ -36,7 +36,7 @@ def limited(root: Path, limit: int, used: int = 0, cache: int = 0) -> None:
     })  # fmt: skip
 
 
-def test_the_limits_of_both_versions_are_found_with_what_is_used(tmp_path: Path) -> None:
+def test_the_limits_of_both_versions_are_found_with_their_usage(tmp_path: Path) -> None:
     limited(tmp_path, 5000, used=900, cache=400)
     write(tmp_path, {
         "proc/self/cgroup": "3:cpu:/x\n2:memory:/docker/1\n0::/pods/one",
@@ -69,7 +69,7 @@ def test_the_lowest_limit_says_how_much_memory_may_be_used(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("cache", "warns"), [(0, True), (1_500_000_000, False)])
-def test_a_pool_beyond_what_is_left_is_warned_of_but_for_page_cache(
+def test_a_pool_beyond_the_memory_left_warns_unless_page_cache_makes_room(
     tmp_path: Path, cache: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     limited(tmp_path, 4_000_000_000, used=2_000_000_000, cache=cache)

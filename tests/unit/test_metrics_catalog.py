@@ -94,7 +94,7 @@ def test_a_scrape_reads_the_statistics_once() -> None:
     assert len(reads) == 1
 
 
-def test_every_metric_has_a_sample_of_every_statistic_that_is_there() -> None:
+def test_every_metric_has_a_sample_of_every_existing_statistic() -> None:
     empty = [metric.name for metric in CATALOG if not list(metric.read(from_plain(STATS)))]
     assert not empty
     for metric in CATALOG:
@@ -111,7 +111,7 @@ def test_values_are_in_the_unit_that_the_name_says() -> None:
     assert "flexcache_tier_indexed_bytes{'tier': 'REMOTE'}" not in found
 
 
-def test_histograms_are_cumulative_and_end_with_all() -> None:
+def test_histograms_are_cumulative_and_end_with_the_total() -> None:
     found = samples(STATS)
     name, label = "flexcache_task_duration_seconds", "'kind': 'get'"
     buckets = [found[f"{name}_bucket{{{label}, 'le': '{le}'}}"] for le in ("0.1", "1.0", "+Inf")]
@@ -120,7 +120,7 @@ def test_histograms_are_cumulative_and_end_with_all() -> None:
     assert found[f"{name}_sum{{{label}}}"] == 12.5
 
 
-def test_states_are_one_of_several() -> None:
+def test_exactly_one_state_is_set() -> None:
     found = samples(STATS)
     states = [found[f"flexcache_breaker_state{{'state': '{s}'}}"]
               for s in ("closed", "half_open", "open")]  # fmt: skip
@@ -131,7 +131,7 @@ def test_states_are_one_of_several() -> None:
     assert found["flexcache_worker_up{'worker': 'remote'}"] == 0
 
 
-def test_counters_by_reason_are_there_before_their_first_event() -> None:
+def test_counters_by_reason_exist_before_their_first_event() -> None:
     found = samples(STATS)
     assert found["flexcache_dropped_blocks_total{'reason': 'host_tier_full'}"] == 6
     assert found["flexcache_dropped_blocks_total{'reason': 'ssd_write_failed'}"] == 0
@@ -148,14 +148,14 @@ def test_a_window_in_which_nothing_was_asked_for_has_no_ratio() -> None:
     assert "flexcache_hit_ratio{'window': '1m'}" not in found
 
 
-def test_a_server_that_knows_no_model_yet_is_served_too() -> None:
+def test_a_server_without_a_model_yet_has_metrics() -> None:
     found = samples(NEW_SERVER)
     assert found["flexcache_build_info{'version': '1.2'}"] == 1
     assert found["flexcache_engines{}"] == 0
     assert not [name for name in found if name.startswith(("flexcache_tier", "flexcache_remote"))]
 
 
-def test_an_engines_name_is_quoted_whatever_is_in_it() -> None:
+def test_any_engine_name_is_escaped() -> None:
     assert samples(STATS)["flexcache_engine_ranks" + str({"engine": 'an "engine"\n'})] == 1
 
 
@@ -169,7 +169,7 @@ def test_names_follow_the_conventions() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
-def test_promtool_finds_no_fault_with_them() -> None:
+def test_promtool_accepts_the_metrics() -> None:
     text = Exposition(lambda: from_plain(STATS)).render()[0]
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")

@@ -416,7 +416,7 @@ TestPlannerMachine.settings = settings(stateful_step_count=50)
     st.integers(1, 3),
     st.sampled_from([0, 200]),
 )
-def test_with_room_for_everything_a_get_brings_all_that_was_ever_put(
+def test_with_room_for_everything_a_get_returns_all_that_was_ever_put(
     calls: list[tuple[str, str, int]], chunk_blocks: int, disk: int
 ) -> None:
     world = World(200, disk, chunk_blocks)
@@ -575,7 +575,7 @@ def test_a_host_tier_that_is_all_in_use_stores_nothing() -> None:
     assert not task.plan.stores
 
 
-def test_what_of_a_put_is_beyond_the_write_backlog_stays_on_the_host_tier() -> None:
+def test_blocks_of_a_put_beyond_the_write_backlog_stay_on_the_host_tier() -> None:
     world = World(20, 20, max_store_backlog=4)
     first, second = world.put("aaa"), world.put("bbb")
     third = world.put("abab", root=OTHER_ROOT)
@@ -599,7 +599,7 @@ def test_a_write_back_counts_towards_the_backlog() -> None:
     assert world.cached("ababba") == (6, 5)
 
 
-def test_what_neither_the_backlog_nor_the_disk_has_room_for_is_counted_by_reason() -> None:
+def test_blocks_without_room_in_the_backlog_or_on_the_disk_are_counted_by_reason() -> None:
     world = World(20, 2, max_store_backlog=3)
     task = world.put("ababab")
     assert task.plan.dropped == {"ssd_write_backlog": 3, "ssd_tier_full": 1}
@@ -625,7 +625,7 @@ def test_blocks_that_are_written_back_stay_on_the_host_tier_until_then() -> None
     assert world.cached("ababba") == (6, 6)
 
 
-def test_a_write_back_that_fails_leaves_nothing_that_hangs_in_the_air() -> None:
+def test_a_failed_write_leaves_no_orphaned_blocks() -> None:
     world = world_with("abab", "a")
     world.run(world.put("ababba"), fail={OpKind.H2DISK: 1})
     assert world.cached("ababba") == (6, 2)

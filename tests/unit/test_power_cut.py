@@ -279,7 +279,7 @@ class Machine:
         self.promise()
 
     def promise(self) -> None:
-        """Record that a caller who asks now gets these keys in these slots."""
+        """Record that a caller asking now gets these keys in these slots."""
         found = {}
         for run in self.tier.index._runs.values():
             found.update(zip(run.keys, run.blocks.tolist(), strict=True))

@@ -318,7 +318,7 @@ def lineage_of(index: PrefixIndex, word: str) -> Lineage:
     return run.lineage
 
 
-def test_what_continues_a_prompt_is_of_its_lineage_wherever_it_hangs_off() -> None:
+def test_continuations_of_a_prompt_belong_to_its_lineage_wherever_they_branch_off() -> None:
     index = PrefixIndex(Scripted())
     store(index, "abcd", 0)
     store(index, "abcdef", 10)
@@ -328,7 +328,7 @@ def test_what_continues_a_prompt_is_of_its_lineage_wherever_it_hangs_off() -> No
     assert not lineage_of(index, "abcd").is_shared
 
 
-def test_where_prompts_part_each_is_a_lineage_of_its_own_from_the_second_branch_on() -> None:
+def test_where_prompts_diverge_each_branch_from_the_second_on_is_its_own_lineage() -> None:
     index = PrefixIndex(Scripted())
     store(index, "abc", 0)
     store(index, "axy", 10)
@@ -342,7 +342,7 @@ def test_where_prompts_part_each_is_a_lineage_of_its_own_from_the_second_branch_
     index.check()
 
 
-def test_a_policy_hears_of_a_lineage_whose_first_block_was_evicted() -> None:
+def test_a_policy_is_notified_when_the_first_block_of_a_lineage_is_evicted() -> None:
     policy = Scripted()
     index = PrefixIndex(policy)
     store(index, "abcd", 0, now=1)
@@ -362,7 +362,7 @@ def test_a_match_that_ends_in_a_branch_knows_its_depth() -> None:
     assert index.blocks(index.match(prompt("abxzq"))).tolist() == [0, 1, 10, 20]
 
 
-def test_ids_of_a_match_are_the_callers_own() -> None:
+def test_ids_of_a_match_belong_to_the_caller() -> None:
     index = PrefixIndex()
     match = store(index, "abc", 0)
     index.blocks(match)[:] = 99
@@ -379,7 +379,7 @@ def test_roots_do_not_see_each_others_blocks() -> None:
     assert cached(index, "abc") == 3
 
 
-def test_the_least_recent_leaf_goes_first() -> None:
+def test_the_least_recent_leaf_is_evicted_first() -> None:
     index = PrefixIndex()
     store(index, "a", 0, now=1)
     store(index, "b", 1, now=2)
@@ -388,7 +388,7 @@ def test_the_least_recent_leaf_goes_first() -> None:
     assert [index.evict(1).tolist() for _ in range(4)] == [[1], [2], [0], []]
 
 
-def test_a_run_goes_from_its_end() -> None:
+def test_a_run_is_evicted_from_its_end() -> None:
     index = PrefixIndex()
     store(index, "abcd", 0)
     assert index.evict(1).tolist() == [3]
@@ -482,7 +482,7 @@ def test_a_discarded_block_that_is_pinned_stays_allocated_until_it_is_unpinned()
     assert sorted(index.evict(2).tolist()) == [2, 3]
 
 
-def test_a_discarded_block_can_be_stored_anew_beside_its_pinned_remains() -> None:
+def test_a_discarded_block_can_be_stored_again_beside_its_pinned_remains() -> None:
     index = PrefixIndex()
     match = store(index, "abcd", 0)
     index.pin(match)
@@ -495,7 +495,7 @@ def test_a_discarded_block_can_be_stored_anew_beside_its_pinned_remains() -> Non
     assert index.blocks(index.match(prompt("abcd"))).tolist() == [0, 1, 10, 11]
 
 
-def test_what_was_discarded_is_evicted_before_anything_that_can_be_found() -> None:
+def test_discarded_blocks_are_evicted_before_any_that_can_be_found() -> None:
     index = PrefixIndex()
     store(index, "old", 10, now=1)
     store(index, "abcd", 0, now=2)
@@ -527,7 +527,7 @@ def test_keys_that_do_not_chain_match_nothing() -> None:
     assert index.match(backwards) is EMPTY_MATCH
 
 
-def test_a_key_for_each_block_is_wanted() -> None:
+def test_each_block_needs_a_key() -> None:
     index = PrefixIndex()
     with pytest.raises(InternalError, match="2 keys for 1 blocks"):
         index.insert(EMPTY_MATCH, ROOT, keys_of("ab"), ids(0), 0)
@@ -623,7 +623,7 @@ def _part_from_a_lineage_unseen(tree: Damaged) -> None:
     tree.branch.lineage = Lineage(None, 0)
 
 
-def test_a_bad_block_goes_with_all_behind_it_however_often_prompts_part_there() -> None:
+def test_a_bad_block_is_dropped_with_all_behind_it_however_many_prompts_branch_there() -> None:
     index, parent, num_turns = PrefixIndex(), EMPTY_MATCH, 1_500
     for turn in range(num_turns):
         keys = [BlockKey(b"%d-%d" % (turn, i)) for i in range(2)]

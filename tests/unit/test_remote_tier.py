@@ -21,7 +21,7 @@ WORDS = st.text("ab", min_size=1, max_size=8)
     capacity=st.integers(1, 12),
     calls=st.lists(st.tuples(st.sampled_from(["learn", "match", "discard"]), WORDS), max_size=60),
 )
-def test_no_more_is_known_than_there_is_room_for_nor_than_was_found(
+def test_known_blocks_are_bounded_by_capacity_and_by_what_was_found(
     capacity: int, calls: list[tuple[str, str]]
 ) -> None:
     tier, found = RemoteTier(5.0, capacity), set[str]()
@@ -42,7 +42,7 @@ def test_no_more_is_known_than_there_is_room_for_nor_than_was_found(
         tier.check()
 
 
-def test_what_was_used_last_is_known_longest() -> None:
+def test_most_recently_used_blocks_are_known_longest() -> None:
     tier = RemoteTier(5.0, capacity=6)
     for word in ("aaa", "bbb"):
         tier.learn(ROOT, None, keys_of(word))
@@ -52,7 +52,7 @@ def test_what_was_used_last_is_known_longest() -> None:
     assert known == {"aaa": 3, "bbb": 0, "ccc": 3}
 
 
-def test_what_was_forgotten_is_asked_for_again() -> None:
+def test_forgotten_blocks_are_looked_up_again() -> None:
     tier = RemoteTier(5.0, capacity=3)
     tier.learn(ROOT, None, keys_of("aaa"))
     assert tier.first_unknown(prompt("aaa"), 3, 0.0) is None
@@ -60,7 +60,7 @@ def test_what_was_forgotten_is_asked_for_again() -> None:
     assert tier.first_unknown(prompt("aaa"), 3, 0.0) == 0
 
 
-def test_a_prompt_beyond_what_can_be_known_is_not_asked_for_again_at_once() -> None:
+def test_a_prompt_longer_than_the_capacity_is_not_looked_up_again_at_once() -> None:
     tier = RemoteTier(5.0, capacity=3)
     look_ups, instructions = RemoteLookUps(tier, CircuitBreaker(), 1.0), list[Instruction]()
     for _ in range(10):

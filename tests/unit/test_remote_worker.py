@@ -290,7 +290,7 @@ def test_a_malformed_op_is_refused_and_the_others_go_on(running: Running) -> Non
     assert running.ask(store_op(5, [0, 1], 1, 2)) == Done(5, 2)
 
 
-def test_a_missing_block_ends_a_load_and_is_to_be_forgotten(running: Running) -> None:
+def test_a_missing_block_ends_a_load_and_is_reported_as_bad(running: Running) -> None:
     running.ask(store_op(1, [0, 1], 20, 22))
     done = running.ask(load_op(2, [8, 9, 10], 20, 21, 22))
     assert isinstance(done, Done)
@@ -321,7 +321,7 @@ def test_a_block_that_cannot_be_stored_ends_the_store(
     assert "disk on fire" in (done.error or "")
 
 
-def test_an_error_of_the_store_is_no_verdict_on_the_block(
+def test_a_store_error_does_not_mark_the_block_as_bad(
     running: Running, store: ObedientStore
 ) -> None:
     store.raises = StoreUnavailableError("gone fishing")
@@ -398,7 +398,7 @@ OBJECT_OF_VERSION_2 = (
 )
 
 
-def test_objects_of_version_two_are_read_for_ever() -> None:
+def test_objects_of_version_two_stay_readable() -> None:
     assert decoded(OBJECT_OF_VERSION_2) == [b"kv" * 50, b"KV" * 50]
     assert object_name(ROOT, b"\xab" * 16) == f"v2/{ROOT.hex()}/ab/{'ab' * 16}"
 
@@ -441,7 +441,7 @@ def test_an_object_of_another_block_is_refused() -> None:
         decoded(bytes(data), b"b" * 16)
 
 
-def test_a_frame_that_promises_more_than_the_block_is_refused() -> None:
+def test_a_frame_that_claims_more_than_the_block_is_refused() -> None:
     zstandard = pytest.importorskip("zstandard")
     pytest.importorskip("lz4")
     import lz4.frame
@@ -476,7 +476,7 @@ def test_a_frame_that_promises_more_than_the_block_is_refused() -> None:
         ("memory://", "", {}),
     ],
 )  # fmt: skip
-def test_urls_are_taken_apart(url: str, location: str, options: dict[str, str]) -> None:
+def test_urls_are_parsed(url: str, location: str, options: dict[str, str]) -> None:
     parsed = check_remote_url(url)
     assert (parsed.location, dict(parsed.options)) == (location, options)
 
@@ -522,7 +522,7 @@ def test_a_wrong_url_is_refused_by_name(url: str, text: str) -> None:
         "s3://bucket?region=r#SECRET",
     ],
 )
-def test_what_may_be_a_secret_is_refused_without_being_told(url: str) -> None:
+def test_a_possible_secret_is_refused_without_being_shown(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_remote_url(url)
     assert f"remote_url = '{url.partition('//')[0]}//" in str(caught.value)
@@ -532,7 +532,7 @@ def test_what_may_be_a_secret_is_refused_without_being_told(url: str) -> None:
 # Opening stores.
 
 
-def test_a_directory_that_cannot_be_made_may_be_there_later(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_may_exist_later(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     (tmp_path / "mount").write_bytes(b"")
     url = f"file://{tmp_path}/mount/store"
@@ -582,7 +582,7 @@ def mooncake(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RemoteStore, Moo
         store.close()
 
 
-def test_a_mooncake_call_is_not_begun_when_its_turn_comes_too_late(
+def test_a_mooncake_call_is_not_started_past_its_deadline(
     mooncake: tuple[RemoteStore, MooncakeClient],
 ) -> None:
     store, client = mooncake
@@ -600,7 +600,7 @@ def test_a_mooncake_call_is_not_begun_when_its_turn_comes_too_late(
     assert client.num_puts == 2
 
 
-def test_a_mooncake_transfer_has_a_third_of_the_time_for_each_of_its_waits(
+def test_a_mooncake_transfer_gives_each_of_its_waits_a_third_of_the_time(
     mooncake: tuple[RemoteStore, MooncakeClient],
 ) -> None:
     assert os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] == "1"
@@ -691,7 +691,7 @@ def test_without_a_store_the_process_is_up_and_answers_with_errors(process: Proc
     assert all(not isinstance(answer, Ready) and answer.error for answer in answers)
 
 
-def test_the_process_goes_on_after_a_message_that_is_none(process: Process) -> None:
+def test_the_process_goes_on_after_an_invalid_message(process: Process) -> None:
     assert isinstance(process.receive(), Ready)
     for frames in ((b"",), (b"\xc1",), (b"", os.urandom(300)), (msgspec.msgpack.encode([1]),)):
         process.send_frames(*frames)
@@ -700,7 +700,7 @@ def test_the_process_goes_on_after_a_message_that_is_none(process: Process) -> N
     assert isinstance(answer, LookedUp) and answer.lookup_id == 1
 
 
-def test_the_process_ends_with_its_parents_end_of_the_pipe(process: Process) -> None:
+def test_the_process_ends_when_its_parents_end_of_the_pipe_closes(process: Process) -> None:
     assert isinstance(process.receive(), Ready)
     process._child.stdin.close()  # type: ignore[union-attr]
     assert process.wait() == 0

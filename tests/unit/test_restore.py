@@ -48,7 +48,7 @@ def slots(tier: Tier, word: str, root: RootId = ROOT) -> list[int]:
     return tier.index.blocks(tier.match(prompt(word, root))).tolist()
 
 
-def test_nothing_makes_nothing() -> None:
+def test_no_records_restore_nothing() -> None:
     assert restored(records()).index.num_blocks == 0
 
 
@@ -65,20 +65,20 @@ def test_branches_share_what_they_have_in_common() -> None:
     assert slots(tier, "axy") == [4, 1, 0]
 
 
-def test_what_has_lost_a_block_before_it_is_dropped() -> None:
+def test_blocks_behind_a_lost_block_are_dropped() -> None:
     tier = restored(records("b", "a", "abc", "abcd", "bc"))
     assert slots(tier, "abcd") == [3]
     assert slots(tier, "bcd") == [4, 0]
     assert tier.index.num_blocks == 3
 
 
-def test_of_a_key_that_is_there_twice_the_later_counts() -> None:
+def test_the_later_of_two_records_of_a_key_counts() -> None:
     tier = restored(records("a", "ab", "a", "ab"))
     assert slots(tier, "ab") == [1, 0]
     assert tier.pool.num_free == 30
 
 
-def test_keys_of_different_roots_do_not_meet() -> None:
+def test_keys_of_different_roots_stay_apart() -> None:
     found = np.concatenate(
         [record("a", 0, 1), record("ab", 1, 2, OTHER_ROOT), record("b", 2, 3, OTHER_ROOT)]
     )
@@ -94,7 +94,7 @@ def test_a_block_at_another_place_than_its_parent_says_is_dropped() -> None:
     assert slots(restored(np.concatenate([record("a", 0, 1), wrong])), "ab") == [0]
 
 
-def test_records_that_lead_in_a_circle_are_dropped() -> None:
+def test_records_that_form_a_cycle_are_dropped() -> None:
     keys = [b"x", b"y"]
     circle = make_records(ROOT, 1, b"y", keys, np.zeros(2, np.uint64)).view(SLOT_RECORD)
     circle["slot"] = [0, 1]
@@ -114,7 +114,7 @@ def test_a_block_older_than_what_it_builds_on_comes_back_too() -> None:
     assert tier.index.evict(1).tolist() == [1]
 
 
-def test_the_tier_goes_on_as_usual() -> None:
+def test_a_restored_tier_works_as_usual() -> None:
     tier = restored(records("a", "ab"), capacity=4)
     keys = EngineBlockKeys(ROOT, [BlockKey(b"a"), BlockKey(b"ab"), BlockKey(b"abc")], 3)
     lease = tier.reserve(keys, 2, 3)

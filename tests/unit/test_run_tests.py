@@ -28,7 +28,9 @@ _spec.loader.exec_module(run_tests)
         (["tests/conftest.py"], {}),
     ],
 )
-def test_paths_select_just_what_they_name(arguments: list[str], selected: dict[str, str]) -> None:
+def test_paths_select_exactly_what_they_name(
+    arguments: list[str], selected: dict[str, str]
+) -> None:
     commands = run_tests.commands_for(arguments, run_tests.TESTS)
     assert {lane: command[-1] for lane, command in commands.items()} == selected
 
@@ -56,7 +58,7 @@ def test_every_lane_runs_and_any_that_fails_counts(
         assert row.startswith(f"{lane:10}{words.get(each, f'failed ({each})')}")
 
 
-def test_pytests_own_closing_line_comes_last(
+def test_pytests_closing_line_is_printed_last(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     closing = "======= 3 passed, 1 skipped in 12.34s ======="

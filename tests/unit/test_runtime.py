@@ -20,7 +20,7 @@ from flexcache.protocol.runtime import (
 )
 
 
-def test_the_runtime_directory_is_the_users_alone(
+def test_only_the_user_may_access_the_runtime_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -32,7 +32,7 @@ def test_the_runtime_directory_is_the_users_alone(
 
 
 @pytest.mark.parametrize("unusable", ["missing", "/proc"])
-def test_where_the_runtime_directory_cannot_be_made_that_for_temporary_files_is_used(
+def test_without_a_runtime_directory_the_temporary_directory_is_used(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -48,7 +48,7 @@ def test_where_the_runtime_directory_cannot_be_made_that_for_temporary_files_is_
         runtime_dir()
 
 
-def test_a_name_has_one_endpoint_and_no_name_a_new_one_each_time() -> None:
+def test_a_name_has_one_endpoint_and_unnamed_endpoints_are_unique() -> None:
     assert private_endpoint("engine") == private_endpoint("engine")
     assert private_endpoint() != private_endpoint()
 
@@ -71,12 +71,12 @@ def test_local_endpoints_are_served(endpoint: str) -> None:
         "",
     ],
 )
-def test_others_are_refused(endpoint: str) -> None:
+def test_other_endpoints_are_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
         check_endpoint(endpoint)
 
 
-def test_asking_whether_an_endpoint_is_served_keeps_no_server_from_starting(
+def test_checking_whether_an_endpoint_is_served_does_not_keep_a_server_from_starting(
     tmp_path: Path,
 ) -> None:
     endpoint = f"ipc://{tmp_path}/s.sock"

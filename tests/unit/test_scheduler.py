@@ -241,7 +241,7 @@ def test_cancel_leaves_running_ops_to_end_by_themselves() -> None:
     assert scheduler.num_open_ops == 0
 
 
-def test_cancelling_a_task_that_never_was_or_has_ended_does_nothing() -> None:
+def test_cancelling_an_unknown_or_ended_task_does_nothing() -> None:
     scheduler = TransferScheduler()
     assert scheduler.cancel(TaskId(7)) == []
     scheduler.submit(TaskId(1), make_graph([(0, 1, [])]))

@@ -84,7 +84,7 @@ def test_a_wait_ends_when_it_is_due(loop: Loop) -> None:
     assert 0.02 <= time.monotonic() - began < WAIT_S / 2
 
 
-def test_a_wait_ends_with_a_message_which_is_then_there_to_be_received(loop: Loop) -> None:
+def test_a_wait_ends_with_a_message_that_can_then_be_received(loop: Loop) -> None:
     with loop.context.socket(zmq.DEALER) as peer:
         peer.identity = b"peer"
         peer.connect("inproc://loop")
@@ -102,7 +102,7 @@ def test_a_wait_ends_with_a_message_which_is_then_there_to_be_received(loop: Loo
         assert loop.socket.receive() == [b"peer", b"again"]
 
 
-def test_the_end_of_a_watched_process_is_reported_until_it_is_not_watched_any_more(
+def test_the_end_of_a_watched_process_is_reported_until_it_is_unwatched(
     loop: Loop,
 ) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -132,20 +132,20 @@ def test_an_idle_server_ends_some_time_after_its_last_client_died() -> None:
     assert idle_exit.is_due(False, False, 1035.0)
 
 
-def test_an_idle_server_ends_at_once_after_an_orderly_goodbye() -> None:
+def test_an_idle_server_ends_at_once_after_an_orderly_disconnect() -> None:
     idle_exit = IdleExit(15.0, lambda: True, now=100.0)
     assert not idle_exit.is_due(True, False, 101.0)
     assert idle_exit.is_due(False, True, 101.1)
 
 
-def test_a_server_without_a_client_yet_waits_longer_if_one_may_come() -> None:
+def test_a_server_without_a_client_yet_waits_longer_if_one_is_expected() -> None:
     needed = IdleExit(0.5, lambda: True, now=100.0)
     assert not needed.is_due(False, False, 159.0)
     assert needed.is_due(False, False, 161.0)
     assert IdleExit(0.5, lambda: False, now=100.0).is_due(False, False, 102.1)
 
 
-def test_the_hubs_check_finds_what_is_kept_for_an_engine_that_is_gone() -> None:
+def test_the_hubs_check_finds_leftovers_of_an_engine_that_is_gone() -> None:
     world = World()
     Engine(world).register()
     world.hub.check()

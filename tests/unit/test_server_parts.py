@@ -103,7 +103,7 @@ def test_packed_keys_are_the_keys(count: int, size: int) -> None:
     assert [theirs.key(i) for i in range(count)] == keys
 
 
-def test_tokens_are_hashed_there_as_they_are_here() -> None:
+def test_client_and_server_hash_tokens_alike() -> None:
     root = make_root("f", ["n"], "k")
     tokens = np.random.default_rng(0).integers(0, 1 << 40, 170)
     ours = TokenBlockKeys(root, tokens, 16)
@@ -156,7 +156,7 @@ def test_all_of_a_launch_is_checked_before_any_of_it_is_done() -> None:
         tasks.launch([1], [blocks(1)])
 
 
-def test_what_was_not_launched_is_cancelled_at_once_and_what_moves_when_it_has_ended() -> None:
+def test_unlaunched_tasks_are_cancelled_at_once_and_running_ones_when_their_copies_end() -> None:
     tasks = three_tasks()
     tasks.launch([0], [blocks(2)])
     assert tasks.cancel([0, 1, 2]) == [0, 1]
@@ -172,7 +172,7 @@ def test_what_was_not_launched_is_cancelled_at_once_and_what_moves_when_it_has_e
         tasks.launch([0], [blocks(2)])
 
 
-def test_a_lost_server_fails_what_is_open_and_ends_what_only_went_on_below() -> None:
+def test_a_lost_server_fails_open_tasks_and_ends_answered_ones() -> None:
     tasks = three_tasks()
     tasks.launch([0, 1], [blocks(2), blocks(1)])
     tasks.answer(1, TaskResult(KVStatus.SUCCESS, 1, 1, 40, is_final=False))
@@ -220,7 +220,7 @@ def test_a_session_whose_number_recurs_is_not_the_one_that_was_lost() -> None:
     assert results_of(tasks, task_id) == {}
 
 
-def test_callers_that_wait_are_woken_when_no_answer_will_come() -> None:
+def test_waiting_callers_are_woken_when_no_answer_will_come() -> None:
     tasks = three_tasks()
     tasks.launch([0], [blocks(2)])
     closer = threading.Timer(0.05, tasks.close)
@@ -249,7 +249,7 @@ def test_old_tasks_are_forgotten_and_open_ones_are_not() -> None:
 
 
 @given(st.integers(1, 0xFFFF), st.integers(0, 1 << 20))
-def test_an_id_tells_its_session_and_its_server(epoch: int, number: int) -> None:
+def test_a_task_id_contains_its_session_and_its_server(epoch: int, number: int) -> None:
     ids = TaskIds(make_session(epoch, number))
     first, second = ids.next(), ids.next()
     assert id_before(ids.session) < first < second < 1 << 64
@@ -298,7 +298,7 @@ def test_the_death_of_a_holder_frees_the_fence() -> None:
     maker.close()
 
 
-def test_what_is_written_into_scratch_is_read_by_the_other_side() -> None:
+def test_scratch_written_by_one_side_is_read_by_the_other() -> None:
     mine = Scratch.create(1 << 20)
     theirs = Scratch.open(os.getpid(), mine.fd, 1 << 20)
     assert theirs is not None
@@ -314,7 +314,7 @@ def test_what_is_written_into_scratch_is_read_by_the_other_side() -> None:
     mine.close()
 
 
-def test_scratch_that_could_be_cut_off_or_is_no_memory_is_not_mapped(tmp_path: Path) -> None:
+def test_scratch_that_could_be_truncated_or_is_not_memory_is_not_mapped(tmp_path: Path) -> None:
     unsealed = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 4096)
     small = os.memfd_create("x", os.MFD_ALLOW_SEALING)
@@ -332,7 +332,7 @@ def test_scratch_that_could_be_cut_off_or_is_no_memory_is_not_mapped(tmp_path: P
 # -- configuration -------------------------------------------------------------------------------
 
 
-def test_a_server_config_survives_its_way_to_another_process() -> None:
+def test_a_server_config_survives_the_trip_to_another_process() -> None:
     model = ModelConfig("m", 3, 4, 32, torch.bfloat16, tp_size=2)
     cache = CacheConfig(num_cpu_blocks=4, endpoint="ipc:///x", ssd_cache_dirs=["/tmp"],
                         num_ssd_blocks=8)  # fmt: skip
@@ -343,7 +343,7 @@ def test_a_server_config_survives_its_way_to_another_process() -> None:
         assert ServerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_a_server_takes_its_file_then_the_environment_then_what_it_is_told(tmp_path: Path) -> None:
+def test_a_server_takes_its_file_then_the_environment_then_its_arguments(tmp_path: Path) -> None:
     file = tmp_path / "server.json"
     file.write_text(json.dumps({
         "cpu_cache_gb": 1, "log_level": "DEBUG", "idle_exit_s": 5,
@@ -375,24 +375,24 @@ def test_a_bad_server_config_is_refused_by_name(content: dict, match: str) -> No
         ServerConfig.from_dict(content)
 
 
-def test_an_engine_needs_no_size_where_another_keeps_the_cache() -> None:
+def test_an_engine_of_a_named_server_needs_no_size() -> None:
     assert not CacheConfig(endpoint="ipc:///x").has_cpu_tier
     with pytest.raises(ConfigError, match="cpu_cache_gb"):
         CacheConfig(endpoint="ipc:///x").cpu_blocks_for(100)
 
 
-def test_a_model_survives_its_way_to_the_server() -> None:
+def test_a_model_survives_the_trip_to_the_server() -> None:
     model = ModelConfig("m", 3, 1, 576, torch.float8_e4m3fn, use_mla=True, tp_size=4)
     assert ModelSpec.of(model, 64).model() == model
 
 
-def test_keys_are_not_made_over_others(tmp_path: Path) -> None:
+def test_existing_curve_keys_are_not_overwritten(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     with pytest.raises(ConfigError, match="holds keys already"):
         make_keys(tmp_path / "keys")
 
 
-def test_sessions_of_one_server_differ_and_offline_ids_are_of_none() -> None:
+def test_sessions_of_one_server_differ_and_offline_ids_belong_to_none() -> None:
     numbers = {make_session(3, n) for n in range(1000)}
     assert len(numbers) == 1000
     assert epoch_of(TaskIds(SessionId(0)).next()) == 0

@@ -236,7 +236,7 @@ def test_an_index_that_cannot_be_read_at_all_is_an_error() -> None:
         SlotIndex([1 << 20], POOL_ID).load(NUM_SLOTS)
 
 
-def test_a_write_in_part_is_an_error() -> None:
+def test_a_partial_write_is_an_error() -> None:
     class HalfADisk:
         def pread(self, fd: int, length: int, offset: int) -> bytes:
             raise NotImplementedError

@@ -107,7 +107,7 @@ def shown(stats: dict[str, Any], rates: Rates | None = None, width: int = 140) -
 
 
 @given(hits=COUNT, misses=COUNT, ended=COUNT, moved=COUNT, evicted=COUNT)
-def test_rates_are_what_was_added_by_the_second(
+def test_rates_are_increases_per_second(
     hits: int, misses: int, ended: int, moved: int, evicted: int
 ) -> None:
     before, after = figures(), copy.deepcopy(figures())
@@ -125,7 +125,7 @@ def test_rates_are_what_was_added_by_the_second(
     assert rates.evicted_blocks == {"CPU": 0, "SSD": evicted / SECONDS, "REMOTE": 0}
 
 
-def test_there_are_no_rates_over_a_restart_or_before_the_first_engine() -> None:
+def test_no_rates_are_shown_across_a_restart_or_before_the_first_engine() -> None:
     some, none = from_plain(figures()), from_plain(before_any_engine())
     assert rates_between(some, from_plain(figures(server_pid=4243)), SECONDS) is None
     assert rates_between(some, from_plain(figures(uptime_s=SECONDS / 2)), SECONDS) is None
@@ -164,7 +164,7 @@ def row(text: str, name: str) -> list[str]:
     return line.split()
 
 
-def test_a_name_with_markup_in_it_is_shown_as_it_is() -> None:
+def test_a_name_with_markup_is_shown_verbatim() -> None:
     engines = {"[/a] [red]": {"pid": 55, "ranks": 2, "open_tasks": 3}}
     assert "[/a] [red]" in shown(figures(engines=engines))
 
@@ -179,7 +179,7 @@ def test_rows_of_tables() -> None:
     assert row(text, "REMOTE")[1:5] == ["as", "known", "-", "5"]
 
 
-def test_a_tier_that_is_away_says_so() -> None:
+def test_an_unavailable_tier_is_shown_as_such() -> None:
     tiers = {"CPU": tier(indexed=50), "SSD": tier(indexed=50, available=0)}
     text = shown(figures(tiers=tiers))
     assert row(text, "SSD")[1] == "unavailable"
@@ -196,7 +196,7 @@ def test_rates_are_shown_once_they_are_known() -> None:
 
 
 @pytest.mark.parametrize("width", range(40, 200, 7))
-def test_a_terminal_of_any_width_is_enough_for_what_matters_most(width: int) -> None:
+def test_a_terminal_of_any_width_shows_what_matters_most(width: int) -> None:
     text = shown(figures(), width=width)
     assert max(map(len, text.splitlines())) <= width
     for name in ("CPU", "SSD", "REMOTE", "H2D", "disk", "an-engine"):
@@ -204,7 +204,7 @@ def test_a_terminal_of_any_width_is_enough_for_what_matters_most(width: int) -> 
     assert "1,234" in " ".join(row(text, "CPU"))
 
 
-def test_before_the_first_engine_it_says_so() -> None:
+def test_a_server_without_an_engine_yet_is_shown_as_such() -> None:
     text = shown(before_any_engine())
     assert "waiting for the first engine to define the model" in text
     assert row(text, "disk") == ["disk", "77", "1"]
@@ -214,5 +214,5 @@ def test_before_the_first_engine_it_says_so() -> None:
     ("seconds", "text"),
     [(5, "up 5 s"), (65, "up 1 min 5 s"), (7200, "up 2 h 0 min"), (200_000, "up 2 d 7 h")],
 )
-def test_how_long_it_is_up(seconds: float, text: str) -> None:
+def test_uptime_is_shown_in_fitting_units(seconds: float, text: str) -> None:
     assert text in shown(figures(uptime_s=seconds))

@@ -99,7 +99,7 @@ class TaskHistories(RuleBasedStateMachine):
     def a_session_ends_or_begins(self, engine: str) -> None:
         if engine in self.world.sessions:
             self.world.end_session(engine)
-        elif not self.world.engine.sessions.uses_gpu_of(engine):
+        elif not self.world.engine.queries.uses_gpu_of(engine):
             self.world.begin_session(engine)
 
     def clear_every_tier(self) -> None:
@@ -439,7 +439,7 @@ def test_cancelling_everything_ends_every_task() -> None:
 # -- calls that are refused ----------------------------------------------------------------------
 
 
-def test_an_empty_match_has_ended_already_as_not_found() -> None:
+def test_an_empty_match_ends_at_once_as_not_found() -> None:
     world = World()
     for kind in TaskKind:
         for text, stop in (("", None), ("abc", 0)):
@@ -449,7 +449,7 @@ def test_an_empty_match_has_ended_already_as_not_found() -> None:
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
     world.cancel(task_id)
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
-    assert world.engine.sessions.num_open == 0
+    assert world.engine.queries.num_open_tasks == 0
     assert not any(info.answered for info in world.tasks.values())
 
 
@@ -521,7 +521,7 @@ def test_a_launch_with_another_number_of_blocks_is_refused_and_changes_nothing(
     assert status(world, wrong) == (KVStatus.SUCCESS, 3)
 
 
-def test_of_a_batch_only_the_task_that_was_cancelled_meanwhile_stays_as_it_is() -> None:
+def test_launching_a_batch_skips_only_the_task_that_was_cancelled() -> None:
     world = World()
     gone, alive = world.match(TaskKind.PUT, "z"), world.match(TaskKind.PUT, "abc")
     world.cancel(gone)
@@ -653,7 +653,7 @@ def test_open_tasks_are_counted_by_state_and_ended_ones_by_how_they_ended() -> N
     world.down(device(ENGINE, 0))
     world.launch(late)
     assert world.stats().tasks == dict.fromkeys(STATES, 0) | {"created": 1}
-    assert world.engine.accounts.totals.ended_tasks == {
+    assert world.stats().totals.ended_tasks == {
         "put_success": 1,
         "put_cancelled": 1,
         "put_failed": 2,
@@ -667,10 +667,10 @@ def test_blocks_and_bytes_are_counted_where_they_went() -> None:
     host, ssd = world.stats().tiers.values()
     assert (host.written_bytes, host.read_bytes) == (5 + 5, 5 + 5)
     assert (ssd.written_bytes, ssd.read_bytes) == (5, 5)
-    totals = world.engine.accounts.totals.ops
+    totals = world.stats().totals.ops
     assert {kind: (t.ops, t.failed_ops, t.blocks) for kind, t in totals.items() if t.ops} == {
-        OpKind.D2H: (3, 0, 5), OpKind.H2DISK: (3, 0, 5),
-        OpKind.DISK2H: (3, 0, 5), OpKind.H2D: (3, 0, 5),
+        "D2H": (3, 0, 5), "H2DISK": (3, 0, 5),
+        "DISK2H": (3, 0, 5), "H2D": (3, 0, 5),
     }  # fmt: skip
 
 
@@ -678,7 +678,7 @@ def test_blocks_and_bytes_are_counted_where_they_went() -> None:
 
 
 @pytest.mark.parametrize("scene", EVERY_SCENE)
-def test_a_match_that_nobody_launches_is_cancelled_in_time(scene: Scene) -> None:
+def test_a_match_that_is_never_launched_is_cancelled_in_time(scene: Scene) -> None:
     world, task_id = scene()
     world.tick(119.0)
     assert world.result(task_id) is None
@@ -762,7 +762,7 @@ def test_a_late_device_op_is_answered_and_its_blocks_stay_leased_until_it_ends(
     world.check_every_prompt_can_be_stored(["abcde"])
 
 
-def test_what_is_copied_after_the_answer_gave_its_slots_back_is_published_to_nobody() -> None:
+def test_copies_that_land_after_the_answer_are_not_published() -> None:
     world = World()
     task_id = world.put("abcdef")
     first, second, third = world.ops(OpKind.D2H)
@@ -822,7 +822,7 @@ def test_a_get_keeps_the_prefix_before_a_lost_block_which_is_dropped_from_its_ti
     assert status(world, task_id) == (expected, position)
     assert world.final(task_id).error == "checksum mismatch"
     assert world.cached(SSD, "abcdef") == position
-    assert world.engine.accounts.totals.dropped_blocks["ssd_bad_block"] == 1
+    assert world.stats().totals.dropped_blocks["ssd_bad_block"] == 1
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcdef"])
     assert world.cached(SSD, "abcdef") == 6
@@ -857,7 +857,7 @@ def test_a_write_that_fails_keeps_the_prefix_before_it_on_the_ssd_and_all_in_dra
     assert status(world, task_id) == (KVStatus.SUCCESS, 6)
     assert world.final(task_id).error == "No space left on device"
     assert (world.cached(CPU, "abcdef"), world.cached(SSD, "abcdef")) == (6, 3)
-    assert world.engine.accounts.totals.dropped_blocks["ssd_write_failed"] == 1
+    assert world.stats().totals.dropped_blocks["ssd_write_failed"] == 1
     world.check_nothing_is_held()
 
 
@@ -920,12 +920,12 @@ def test_without_a_disk_worker_a_put_stays_in_dram_and_a_get_keeps_what_is_there
     task_id = world.put("abc")
     world.finish_all()
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
-    assert world.engine.accounts.totals.dropped_blocks["ssd_unavailable"] == 3
+    assert world.stats().totals.dropped_blocks["ssd_unavailable"] == 3
     assert (world.cached(CPU, "abc"), world.cached(SSD, "abc")) == (3, 0)
     world.check_nothing_is_held()
 
 
-def test_the_death_of_the_disk_worker_ends_what_it_did_and_what_waited_for_it() -> None:
+def test_the_death_of_the_disk_worker_ends_its_ops_and_those_waiting_for_it() -> None:
     world = World(cpu=40, ssd=40, chunk=1)
     task_id = world.put("abcdefghijkl")
     for run in world.ops(OpKind.D2H):
@@ -939,7 +939,7 @@ def test_the_death_of_the_disk_worker_ends_what_it_did_and_what_waited_for_it() 
     world.check_every_prompt_can_be_stored(["abcdefghijkl"])
 
 
-def test_what_an_executor_says_after_it_was_declared_gone_no_longer_counts() -> None:
+def test_reports_of_an_executor_that_was_declared_gone_are_ignored() -> None:
     world = World()
     task_id = world.put("ab")
     world.down(device(ENGINE, 0))
@@ -951,9 +951,7 @@ def test_what_an_executor_says_after_it_was_declared_gone_no_longer_counts() -> 
 
 
 @pytest.mark.parametrize(("claimed", "counted"), [(-1, 0), (-(10**9), 0), (3, 2), (10**9, 2)])
-def test_a_report_counts_for_no_less_than_nothing_and_no_more_than_its_op(
-    claimed: int, counted: int
-) -> None:
+def test_a_reported_count_is_clamped_to_its_op(claimed: int, counted: int) -> None:
     world = World(ssd=0)
     task_id = world.put("ab")
     world.finish(world.ops()[0], claimed)
@@ -964,7 +962,7 @@ def test_a_report_counts_for_no_less_than_nothing_and_no_more_than_its_op(
 # -- turns at the disk ---------------------------------------------------------------------------
 
 
-def test_a_read_overtakes_writes_that_wait_for_the_disk_but_not_for_ever() -> None:
+def test_a_read_overtakes_writes_that_wait_for_the_disk_but_not_forever() -> None:
     world = world_with("ABCDEFGHIJKL", on=[SSD], cpu=40, ssd=40, chunk=1)
     world.put("abcdefghijkl")
     for run in world.ops(OpKind.D2H):
@@ -995,7 +993,7 @@ def test_the_disk_worker_is_never_given_more_than_a_few_ops() -> None:
 # -- several engines -----------------------------------------------------------------------------
 
 
-def test_what_one_engine_stored_another_loads() -> None:
+def test_one_engine_loads_what_another_stored() -> None:
     world = World()
     world.put("abc")
     world.finish_all()
@@ -1006,7 +1004,7 @@ def test_what_one_engine_stored_another_loads() -> None:
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
 
 
-def test_a_rank_that_is_gone_is_its_own_engines_loss_only() -> None:
+def test_a_lost_rank_affects_only_its_own_engine() -> None:
     world = World()
     world.down(device(OTHER, 0))
     task_id = world.put("abc")
@@ -1044,10 +1042,10 @@ def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> N
         world.finish(run)
     assert world.ops(OpKind.H2DISK, copied)
     world.end_session(ENGINE)
-    assert world.engine.sessions.uses_gpu_of(ENGINE)
+    assert world.engine.queries.uses_gpu_of(ENGINE)
     for run in world.ops(OpKind.D2H, copying):
         world.finish(run)
-    assert not world.engine.sessions.uses_gpu_of(ENGINE)
+    assert not world.engine.queries.uses_gpu_of(ENGINE)
     world.begin_session(ENGINE)
     world.finish_all()
     assert world.cached(SSD, "abc") == 3
@@ -1055,7 +1053,7 @@ def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> N
     world.check_nothing_is_held()
 
 
-def test_a_session_has_a_limit_and_another_ones_is_its_own() -> None:
+def test_each_session_has_its_own_task_limit() -> None:
     world = World(cpu=20, ssd=0)
     engine = KVTaskEngine(world.cache, block_bytes=1, max_open_tasks=2)
     sessions = [TaskIds(make_session(9, number)) for number in (1, 2)]
@@ -1067,10 +1065,11 @@ def test_a_session_has_a_limit_and_another_ones_is_its_own() -> None:
         for text in "abc"
     ]
     assert [plan.num_blocks for plan in plans] == [1, 1, 0]
-    assert engine.accounts.totals.dropped_blocks == {"session_task_limit": 1}
+    limited = engine.queries.totals_of(sessions[0].session)
+    assert limited.dropped_blocks == {"session_task_limit": 1}
     other = engine.match(sessions[1].next(), TaskKind.PUT, keys_of("c"), 0, 1, 16, 0.0)
     assert other.num_blocks == 1
-    assert engine.sessions.totals_of(sessions[1].session).dropped_blocks == {}
+    assert engine.queries.totals_of(sessions[1].session).dropped_blocks == {}
 
 
 def test_an_engine_without_all_its_ranks_hits_and_stores_nothing() -> None:
@@ -1080,7 +1079,7 @@ def test_an_engine_without_all_its_ranks_hits_and_stores_nothing() -> None:
     world.down(device(ENGINE, 0))
     get, put = world.match(TaskKind.GET, "abc"), world.match(TaskKind.PUT, "xyz")
     assert [status(world, task)[0] for task in (get, put)] == [KVStatus.NOT_FOUND] * 2
-    assert world.engine.accounts.totals.dropped_blocks == {"ranks_missing": 3}
+    assert world.stats().totals.dropped_blocks == {"ranks_missing": 3}
     world.up(device(ENGINE, 0))
     assert world.tasks[world.match(TaskKind.GET, "abc")].plan.num_blocks == 3
 
@@ -1112,7 +1111,7 @@ def test_an_id_is_used_once_and_only_in_a_session() -> None:
 
 
 def the_open_task(world: World) -> Task:
-    (task,) = world.engine.sessions.tasks.values()
+    (task,) = world.engine._sessions.tasks.values()
     return task
 
 
@@ -1121,7 +1120,7 @@ def run_an_op_without_executors(world: World) -> None:
 
 
 def forget_a_task_that_runs(world: World) -> None:
-    world.engine.sessions.close(the_open_task(world))
+    world.engine._sessions.close(the_open_task(world))
 
 
 def end_a_task_that_goes_on(world: World) -> None:
@@ -1152,7 +1151,7 @@ def test_the_checker_notices_a_broken_state(
         world.engine.check()
 
 
-def test_each_task_announces_its_end_in_the_order_of_events() -> None:
+def test_tasks_are_answered_in_the_order_they_end() -> None:
     world = World(ssd=0)
     engine = world.engine
     tasks = [world.ids.next(), world.ids.next()]

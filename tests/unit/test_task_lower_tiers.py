@@ -10,7 +10,6 @@ from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import DISK, REMOTE, device
-from flexcache.transfer.breaker import BreakerState
 
 CPU, SSD = TierName.CPU, TierName.SSD
 
@@ -38,7 +37,7 @@ def test_what_another_node_stored_is_loaded_and_promoted() -> None:
     world.stored_by_another("abcdef")
     assert get_after_asking(world, "abcdef") == (KVStatus.SUCCESS, 6)
     assert world.cached(CPU, "abcdef") == 6
-    assert world.engine.accounts.totals.hit_blocks == {"REMOTE": 6}
+    assert world.stats().totals.hit_blocks == {"REMOTE": 6}
     world.check_nothing_is_held()
 
 
@@ -68,13 +67,13 @@ def test_a_match_before_the_answer_takes_what_is_known() -> None:
     assert world.final(world.get("abcdef")).status is KVStatus.NOT_FOUND
 
 
-def test_a_question_that_is_open_is_not_asked_twice() -> None:
+def test_a_pending_look_up_is_not_repeated() -> None:
     world = with_store()
     assert world.look_up("abcdef") == world.look_up("abc")
     assert len(world.asked) == 1
 
 
-def test_nothing_is_asked_for_what_this_machine_has() -> None:
+def test_blocks_on_this_machine_are_not_looked_up() -> None:
     world = with_store()
     world.put("abcd")
     world.finish_all()
@@ -83,7 +82,7 @@ def test_nothing_is_asked_for_what_this_machine_has() -> None:
     assert world.look_up("abcde") is not None
 
 
-def test_what_was_not_there_is_not_asked_for_again_for_a_while() -> None:
+def test_absent_blocks_are_not_looked_up_again_for_a_while() -> None:
     world = with_store()
     lookup = world.look_up("abcd")
     assert lookup is not None
@@ -94,7 +93,7 @@ def test_what_was_not_there_is_not_asked_for_again_for_a_while() -> None:
     assert world.look_up("abcd") is not None
 
 
-def test_what_this_node_stored_need_not_be_asked_for() -> None:
+def test_blocks_stored_by_this_node_need_no_look_up() -> None:
     world = with_store()
     world.put("abcd")
     world.finish_all()
@@ -116,10 +115,10 @@ def test_a_block_that_the_store_has_lost_costs_the_blocks_behind_it_only() -> No
     world.finish_all()
     assert (world.final(task_id).status, world.final(task_id).num_ok) == (KVStatus.SUCCESS, 3)
     assert world.cached(TierName.REMOTE, "abcdef") == 3
-    assert world.engine.breaker.is_closed, "a block that is missing is no failure of the store"
+    assert world.breaker.state == "closed", "a block that is missing is no failure of the store"
 
 
-def test_a_cleared_store_is_not_read_any_more_by_those_who_cleared_it() -> None:
+def test_a_cleared_store_is_no_longer_read_by_the_server_that_cleared_it() -> None:
     world = with_store()
     world.put("abcd")
     world.finish_all()
@@ -136,7 +135,7 @@ def test_a_cleared_store_is_not_read_any_more_by_those_who_cleared_it() -> None:
 # -- a store that is slow or gone ------------------------------------------------------------------
 
 
-def test_a_question_has_a_deadline_and_then_the_match_goes_on() -> None:
+def test_a_look_up_has_a_deadline_after_which_the_match_goes_on() -> None:
     world = with_store()
     lookup = world.look_up("abcd")
     assert lookup is not None
@@ -154,26 +153,26 @@ def late_answers(world: World, count: int) -> None:
             world.tick(0.26)
 
 
-def test_a_store_that_answers_too_late_is_left_alone_and_tried_again() -> None:
+def test_a_store_that_answers_too_late_is_avoided_and_tried_again() -> None:
     world = with_store()
     late_answers(world, 6)
-    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.breaker.state == "open"
     assert world.look_up("zzz") is None
     before = dict(world.store)
     world.put("abcd")
     world.finish_all()
     assert world.store == before
-    assert world.engine.accounts.totals.dropped_blocks["remote_unavailable"] == 4
+    assert world.stats().totals.dropped_blocks["remote_unavailable"] == 4
     world.asked.clear()
     for _ in range(20):
         world.tick(0.2)
         for lookup in list(world.asked):
             world.answer(lookup)
-    assert world.engine.breaker.is_closed
+    assert world.breaker.state == "closed"
     assert world.look_up("zzz") is not None
 
 
-def test_trials_that_fail_keep_it_open_and_nobody_waits_for_them() -> None:
+def test_failing_trials_keep_the_breaker_open_and_delay_no_match() -> None:
     world = with_store()
     late_answers(world, 6)
     world.asked.clear()
@@ -182,12 +181,12 @@ def test_trials_that_fail_keep_it_open_and_nobody_waits_for_them() -> None:
         for lookup in list(world.asked):
             assert not world.is_looking_up(lookup) or world.look_up("zzz") is None
             world.answer(lookup, "still down")
-    assert not world.engine.breaker.is_closed
-    assert world.engine.breaker.num_openings > 1
+    assert world.breaker.state != "closed"
+    assert world.breaker.openings > 1
     assert not world.num_lookups_ended.keys() & set(world.asked)
 
 
-def test_ops_that_wait_for_the_store_end_when_it_is_given_up() -> None:
+def test_ops_waiting_for_the_store_end_when_its_breaker_opens() -> None:
     world = with_store(cpu=40, ssd=0, chunk=1)
     task_id = world.put("abcdefghijklmnopqrst")
     for run in world.ops(OpKind.D2H):
@@ -196,26 +195,26 @@ def test_ops_that_wait_for_the_store_end_when_it_is_given_up() -> None:
     while world.at_work:
         world.finish(world.ops(OpKind.H2REMOTE)[0], 0, error="HTTP 503")
         num_failed += 1
-    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.breaker.state == "open"
     assert num_failed < 20, "the others never went to the store"
     assert world.final(task_id).num_ok == 20, "DRAM has it all the same"
     world.check_nothing_is_held()
 
 
-def test_a_worker_that_dies_opens_the_breaker_and_ends_what_is_asked() -> None:
+def test_a_worker_that_dies_opens_the_breaker_and_ends_its_look_ups() -> None:
     world = with_store()
     lookup = world.look_up("abcd")
     assert lookup is not None
     world.down(REMOTE)
     assert not world.is_looking_up(lookup)
-    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.breaker.state == "open"
     assert world.look_up("xyz") is None
     world.up(REMOTE)
     for _ in range(20):
         world.tick(0.2)
         for trial in list(world.asked):
             world.answer(trial)
-    assert world.engine.breaker.is_closed
+    assert world.breaker.state == "closed"
     assert world.look_up("xyz") is not None
 
 
@@ -233,7 +232,7 @@ def test_an_op_of_the_store_has_a_deadline_of_its_own() -> None:
     world.check_nothing_is_held()
 
 
-def test_an_answered_question_does_not_wake_the_server_at_its_deadline() -> None:
+def test_an_answered_look_up_does_not_wake_the_server_at_its_deadline() -> None:
     world = with_store()
     assert world.engine.next_deadline() is None
     lookup = world.look_up("abcd")
@@ -243,7 +242,7 @@ def test_an_answered_question_does_not_wake_the_server_at_its_deadline() -> None
     assert world.engine.next_deadline() is None
 
 
-def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
+def test_blocks_slower_to_load_than_to_recompute_are_not_loaded() -> None:
     world = with_store(ssd=0, skip_slow_loads=True)
     for number in range(5):
         text = "abcdef"[number] * 3
@@ -258,13 +257,13 @@ def test_what_would_take_longer_than_recomputing_is_not_loaded() -> None:
         world.finish_all()
         assert world.final(task_id).num_ok == 3
     world.clear(CPU)
-    world.engine.sessions.report_prefill(world.ids.session, 0.01)
+    world.engine.report_prefill(world.ids.session, 0.01)
     assert world.tasks[world.get("aaa")].plan.num_blocks == 3
     world.finish_all()
     world.clear(CPU)
-    world.engine.sessions.report_prefill(world.ids.session, 100.0)
+    world.engine.report_prefill(world.ids.session, 100.0)
     assert world.final(world.get("aaa")).status is KVStatus.NOT_FOUND
-    assert world.engine.accounts.totals.skipped_blocks == {"remote_slower_than_recompute": 3}
+    assert world.stats().totals.skipped_blocks == {"remote_slower_than_recompute": 3}
 
 
 # -- tiers whose worker is away --------------------------------------------------------------------
@@ -294,9 +293,7 @@ def back(world: World, worker: str) -> None:
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_a_tier_whose_worker_is_away_answers_miss_until_it_is_back(
-    tier: TierName, worker: str
-) -> None:
+def test_a_tier_whose_worker_is_down_misses_until_it_is_back(tier: TierName, worker: str) -> None:
     world = below_only(tier)
     world.down(worker)
     for _ in range(3):
@@ -309,7 +306,7 @@ def test_a_tier_whose_worker_is_away_answers_miss_until_it_is_back(
     assert world.cache.stats()[tier.value]["available"]
 
 
-def test_a_tier_answers_miss_until_its_worker_is_up_for_the_first_time() -> None:
+def test_a_tier_misses_until_its_worker_is_up_for_the_first_time() -> None:
     world = below_only(SSD)
     engine = KVTaskEngine(world.cache, block_bytes=1)
     ids = TaskIds(make_session(0, 9))
@@ -321,7 +318,7 @@ def test_a_tier_answers_miss_until_its_worker_is_up_for_the_first_time() -> None
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_a_put_skips_a_tier_that_is_away_and_makes_up_for_it_later(
+def test_a_put_skips_an_unavailable_tier_and_a_later_one_catches_up(
     tier: TierName, worker: str
 ) -> None:
     world = below_only(tier)
@@ -329,7 +326,7 @@ def test_a_put_skips_a_tier_that_is_away_and_makes_up_for_it_later(
     task_id = world.put("xyz")
     world.finish_all()
     assert world.final(task_id).num_ok == 3
-    assert world.engine.accounts.totals.dropped_blocks == {f"{tier.value.lower()}_unavailable": 3}
+    assert world.stats().totals.dropped_blocks == {f"{tier.value.lower()}_unavailable": 3}
     back(world, worker)
     world.put("xyz")
     world.finish_all()
@@ -348,7 +345,7 @@ def test_a_get_that_was_matched_before_the_death_keeps_what_dram_has() -> None:
     world.check_nothing_is_held()
 
 
-def test_the_remote_store_is_asked_for_what_an_ssd_that_is_away_holds() -> None:
+def test_the_remote_store_serves_what_an_unavailable_ssd_holds() -> None:
     world = with_store()
     world.put("abcd")
     world.finish_all()
@@ -360,7 +357,7 @@ def test_the_remote_store_is_asked_for_what_an_ssd_that_is_away_holds() -> None:
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_with_write_back_what_is_dirty_stays_so_until_the_worker_is_back(
+def test_with_write_back_dirty_blocks_stay_dirty_until_the_worker_is_back(
     tier: TierName, worker: str
 ) -> None:
     is_remote = tier is TierName.REMOTE
@@ -370,20 +367,20 @@ def test_with_write_back_what_is_dirty_stays_so_until_the_worker_is_back(
         world.put(text)
         world.finish_all()
     assert world.cache.stores.num_dirty(tier) == 6
-    assert world.engine.num_held_up == 6
+    assert world.engine.queries.num_held_up == 6
     world.engine.close_down(world.now)
     assert world.cache.stores.num_dirty(tier) == 6, "the worker may be back in time"
     back(world, worker)
     world.finish_all()
     assert [world.cached(tier, text) for text in ("ab", "xy", "pq")] == [2, 2, 2]
-    assert world.engine.num_held_up == 0
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert world.engine.queries.num_held_up == 0
+    assert not world.stats().totals.dropped_blocks
     world.check_nothing_is_held()
 
 
 @pytest.mark.parametrize("num_done", range(4))
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
+def test_with_write_back_blocks_a_dying_worker_did_not_write_are_dirty_again(
     tier: TierName, worker: str, num_done: int
 ) -> None:
     is_remote = tier is TierName.REMOTE
@@ -398,7 +395,7 @@ def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
     world.down(worker)
     assert world.cached(tier, "abcd") == num_done
     assert world.cache.stores.num_dirty(tier) == 4 - num_done
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
     back(world, worker)
     world.engine.close_down(world.now)
     world.tick()
@@ -408,7 +405,7 @@ def test_with_write_back_what_a_dying_worker_did_not_write_is_dirty_again(
 
 
 @pytest.mark.parametrize(("tier", "worker"), AWAY)
-def test_with_write_back_only_what_dram_evicts_is_forgotten_while_a_tier_is_away(
+def test_with_write_back_only_blocks_evicted_from_dram_are_forgotten_while_a_tier_is_down(
     tier: TierName, worker: str
 ) -> None:
     is_remote = tier is TierName.REMOTE
@@ -435,11 +432,11 @@ def test_with_write_back_only_what_dram_evicts_is_forgotten_while_a_tier_is_away
     num_lost = 10 - sum(world.cached(tier, text) for text in ("ab", "cd", "ef", "gh", "ij"))
     assert num_lost
     reason = f"{tier.value.lower()}_never_written"
-    assert world.engine.accounts.totals.dropped_blocks == {reason: num_lost}
+    assert world.stats().totals.dropped_blocks == {reason: num_lost}
     world.check_nothing_is_held()
 
 
-def test_with_write_back_a_write_is_repeated_whose_parents_write_was_lost() -> None:
+def test_with_write_back_a_write_is_repeated_if_its_parents_write_was_lost() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("abcd")
     for run in world.ops(OpKind.D2H):
@@ -460,7 +457,7 @@ def test_with_write_back_a_write_is_repeated_whose_parents_write_was_lost() -> N
     world.check_nothing_is_held()
 
 
-def test_with_write_back_what_came_from_the_store_is_dirty_for_the_ssd() -> None:
+def test_with_write_back_blocks_loaded_from_the_store_are_dirty_for_the_ssd() -> None:
     world = with_store(policy="write_back", cpu=12)
     world.put("ab")
     world.finish_all()
@@ -484,16 +481,16 @@ def test_with_write_back_a_prompt_longer_than_the_backlog_is_written_in_parts() 
     world.tick()
     world.finish_all()
     assert world.cached(SSD, "abcdefgh") == 8
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
 
 
-def test_what_is_cleared_before_it_was_written_is_not_counted_as_lost() -> None:
+def test_blocks_cleared_before_they_were_written_are_not_counted_as_lost() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("ab")
     world.finish_all()
     world.clear(CPU)
     assert world.cache.stores.num_dirty(SSD) == 0
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
 
 
 # -- writes on the cache's own account -------------------------------------------------------------
@@ -512,7 +509,7 @@ def test_a_prompt_in_dram_that_the_ssd_lost_is_written_there_when_it_is_put_agai
     world.check_nothing_is_held()
 
 
-def test_what_came_from_the_store_goes_to_the_ssd_with_the_next_put() -> None:
+def test_blocks_loaded_from_the_store_go_to_the_ssd_with_the_next_put() -> None:
     world = with_store()
     world.stored_by_another("abcd")
     get_after_asking(world, "abcd")
@@ -546,7 +543,7 @@ def test_with_write_back_all_is_written_at_the_end() -> None:
     assert world.cache.stores.num_dirty(SSD) == 0
 
 
-def test_with_write_back_what_is_gone_from_dram_is_let_go() -> None:
+def test_with_write_back_blocks_gone_from_dram_are_forgotten() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("ab")
     world.finish_all()
@@ -575,7 +572,7 @@ def test_with_selective_a_prompt_is_written_when_it_is_seen_again() -> None:
 
 
 @pytest.mark.parametrize(("retain_s", "is_kept"), [(0.0, False), (100.0, True), (-100.0, False)])
-def test_a_prompt_put_with_a_hint_outlives_what_is_used_later(
+def test_a_prompt_put_with_a_hint_outlives_prompts_used_later(
     retain_s: float, is_kept: bool
 ) -> None:
     world = World(cpu=6, ssd=0)
@@ -611,7 +608,7 @@ def test_a_low_priority_goes_first() -> None:
     assert (world.cached(CPU, "abc"), world.cached(CPU, "xyz")) == (3, 2)
 
 
-def test_a_session_may_ask_and_leave() -> None:
+def test_a_session_may_end_during_its_look_up() -> None:
     world = with_store()
     lookup = world.look_up("abcd")
     assert lookup is not None
@@ -634,9 +631,9 @@ def reading_from_store(world: World, text: str = "abcdef") -> TaskId:
     return task_id
 
 
-def test_a_get_waits_for_the_store_no_longer_than_to_compute_it_all() -> None:
+def test_a_get_waits_for_the_store_no_longer_than_recomputing_would_take() -> None:
     world = with_store()
-    world.engine.sessions.report_prefill(world.ids.session, 6.0)  # a second for the whole prompt
+    world.engine.report_prefill(world.ids.session, 6.0)  # a second for the whole prompt
     task_id = reading_from_store(world)
     world.finish(world.ops(OpKind.REMOTE2H)[0])
     world.finish(world.ops(OpKind.H2D)[0])
@@ -651,9 +648,9 @@ def test_a_get_waits_for_the_store_no_longer_than_to_compute_it_all() -> None:
     world.check_nothing_is_held()
 
 
-def test_a_get_of_which_nothing_has_come_fails_in_time() -> None:
+def test_a_get_of_which_nothing_arrived_fails_in_time() -> None:
     world = with_store()
-    world.engine.sessions.report_prefill(world.ids.session, 1e6)
+    world.engine.report_prefill(world.ids.session, 1e6)
     task_id = reading_from_store(world)
     world.tick(0.3)
     result = world.result(task_id)
@@ -665,7 +662,7 @@ def test_a_get_of_which_nothing_has_come_fails_in_time() -> None:
 
 def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
     world = with_store()
-    world.engine.sessions.report_prefill(world.ids.session, 6.0)
+    world.engine.report_prefill(world.ids.session, 6.0)
     task_id = reading_from_store(world)
     for run in world.ops(OpKind.REMOTE2H):
         world.finish(run)
@@ -675,19 +672,19 @@ def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
     assert world.final(task_id).num_ok == 6
 
 
-def test_a_load_that_is_given_up_is_no_verdict_on_the_store() -> None:
+def test_a_load_that_is_given_up_does_not_count_against_the_store() -> None:
     world = with_store(cpu=40)
-    world.engine.sessions.report_prefill(world.ids.session, 1e6)
+    world.engine.report_prefill(world.ids.session, 1e6)
     for text in ("abc", "bcd", "cde", "def", "efg"):
         reading_from_store(world, text)
         world.tick(0.3)
-    assert world.engine.breaker.is_closed, "it may be only slower than the engine"
+    assert world.breaker.state == "closed", "it may be only slower than the engine"
 
 
 # -- what a review found ---------------------------------------------------------------------------
 
 
-def test_an_answer_about_blocks_that_are_being_written_meanwhile() -> None:
+def test_a_look_up_may_be_answered_while_its_blocks_are_being_written() -> None:
     world = with_store(cpu=12)
     writing = world.put("ab")
     for run in world.ops(OpKind.D2H):
@@ -715,7 +712,8 @@ def test_nothing_but_trials_goes_to_a_store_whose_breaker_is_open() -> None:
     world.answer(lookup)
     get = world.match(TaskKind.GET, "xyz")
     put = world.put("abc")
-    world.engine.breaker.trip("down", world.now)
+    world.down(REMOTE)
+    world.up(REMOTE)
     world.tick()
     world.launch(get)
     for run in world.ops(OpKind.D2H):
@@ -723,10 +721,10 @@ def test_nothing_but_trials_goes_to_a_store_whose_breaker_is_open() -> None:
     assert world.ops() == []
     assert world.final(get).status is KVStatus.FAILED
     assert world.final(put).num_ok == 3
-    assert world.engine.accounts.totals.dropped_blocks["remote_unavailable"] == 3
+    assert world.stats().totals.dropped_blocks["remote_unavailable"] == 3
 
 
-def test_an_open_breaker_wakes_nobody_while_the_worker_is_away() -> None:
+def test_an_open_breaker_sets_no_deadline_while_the_worker_is_down() -> None:
     world = with_store()
     world.down(REMOTE)
     world.tick(100.0)
@@ -740,11 +738,11 @@ def test_blocks_that_had_to_wait_for_a_worker_that_died_are_counted() -> None:
     for run in world.ops(OpKind.D2H):
         world.finish(run)
     world.down(REMOTE)
-    dropped = world.engine.accounts.totals.dropped_blocks
+    dropped = world.stats().totals.dropped_blocks
     assert dropped["remote_unavailable"] + dropped["remote_write_failed"] == 16
 
 
-def test_a_block_that_cannot_be_read_is_not_asked_for_at_once_again() -> None:
+def test_a_block_that_cannot_be_read_is_not_looked_up_again_at_once() -> None:
     world = with_store()
     world.stored_by_another("abc")
     lookup = world.look_up("abc")
@@ -759,7 +757,7 @@ def test_a_block_that_cannot_be_read_is_not_asked_for_at_once_again() -> None:
     assert world.look_up("abc") is not None
 
 
-def test_an_answer_from_before_a_clear_is_not_believed() -> None:
+def test_an_answer_from_before_a_clear_is_ignored() -> None:
     world = with_store()
     world.stored_by_another("abc")
     lookup = world.look_up("abc")
@@ -779,7 +777,7 @@ def test_a_write_from_before_a_clear_is_not_found_afterwards() -> None:
     assert world.cached(TierName.REMOTE, "abc") == 0
 
 
-def test_an_orderly_stop_writes_what_a_put_has_been_answered_for() -> None:
+def test_an_orderly_stop_writes_the_blocks_of_answered_puts() -> None:
     world = World(chunk=1, cpu=40, ssd=40)
     task_id = world.put("abcdefghijklmnop")
     for run in world.ops(OpKind.D2H):
@@ -791,9 +789,10 @@ def test_an_orderly_stop_writes_what_a_put_has_been_answered_for() -> None:
     assert world.final(task_id).status is KVStatus.SUCCESS
 
 
-def test_write_back_waits_for_a_store_that_is_away() -> None:
+def test_write_back_waits_for_an_unavailable_store() -> None:
     world = with_store(policy="write_back", cpu=12, ssd=0)
-    world.engine.breaker.trip("down", world.now)
+    world.down(REMOTE)
+    world.up(REMOTE)
     world.tick()
     for text in ("ab", "xyz", "pqr"):
         world.put(text)
@@ -804,19 +803,19 @@ def test_write_back_waits_for_a_store_that_is_away() -> None:
         world.tick(0.2)
         for trial in list(world.asked):
             world.answer(trial)
-    assert world.engine.breaker.is_closed
+    assert world.breaker.state == "closed"
     world.put("uv")
     world.finish_all()
     assert (ROOT, b"ab") in world.store
 
 
-def test_with_write_back_what_is_dirty_stays_so_while_the_tier_is_being_cleared() -> None:
+def test_with_write_back_dirty_blocks_stay_dirty_while_the_tier_is_being_cleared() -> None:
     world = World(policy="write_back", cpu=12)
     clearings = [world.cache.tiers.withhold_free(SSD) for _ in range(2)]
     for text in ("ab", "xyz", "pqr"):
         world.put(text)
         world.finish_all()
-    assert world.cache.stores.num_dirty(SSD) == world.engine.num_held_up == 8
+    assert world.cache.stores.num_dirty(SSD) == world.engine.queries.num_held_up == 8
     for clearing in clearings:
         assert world.cache.stores.num_dirty(SSD) == 8
         world.cache.tiers.give_back(SSD, clearing)
@@ -824,13 +823,13 @@ def test_with_write_back_what_is_dirty_stays_so_while_the_tier_is_being_cleared(
     world.engine.close_down(world.now)
     world.finish_all()
     assert [world.cached(SSD, text) for text in ("ab", "xyz", "pqr")] == [2, 3, 3]
-    assert world.engine.num_held_up == 0
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert world.engine.queries.num_held_up == 0
+    assert not world.stats().totals.dropped_blocks
     world.check_nothing_is_held()
 
 
 @pytest.mark.parametrize("num_ok", [0, 1])
-def test_with_write_back_what_a_failing_store_does_not_take_stays_dirty(num_ok: int) -> None:
+def test_with_write_back_blocks_a_failing_store_does_not_take_stay_dirty(num_ok: int) -> None:
     texts = [letter * 3 for letter in "klmnop"]
     world = with_store(policy="write_back", cpu=20, ssd=0)
     for text in texts:
@@ -839,15 +838,15 @@ def test_with_write_back_what_a_failing_store_does_not_take_stays_dirty(num_ok: 
             world.finish(run)
         for run in world.ops(OpKind.H2REMOTE):
             world.finish(run, min(num_ok, len(run.op) - 1), error="connection refused")
-    assert not world.engine.breaker.is_closed, "it bounds the retries"
+    assert world.breaker.state != "closed", "it bounds the retries"
     assert not world.ops()
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
     back(world, REMOTE)
     world.finish_all()
     world.engine.close_down(world.now)
     world.finish_all()
     assert [world.cached(TierName.REMOTE, text) for text in texts] == [3] * 6
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
     world.check_nothing_is_held()
 
 
@@ -863,7 +862,7 @@ def test_write_back_writes_what_dram_still_has_of_a_prompt() -> None:
     assert world.cached(SSD, "ab") == 1
 
 
-def test_with_write_back_what_could_not_be_written_is_tried_again_when_it_is_put_again() -> None:
+def test_with_write_back_a_failed_write_is_tried_again_when_its_blocks_are_put_again() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("abcd")
     for run in world.ops(OpKind.D2H):
@@ -876,7 +875,7 @@ def test_with_write_back_what_could_not_be_written_is_tried_again_when_it_is_put
     assert world.cached(SSD, "abcd") == 4
 
 
-def test_with_write_back_what_came_from_the_ssd_is_not_dirty() -> None:
+def test_with_write_back_blocks_loaded_from_the_ssd_are_not_dirty() -> None:
     world = World(policy="write_back", cpu=12)
     world.put("abcd")
     world.finish_all()
@@ -887,7 +886,7 @@ def test_with_write_back_what_came_from_the_ssd_is_not_dirty() -> None:
     assert world.cache.stores.num_dirty(SSD) == 0
 
 
-def test_after_everything_was_cleared_nothing_is_recorded_any_more() -> None:
+def test_after_everything_was_cleared_nothing_more_is_recorded() -> None:
     world = World()
     world.cache.stores.is_recording = False
     world.put("abc")

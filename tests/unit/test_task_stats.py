@@ -28,11 +28,9 @@ def used_world() -> World:
 
 
 def stats_of(world: World) -> Stats:
-    ours = world.engine.sessions.totals_of(world.ids.session)
+    ours = world.engine.queries.totals_of(world.ids.session)
     engines = {"an engine": EngineStats(pid=6, open_tasks=1, ranks=2)}
-    return Stats(
-        server=SERVER, counters={}, engines=engines, cache=world.stats(), engine=ours.stats()
-    )
+    return Stats(server=SERVER, counters={}, engines=engines, cache=world.stats(), engine=ours)
 
 
 @pytest.mark.parametrize("has_engine", [True, False])
@@ -42,7 +40,7 @@ def test_the_tree_survives_the_wire(has_engine: bool) -> None:
     assert from_plain(sent) == stats
 
 
-def test_plain_statistics_are_flat_and_without_parts_that_are_not_there() -> None:
+def test_plain_statistics_are_flat_and_omit_absent_parts() -> None:
     plain = to_plain(stats_of(used_world()))
     assert plain["tokens_per_block"] == 16
     assert plain["hit_blocks"] == plain["engine"]["hit_blocks"] == {"CPU": 3}

@@ -388,7 +388,7 @@ def test_a_second_put_of_keys_in_flight_reserves_nothing() -> None:
     assert reserve(tier, "abcde").keys == keys_of("abcde", 3)
 
 
-def test_what_was_not_published_is_in_flight_no_more() -> None:
+def test_unpublished_keys_are_no_longer_in_flight() -> None:
     tier = tier_of(8)
     lease = reserve(tier, "abcd")
     tier.publish(lease, 1)
@@ -464,7 +464,7 @@ def test_what_builds_on_a_discarded_block_is_not_published() -> None:
     tier.check()
 
 
-def test_a_lease_builds_on_a_block_that_was_discarded_and_stored_anew() -> None:
+def test_a_lease_builds_on_a_block_that_was_discarded_and_stored_again() -> None:
     tier = tier_of(8)
     store(tier, "ab")
     lease = reserve(tier, "abc")
@@ -521,7 +521,7 @@ def test_a_prompt_that_does_not_fit_gets_its_first_blocks_reserved() -> None:
     assert in_flight(tier, "abcde") == 3
 
 
-def test_blocks_that_nobody_holds_make_room() -> None:
+def test_unpinned_blocks_make_room() -> None:
     tier = tier_of(4)
     store(tier, "abcd")
     store(tier, "xyz")
@@ -531,7 +531,7 @@ def test_blocks_that_nobody_holds_make_room() -> None:
     assert tier.counters.stored_blocks == 7
 
 
-def test_a_match_makes_what_it_finds_the_last_to_go() -> None:
+def test_matched_blocks_are_the_last_to_be_evicted() -> None:
     tier = tier_of(4)
     store(tier, "ab")
     store(tier, "xy")
@@ -589,7 +589,7 @@ def test_discarding_a_block_frees_it_and_what_builds_on_it() -> None:
     assert tier.pool.num_free == 6
 
 
-def test_clearing_a_tier_drops_what_nobody_holds() -> None:
+def test_clearing_a_tier_drops_unpinned_blocks() -> None:
     tier = tier_of(8)
     store(tier, "abc")
     store(tier, "xy")
@@ -619,7 +619,7 @@ def engine_prompt(letters: str) -> EngineBlockKeys:
     return EngineBlockKeys(ROOT, [letter.encode() for letter in letters], len(letters))
 
 
-def test_a_key_that_comes_twice_in_a_prompt_costs_only_what_is_behind_it() -> None:
+def test_a_key_repeated_in_a_prompt_ends_what_is_stored_of_it() -> None:
     tier = tier_of(8)
     keys = engine_prompt("abab")
     lease = tier.reserve(keys, 0, 4)
@@ -630,7 +630,7 @@ def test_a_key_that_comes_twice_in_a_prompt_costs_only_what_is_behind_it() -> No
     assert tier.pool.num_free + tier.index.num_blocks == 8
 
 
-def test_a_key_that_is_there_already_ends_what_is_stored() -> None:
+def test_a_key_stored_at_another_place_ends_what_is_stored() -> None:
     tier = tier_of(8)
     for letters in ("a", "cda"):
         lease = tier.reserve(engine_prompt(letters), 0, len(letters))

@@ -67,7 +67,7 @@ def test_every_match_gets_the_last_bytes_of_all_its_keys_back(
         assert whole.base == whole.base_blocks == 0
 
 
-def test_a_prompt_that_was_written_is_not_written_again_nor_is_what_it_continues() -> None:
+def test_a_prompt_is_not_written_again_nor_is_its_prefix() -> None:
     writer, path = KeyWriter(16), tuple(range(100))
     first = writer.complete(match_of(1, 60), packed(ROOTS[0], path[:60], 32))
     again = writer.complete(match_of(2, 60), packed(ROOTS[0], path[:60], 32))
@@ -84,7 +84,7 @@ def test_a_prompt_of_tokens_has_the_keys_that_the_cache_gives_it() -> None:
     assert written.keys == b"".join(key[-KEY_BYTES:] for key in expected)
 
 
-def test_what_refers_to_a_line_that_is_not_there_is_refused() -> None:
+def test_a_reference_to_a_missing_line_is_refused() -> None:
     writer = KeyWriter(16)
     writer.complete(match_of(1, 3), packed(ROOTS[0], (1, 2, 3), 8))
     second = writer.complete(match_of(2, 3), packed(ROOTS[0], (1, 2, 3), 8))
@@ -92,7 +92,7 @@ def test_what_refers_to_a_line_that_is_not_there_is_refused() -> None:
         KeyReader().complete(second)
 
 
-def test_a_prompt_cannot_begin_with_more_than_another_has() -> None:
+def test_a_prompt_cannot_share_more_blocks_than_its_base_has() -> None:
     reader = KeyReader()
     for task, stop in ((1, 3), (2, 2)):
         base = {"base": 1, "base_blocks": 2} if task == 2 else {"keys": bytes(3 * KEY_BYTES)}
@@ -136,7 +136,7 @@ def lines_run(count: int, stop_of: Callable[[int], int]) -> int:
     ],
     ids=["the same", "longer each time", "longer, then short", "long and short"],
 )
-def test_prompts_in_a_chain_cost_no_more_each_the_longer_the_chain_is(
+def test_the_cost_of_a_prompt_does_not_grow_with_its_chain(
     stop_of: Callable[[int], int],
 ) -> None:
     assert lines_run(4000, stop_of) < 5 * lines_run(1000, stop_of)

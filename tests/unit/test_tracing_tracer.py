@@ -49,7 +49,7 @@ def make_tracer(directory: Path, **settings: object) -> Tracer:
 
 def traced_world(directory: Path, **options: object) -> tuple[World, Tracer]:
     world = World(**options)  # type: ignore[arg-type]
-    world.engine.accounts.recorder = tracer = make_tracer(directory)
+    world.engine.recorder = tracer = make_tracer(directory)
     return world, tracer
 
 
@@ -57,7 +57,7 @@ def read(directory: Path) -> dict[int, TaskHistory]:
     return histories(RecordedTrace([directory]).records(with_keys=True))
 
 
-def test_a_put_and_a_get_are_told_with_all_their_ops(tmp_path: Path) -> None:
+def test_a_put_and_a_get_are_recorded_with_all_their_ops(tmp_path: Path) -> None:
     world, tracer = traced_world(tmp_path)
     stored = world.put("abcd", retain_s=7.0)
     world.finish_all()
@@ -94,7 +94,7 @@ def test_a_put_and_a_get_are_told_with_all_their_ops(tmp_path: Path) -> None:
     assert missed.launch is None and missed.ops == []
 
 
-def test_the_error_of_one_rank_is_told_whatever_the_others_report(tmp_path: Path) -> None:
+def test_the_error_of_one_rank_is_recorded_whatever_the_others_report(tmp_path: Path) -> None:
     world, tracer = traced_world(tmp_path, load_ranks=(0, 1), store_ranks=(0, 1))
     stored = world.put("ab")
     first, second = world.ops(OpKind.D2H)
@@ -106,7 +106,7 @@ def test_the_error_of_one_rank_is_told_whatever_the_others_report(tmp_path: Path
     assert (copied.num_ok, copied.error) == (0, "out of memory")
 
 
-def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
+def test_failures_and_cancels_are_recorded(tmp_path: Path) -> None:
     world, tracer = traced_world(tmp_path)
     world.put("abcd")
     world.finish_all()
@@ -126,7 +126,7 @@ def test_what_goes_wrong_is_told(tmp_path: Path) -> None:
     assert end is not None and end.status is KVStatus.CANCELLED
 
 
-def test_what_the_cache_writes_on_its_own_account_is_told(tmp_path: Path) -> None:
+def test_writes_that_the_cache_starts_itself_are_recorded(tmp_path: Path) -> None:
     world, tracer = traced_world(tmp_path, cpu=20, policy="write_back")
     world.put("abcd")
     world.finish_all()
@@ -137,7 +137,7 @@ def test_what_the_cache_writes_on_its_own_account_is_told(tmp_path: Path) -> Non
     assert all(task.launch is not None and task.end is not None for task in stores)
 
 
-def test_sessions_and_clearings_are_told(tmp_path: Path) -> None:
+def test_sessions_and_clears_are_recorded(tmp_path: Path) -> None:
     tracer = make_tracer(tmp_path)
     tracer.session_began(SessionId(5), "engine-5")
     tracer.cleared("CPU", 12)
@@ -157,7 +157,7 @@ def engine_keys() -> EngineBlockKeys:
 
 
 @pytest.mark.parametrize("kind", ["engine", "packed", "tokens"])
-def test_a_prompts_keys_are_those_at_the_time_of_the_call(tmp_path: Path, kind: str) -> None:
+def test_a_prompts_keys_are_recorded_as_of_the_call(tmp_path: Path, kind: str) -> None:
     memory = bytearray(b"".join(KEYS) if kind == "packed" else TOKENS.tobytes())
     makers: dict[str, BlockKeys] = {
         "engine": engine_keys(),
@@ -177,7 +177,7 @@ def test_a_prompts_keys_are_those_at_the_time_of_the_call(tmp_path: Path, kind: 
     assert match.request == ("req-1" if kind == "engine" else "")
 
 
-def test_keys_of_several_sizes_are_told_too(tmp_path: Path) -> None:
+def test_keys_of_several_sizes_are_recorded_too(tmp_path: Path) -> None:
     world, tracer = traced_world(tmp_path)
     task_id = world.get("abc")  # a key here is the prompt up to its block
     tracer.close()
@@ -186,7 +186,7 @@ def test_keys_of_several_sizes_are_told_too(tmp_path: Path) -> None:
     assert match.keys == b"".join(k.rjust(KEY_BYTES, b"\0") for k in keys_of("abc").slice(0, 3))
 
 
-def test_the_oldest_files_go_and_the_others_are_read_in_order(tmp_path: Path) -> None:
+def test_the_oldest_files_are_removed_and_the_others_read_in_order(tmp_path: Path) -> None:
     tracer = make_tracer(tmp_path, trace_file_mb=0.002, trace_files=3)
     for number in range(500):
         tracer.cleared("CPU", number)
@@ -213,7 +213,7 @@ def test_the_oldest_files_go_and_the_others_are_read_in_order(tmp_path: Path) ->
 def test_a_file_can_be_read_without_those_before_it(tmp_path: Path) -> None:
     config = CacheConfig(num_cpu_blocks=1, trace_dir=str(tmp_path), trace_file_mb=0.002)
     world = World()
-    world.engine.accounts.recorder = tracer = Tracer(config, HEADER)
+    world.engine.recorder = tracer = Tracer(config, HEADER)
     task_ids = []
     for _ in range(40):  # of one prompt, that every line but the first refers to
         task_ids.append(world.ids.next())
@@ -254,7 +254,7 @@ def test_prompts_that_wait_to_be_written_are_bounded_in_bytes(
     assert tracer.stats()["dropped_lines"] == 2
 
 
-def test_prompts_that_a_full_queue_drops_take_none_of_these_bytes(
+def test_prompts_dropped_by_a_full_queue_do_not_count_towards_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracer_module, "_WRITE_INTERVAL_S", 3600.0)
@@ -311,7 +311,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_nothing_else(tmp_path: Path) -> 
     assert len(records) > 10
 
 
-def test_a_directory_that_cannot_be_made_costs_the_trace_only(
+def test_a_directory_that_cannot_be_created_costs_only_the_trace(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracer = make_tracer(tmp_path / "later")
@@ -327,7 +327,7 @@ def test_a_directory_that_cannot_be_made_costs_the_trace_only(
     assert len(caplog.records) == 1
 
 
-def test_a_last_line_that_is_torn_is_no_error(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_not_an_error(tmp_path: Path) -> None:
     tracer = make_tracer(tmp_path)
     for number in range(3):
         tracer.cleared("CPU", number)
@@ -337,7 +337,7 @@ def test_a_last_line_that_is_torn_is_no_error(tmp_path: Path) -> None:
     assert len(list(RecordedTrace([file]).records())) == 2
 
 
-def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"timestamp": 0}\n')
     with pytest.raises(TraceError, match=r"other\.jsonl is not a trace"):
@@ -394,7 +394,7 @@ def test_a_header_that_is_wrong_is_named(tmp_path: Path, header: bytes) -> None:
         RecordedTrace([file])
 
 
-def test_a_file_that_goes_while_it_is_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_disappears_while_it_is_read_is_named(tmp_path: Path) -> None:
     make_tracer(tmp_path).close()
     trace = RecordedTrace([tmp_path])
     (file,) = tmp_path.iterdir()
@@ -419,7 +419,7 @@ def test_two_traces_in_a_directory_are_not_mixed(tmp_path: Path) -> None:
         RecordedTrace([tmp_path])
 
 
-def test_an_op_that_waited_says_since_when_it_could_have_started() -> None:
+def test_an_op_that_waited_records_when_it_became_ready() -> None:
     def op(number: int, started: float, time: float, after: tuple[int, ...] = ()) -> OpEnded:
         return OpEnded(
             time=time, task=1, op=number, kind=OpKind.H2DISK, started=started, first=0, blocks=1,

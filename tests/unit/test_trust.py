@@ -88,7 +88,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_an_own_socket_is_told_from_one_that_takes_its_place(tmp_path: Path) -> None:
+def test_a_socket_is_told_apart_from_one_that_takes_its_place(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     endpoint = f"ipc://{path}"
     assert find_listener(endpoint, False) is None
@@ -106,7 +106,7 @@ def test_an_own_socket_is_told_from_one_that_takes_its_place(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_an_own_port_is_told_from_one_that_takes_its_place(bound: str, host: str) -> None:
+def test_a_port_is_told_apart_from_one_that_takes_its_place(bound: str, host: str) -> None:
     found = []
     with socket.socket() as first:
         first.bind((bound, 0))
@@ -122,7 +122,7 @@ def test_an_own_port_is_told_from_one_that_takes_its_place(bound: str, host: str
     assert found[0] != found[1]
 
 
-def test_what_is_no_socket_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_socket_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "s.sock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UntrustedError, match=r"s\.sock is no socket"):
         find_listener(f"ipc://{tmp_path}/s.sock", False)
@@ -225,7 +225,7 @@ def test_a_cache_that_was_served_outlives_another_users_listener_at_its_port(
         server.shutdown()
 
 
-def test_a_socket_is_its_users_alone_from_the_first_moment_whatever_the_umask(
+def test_a_socket_is_private_to_its_user_from_the_first_moment_whatever_the_umask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "chmod", lambda *_: None)  # what comes after is too late
@@ -254,7 +254,7 @@ def test_a_socket_that_a_dead_server_left_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["/proc/1/fd/3", "/tmp/x", "/proc/{pid}/fd/../mem", "/proc/{pid}/fd/3\n"]
 )
-def test_memory_that_is_not_of_the_servers_process_is_refused(path: str) -> None:
+def test_memory_of_another_process_than_the_server_is_refused(path: str) -> None:
     pid = os.getpid()
     check_server_process(pid, [f"/proc/{pid}/fd/7"])
     with pytest.raises(UntrustedError, match="is not memory of server process"):

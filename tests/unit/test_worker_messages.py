@@ -57,7 +57,7 @@ class Scene:
     @property
     def is_up(self) -> bool:
         assert self.world.hub.cache is not None
-        return self.world.hub.cache.engine.executors.is_up(REMOTE)
+        return self.world.hub.cache.tasks.queries.is_up(REMOTE)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def scene() -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("sender", [b"remote-1", b"remote", b"", b"\x00abcd"])
-def test_only_the_worker_itself_can_say_that_it_is_up(scene: Scene, sender: bytes) -> None:
+def test_only_the_worker_itself_can_report_ready(scene: Scene, sender: bytes) -> None:
     scene.say(Ready("me"), sender)
     assert not scene.is_up
     assert scene.refused() == {"unknown_worker": 1}
@@ -76,7 +76,7 @@ def test_only_the_worker_itself_can_say_that_it_is_up(scene: Scene, sender: byte
     assert scene.is_up
 
 
-def test_a_worker_that_has_died_says_nothing_any_more(scene: Scene) -> None:
+def test_messages_of_a_dead_worker_are_refused(scene: Scene) -> None:
     scene.worker.pid = None
     scene.say(Ready("late"))
     assert not scene.is_up
@@ -113,7 +113,7 @@ def test_no_message_makes_the_workers_socket_raise(data: st.DataObject) -> None:
             scene.world.settle()
         assert scene.world.hub.counters["failed_messages"] == 0
         assert scene.world.hub.cache is not None
-        scene.world.hub.cache.engine.check()
+        scene.world.hub.cache.tasks.check()
         scene.engine.match(TaskKind.PUT, "xyz")
     finally:
         scene.world.close()

@@ -102,7 +102,7 @@ def test_an_id_begins_with_the_models_name_and_reads_well(tiny: Path) -> None:
     ],
     ids=lambda settings: ",".join(settings),
 )  # fmt: skip
-def test_settings_that_leave_the_numbers_alone_leave_the_id(
+def test_settings_that_do_not_change_the_numbers_keep_the_id(
     tiny: Path, settings: dict[str, Any]
 ) -> None:
     assert model_id(tiny, **settings) == model_id(tiny)
@@ -131,7 +131,7 @@ def test_each_setting_that_changes_the_numbers_makes_another_id(tiny: Path) -> N
     assert len(set(ids)) == len(ids)
 
 
-def test_a_model_with_two_ranges_of_positions_is_told_by_the_one_it_computes_for(
+def test_a_model_with_two_position_ranges_is_identified_by_the_one_it_computes_for(
     tiny: Path,
 ) -> None:
     ids = {
@@ -153,7 +153,7 @@ def test_llama_4_tunes_attention_for_long_contexts_only() -> None:
     assert llama4(8192, **forced) == llama4(65536)
 
 
-def test_a_function_of_overrides_is_told_by_what_it_makes_of_the_config(tiny: Path) -> None:
+def test_an_override_function_is_identified_by_the_config_it_produces(tiny: Path) -> None:
     def with_theta(theta: float) -> Any:
         def override(config: Any) -> Any:
             config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
@@ -167,7 +167,9 @@ def test_a_function_of_overrides_is_told_by_what_it_makes_of_the_config(tiny: Pa
     assert first != model_id(tiny)
 
 
-def test_a_checkpoint_is_told_by_its_content_wherever_it_lies(tiny: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_identified_by_its_content_wherever_it_is(
+    tiny: Path, tmp_path: Path
+) -> None:
     copied = copy_model(tiny, tmp_path / "copied", transformers_version="4.99", torch_dtype="auto")
     assert rest(model_id(copied)) == rest(model_id(tiny))
 
@@ -181,7 +183,7 @@ def test_a_checkpoint_is_told_by_its_content_wherever_it_lies(tiny: Path, tmp_pa
     assert model_id(copied) != before
 
 
-def test_a_name_at_the_hub_is_told_by_the_commit_that_was_fetched(
+def test_a_hub_name_is_identified_by_the_fetched_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -209,7 +211,7 @@ def test_a_name_at_the_hub_is_told_by_the_commit_that_was_fetched(
     assert "|revision=v2|" in read_model_id(stand_in(revision="v2", model="org/never-fetched"))
 
 
-def test_the_same_model_quantised_in_another_way_has_another_id() -> None:
+def test_the_same_model_quantised_differently_has_another_id() -> None:
     def quantised(method: str | None, checkpoint: Any, by_user: Any = None) -> str:
         config = SimpleNamespace(rope_parameters=None, quantization_config=checkpoint)
         return read_model_id(

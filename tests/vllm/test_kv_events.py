@@ -181,7 +181,7 @@ def readers(engine: Engine) -> Iterator[tuple[Reader, Reader]]:
 
 
 def held_by_tiers(engine: Engine) -> dict[str, set[int]]:
-    tiers = engine.server.cache.engine.cache.tiers
+    tiers = engine.server.cache.tasks.cache.tiers
     held = [
         {maybe_convert_block_hash(key) for keys in tier.index._directories.values() for key in keys}
         for tier in tiers
@@ -216,11 +216,11 @@ def displace(engine: Engine) -> None:
     engine.settle()
 
 
-def test_events_tell_what_every_tier_stored_and_lost_in_order(engine: Engine) -> None:
+def test_events_report_in_order_what_every_tier_stored_and_lost(engine: Engine) -> None:
     with readers(engine) as (ours, vllms):
         exercise(engine)
         ours.follow(last_of_ours(engine))
-        model = engine.manager.model_config.model_id.split("|")[0]  # as vLLM was told, no dtypes
+        model = engine.manager.model_config.model_id.split("|")[0]  # as given to vLLM, no dtypes
         assert ours.topics == {f"kv@{gethostname()}@{model}".encode()}
         held = held_by_tiers(engine)
         assert ours.by_vllm.blocks == {"GPU": set(), **held}
@@ -239,7 +239,7 @@ def test_events_tell_what_every_tier_stored_and_lost_in_order(engine: Engine) ->
             assert vllms.by_vllm.told[medium] == below[medium]
 
 
-def test_a_salted_prompt_is_told_with_its_salt(engine: Engine) -> None:
+def test_a_salted_prompt_is_published_with_its_salt(engine: Engine) -> None:
     with readers(engine) as (ours, vllms):
         prompt = make_prompt(100, next(_seeds))
         engine.generate(prompt, cache_salt="alice")
@@ -304,7 +304,7 @@ def as_payload(news: Received) -> bytes:
     return msgspec.msgpack.encode((news.batch.ts, news.batch.events, None))
 
 
-def test_after_a_reset_nothing_is_told_that_is_not_so(engine: Engine) -> None:
+def test_after_a_reset_events_match_what_the_tiers_hold(engine: Engine) -> None:
     with readers(engine) as (ours, vllms):
         engine.generate(make_prompt(300, next(_seeds)))
         engine.forget_all()

@@ -105,7 +105,7 @@ def test_a_prompt_comes_back_within_a_step_with_equal_tokens_and_bytes(
     assert (seen["loaded"], seen["different"]) == (num_tokens // BLOCK, [])
 
 
-def test_negative_control_what_is_not_loaded_shows(
+def test_negative_control_missing_loads_are_noticed(
     engine: Engine,
     watch: Watch,
     on_the_gpu: dict[str, torch.Tensor],
@@ -131,7 +131,7 @@ def lose(client: Any, task_id: int, num_blocks: int) -> Any:
     return load
 
 
-def test_a_prompt_of_which_nothing_is_left_to_compute_waits_between_steps(
+def test_a_prompt_with_nothing_left_to_compute_waits_between_steps(
     engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
 ) -> None:
     prompt = make_prompt(4 * BLOCK, next(_seeds))
@@ -140,7 +140,7 @@ def test_a_prompt_of_which_nothing_is_left_to_compute_waits_between_steps(
     assert watch.by_layer == [False]
 
 
-def test_what_lies_on_ssd_waits_between_steps(
+def test_blocks_on_ssd_are_waited_for_between_steps(
     engine: Engine, watch: Watch, on_the_gpu: dict[str, torch.Tensor]
 ) -> None:
     prompt = make_prompt(300, next(_seeds))
@@ -236,7 +236,7 @@ def test_a_request_that_ends_with_its_first_token_leaves_nothing_behind(
     assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
 
 
-def test_layers_that_hold_nothing_to_load_may_be_announced_too() -> None:
+def test_layers_with_nothing_to_load_may_be_announced_too() -> None:
     loads, load = StepLoads(["a"], 60), LayerLoad({"a": 1}, 1)
     load.begin_part()
     load.part_started(1, None)
@@ -341,7 +341,7 @@ def test_a_load_that_is_lost_within_its_step_is_recomputed(
     assert serve_again(engine, prompt, on_the_gpu) == (cold, 576)
 
 
-def test_others_in_the_step_of_a_lost_load_are_not_harmed(
+def test_other_requests_in_the_step_of_a_lost_load_are_unaffected(
     engine: Engine,
     watch: Watch,
     on_the_gpu: dict[str, torch.Tensor],
@@ -427,7 +427,7 @@ def test_blocks_of_a_lost_load_are_not_shared_when_its_request_is_aborted_within
 # -- what decides --------------------------------------------------------------------------------
 
 
-def test_on_is_refused_for_an_engine_that_schedules_ahead() -> None:
+def test_layerwise_on_is_refused_for_an_engine_that_schedules_ahead() -> None:
     obstacle = find_obstacle(config_with(async_scheduling=True))
     with pytest.raises(ConfigError, match=r"layerwise_load = 'on': .*async_scheduling=False"):
         LayerwiseRule("on", obstacle)
@@ -471,7 +471,7 @@ def _models() -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_workers_in_processes_of_their_own(tp_size: int) -> None:
+def test_workers_in_separate_processes(tp_size: int) -> None:
     options = {
         "model": "tiny",
         "prompts": [700, 900, 65, 64, 63],

@@ -60,7 +60,7 @@ def assert_exact(seen: Any, num_ranks: int, cached: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_scheduler_and_workers_in_processes_of_their_own(tp_size: int) -> None:
+def test_scheduler_and_workers_in_separate_processes(tp_size: int) -> None:
     options = {
         "model": "tiny",
         "prompts": [700, 900, 800, 65, 64, 63],
@@ -109,7 +109,7 @@ def test_layers_of_two_sizes_in_one_group_come_back_from_dram_and_ssd(tp_size: i
     assert seen["dram_hit_tokens"] > 0
 
 
-def test_a_hybrid_model_with_several_groups_forced_is_refused_at_the_start() -> None:
+def test_a_hybrid_model_with_several_groups_forced_is_refused_at_startup() -> None:
     options = {
         "model": "hybrid",
         "prompts": [100],

@@ -49,7 +49,7 @@ def until_it_stores(engine: DrivenEngine, first_seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mooncake", "s3", "file"])
-def test_what_one_engine_has_stored_the_other_loads(kind: str, tmp_path: Path) -> None:
+def test_one_engine_loads_what_the_other_has_stored(kind: str, tmp_path: Path) -> None:
     probe_dir = tmp_path / "probe"
     probe_dir.mkdir()
 

@@ -20,9 +20,7 @@ from flexcache.tracing.records import Matched
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_replay_of_an_engines_run_finds_what_the_engine_found(
-    tmp_path: Path, together: bool
-) -> None:
+def test_a_replay_of_an_engines_run_reproduces_its_hits(tmp_path: Path, together: bool) -> None:
     from make_models import make_model
 
     make_model(MODELS, "tiny")
