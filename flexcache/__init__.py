@@ -1,6 +1,6 @@
 """FlexCache: a KV-cache memory hierarchy for LLM serving.
 
-The names are imported when first used: worker processes that need no torch start without it.
+Names are imported on first use: worker processes that do not need torch start without it.
 """
 
 from __future__ import annotations

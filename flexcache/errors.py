@@ -1,12 +1,12 @@
-"""The errors FlexCache raises, by whose fault they are.
+"""Errors that FlexCache raises, by whose fault they are.
 
-Bad arguments at a call are the builtin ``ValueError`` and ``KeyError``; waiting too long is the
-builtin ``TimeoutError``. What is left has a class here.
+Bad arguments of a call raise the builtin ``ValueError`` and ``KeyError``; waiting too long raises
+the builtin ``TimeoutError``. All other errors have a class here.
 """
 
 
 class FlexCacheError(Exception):
-    """Base of every error of FlexCache's own."""
+    """Base of all of FlexCache's own errors."""
 
 
 class ConfigError(FlexCacheError, ValueError):
@@ -14,19 +14,19 @@ class ConfigError(FlexCacheError, ValueError):
 
 
 class UnsupportedLayoutError(FlexCacheError, ValueError):
-    """A KV tensor has a layout that cannot be moved as whole blocks. Names the layer and why."""
+    """A KV tensor's layout cannot be moved as whole blocks. Names the layer and the reason."""
 
 
 class RegistrationError(FlexCacheError):
-    """The server refused a client. The message has both sides of what did not agree."""
+    """The server refused a client. The message has both values of whatever did not match."""
 
 
 class UntrustedError(ConfigError, RegistrationError):
-    """Another user owns what was to be used, or could replace it. Names the owner and a remedy."""
+    """Another user owns, or could replace, a resource. Names the owner and a remedy."""
 
 
 class MissingDependencyError(FlexCacheError, ImportError):
-    """An optional package is needed for what was asked. Names the package and the extra."""
+    """The requested function needs an optional package. Names the package and the extra."""
 
 
 class ClosedError(FlexCacheError):
@@ -34,7 +34,7 @@ class ClosedError(FlexCacheError):
 
 
 class StorageError(FlexCacheError):
-    """A device or file system refused what was asked of it."""
+    """A device or file system failed an operation."""
 
 
 class DeviceLostError(FlexCacheError, RuntimeError):
@@ -42,19 +42,19 @@ class DeviceLostError(FlexCacheError, RuntimeError):
 
 
 class TraceError(FlexCacheError, ValueError):
-    """A file is not the trace that was asked for. Says what it is or where it goes wrong."""
+    """A file is not the requested trace. Says what it is, or where it is malformed."""
 
 
 class InternalError(FlexCacheError):
-    """An invariant of FlexCache's own does not hold: a bug here, never the caller's fault."""
+    """An internal invariant does not hold: a bug in FlexCache, never the caller's fault."""
 
 
 class ServerLostError(FlexCacheError):
-    """The server died or does not answer. What was asked of it is a miss."""
+    """The server died or does not answer. Requests to it count as misses."""
 
 
 class TaskRevokedError(FlexCacheError):
-    """A copy must not go on: its task was answered, and its GPU slots may be in use again."""
+    """A copy must not continue: its task was answered, and its GPU slots may be in use again."""
 
     def __init__(self) -> None:
         super().__init__("revoked: its task was answered before the copy had ended")

@@ -1,4 +1,4 @@
-"""Identifiers and enumerations that every layer speaks in. No behaviour."""
+"""Identifiers and enumerations that all layers share. No behaviour."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ BlockKey = NewType("BlockKey", bytes)
 """Digest of a token prefix up to and including one block, or the engine's own hash of it."""
 
 RootId = NewType("RootId", bytes)
-"""Digest of fingerprint, namespace and kind of key: what a key's identity rests on."""
+"""Digest of fingerprint, namespace and kind of key, on which a key's identity depends."""
 
 ROOT_BYTES = 16
 MAX_KEY_BYTES = 40
-"""As many as the SSD tier's index has room for; vLLM's keys have 32, our own 16."""
+"""Room for a key in the SSD tier's index; vLLM's keys have 32 bytes, FlexCache's own 16."""
 
 SessionId = NewType("SessionId", int)
 """One registration of an engine's scheduler at one server; the upper half of its task ids."""
@@ -32,7 +32,7 @@ class TierName(str, Enum):
 
 
 class OpKind(str, Enum):
-    """The typed movements; the name reads source, then destination."""
+    """Kinds of movement, named source first, then destination."""
 
     H2D = "H2D"
     D2H = "D2H"
@@ -52,11 +52,11 @@ class TaskKind(str, Enum):
     PUT = "put"
     PREFETCH = "prefetch"
     STORE = "store"
-    """From DRAM to the tiers below, on the cache's own account."""
+    """From DRAM to the tiers below, initiated by the cache itself."""
 
 
 class TaskState(str, Enum):
-    """Life of a task; ``docs/tasks.md`` draws the transitions."""
+    """State of a task; ``docs/tasks.md`` shows the transitions."""
 
     CREATED = "created"
     READY = "ready"
@@ -64,7 +64,7 @@ class TaskState(str, Enum):
     OVERDUE = "overdue"
     """Answered, although a copy that missed its deadline may still land."""
     CANCELLING = "cancelling"
-    """Nothing more starts; ops that run end first."""
+    """No more ops start; running ops end first."""
     CANCELLING_OVERDUE = "cancelling_overdue"
     COMPLETED = "completed"
     CANCELLED = "cancelled"
@@ -76,7 +76,7 @@ class TaskState(str, Enum):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether its caller has cancelled it, be it over or not."""
+        """Whether its caller has cancelled it, whether or not it has ended."""
         return self in (
             TaskState.CANCELLING, TaskState.CANCELLING_OVERDUE, TaskState.CANCELLED,
         )  # fmt: skip
@@ -87,7 +87,7 @@ class TaskState(str, Enum):
 
     @property
     def reported(self) -> TaskState:
-        """The state that statistics count it under: while ops run, a task is running."""
+        """State in statistics: a task counts as running while its ops run."""
         is_ending = self.is_overdue or self is TaskState.CANCELLING
         return TaskState.RUNNING if is_ending else self
 

@@ -1,8 +1,8 @@
 """Logs: one line per change of state, the same fields as text and as JSON.
 
-Text is `event key=value ...`, for the eye and for logfmt parsers. In an engine's process its own
-handlers print that text; processes of our own, a server and its workers, are set up here. What
-happens to each request is no change of state: that is for traces, or for DEBUG.
+Text is `event key=value ...`, for people and logfmt parsers. In an engine's process the engine's
+handlers print that text; FlexCache's own processes, a server and its workers, are set up here.
+Events of single requests are not changes of state: they belong in traces, or at DEBUG.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEEDS_QUOTES = re.compile(r'[\s="\\]|[^ -~]|^$')
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """What a record says. ``fields`` that are None are left out."""
+    """Content of a log record. ``fields`` that are None are left out."""
 
     name: str
     fields: dict[str, object]
@@ -50,7 +50,7 @@ def log_event(
 
 
 def set_up_logging(level: str, log_format: str) -> None:
-    """Log to standard error, in a process of FlexCache's own.
+    """Log to standard error, in one of FlexCache's own processes.
 
     Args:
         level: Level of the `flexcache` logger; that of other libraries is WARNING.
@@ -64,9 +64,9 @@ def set_up_logging(level: str, log_format: str) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON object in one line: ``ts`` (ISO 8601, UTC), ``level``, ``logger``,
-    ``event``, ``fields``, and ``exc`` where there is a traceback. Of a record that is no `LogEvent`
-    the whole message is the event."""
+    """Formats a record as one JSON object on one line: ``ts`` (ISO 8601, UTC), ``level``,
+    ``logger``, ``event``, ``fields``, and ``exc`` if there is a traceback. If the record is not a
+    `LogEvent`, the whole message is the event."""
 
     def format(self, record: logging.LogRecord) -> str:
         said = record.msg
@@ -87,5 +87,5 @@ def _as_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    # As JSON, so that a line stays one whatever a peer has put into it.
+    # As JSON, so that the record stays on one line whatever a peer has put into it.
     return json.dumps(text) if _NEEDS_QUOTES.search(text) else text

@@ -1,4 +1,4 @@
-"""KVManager: what an engine's scheduler calls. Token-level on the outside, blocks inside."""
+"""KVManager: the interface for an engine's scheduler. Tokens outside, blocks inside."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class KVResponse:
 
     Attributes:
         status: SUCCESS if anything arrived, for a get possibly less than was matched.
-        mask: Over the prompt's tokens: True where KV really arrived (get) or was stored (put).
-        error: What went wrong, also where part of it succeeded.
+        mask: Mask over the prompt's tokens: True where KV arrived (get) or was stored (put).
+        error: What went wrong, even if part of the task succeeded.
     """
 
     status: KVStatus
@@ -43,22 +43,22 @@ class KVResponse:
 
 
 class KVManager:
-    """The KV cache of one engine: held in this process, or by a server that engines share.
+    """The KV cache of one engine: in this process, or in a server that engines share.
 
     It is shared if an ``endpoint`` is given (here or in the config) or ``dp_size > 1``. Without a
-    server at the endpoint, the engine of rank 0 starts one of the config's sizes.
+    server at the endpoint, the engine of rank 0 starts one with the config's sizes.
 
     Args:
-        model_config: What the model's KV looks like.
-        cache_config: How much is kept where. Needs no size where an ``endpoint`` is given.
+        model_config: Shape of the model's KV.
+        cache_config: Sizes and policies of the tiers. Needs no size if an ``endpoint`` is given.
         endpoint: Address of the shared server, or the `endpoint` of another engine there; by
             default, all ranks of one ``engine_id`` and ``dp_size > 1`` find the same private one.
         dp_rank: The engine's data-parallel rank.
-        engine_id: Tells engines at one server apart, by default a new one. `endpoint` hands it to
-            the engine's `KVTPClient`s; those that connect otherwise must be given the same.
+        engine_id: Distinguishes engines at one server; by default a new id. `endpoint` passes it
+            to the engine's `KVTPClient`s; those that connect otherwise must be given the same id.
 
-    Thread-safe. A match reserves what it promises: launch it or cancel it. Without its server a
-    shared cache answers every match with a miss, at once.
+    Thread-safe. A match reserves what it promises: launch it or cancel it. If its server is away,
+    a shared cache answers every match with a miss at once.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class KVManager:
 
     @property
     def wants_request_info(self) -> bool:
-        """Whether KV events or traces are on: only then a ``request_info`` has an effect."""
+        """Whether KV events or traces are on: only then does a ``request_info`` have an effect."""
         return self._client.transport.detail is not PromptDetail.NOTHING
 
     def start(self) -> None:
@@ -102,8 +102,8 @@ class KVManager:
         """Wait for all ranks and workers.
 
         Raises:
-            TimeoutError: Names what has not registered yet.
-            RegistrationError: A rank was refused; says why.
+            TimeoutError: Not all have registered; the message names those missing.
+            RegistrationError: A rank was refused; the message says why.
         """
         self._client.wait_ready(timeout)
 
@@ -128,7 +128,7 @@ class KVManager:
             token_mask: True where the caller needs KV, after a prefix that it has. Only whole
                 blocks count.
             namespace: Isolates keys: tenant, LoRA, cache salt.
-            block_keys: The engine's own chained block hashes; then tokens are only counted.
+            block_keys: The engine's own chained block hashes; if given, tokens are only counted.
             request_info: Metadata for KV events and traces.
 
         Returns:
@@ -149,10 +149,10 @@ class KVManager:
         request_info: RequestInfo | None = None,
         look_up: bool = True,
     ) -> tuple[int, Mask, dict[TierName, int]] | None:
-        """`get_match` that does not wait, and how many tokens each tier will supply.
+        """Run `get_match` without waiting, and also return how many tokens each tier will supply.
 
-        None if the remote store has yet to answer: ask again a little later, and without
-        ``look_up`` after ``remote_lookup_timeout_s``.
+        Returns None if the remote store has not answered yet: call again a little later, and
+        without ``look_up`` after ``remote_lookup_timeout_s``.
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
         task = self._client.match_nowait(TaskKind.GET, prompt, look_up)
@@ -173,10 +173,10 @@ class KVManager:
         ttl_s: float = 0.0,
         request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:
-        """Find what of a prompt is not cached yet and reserve room for it.
+        """Find the part of a prompt that is not cached yet and reserve room for it.
 
-        The mask returned is True where KV will be copied; what is cached, on its way, or does not
-        fit is False. Arguments as for `get_match`; ``token_mask`` is True where KV is offered.
+        The mask returned is True where KV will be copied, and False where it is cached, on its way,
+        or does not fit. Arguments as for `get_match`; ``token_mask`` is True where KV is offered.
 
         Args:
             priority: Each step counts as a use ``priority_step_s`` later when room is needed;
@@ -201,7 +201,7 @@ class KVManager:
         block_keys: Sequence[bytes] | None = None,
         request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:
-        """`get_match` and `launch` in one.
+        """Combine `get_match` and `launch`.
 
         ``slot_mapping`` has a slot for each token needed (True in ``token_mask``, or all), or only
         for those that match.
@@ -221,7 +221,7 @@ class KVManager:
         ttl_s: float = 0.0,
         request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:
-        """`put_match` and `launch` in one; ``slot_mapping`` as for `get_async`."""
+        """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, request_info, retain_s
@@ -237,7 +237,7 @@ class KVManager:
         block_keys: Sequence[bytes] | None = None,
         request_info: RequestInfo | None = None,
     ) -> int:
-        """Bring what lower tiers have of a prompt to DRAM. Needs no GPU slots."""
+        """Load the blocks of a prompt from lower tiers into DRAM. Needs no GPU slots."""
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
         task = self._client.match_and_launch(TaskKind.PREFETCH, prompt, lambda _: NO_BLOCKS)
         return task.task_id
@@ -248,26 +248,26 @@ class KVManager:
         """Start matched tasks.
 
         Args:
-            slot_mappings: Per task one GPU slot per True token of its mask, in order.
-            gated: Wait with the GPU's copies until each rank opens the gate
+            slot_mappings: For each task, one GPU slot per True token of its mask, in order.
+            gated: Delay copies to and from the GPU until each rank opens the gate
                 (`KVTPClient.open_gates`).
 
         Raises:
             ValueError: A length is wrong, slots are not whole blocks, or a task was launched
-                before. Then none is started.
-            KeyError: An id was never given out.
+                before. None is started in this case.
+            KeyError: An id was never issued.
         """
         blocks = [gpu_blocks(slots, self._prompts.tokens_per_block) for slots in slot_mappings]
         self._client.launch(task_ids, blocks, gated)
 
     def report_prefill(self, tokens_per_s: float) -> None:
-        """Report how fast the engine computes prompts, which ``skip_slow_loads`` needs."""
+        """Report how fast the engine computes prompts, as ``skip_slow_loads`` requires."""
         if not tokens_per_s > 0:
             raise ValueError(f"tokens_per_s = {tokens_per_s}: must be greater than zero")
         self._client.report_prefill(tokens_per_s / self._prompts.tokens_per_block)
 
     def cancel(self, task_ids: Iterable[int]) -> None:
-        """Stop what has not started. Idempotent; a task that has ended stays as it is."""
+        """Stop what has not started. Idempotent; does not change tasks that have ended."""
         self._client.cancel(task_ids)
 
     # -- responses -------------------------------------------------------------------------------
@@ -278,8 +278,8 @@ class KVManager:
         """Wait until the GPU side of the tasks is done, so that their slots can be reused.
 
         Args:
-            timeout: Seconds; a task that is not done by then is answered TIMEOUT and goes on.
-            completely: Wait for everything, write-through to lower tiers included.
+            timeout: Seconds; the response for a task not done by then is TIMEOUT, and it continues.
+            completely: Wait for everything, including write-through to lower tiers.
         """
         all_ids = list(task_ids)
         results = self._client.results(all_ids, timeout, completely)
@@ -290,36 +290,36 @@ class KVManager:
         }
 
     def try_wait(self, task_ids: Iterable[int]) -> dict[int, KVResponse]:
-        """The responses of those tasks whose GPU side is done."""
+        """Return the responses of those tasks whose GPU side is done."""
         results = self._client.results(list(task_ids), 0.0, completely=False)
         return {task_id: _response(self._prompts, result) for task_id, result in results.items()}
 
     # -- the cache as a whole --------------------------------------------------------------------
 
     def clear(self, tier: str) -> int:
-        """Drop the blocks of one tier (`CPU`, `SSD`, `REMOTE`) that are not in use; how many.
+        """Drop the unused blocks of one tier (`CPU`, `SSD`, `REMOTE`); return how many.
 
-        A remote store keeps what it has under names that this cache no longer uses: until its
-        server restarts, neither finds what the other stores.
+        A remote store keeps its objects, under names that this cache no longer uses: until its
+        server restarts, this cache and others do not find each other's blocks there.
         """
         return self._client.clear(tier)
 
     def reset(self) -> None:
-        """Drop the blocks of every tier that are not in use. The SSD blocks stored after it do not
-        survive a restart: the model's weights may have changed under their name."""
+        """Drop the unused blocks of every tier. SSD blocks stored afterwards do not survive a
+        restart: the model's weights may have changed under the same name."""
         self._client.clear(None)
 
     def take_changes(self) -> list[Change]:
-        """What the tiers have stored and lost since the last call, in order: with ``kv_events``.
+        """Return what the tiers stored and lost since the last call, in order, with ``kv_events``.
 
         Empty if the cache is shared: its server publishes the changes (``kv_events_endpoint``).
         """
         return self._client.take_changes()
 
     def stats(self) -> dict[str, Any]:
-        """Counters and occupancy, as plain dicts of numbers and strings.
+        """Return counters and occupancy, as plain dicts of numbers and strings.
 
-        ``engine`` counts this engine's share, the rest all engines that share the cache.
+        ``engine`` counts this engine's share, everything else all engines that share the cache.
 
         Raises:
             ServerLostError: The cache is shared and its server is away.
@@ -327,12 +327,12 @@ class KVManager:
         return self._client.stats()
 
     def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold; of a shared cache, of the counts
-        of blocks: walking the blocks would hold up the other engines."""
+        """Raise `InternalError` if an invariant does not hold. Checks only block counts in a shared
+        cache: walking the blocks would delay the other engines."""
         self._client.check()
 
     def shutdown(self) -> None:
-        """Cancel, let moving bytes land, stop the workers, give the memory back. Idempotent."""
+        """Cancel tasks, wait for running copies, stop the workers, free the memory. Idempotent."""
         self._client.shutdown()
 
     def __enter__(self) -> KVManager:

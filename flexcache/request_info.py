@@ -13,7 +13,7 @@ class RequestInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         request_id: The engine's id of the request.
-        lora_id: The adapter's number, for old readers of KV events.
+        lora_id: The adapter's number, for older readers of KV events.
         lora_name: The adapter's name.
         extra_keys: Per block of the prompt, what the engine hashed besides tokens (adapter, images,
             salt), as published; None if nothing.
@@ -35,4 +35,4 @@ class PromptDetail(IntEnum):
     INFO = 1
     """Request metadata, for a trace."""
     TOKENS = 2
-    """And the token ids, for KV events."""
+    """Request metadata and token ids, for KV events."""

@@ -1,4 +1,4 @@
-"""Error output that the sub-commands of `flexcache` share."""
+"""Error output shared by the subcommands of `flexcache`."""
 
 from __future__ import annotations
 

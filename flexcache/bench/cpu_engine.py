@@ -1,4 +1,4 @@
-"""An engine in miniature: KV tensors in this process's memory, its cache, and its only rank."""
+"""Miniature engine: KV tensors in this process's memory, their cache, and the only rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Order = npt.NDArray[np.int64]
 
 
 class CpuEngine:
-    """``num_blocks`` blocks over ``num_layers`` tensors, laid out as vLLM does, and their cache.
+    """An engine with ``num_blocks`` blocks over ``num_layers`` tensors, laid out like vLLM's.
 
     Args:
         run_bytes: Bytes of one block in one layer, a multiple of 8 KiB.
-        settings: Of the cache, its size among them.
+        settings: Settings of the cache, including its size.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class CpuEngine:
             raise
 
     def prompt(self, num_blocks: int) -> npt.NDArray[np.int64]:
-        """Tokens that no other prompt begins with."""
+        """Return tokens that share no prefix with another prompt."""
         return self.rng.integers(0, 1 << 40, num_blocks * TOKENS_PER_BLOCK)
 
     def order(self) -> Order:
-        """All of the engine's blocks, at random."""
+        """Return all of the engine's blocks in random order."""
         return self.rng.permutation(self.num_blocks)
 
     def store(
         self, prompts: Sequence[npt.NDArray[np.int64]], order: Order, *, completely: bool = False
     ) -> None:
-        """Put prompts out of consecutive parts of ``order``; returns once all have been copied."""
+        """Put prompts from consecutive parts of ``order``; return once all have been copied."""
         self._run(self.manager.put_async, prompts, order, 0, completely)
 
     def load(
         self, prompts: Sequence[npt.NDArray[np.int64]], order: Order, num_skipped: int = 0
     ) -> None:
-        """Get prompts back; of each the first ``num_skipped`` blocks are there already."""
+        """Get prompts back, without the first ``num_skipped`` blocks of each."""
         self._run(self.manager.get_async, prompts, order, num_skipped, False)
 
     def _run(
@@ -94,11 +94,11 @@ class CpuEngine:
                 raise AssertionError(f"{answer.status.value}: {answer.error}")
 
     def check_blocks(self, order: Order, reference: torch.Tensor, its_order: Order) -> None:
-        """Raise unless blocks ``order`` equal blocks ``its_order`` of a copy of `memory`."""
+        """Raise unless blocks ``order`` equal blocks ``its_order`` in a copy of `memory`."""
         shape = (len(self.layers), self.num_blocks, -1)
         for mine, other in zip(self.memory.view(shape), reference.view(shape), strict=True):
             if not torch.equal(mine[order], other[its_order]):
-                raise AssertionError("other bytes than were stored")
+                raise AssertionError("the bytes differ from those stored")
 
     def close(self) -> None:
         self._rank.close()
@@ -119,5 +119,5 @@ def _slots(blocks: Order) -> npt.NDArray[np.int64]:
 
 
 def copy_at_once(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """One memcpy."""
+    """Copy everything with one memcpy."""
     ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)

@@ -1,8 +1,8 @@
-"""The DRAM tier on the CPU device: store and retrieve, beside one memcpy of the same bytes.
+"""DRAM tier on the CPU device: store and retrieve, compared with one memcpy of the same bytes.
 
-From the call to the end of the wait: tokens are hashed, blocks found or evicted and leased, ops
-sent and answered, and every layer's part of every block copied from or to scattered places. Prompts
-are new each round and the tier is full, so that every store evicts.
+Times are from the call to the end of the wait: tokens are hashed, blocks are found or evicted and
+leased, ops are sent and answered, and every layer's part of every block is copied from or to
+scattered places. Prompts are new each round and the tier is full, so that every store evicts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KIB = 1 << 10
 ROUND_BYTES = 512 << 20
 SHAPES = {"64 KiB": (4, 16 * KIB), "400 KiB": (25, 16 * KIB), "2 MiB": (32, 64 * KIB),
           "4 MiB": (32, 128 * KIB)}  # fmt: skip
-"""Layers, and bytes of a block in each, by the size of a block of 16 tokens."""
+"""Number of layers and bytes per block in each, by the size of a block of 16 tokens."""
 TO_REACH = {"2 MiB": 0.9}
 _ROUNDS_TO_FILL = 2
 
 
 def cases(thorough: bool, seed: int) -> list[Case]:
     rounds = 40 if thorough else 6
-    # How many requests share the bytes of a round, which are fewer where requests are many.
+    # How many requests share the bytes of a round; rounding down to whole requests may drop some.
     requests = {"2 MiB": (1, 64), "64 KiB": (1, 64)} if thorough else {"2 MiB": (1, 64)}
     return [
         Case(
@@ -41,7 +41,7 @@ def cases(thorough: bool, seed: int) -> list[Case]:
 
 
 def transfers(size: str, num_requests: int, rounds: int, seed: int) -> Iterator[Result]:
-    """Store and retrieve of blocks of one size, taking turns with memcpy."""
+    """Measure store and retrieve of blocks of one size, alternating with memcpy."""
     layers, run_bytes = SHAPES[size]
     num_blocks = ROUND_BYTES // (layers * run_bytes) // num_requests * num_requests
     with CpuEngine(layers, run_bytes, num_blocks, seed, num_cpu_blocks=2 * num_blocks) as engine:
@@ -71,7 +71,7 @@ def _check(
     engine: CpuEngine, copy: torch.Tensor, num_requests: int, order: np.ndarray,
     other_order: np.ndarray,
 ) -> list[np.ndarray]:  # fmt: skip
-    """The bytes come back, each block to another place than it came from."""
+    """Check that the bytes come back, each block to a different place; return the prompts."""
     prompts = [engine.prompt(engine.num_blocks // num_requests) for _ in range(num_requests)]
     copy_at_once(copy, engine.memory)
     engine.store(prompts, order)
@@ -104,5 +104,5 @@ def _beside_memcpy(
         gigabytes / bound_s,
         "one memcpy",
         reach=TO_REACH.get(size),
-        note=f"{int(np.median(faults[_ROUNDS_TO_FILL:]))} page faults a round",
+        note=f"{int(np.median(faults[_ROUNDS_TO_FILL:]))} page faults per round",
     )

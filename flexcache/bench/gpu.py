@@ -1,8 +1,8 @@
-"""KV tensors on a CUDA device: scattered blocks beside one contiguous pinned copy of the bytes.
+"""KV tensors on a CUDA device: scattered blocks compared with one contiguous pinned copy.
 
-The tensors are as vLLM's: one per layer, so that a block of 2 MiB over 32 layers is 32 copies of
-64 KiB. Blocks go in random order on both sides. Times are of the host's clock, from handing an op
-over to seeing it landed, since that is what a request waits for.
+The tensors are like vLLM's: one per layer, so that a block of 2 MiB over 32 layers is 32 copies of
+64 KiB. Blocks are in random order on both sides. Times are by the host's clock, from submitting an
+op to observing its completion, since that is what a request waits for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SLOWDOWN_REACH = 0.97
 def cases(thorough: bool, seed: int) -> list[Case]:
     """Return the cases of the section. Raises `Unsupported` without a CUDA device."""
     if not torch.cuda.is_available():
-        raise Unsupported("no CUDA device here")
+        raise Unsupported("no CUDA device")
     rounds = 50 if thorough else 10
     op_bytes = OP_BYTES * (8 if thorough else 1)
     return [
@@ -58,10 +58,10 @@ def cases(thorough: bool, seed: int) -> list[Case]:
 
 
 def pinning_copier(device: torch.device, segment: HostSegment) -> CudaCopier:
-    """A copier with the segment pinned: what is measured beside it is to be of pinned memory.
+    """Return a copier with the segment pinned, since the bound is a copy of pinned memory.
 
     Raises:
-        Unsupported: It cannot be pinned.
+        Unsupported: The segment cannot be pinned.
     """
     copier = CudaCopier(device)
     copier.attach(segment)
@@ -71,7 +71,7 @@ def pinning_copier(device: torch.device, segment: HostSegment) -> CudaCopier:
 
 
 class Pool:
-    """An engine's tensors, a host pool of as many blocks, and a copier between them."""
+    """An engine's tensors, a host pool of as many blocks, and a copier between the two."""
 
     def __init__(self, segment: HostSegment, block_bytes: int, num_blocks: int, seed: int) -> None:
         self.segment = segment
@@ -95,7 +95,7 @@ class Pool:
         self.copier = pinning_copier(self.device, segment)
 
     def runs(self, kind: OpKind, first: int = 0, count: int | None = None) -> Runs:
-        """The copies of some of the blocks, as the device worker would order them."""
+        """Return the copies of some of the blocks, as the device worker would submit them."""
         chosen = slice(first, None if count is None else first + count)
         gpu, host = self._on_gpu[chosen], self._on_host[chosen]
         on_gpu = self._layout.gpu_addresses(gpu).ravel()
@@ -106,15 +106,15 @@ class Pool:
         return (on_gpu, on_host, sizes) if kind is OpKind.H2D else (on_host, on_gpu, sizes)
 
     def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
-        """Order copies behind the current stream; by default the way the copier chooses."""
+        """Submit copies behind the current stream, by default with the copier's choice."""
         return self.copier.start(*runs, kind, self.copier.fence(), way)
 
     def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:
-        """The same, up to their landing."""
+        """Submit copies and wait for their completion."""
         self.start(runs, kind, way).synchronize()
 
     def check(self) -> None:
-        """Blocks must come back byte for byte, by each way there is.
+        """Check that blocks come back byte for byte with each available copy method.
 
         Raises:
             AssertionError: They do not.
@@ -133,7 +133,7 @@ class Pool:
             assert torch.equal(after, before), "a load moved wrong bytes"
 
     def contiguous(self, kind: OpKind) -> Callable[[], None]:
-        """One pinned copy of as many bytes, up to its landing."""
+        """Return a function that makes one pinned copy of as many bytes and waits for it."""
         num_bytes = self.num_blocks * self.block_bytes
         on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         on_host = self.host.view(-1)[:num_bytes]
@@ -150,7 +150,7 @@ class Pool:
 
 @contextmanager
 def open_pool(block_bytes: int, num_bytes: int, seed: int) -> Iterator[Pool]:
-    """A checked pool of so many bytes."""
+    """Yield a checked pool of ``num_bytes`` bytes."""
     num_blocks = num_bytes // block_bytes
     with HostSegment.create(block_bytes, num_blocks) as segment:
         segment.map()
@@ -163,7 +163,7 @@ def open_pool(block_bytes: int, num_bytes: int, seed: int) -> Iterator[Pool]:
 
 
 def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """Each way and direction beside the contiguous copy; and what handing over takes."""
+    """Measure each copy method and direction against the contiguous copy, and submission itself."""
     with open_pool(block_bytes, op_bytes, seed) as pool:
         for kind in KINDS:
             runs, contiguous = pool.runs(kind), pool.contiguous(kind)
@@ -196,7 +196,7 @@ def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) ->
 
 
 def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
-    """A load and a store of different blocks together, beside two contiguous copies together."""
+    """Measure a simultaneous load and store of different blocks against two contiguous copies."""
     with open_pool(2 << 20, 2 * op_bytes, seed) as pool:
         half = pool.num_blocks // 2
         ops = [
@@ -231,7 +231,7 @@ def both_directions(op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:
 
 
 def small_ops(rounds: int, seed: int) -> Iterable[Result]:
-    """From handing over a few blocks to seeing them landed."""
+    """Measure the time from submitting a few blocks to observing their completion."""
     with open_pool(2 << 20, 64 << 20, seed) as pool:
         for kind in KINDS:
             for count in (1, 8):
@@ -260,7 +260,7 @@ def small_ops(rounds: int, seed: int) -> Iterable[Result]:
 
 
 def beside_compute(rounds: int, seed: int) -> Iterable[Result]:
-    """How much of its pace a loop of the model's kernels keeps while copies go both ways."""
+    """Measure how much speed a loop of the model's kernels keeps while copies run both ways."""
     device = torch.device("cuda", torch.cuda.current_device())
     matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device=device)
     heads = torch.randn(4, 32, 4096, 128, dtype=torch.bfloat16, device=device)
@@ -292,7 +292,7 @@ def beside_compute(rounds: int, seed: int) -> Iterable[Result]:
 def _paces(
     work: Callable[[], None], pool: Pool, way: CopyWay, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Calls of ``work`` per second alone and beside copies, in turns."""
+    """Return calls of ``work`` per second alone and beside copies, measured in turns."""
     alone, beside = [], []
     _pace(work)  # warms up
     for _ in range(rounds):
@@ -303,9 +303,9 @@ def _paces(
 
 
 def _pace(work: Callable[[], None], calls: int = 20) -> float:
-    """By the device's clock, so that no thread of ours can get between."""
+    """Return calls per second by the device's clock, which host threads cannot disturb."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # all are queued by the time the first may run
+    torch.cuda._sleep(2_000_000)  # queue all calls before the first may run
     begin.record()
     for _ in range(calls):
         work()
@@ -317,14 +317,14 @@ def _pace(work: Callable[[], None], calls: int = 20) -> float:
 
 @contextmanager
 def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
-    """Copies go both ways all the time, each direction driven by a thread of its own."""
+    """Keep copies running both ways, each direction driven by its own thread."""
     ending = threading.Event()
     under_way = threading.Barrier(len(KINDS) + 1)
     half = pool.num_blocks // 2
     failures: list[Exception] = []
 
     def drive(kind: OpKind) -> None:
-        # Blocks of its own, or the two directions would change what the other reads.
+        # Separate blocks, or each direction would change what the other reads.
         runs = pool.runs(kind, 0, half) if kind is OpKind.H2D else pool.runs(kind, half)
         try:
             landed = pool.copier.start(*runs, kind, None, way)
@@ -353,7 +353,7 @@ def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
 
 
 def pinning(rounds: int) -> Iterable[Result]:
-    """Pinning a mapped pool of 4 GiB, as a rank does once."""
+    """Measure pinning a mapped pool of 4 GiB, as a rank does once."""
     num_bytes = 4 << 30
     with HostSegment.create(2 << 20, num_bytes >> 21) as segment:
         segment.map()
@@ -365,4 +365,4 @@ def pinning(rounds: int) -> Iterable[Result]:
             took = time.perf_counter() - started
             copier.close()
             speeds.append(num_bytes / took / 1e9)
-    yield Result("pinning the host pool", "GB/s", speeds, note="with finding out what copies take")
+    yield Result("pinning the host pool", "GB/s", speeds, note="includes timing the copy methods")

@@ -18,7 +18,7 @@ _NARROWEST = 0.25  # the axis shows at least this to its inverse
 
 
 class Bar(NamedTuple):
-    """A figure as a speed, whatever its unit: 1 is the bound's, and more is better."""
+    """A figure as a speed, whatever its unit: 1 is the bound's speed, and more is better."""
 
     label: str
     speed: float
@@ -59,7 +59,8 @@ def _bar(result: Result) -> Bar | None:
 
 
 def check_plot_file(path: Path) -> None:
-    """
+    """Check that a plot can be drawn to this file.
+
     Raises:
         ConfigError: The name does not end in a format that can be drawn.
         MissingDependencyError: matplotlib is not installed.
@@ -87,7 +88,7 @@ def draw(report: Report, path: Path) -> None:
     for axes in all_axes:
         axes.set_xscale("log")
         axes.set_xlim(low, high)
-    for axes, (section, bars) in zip(all_axes, sections):  # noqa: B905 - one empty where no bar is
+    for axes, (section, bars) in zip(all_axes, sections):  # noqa: B905 - one empty axis without bars
         places = range(len(bars))
         axes.barh(
             places, [bar.speed - low for bar in bars], left=low, height=0.72,

@@ -1,4 +1,4 @@
-"""What a directory's device can do with nothing above it: fio, or without it a bare loop."""
+"""Measures a directory's device with nothing above it: with fio, or else with a bare loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexcache.storage.block_io import BlockIO, Direction, Request
 logger = logging.getLogger(__name__)
 
 QUEUE_DEPTH = 32
-"""I/Os in flight, as `ssd_queue_depth` has it."""
+"""I/Os in flight, the default of `ssd_queue_depth`."""
 
 
 class RawDisk(ABC):
@@ -29,11 +29,11 @@ class RawDisk(ABC):
 
     @abstractmethod
     def run(self, direction: Direction) -> float:
-        """GB/s."""
+        """Write or read everything once; return GB/s."""
 
 
 class Fio(RawDisk):
-    """fio, writing over a file that is there already."""
+    """fio, overwriting an existing file."""
 
     def __init__(self, path: Path, size: int, block_bytes: int, engine: str, *options: str) -> None:
         self.name = f"fio, {engine}"
@@ -66,7 +66,7 @@ class BareLoop(RawDisk):
         self._buffers = [
             memory[i * block_bytes : (i + 1) * block_bytes] for i in range(QUEUE_DEPTH)
         ]
-        for buffer in self._buffers:  # else all its pages are the system's one page of zeros
+        for buffer in self._buffers:  # else all pages are the kernel's one shared zero page
             buffer[:] = os.urandom(block_bytes)
         self._size = size
         self.run(Direction.WRITE)
@@ -93,7 +93,7 @@ class BareLoop(RawDisk):
 
 
 def raw_disks(path: Path, size: int, block_bytes: int, io: BlockIO) -> list[RawDisk]:
-    """What to measure beside: those of fio's asynchronous engines that run, or the bare loop."""
+    """Return the bounds to measure: fio with each asynchronous engine that runs, or a bare loop."""
     disks: list[RawDisk] = []
     for engine in ("libaio", "io_uring") if shutil.which("fio") else ():
         try:

@@ -1,8 +1,8 @@
-"""Remote stores: reads and writes as the remote worker does them, beside the store's own calls.
+"""Remote stores: reads and writes by the remote worker, compared with the store's own calls.
 
-Every round moves the same blocks from and to the same memory: once by ops of one chunk each, with
-headers, checksums and answers for each block; and once through what the store itself offers.
-Ratios are of each round's two, which a busy machine disturbs least.
+Every round moves the same blocks from and to the same memory: once as ops of one chunk each, with
+headers, checksums and answers for each block; and once with the store's own API. Ratios compare
+the two within a round, which a busy machine disturbs least.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
 from flexcache.transfer.workers.remote import RemoteService, RemoteWorkerConfig
 
 ROUND_BYTES = 128 << 20
-CHUNK_BYTES = 16_000_000  # as `transfer_chunk_mb` has it
+CHUNK_BYTES = 16_000_000  # the default of `transfer_chunk_mb`
 CONCURRENCY = 16
 DEADLINE_S = 60.0
 REACH = 0.9
@@ -41,7 +41,7 @@ DIRECTIONS = ("write", "read")
 
 
 class OwnCalls(ABC):
-    """What a user of the store would write without FlexCache."""
+    """Calls that a user of the store would make without FlexCache."""
 
     name: str
 
@@ -53,7 +53,7 @@ class OwnCalls(ABC):
 
 
 class MemoryCalls(OwnCalls):
-    """The store in this process copies, and does nothing else."""
+    """Calls of the store in this process, which only copies."""
 
     name = "a copy of the bytes"
 
@@ -71,7 +71,7 @@ class MemoryCalls(OwnCalls):
 
 
 class MooncakeCalls(OwnCalls):
-    """One call for all blocks; each object is of two buffers, as FlexCache's are."""
+    """One call for all blocks; each object has two buffers, like FlexCache's."""
 
     name = "Mooncake's batch call"
 
@@ -99,7 +99,7 @@ class MooncakeCalls(OwnCalls):
 
 
 class ObstoreCalls(OwnCalls):
-    """A request for each block, as many at once as FlexCache has."""
+    """One request per block, as many at once as FlexCache sends."""
 
     name = "obstore's requests"
 
@@ -137,14 +137,14 @@ def _each(action: Callable[..., Any], names: list[str], blocks: list[memoryview]
 
 
 def own_calls(url: str) -> Callable[[Any], OwnCalls]:
-    """How to speak to the store at a URL without FlexCache."""
+    """Return the class that calls the store at a URL without FlexCache."""
     return {"memory": MemoryCalls, "mooncake": MooncakeCalls}.get(
         check_remote_url(url).scheme, ObstoreCalls
     )
 
 
 class StoreBench:
-    """One store, one block size: both ways of writing and reading, round after round."""
+    """Writes and reads blocks of one size at one store, with FlexCache and with its own calls."""
 
     def __init__(self, url: str, segment: HostSegment, block_bytes: int) -> None:
         config = RemoteWorkerConfig(
@@ -185,7 +185,7 @@ class StoreBench:
         self._target = [segment.block(self._count + i)[:block_bytes] for i in range(self._count)]
 
     def round(self, ours_first: bool) -> dict[str, float]:
-        """GB/s of "write ours", "write own", "read ours" and "read own"; all bytes compared."""
+        """Compare all bytes; return GB/s of "write ours", "write own", "read ours", "read own"."""
         root = os.urandom(16)
         keys = [i.to_bytes(16, "little") for i in range(self._count)]
         names = [f"own/{root.hex()}/{i}" for i in range(self._count)]
@@ -206,7 +206,7 @@ class StoreBench:
             took_s = time.perf_counter() - started
             speed[name] = self._count * self._size / took_s / 1e9
             if name.startswith("read") and self._source != self._target:
-                raise AssertionError("what was read is not what was written")
+                raise AssertionError("the bytes read differ from those written")
         self._store.discard([*names, *(object_name(root, key) for key in keys)], _deadline())
         return speed
 
@@ -231,7 +231,7 @@ def _deadline() -> float:
 
 
 def measure_store(url: str, block_bytes: int, rounds: int, seed: int = 0) -> Iterator[Result]:
-    """Writes and reads of blocks of one size, after one round to warm up."""
+    """Measure writes and reads of blocks of one size, after one warm-up round."""
     check_packages(url, "none")
     count = ROUND_BYTES // block_bytes
     with HostSegment.create(block_bytes, 2 * count) as segment:
@@ -251,8 +251,8 @@ def measure_store(url: str, block_bytes: int, rounds: int, seed: int = 0) -> Ite
             f"{direction}, {url.partition(':')[0]}, blocks of {block_bytes >> 10:,} KiB", "GB/s",
             ours, statistics.median(ours) / ratio, bench.own.name,
             reach=REACH if is_store else None,
-            note="" if is_store else "no store is as quick as this: the checksums, the threads and "
-            "the messages are seen here",
+            note="" if is_store else "no store is as fast as this: it shows the cost of checksums, "
+            "threads and messages",
         )  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def _show_growth(results: Sequence[Result], console: Console) -> None:
 def _series_by_parameter(results: Sequence[Result]) -> dict[str, dict[str, list[Result]]]:
     found: dict[str, dict[str, list[Result]]] = {}
     for result in results:
-        if result.at:  # there is no tenfold of nothing
+        if result.at:  # growth from 0 is undefined
             found.setdefault(result.parameter, {}).setdefault(result.name, []).append(result)
     several = {
         parameter: {

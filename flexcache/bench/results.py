@@ -22,11 +22,11 @@ class Result:
         name: What was measured, without the section.
         unit: "us", "ms" and "bytes" are better low; "GB/s", "1/s" and "" (a ratio) high.
         samples: All measured values, in the unit; the figure is their median.
-        bound: What the machine or a peer achieves with the same work in the same run, in the unit.
+        bound: Result of the machine or a peer for the same work in the same run, in the unit.
         bound_name: Name of the bound.
         reach: Target ratio to the bound: a minimum for rates, a maximum for times.
         limit: Absolute target, in the unit.
-        note: What a reader must know, such as what was left out and why.
+        note: Remark for the reader, such as what was left out and why.
         parameter: What was varied, in words ("tokens"). Results with the same name and different
             ``at`` show how the figure grows with it.
         at: Value of the parameter.

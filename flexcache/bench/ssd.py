@@ -1,11 +1,11 @@
-"""The SSD tier beside fio: the disk worker alone, and the whole way from KV tensors and back.
+"""SSD tier compared with fio: the disk worker alone, and the whole way from KV tensors and back.
 
-O_DIRECT, the same directory, as many I/Os in flight, in turns. Writes end when they are durable,
-reads when their checksums were compared. Without fio a bare loop over FlexCache's own block I/O
-engine stands in, and says so.
+All use O_DIRECT, the same directory and the same number of I/Os in flight, and take turns. Writes
+end when they are durable, reads when their checksums were compared. Without fio, a bare loop over
+FlexCache's own block I/O engine replaces it, and the results name it.
 
-How fast a device takes a block depends on how scattered its pages are in the machine's memory, for
-fio and for FlexCache alike, and each has its own: ratios differ from run to run by a fifth.
+A device's speed depends on how scattered a block's pages are in the machine's memory, for fio and
+for FlexCache alike, and each has its own pages: ratios differ from run to run by a fifth.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
 
 
 class DrivenWorker:
-    """A disk worker over a pool of its own, given ops as a server gives them."""
+    """A disk worker with its own pool, which receives ops as from a server."""
 
     def __init__(self, pool: DiskPool, io: BlockIO, segment: HostSegment, sync: str) -> None:
         self._io, self._pool, self._segment = io, pool, segment
@@ -63,7 +63,7 @@ class DrivenWorker:
         self._worker = DiskWorker(io, [segment], locate, index, self._commit)
 
     def run(self, direction: Direction) -> float:
-        """Write, or read, every slot once; GB/s."""
+        """Write, or read, every slot once; return GB/s."""
         kind = OpKind.H2DISK if direction is Direction.WRITE else OpKind.DISK2H
         starts = deque(range(0, self._pool.num_slots, OP_BLOCKS))
         open_ops: dict[int, npt.NDArray[np.int64]] = {}
@@ -86,13 +86,13 @@ class DrivenWorker:
         return self._pool.num_slots * self._pool.slot_bytes / took / 1e9
 
     def check(self) -> None:
-        """Raise unless what was read last are the bytes that were written."""
+        """Raise unless all bytes can be read back as written."""
         used = range(min(self._segment.num_blocks, self._pool.num_slots))
         for block in used:
             self._segment.block(block)[:] = bytes(self._segment.stride)
         self.run(Direction.READ)  # compares checksums
         if not all(any(self._segment.block(block)[:64]) for block in used):
-            raise AssertionError("blocks that were not read")
+            raise AssertionError("some blocks were not read")
 
     def _order(self, kind: OpKind, op_id: int, slots: npt.NDArray[np.int64]) -> Execute:
         host = pack_ids(slots % self._segment.num_blocks)
@@ -113,7 +113,7 @@ class DrivenWorker:
 def driven_workers(
     path: Path, size: int, io: BlockIO, seed: int, syncs: Sequence[str]
 ) -> Iterator[dict[str, DrivenWorker]]:
-    """A worker per sync policy, over pools whose slots have all been written and read once."""
+    """Yield a worker per sync policy; all slots of its pool have been written and read once."""
     num_slots = size // BLOCK_BYTES
     with ExitStack() as stack:
         segment = HostSegment.create(BLOCK_BYTES, OPS_AT_ONCE * OP_BLOCKS)
@@ -135,7 +135,7 @@ def driven_workers(
 
 
 def both_ways(path: Path, size: int, rounds: int, seed: int) -> Iterator[Result]:
-    """The disk worker without messages and processes, and all that a request goes through."""
+    """Measure the disk worker without messages and processes, and the whole path of a request."""
     with ExitStack() as stack:
         io = open_block_io("auto", QUEUE_DEPTH)
         stack.callback(io.close)
@@ -154,7 +154,7 @@ def both_ways(path: Path, size: int, rounds: int, seed: int) -> Iterator[Result]
 
 
 class WholeWay:
-    """KV tensors to SSD until it is durable, and back to KV tensors with DRAM emptied."""
+    """KV tensors to SSD until they are durable, and back to KV tensors with DRAM emptied."""
 
     def __init__(self, engine: CpuEngine) -> None:
         self._engine = engine
@@ -167,7 +167,7 @@ class WholeWay:
         engine.check_blocks(self._other_order, original, self._order)
 
     def run(self, direction: Direction) -> float:
-        """Put a new prompt of all blocks, or get the last one; GB/s."""
+        """Put a new prompt of all blocks, or get the last one; return GB/s."""
         engine = self._engine
         if direction is Direction.WRITE:
             self._prompt = engine.prompt(engine.num_blocks)
@@ -183,7 +183,7 @@ class WholeWay:
 def beside_raw(
     ways: Mapping[str, Callable[[Direction], float]], raw: Sequence[RawDisk], rounds: int
 ) -> Iterator[Result]:
-    """GB/s of each way and of each raw disk, in turns; the bound is the best of the latter."""
+    """Measure GB/s of each way and each raw disk, in turns; the best raw disk is the bound."""
     everything = {**ways, **{disk.name: disk.run for disk in raw}}
     for direction in (Direction.WRITE, Direction.READ):
         found: dict[str, list[float]] = {name: [] for name in everything}

@@ -29,11 +29,11 @@ SECTIONS = {name: f"flexcache.bench.{name}" for name in ("dram", "ssd", "remote"
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run.
+    """Settings of a run.
 
     Attributes:
         sections: Names of sections and their modules, in this order.
-        only: Only cases whose title contains this.
+        only: Run only cases whose title contains this.
         thorough: Larger parameters and more rounds; takes many minutes instead of two.
         directory: Directory for temporary files of the SSD tier and the like; None for the
             system's temporary directory.
@@ -117,7 +117,7 @@ Announce = Callable[[int, int, str], None]
 
 
 def run_suite(settings: Settings, announce: Announce = lambda *_: None) -> Report:
-    """Run the chosen cases, and remove their files in any event.
+    """Run the chosen cases, and always remove their files.
 
     `KeyboardInterrupt` ends the run early; the report has what was measured so far.
 
@@ -156,7 +156,9 @@ def _run_all(settings: Settings, scratch: Path, report: Report, announce: Announ
         for case in load_section(section, module, settings, scratch)
     ]
     if not chosen:
-        raise ConfigError(f"no case of {', '.join(settings.sections)} has {settings.only!r} in it")
+        raise ConfigError(
+            f"no case of {', '.join(settings.sections)} has {settings.only!r} in its title"
+        )
     for number, (section, case) in enumerate(chosen):
         announce(number, len(chosen), f"{section}: {case.title}")
         gc.collect()  # the last case's garbage must not slow down this one

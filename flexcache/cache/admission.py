@@ -1,14 +1,14 @@
-"""Admission: which blocks that were seen are worth a write to a tier below the host.
+"""Admission: decides which blocks are worth writing to a tier below the host.
 
     write_through   every block, at once
-    selective       blocks seen for the n-th time; sightings long past do not count
-    adaptive        whichever of the two pays better at present
+    selective       blocks seen for the n-th time; old sightings do not count
+    adaptive        the one of the two that currently pays better
 
 A key stands for a whole prefix, and seeing a prompt means seeing all its prefixes: the number of
-sightings never grows along a prompt. What was seen often enough is therefore a prefix too, and past
-prompts are remembered like a tier's contents: in a prefix index in LRU order, searched by
-bisection. Its bound is the decay: a block not seen again while this many others were seen starts
-from zero.
+sightings never grows along a prompt. The blocks seen often enough are therefore a prefix too, and
+past prompts are remembered like a tier's contents: in a prefix index in LRU order, searched by
+bisection. Its bound acts as the decay: a block not seen again while this many others were seen
+starts from zero.
 
 A large tier is judged by a *sample*, every ``stride``-th block of each prompt, which keeps prefixes
 prefixes and takes far less memory than the tier's own index. (Sampling whole prompts by a hash of
@@ -34,16 +34,16 @@ SAMPLED_BLOCKS = 4096
 MAX_STRIDE = 32
 SIGHTINGS_PER_BLOCK = 4
 """Blocks whose sightings are remembered, per block of the tier: for a small tier it helps to know
-what came back after several times its size."""
+which blocks came back after several times its size."""
 UNBOUNDED_CAPACITY = 1 << 20
-"""Size assumed for a tier without a bound: sightings must end somewhere."""
+"""Size assumed for a tier without a bound: the memory of sightings must have one."""
 HALF_LIFE = 8.0
 """Times the tier's size, in blocks seen, after which a hit counts half in a comparison."""
 CLEAR_LEAD = 0.025
-"""Share of all blocks seen that selective must hit more before write-through is given up.
+"""Share of all blocks seen that selective must hit more before it replaces write-through.
 
-More than chance produces where the two are about equal (a percent, on real traffic): following
-chance costs more than it gains, because a tier's contents change slowly.
+Larger than the lead that chance produces when the two are about equal (a percent, on real traffic):
+following chance costs more than it gains, because a tier's contents change slowly.
 """
 
 
@@ -95,7 +95,7 @@ class Sample:
 
 
 class GhostTier:
-    """What an LRU tier of ``capacity`` blocks would hold: keys, no bytes."""
+    """Keys, without bytes, that an LRU tier of ``capacity`` blocks would hold."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -125,9 +125,9 @@ class GhostTier:
 
 
 class Sightings:
-    """How often blocks were seen lately, up to ``count`` times, for a tier of ``capacity``.
+    """Number of recent sightings of blocks, up to ``count``, for a tier of ``capacity``.
 
-    The k-th ghost holds what was seen k times; a sighting takes a block on to the next one.
+    The k-th ghost holds the blocks seen k times; a sighting moves a block on to the next one.
     """
 
     def __init__(self, count: int, capacity: int) -> None:
@@ -142,7 +142,7 @@ class Sightings:
 
 
 class WriteThrough:
-    """Every block, at once."""
+    """Admits every block, at once."""
 
     def admit(self, keys: BlockKeys, stop: int) -> int:
         return stop
@@ -152,7 +152,7 @@ class WriteThrough:
 
 
 class Selective:
-    """Blocks that are seen for the ``min_sightings``-th time.
+    """Admits blocks that are seen for the ``min_sightings``-th time.
 
     Prompts are sampled: the blocks between two sampled ones count as seen if the first does, and a
     prompt too short to have one is admitted.
@@ -180,11 +180,11 @@ class Selective:
 
 
 class Adaptive:
-    """Write-through, or selective while that gets more hits.
+    """Admits every block, or blocks as `Selective` does while that gets more hits.
 
     Two ghosts of the tier see every prompt, each under one of the policies, and their hits are
-    compared, recent ones above all. Only a clear lead ends write-through. Until something has to be
-    evicted, write-through misses nothing that selective hits, so a tier with room receives all.
+    compared, with more weight on recent ones. Only a clear lead ends write-through. Until something
+    must be evicted, write-through misses nothing that selective hits, so a tier with room gets all.
 
     Args:
         capacity: Blocks of the tier.
@@ -244,7 +244,7 @@ def make_admission(policy: str, capacity: int | None, min_sightings: int = 2) ->
     """Make the admission of a tier of ``capacity`` blocks; 0 or None if it has no bound.
 
     Raises:
-        ValueError: There is no such policy, or less than one sighting is asked for.
+        ValueError: There is no such policy, or ``min_sightings`` is less than one.
     """
     if min_sightings < 1:
         raise ValueError(f"min_sightings must be at least 1, not {min_sightings}")

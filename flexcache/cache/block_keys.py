@@ -1,11 +1,11 @@
 """Block keys: the identity of a block's KV bytes.
 
-A key is the xxh3-128 digest of the *flat* token prefix that ends with the block. All keys of a
-prompt result from one streaming pass, and the key of any single block can be computed without those
-before it, which makes a match a bisection: see `prefix_index`.
+A key is the xxh3-128 digest of the *flat* token prefix that ends with the block. One streaming pass
+yields all keys of a prompt, and the key of any single block can be computed without those before
+it, which makes a match a bisection: see `prefix_index`.
 
-Model fingerprint, namespace and kind of key are digested once into a root. For tokens the root is
-what the hash starts from; the engine's own keys are used as they are, in a directory per root. The
+Model fingerprint, namespace and kind of key are digested once into a root. The hash of tokens
+starts from the root; the engine's own keys are used as they are, in a directory per root. The
 layout of a block's bytes is mixed into the root under which it is kept (`layout_roots`).
 """
 
@@ -27,7 +27,7 @@ ENGINE_KEYS = "engine"
 
 
 def make_root(fingerprint: str, namespace: Sequence[str], kind: str) -> RootId:
-    """Digest what a key's identity depends on besides the tokens. 16 bytes."""
+    """Digest everything besides the tokens that a key's identity depends on. 16 bytes."""
     encoded = msgspec.msgpack.encode((fingerprint, list(namespace), kind))
     return RootId(xxhash.xxh3_128_digest(encoded))
 
@@ -36,24 +36,24 @@ class BlockKeys(Protocol):
     """The keys of one prompt's whole blocks, computed on demand."""
 
     root: RootId
-    """Under which the blocks are kept."""
+    """Root under which the blocks are kept."""
     num_blocks: int
     content: PromptContent | None
     """What the keys stand for, if an observer needs it."""
 
     def key(self, index: int) -> BlockKey:
-        """Key of block ``index``, for a probe."""
+        """Return the key of block ``index``, for a probe."""
 
     def slice(self, start: int, stop: int) -> list[BlockKey]:
-        """Keys of blocks ``start`` to ``stop``, to be stored."""
+        """Return the keys of blocks ``[start, stop)``, for storing."""
 
 
 class PromptKeys(BlockKeys, Protocol):
-    """Keys of an engine's prompt: they can be sent as a whole."""
+    """Keys of an engine's prompt, which can be sent as a whole."""
 
     prompt_root: RootId
-    """Digest of model, namespace and kind of key; for tokens, what the hash starts from. `root`
-    has the layout of the blocks' bytes mixed in (`layout_roots`)."""
+    """Digest of model, namespace and kind of key; for tokens, the start of the hash. `root` also
+    includes the layout of the blocks' bytes (`layout_roots`)."""
 
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
         """Return what the keys of the first ``stop`` blocks are made from, as one binary array.
@@ -64,7 +64,7 @@ class PromptKeys(BlockKeys, Protocol):
 
 
 class EngineBlockKeys:
-    """Keys that the engine has computed already, one per whole block."""
+    """Keys that the engine has already computed, one per whole block."""
 
     __slots__ = ("_keys", "content", "num_blocks", "prompt_root", "root")
 
@@ -94,7 +94,7 @@ class EngineBlockKeys:
         size = len(self._keys[0]) if stop else 1
         data = b"".join(self._keys if stop == len(self._keys) else self._keys[:stop])
         if len(data) != size * stop or any(len(key) != size for key in self._keys[:stop:97]):
-            raise ValueError("block_keys must all be of one size to be sent to a server")
+            raise ValueError("block_keys must all have the same size to be sent to a server")
         return size, data
 
 

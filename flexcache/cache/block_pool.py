@@ -1,4 +1,4 @@
-"""Which block ids of one tier are free. Knows ids only, neither keys nor bytes."""
+"""Free block ids of one tier. Knows only ids, neither keys nor bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BlockIds = npt.NDArray[np.int64]
 class BlockPool:
     """A stack of free block ids. Not thread-safe.
 
-    Invariant: an id is either on the stack once, or was given out and not given back.
+    Invariant: an id is either on the stack once, or was taken and not given back.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -27,7 +27,7 @@ class BlockPool:
         return self._num_free
 
     def take(self, count: int) -> BlockIds:
-        """Give out ``count`` ids. O(count), vectorised. The caller has checked `num_free`."""
+        """Take ``count`` free ids. O(count), vectorised. The caller has checked `num_free`."""
         if count > self._num_free:
             raise InternalError(f"{count} blocks wanted, {self._num_free} free")
         if count == 0:
@@ -39,17 +39,17 @@ class BlockPool:
         return ids
 
     def take_exactly(self, ids: BlockIds) -> None:
-        """Give out these ids. O(capacity), vectorised."""
+        """Take these ids, which must be free. O(capacity), vectorised."""
         self._is_free[ids] = False
         still_free = self._stack[: self._num_free]
         still_free = still_free[self._is_free[still_free]]
         if len(still_free) + len(ids) != self._num_free:
-            raise InternalError("a block was to be given out that is not free, or twice")
+            raise InternalError("block ids to be taken are not free, or occur twice")
         self._num_free = len(still_free)
         self._stack[: self._num_free] = still_free
 
     def give_back(self, ids: BlockIds) -> None:
-        """Return ids that were given out. O(len(ids)), vectorised."""
+        """Give back ids that were taken. O(len(ids)), vectorised."""
         if len(ids) == 0:
             return
         if self._is_free[ids].any():
@@ -60,7 +60,7 @@ class BlockPool:
         self._num_free = end
 
     def free_ids(self) -> BlockIds:
-        """All that are free, in order. O(capacity), vectorised."""
+        """Return all free ids, in order. O(capacity), vectorised."""
         return np.flatnonzero(self._is_free).astype(np.int64, copy=False)
 
     def is_free(self, block: int) -> bool:

@@ -15,7 +15,7 @@ from flexcache.cache.write_back import DirtyQueue
 from flexcache.config import CacheConfig
 from flexcache.ids import TierName
 
-_UNFED_CHUNKS = 4  # that one op copies
+_UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class CacheSizes:
     """Sizes of a cache, in blocks.
 
     Attributes:
-        num_slots: Of the SSD tier; 0 for none.
-        chunk_blocks: Moved by one op where one tier feeds another.
+        num_slots: Slots of the SSD tier; 0 for none.
+        chunk_blocks: Blocks that one op moves if one tier feeds another.
         max_store_backlog: Host blocks that may wait to be written below.
     """
 
@@ -39,20 +39,20 @@ class CacheSizes:
 
         Args:
             block_bytes: KV bytes of a block, over all ranks.
-            stored_bytes: Bytes that it takes in a tier, aligned.
+            stored_bytes: Aligned size of a block in a tier.
 
         Raises:
             ConfigError: A tier has no room for one block.
         """
         num_host_blocks = config.cpu_blocks_for(stored_bytes)
-        # With no tier to feed, an op is only short enough that a load never waits long for a store.
+        # With no tier to feed, an op must only be short enough that loads do not wait long for it.
         num_chunks = 1 if config.has_workers else _UNFED_CHUNKS
         chunk_bytes = int(config.transfer_chunk_mb * 1e6 * num_chunks)
         return cls(
             num_host_blocks=num_host_blocks,
             num_slots=config.ssd_blocks_for(stored_bytes),
             chunk_blocks=max(1, chunk_bytes // block_bytes),
-            # Blocks that wait to be written are pinned: an eighth stays for gets to stage in.
+            # Blocks that wait to be written are pinned: an eighth remains for gets to stage in.
             max_store_backlog=max(1, num_host_blocks - num_host_blocks // 8),
         )
 

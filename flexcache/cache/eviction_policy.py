@@ -1,11 +1,11 @@
 """The interface of eviction policies, and the simplest one.
 
-A prefix index keeps its blocks in the order in which they are *due* for eviction. A policy says how
-long after its last use a block is due, its *patience*. With LRU all have the same. So under any
-policy the cached blocks stay closed under prefixes, an eviction costs one heap step, and a hint
-that asks for a later time means the same.
+A prefix index keeps its blocks in the order in which they are *due* for eviction. A policy decides
+how long after its last use a block is due, its *patience*. With LRU it is the same for all. So
+under any policy the cached blocks stay closed under prefixes, an eviction costs one heap step, and
+a hint that asks for a later time has the same meaning.
 
-Pure: no I/O, no clock; `now` is any number that does not fall. Not thread-safe.
+Pure: no I/O, no clock; `now` is any number that does not decrease. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Lineage:
     def __init__(self, parent: Lineage | None, start: int) -> None:
         self.parent = parent
         self.start = start
-        """How many blocks of other lineages precede it."""
+        """Number of blocks of other lineages before it."""
         self.num_blocks = 0
         self.is_shared = False
         """Whether prompts diverge behind it, so that what follows continues none of them."""
@@ -33,7 +33,7 @@ class Lineage:
 
 
 class EvictionPolicy(Protocol):
-    """How long after its last use a block is due. Every call is amortised O(log n)."""
+    """Decides how long after its last use a block is due. Every call is amortised O(log n)."""
 
     def begin(
         self, parent: Lineage | None, root: RootId, key: BlockKey, start: int, now: float

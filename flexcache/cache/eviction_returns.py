@@ -1,16 +1,16 @@
-"""After what time lineages of each kind return, and how long each kind is therefore worth keeping.
+"""Return times of lineages by kind, and how long each kind is therefore worth keeping.
 
 For each kind: the share of it that had returned by a given age, and the time that its blocks had to
-be kept for that. Where the first rises steeply over the second, keeping blocks pays:
+be kept for that. Keeping blocks pays where the first rises steeply over the second:
 
     share that                     hits                            the steepest stretches of all
     has come     ___-----          gained    __.-----------        kinds are taken first, until
     back       _/                         _.'  '                   what they keep fills the tier;
-            __/                         .'     '                   so far reaches the patience
+            __/                         .'     '                   that point is the patience
            |____________ age           |_______'_______ blocks x time            of each kind
 
-Of all assignments of a patience to each kind this finds the one with the most hits in the given
-space (a fractional knapsack over concave hulls), if kinds continue as before.
+This assigns a patience to each kind so that the hits in the given space are the most possible (a
+fractional knapsack over concave hulls), if kinds continue as before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNSEEN = 1e-3
 
 
 class ReturnTimes:
-    """Counts of each kind. A *spell* begins with a use, and ends with a return or never."""
+    """Counts spells of each kind. A *spell* begins with a use, and ends with a return or never."""
 
     def __init__(self) -> None:
         self._returns: list[list[float]] = []
@@ -51,7 +51,7 @@ class ReturnTimes:
         return len(self._spells) - 1
 
     def begin(self, kind: int, num_blocks: int, now: float) -> None:
-        """Count the start of a spell, in which this many blocks wait."""
+        """Count the start of a spell of this many blocks."""
         if math.isnan(self._since):
             self._since = now
         self._spells[kind] += 1

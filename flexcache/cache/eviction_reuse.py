@@ -6,7 +6,7 @@ they came back and how long that took last time; those that never did by their l
 of each kind are counted (`eviction_returns`), also after eviction: an evicted lineage leaves a
 *ghost*, its first key, which is the first to be inserted again if it returns.
 
-Past returns may mislead, and where all kinds return alike nothing beats LRU. Two shadows of the
+Past returns may mislead, and if all kinds return alike nothing beats LRU. Two shadows of the
 tier (`eviction_shadow`) see every use, one in LRU order and one in the order planned here. The plan
 is followed only while it is clearly ahead.
 """
@@ -30,13 +30,13 @@ _MIN_GHOSTS = 8_192
 _HALF_LIFE = 4.0
 """Multiple of the tier's size, in blocks seen, after which a hit counts half in the comparison."""
 _CLEAR_LEAD = 0.005
-"""Share of all blocks seen that the plan must hit more before LRU is given up."""
+"""Share of all blocks seen that the plan must hit more before it replaces LRU."""
 _MAX_LEAD = 0.01
-"""Cap on the lead: the larger, the later a change of traffic is noticed."""
+"""Cap on the lead: the larger it is, the later a change of traffic is noticed."""
 
 
 class Reuse:
-    """See the module's text.
+    """Evicts the blocks least likely to be reused, or by LRU; see the module.
 
     Args:
         capacity: Blocks of the tier.

@@ -1,9 +1,9 @@
-"""What became findable in the tiers and what ceased to be, in order: the source of KV events.
+"""Journal of blocks that tiers stored and lost, in order: the source of KV events.
 
 Readers see two media. SSD and remote store are one: a block is stored there when the first of the
 two has it, and removed when the last has lost it.
 
-Pure: a list to be taken and emptied.
+Pure: a list that its reader takes and empties.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEDIUM_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Consecutive blocks of a prompt can be found behind the block ``parent`` (None: its start).
+    """Consecutive blocks of a prompt are findable after the block ``parent`` (None: its start).
 
     Attributes:
         block_size: Tokens per block.
@@ -52,7 +52,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """These blocks cannot be found any more."""
+    """These blocks can no longer be found."""
 
     medium: Medium
     root: RootId
@@ -61,8 +61,8 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """No block can be found. Where others share the stream, ``removed`` names the blocks one by
-    one."""
+    """No block can be found. ``removed`` lists the blocks, for a stream shared with other
+    sources."""
 
     removed: Sequence[Change] = field(default=(), compare=False, repr=False)
 
@@ -84,7 +84,7 @@ class Journal:
         self._changes.append(change)
 
     def cleared_since(self, mark: int) -> None:
-        """Replace what followed the first ``mark`` changes: no block is left."""
+        """Replace the changes after the first ``mark`` with one `Cleared`: no block is left."""
         self._changes[mark:] = [Cleared(self._changes[mark:])]
 
     def take(self) -> list[Change]:

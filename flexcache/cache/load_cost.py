@@ -1,12 +1,12 @@
-"""Whether to load or to recompute: how fast the tiers below DRAM have been lately.
+"""Decides whether to load or to recompute, by the recent speed of the tiers below DRAM.
 
 A load is estimated to take `max(an op's usual time, blocks / rate)`: the first is the cost of the
 store's latency, however few blocks are loaded, the second that of its bandwidth. The rate is that
 of all loads of a tier together, over the time in which at least one was running. Both forget the
-past with a half-life of a few ops. A tier that was not measured lately counts as unknown, so that a
+past with a half-life of a few ops. A tier without recent measurements counts as unknown, so that a
 recovery is noticed.
 
-Pure: time is handed in.
+Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from flexcache.ids import TierName
 
-_KEEP = 0.9  # of the past, per op
+_KEEP = 0.9  # weight of the past, per op
 _STALE_AFTER_S = 30.0
 _MIN_OPS = 4
 
 
 def why_recomputed(tier: TierName) -> str:
-    """Return the reason under which blocks are counted that are cheaper to recompute."""
+    """Return the reason under which blocks that are cheaper to recompute are counted."""
     return f"{tier.value.lower()}_slower_than_recompute"
 
 
@@ -43,7 +43,7 @@ class LoadCost:
         self._lanes: dict[TierName, _Lane] = {}
 
     def started(self, tier: TierName, now: float) -> None:
-        """Record that an op which reads from the tier has started."""
+        """Record that an op that reads from the tier has started."""
         lane = self._lanes.setdefault(tier, _Lane())
         if lane.running == 0:
             lane.busy_since_s = now
@@ -68,7 +68,7 @@ class LoadCost:
         lane = self._lanes.get(tier)
         if lane is None or lane.ops < _MIN_OPS or now - lane.measured_s > _STALE_AFTER_S:
             return None
-        if lane.blocks < 0.5:  # nothing arrives: it is the breaker's business
+        if lane.blocks < 0.5:  # nothing arrives: the breaker handles that
             return None
         return max(lane.op_s, num_blocks * lane.busy_s / lane.blocks)
 
@@ -78,13 +78,13 @@ class LoadCost:
         """Whether the load is likely to be faster than recomputing the blocks.
 
         Args:
-            prefill_blocks_per_s: What the engine reaches; 0 if it has not said.
+            prefill_blocks_per_s: Speed of the engine; 0 if unknown.
         """
         seconds = self.seconds(tier, num_blocks, now)
         return seconds is None or seconds * prefill_blocks_per_s <= num_blocks
 
     def report(self) -> dict[str, dict[str, float]]:
-        """Blocks per second and seconds per op of each tier, as measured last."""
+        """Return the last measured blocks per second and seconds per op of each tier."""
         return {
             tier.value: {
                 "blocks_per_s": lane.blocks / lane.busy_s if lane.busy_s > 0 else 0.0,

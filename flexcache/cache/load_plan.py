@@ -1,4 +1,4 @@
-"""LoadPlanner: what gets and prefetches bring up, and from which tier.
+"""LoadPlanner: plans which blocks gets and prefetches load, and from which tier.
 
     get, blocks of the prompt:   0      start        host           disk        end
                                  |--------|------------|--------------|-----------|
@@ -37,8 +37,8 @@ class LoadPlanner:
 
     Args:
         op_ids: Shared with the cache's other planner.
-        chunk_blocks: Blocks per op where one tier feeds another, so that both work at once.
-        load_cost: Tells which loads would take longer than recomputing; None to make them all.
+        chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
+        load_cost: Estimates which loads would take longer than recomputing; None to load all.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class LoadPlanner:
     def plan_get(
         self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0
     ) -> Plan:
-        """Plan to bring the cached part of blocks ``[start, stop)`` to the GPU.
+        """Plan to load the cached part of blocks ``[start, stop)`` to the GPU.
 
         Args:
-            prefill_blocks_per_s: How fast the engine computes; what it computes faster than it
-                would be loaded is not loaded. 0 if unknown.
+            prefill_blocks_per_s: How fast the engine computes; 0 if unknown. Blocks that it
+                computes faster than they load are not loaded.
         """
         plan = self._plan(TaskKind.GET, keys, start, stop, prefill_blocks_per_s)
         last = self._tiers.last
@@ -72,7 +72,7 @@ class LoadPlanner:
         return plan
 
     def plan_prefetch(self, keys: BlockKeys, start: int, stop: int) -> Plan:
-        """Plan to bring the cached part of blocks ``[start, stop)`` to the host tier."""
+        """Plan to load the cached part of blocks ``[start, stop)`` to the host tier."""
         return self._plan(TaskKind.PREFETCH, keys, start, stop)
 
     def _plan(
@@ -131,12 +131,12 @@ class LoadPlanner:
         segments: list[_Segment],
         stop: int,
     ) -> None:
-        """Read what the host tier lacks into a lease on it, and on to the GPU chunk by chunk."""
+        """Load what the host tier lacks into a lease on it, and then to the GPU chunk by chunk."""
         begin = plan.stop
         attaches = begin <= on_host.num_blocks
         if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
             plan.staging = self._host.reserve(keys, begin, stop)
-        else:  # another task brings them already, or only the engine has what precedes them
+        else:  # another task is loading them, or only the engine has the blocks before them
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         staged = plan.staging.blocks.copy()
         plan.stop = begin + len(staged)

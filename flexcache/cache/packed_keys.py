@@ -1,4 +1,4 @@
-"""Keys or tokens of a prompt as a message carries them: one binary array."""
+"""Keys or tokens of a prompt as one binary array, as messages carry them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexcache.ids import BlockKey, RootId
 
 
 class PackedBlockKeys:
-    """An engine's own keys, all of one size, one after the other."""
+    """An engine's own keys, all of one size, concatenated."""
 
     __slots__ = ("_data", "_size", "content", "num_blocks", "prompt_root", "root")
 
@@ -41,7 +41,7 @@ def unpack_keys(
     tokens_per_block: int,
     content: PromptContent | None = None,
 ) -> PromptKeys:
-    """Read keys of ``key_bytes`` each; if that is 0, int64 token ids to be hashed.
+    """Read keys of ``key_bytes`` each or, if that is 0, int64 token ids to hash.
 
     Raises:
         ValueError: The array does not divide into whole keys or tokens.

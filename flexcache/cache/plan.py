@@ -22,15 +22,15 @@ class Plan:
     """What one task will move: blocks ``[start, stop)`` of its prompt.
 
     Attributes:
-        staging: The lease on the host tier for blocks that come from below or from the GPU.
+        staging: The lease on the host tier for blocks from a lower tier or from the GPU.
         stores: Leases on the tiers below the host that a put writes through to.
         sources: For a get, how many of the blocks each tier supplies, in order.
-        dropped: Blocks that a put could not take on, by reason.
+        dropped: Blocks that a put could not store, by reason.
         skipped: Blocks that are cached and deliberately not loaded, by reason.
         load_keys: Keys of the blocks that are read from below the host, from position
             ``load_start`` on.
-        is_write_back: Whether it writes what was dirty.
-        is_put_off: Whether what it fails to write becomes dirty again, whatever failed.
+        is_write_back: Whether it writes dirty blocks.
+        is_put_off: Whether blocks that it fails to write become dirty again, whatever failed.
         has_failed: Whether a write has failed.
     """
 
@@ -76,7 +76,7 @@ def chunks(start: int, stop: int, size: int) -> Iterator[range]:
 
 
 def block_names(tier: Tier, keys: BlockKeys, start: int, stop: int) -> BlockNames:
-    """Name blocks ``[start, stop)`` of a prompt where they outlive this process."""
+    """Name blocks ``[start, stop)`` of a prompt, for storage that outlives this process."""
     root = tier.root_at_store(keys.root) if isinstance(tier, RemoteTier) else keys.root
     parent = keys.key(start - 1) if start else b""
     return BlockNames(root, start, parent, list(keys.slice(start, stop)))

@@ -9,19 +9,19 @@ or at a position in another run, so the runs form a tree:
 
     half-open: run B holds depths [5, 15); parent_length = 5 blocks of A precede it.
 
-A dictionary per root takes a key straight to (run, offset). Since blocks leave from the leaves
-only, what is cached is closed under prefixes: if the key of block i is there, so are those of all
-blocks before it. The longest match is hence a bisection over a handful of keys, and the block ids
-of a match are slices of a few arrays; neither takes a Python step per cached block.
+A dictionary per root maps a key to (run, offset). Since only leaves are evicted, the cached blocks
+are closed under prefixes: if the key of block i is there, so are those of all blocks before it. The
+longest match is hence a bisection over a handful of keys, and the block ids of a match are slices
+of a few arrays; neither takes a Python step per cached block.
 
-What keeps a block in place is a *hold* on its run: a child that hangs off it, or a pin. Holds are
-counted by length, and all beyond the longest hold is the run's evictable tail. Recency is kept as
-segments, because a prompt that matches part of a run makes only that part recent; it never grows
-along a run, so the tail is always its least recent part.
+A *hold* on its run keeps a block in place: a child that hangs off the run, or a pin. Holds are
+counted by length, and all blocks beyond the longest hold are the run's evictable tail. Recency is
+kept as segments, because a prompt that matches part of a run makes only that part recent; it never
+grows along a run, so the tail is always its least recent part.
 
-What "recent" means is up to an eviction policy: a use counts as that much later as the policy has
-patience with the lineage of the run, and what has the lowest such time is due first. A run of a
-lineage behind which prompts diverge is not extended in place, so that what follows stays distinct.
+An eviction policy defines what "recent" means: a use counts as later by the policy's patience with
+the run's lineage, and the blocks with the lowest such time are due first. If prompts diverge after
+a lineage, its run is not extended in place, so that the continuations stay distinct.
 
 Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number, and
 blocks with the lowest go first.
@@ -135,9 +135,9 @@ class Run:
 
 
 class PrefixMatch(NamedTuple):
-    """The longest cached prefix of a prompt: ``length`` blocks of ``run`` and all that precede.
+    """The longest cached prefix of a prompt: ``length`` blocks of ``run`` and all before them.
 
-    Valid until the index changes; `PrefixIndex.pin` makes it last.
+    Valid until the index changes; `PrefixIndex.pin` keeps it valid.
     """
 
     run: Run | None
@@ -149,7 +149,7 @@ EMPTY_MATCH = PrefixMatch(None, 0, 0)
 
 
 class PrefixIndex:
-    """The tree of runs. See the module's text for what holds."""
+    """The tree of runs; see the module for its invariants."""
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self._policy = Lru() if policy is None else policy
@@ -269,7 +269,7 @@ class PrefixIndex:
         self, parent: PrefixMatch, root: RootId, keys: Sequence[BlockKey], blocks: BlockIds,
         now: float, retain: float = 0.0,
     ) -> PrefixMatch:  # fmt: skip
-        """Add blocks behind ``parent``; none of their keys may be there. Returns the new prefix.
+        """Add blocks after ``parent``; none of their keys may be cached. Returns the new prefix.
 
         The prefix becomes as recent as ``now``, or ``retain`` later. O(1) Python steps per call,
         C speed per block.
@@ -321,7 +321,7 @@ class PrefixIndex:
             if recency[-1][1] != time:
                 self._queue_if_evictable(run)
                 continue
-            if len(recency) > 1:  # further ahead it is more recent
+            if len(recency) > 1:  # the blocks before it are more recent
                 start = max(start, recency[-2][0])
             keep = max(start, length - missing)
             if not keep and (run.parent is None or run.parent.lineage is not run.lineage):
@@ -331,9 +331,9 @@ class PrefixIndex:
         return _joined(freed)
 
     def discard(self, root: RootId, key: BlockKey) -> BlockIds:
-        """Make a block with bad bytes and all behind it unfindable; return the freed ids.
+        """Make a block with bad bytes and all after it unfindable; return the freed ids.
 
-        What is pinned stays allocated until it is unpinned, and goes first then. O(blocks dropped).
+        Pinned blocks stay allocated until they are unpinned, and go first then. O(blocks dropped).
         """
         code = self._directories.get(root, {}).get(key)
         if code is None:
@@ -348,9 +348,9 @@ class PrefixIndex:
         return _joined(freed)
 
     def sweep(self) -> BlockIds:
-        """Remove discarded blocks that are no longer held; returns their ids.
+        """Remove discarded blocks that are no longer held; return their ids.
 
-        O(runs with discarded blocks), which is O(1) where there are none.
+        O(runs with discarded blocks), which is O(1) if there are none.
         """
         freed: list[BlockIds] = []
         for run_id in sorted(self._discarded, reverse=True):  # children are younger than parents

@@ -1,8 +1,8 @@
 """Prompts as the cache sees them: block keys and a range of whole blocks.
 
-Callers speak of tokens and masks over tokens. `PromptMaker` turns those into a `Prompt`, and blocks
-back into a mask. Block keys are made here and nowhere else, so a prefetch by HTTP finds what an
-engine has stored.
+Callers use tokens and masks over tokens. `PromptMaker` turns those into a `Prompt`, and blocks back
+into a mask. Block keys are made here and nowhere else, so a prefetch by HTTP finds what an engine
+has stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MAX_ROOTS = 65_536
 class Prompt(NamedTuple):
     """Blocks ``[start, stop)`` of a prompt of ``num_tokens``.
 
-    ``retain_s``: what a put stores counts as used this much later when room is needed.
+    ``retain_s``: stored blocks of a put count as used this much later when room is needed.
     """
 
     keys: PromptKeys
@@ -51,7 +51,7 @@ class PromptMaker:
     """Makes the prompts of one model. Thread-safe.
 
     Args:
-        fingerprint: Of the model and block size: prompts of another model have other keys.
+        fingerprint: Identifies model and block size: prompts of another model have other keys.
         tokens_per_block: The block size.
         detail: Returns how much of a prompt the cache's observers need. It may change.
     """
@@ -75,7 +75,7 @@ class PromptMaker:
     ) -> Prompt:
         """Make a prompt of the whole blocks within the first run of True in ``token_mask``.
 
-        With ``block_keys`` no token is looked at, only their number.
+        With ``block_keys`` only the number of tokens matters.
 
         Raises:
             ValueError: An argument has the wrong shape, type or size.
@@ -93,7 +93,7 @@ class PromptMaker:
         return Prompt(keys, min(start, stop), stop, num_tokens, retain_s)
 
     def token_mask(self, num_tokens: int, start: int, num_blocks: int) -> Mask:
-        """A mask over ``num_tokens`` that is True for ``num_blocks`` from block ``start``."""
+        """Make a mask over ``num_tokens`` that is True for ``num_blocks`` from block ``start``."""
         first = start * self.tokens_per_block
         last = first + num_blocks * self.tokens_per_block
         mask = np.empty(num_tokens, dtype=np.bool_)  # each byte is written once
@@ -160,7 +160,7 @@ class PromptMaker:
 
 
 def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:
-    """How much later than now a put's blocks count as used.
+    """Return how much later than now a put's blocks count as used.
 
     Raises:
         ValueError: ``priority`` or ``ttl_s`` is out of range.
@@ -173,8 +173,8 @@ def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:
 
 
 def _own_copy(token_ids: Tokens) -> Sequence[int] | npt.NDArray[np.int64]:
-    """Tokens that stay as they are: observers read them later, when the caller may have changed
-    its own. Other sequences than arrays and lists are views that an engine only appends to."""
+    """Copy tokens: observers read them later, when the caller may have changed its own. Sequences
+    other than arrays and lists are views that an engine only appends to."""
     if isinstance(token_ids, np.ndarray):
         return np.array(token_ids, dtype=np.int64)
     return list(token_ids) if isinstance(token_ids, list) else token_ids

@@ -1,9 +1,9 @@
-"""The REMOTE tier: what this server knows of a store that other nodes fill and empty too.
+"""The REMOTE tier: this server's knowledge of a store that other nodes also fill and empty.
 
 A `Tier` whose blocks are not places but pieces of knowledge: *indexed* means "was there when last
-asked, read or written", and evicting means forgetting. It may be wrong either way. A block that
-turns out to be missing costs one failed read and is then forgotten (`discard`). A block that others
-have stored meanwhile is found by asking: `first_unknown` returns the first to ask about, `learn`
+queried, read or written", and evicting means forgetting. It may be wrong either way. A block that
+turns out to be missing costs one failed read and is then forgotten (`discard`). A block that other
+nodes have stored since is found by asking: `first_unknown` returns the first to ask about, `learn`
 takes the answer, and a missing block is not asked about again for a while.
 
 Not thread-safe, no I/O.
@@ -29,7 +29,7 @@ class RemoteTier(Tier):
     """Knowledge of a remote store.
 
     Args:
-        absent_ttl_s: How long a block that was not there is assumed to be missing.
+        absent_ttl_s: How long a missing block is assumed to stay missing.
         capacity: Blocks to remember at most; the least recently used are forgotten first.
     """
 

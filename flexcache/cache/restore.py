@@ -1,11 +1,11 @@
-"""Restores into a tier's index what outlived the last process.
+"""Restores a tier's index from the records that outlived the last process.
 
-A record of a slot has the key of its block, the key of the block before it, its position in the
-prompt, and when it was written (generation). Blocks may have been evicted and overwritten in any
-order since, so some records have lost what they build on, and some keys occur twice.
+A slot's record has the key of its block, the key of the block before it, its position in the
+prompt, and when it was written (generation). Blocks may since have been evicted and overwritten in
+any order, so some records have lost the blocks they build on, and some keys occur twice.
 
-The work is done on whole arrays; there is one Python step per stretch of a prompt that was written
-without a break.
+The work is done on whole arrays, with one Python step per part of a prompt that was written without
+a break.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ORPHAN = -1
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What became of the records, in blocks."""
+    """Result of a restore, in blocks."""
 
     num_restored: int
     num_dropped: int
@@ -53,8 +53,8 @@ def link(records: Records) -> Indices:
     """Return the index of the record that each one builds on: itself at a prompt's start, -1 if
     there is none.
 
-    If a key occurs twice only the later record counts: the other builds on nothing. A record that
-    builds on an orphan is not one itself: see `reaches_start`.
+    If a key occurs twice, only the later record counts: the other builds on nothing. A record that
+    builds on an orphan is not itself an orphan: see `reaches_start`.
     """
     count = len(records)
     keys = _identities(records, "key")
@@ -89,7 +89,7 @@ def reaches_start(records: Records, parents: Indices) -> npt.NDArray[np.bool_]:
 def _walk(
     records: Records, parents: Indices
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
-    """Go from all records towards their prompts' starts at once, with doubled steps.
+    """Walk from all records towards their prompts' starts at once, doubling the step each time.
 
     Returns:
         Whether the start was reached; the highest generation on the way.
@@ -108,8 +108,8 @@ def _walk(
 def _order(records: Records, parents: Indices) -> tuple[Indices, Indices]:
     """Order the restorable records as they were written, each after the one it builds on.
 
-    A block that is older than the one it builds on (which was evicted and written again) follows
-    it directly.
+    A block older than the one it builds on (which was evicted and written again) follows it
+    directly.
 
     Returns:
         The records' indices; for each, the place of its parent among them.

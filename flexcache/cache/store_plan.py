@@ -1,7 +1,7 @@
-"""StorePlanner: what puts copy off the GPU, and what is written to the tiers below DRAM, and when.
+"""StorePlanner: plans what puts copy off the GPU, and what the tiers below DRAM receive and when.
 
-What a put copies to the host tier goes on to the tiers below by each one's write policy: at once
-(write-through), as far as an `Admission` lets it, or when a `DirtyQueue` is full (write-back).
+Blocks that a put copies to the host tier go on to each lower tier by its write policy: at once
+(write-through), as far as an `Admission` allows, or when a `DirtyQueue` is full (write-back).
 
 Pure: no I/O, no clock.
 """
@@ -39,11 +39,11 @@ class StorePlanner:
 
     Args:
         op_ids: Shared with the cache's other planner.
-        chunk_blocks: Blocks per op where one tier feeds another, so that both work at once.
-        max_backlog: Host blocks that may wait to be written below; what exceeds it in a put stays
+        chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
+        max_backlog: Host blocks that may wait to be written below; blocks of a put beyond it stay
             on the host tier only.
-        admissions: For tiers that do not take every block.
-        write_back: For tiers that are written to late.
+        admissions: Policies of the tiers that do not take every block.
+        write_back: Queues of the tiers with write-back.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StorePlanner:
         self._chunk_blocks = chunk_blocks
         self.max_backlog = max_backlog
         self.is_recording = True
-        """Whether what is written to SSD shall outlive this process."""
+        """Whether blocks written to SSD must outlive this process."""
         self._admissions = dict(admissions)
         self._write_back = {
             name: WriteBack(self._host, tiers.by_name[name], dirty, tiers.lose)
@@ -139,9 +139,9 @@ class StorePlanner:
         return plan
 
     def plan_write_back(self) -> Plan | None:
-        """Plan to write blocks that a tier with write-back is due; None if there are none.
+        """Plan to write dirty blocks to a tier with write-back; None if no blocks are due.
 
-        The plan may have no op, if all of them are dropped.
+        The plan has no op if all of them are dropped.
         """
         for name, late in self._write_back.items():
             if name in self._tiers.unavailable or self._tiers.is_withheld(name):
@@ -150,7 +150,7 @@ class StorePlanner:
             while (prompt := late.dirty.peek()) is not None:
                 room = self._room(tier)
                 if not room or (self._backlog[name] and room < len(prompt.keys)):
-                    break  # until what is under way has been written
+                    break  # until the blocks in flight have been written
                 prompt = late.dirty.pop()
                 root, content, last = prompt.root, prompt.content, next(reversed(prompt.keys))
                 path = self._host.index.path_keys(self._host.index.locate(root, last))
@@ -165,9 +165,9 @@ class StorePlanner:
         return None
 
     def put_off(self, plan: Plan, name: TierName, has_failed: bool) -> bool:
-        """Whether what a plan failed to write to a tier becomes dirty again instead of lost.
+        """Whether blocks that a plan failed to write to a tier become dirty again, not lost.
 
-        It does if the plan writes back and the tier is unavailable, or has failed as a whole.
+        They do if the plan writes back and the tier is unavailable, or has failed as a whole.
         """
         plan.has_failed = True
         plan.is_put_off |= plan.is_write_back and (has_failed or name in self._tiers.unavailable)
@@ -188,7 +188,7 @@ class StorePlanner:
         return late is not None and late.dirty.contains(root, key)
 
     def release(self, plan: Plan) -> None:
-        """End a plan's writes: what was not published is freed."""
+        """End a plan's writes: blocks that were not published are freed."""
         for name, lease in plan.stores.items():
             self._backlog[name] -= plan.num_reserved[name]
             self._tiers.by_name[name].release(lease)
@@ -223,7 +223,7 @@ class StorePlanner:
         """Write to the tiers below what they lack of the host's blocks and of those being copied.
 
         Args:
-            copies: Ops that bring blocks ``[plan.start, plan.stop)`` to the host.
+            copies: Ops that copy blocks ``[plan.start, plan.stop)`` to the host.
             tiers: None for all, each by its own policy.
         """
         for tier in self._tiers.lower if tiers is None else tiers:
@@ -235,7 +235,7 @@ class StorePlanner:
                     self._mark_dirty(tier, keys, begin, plan.start)
                 continue
             if begin < plan.start and cached.num_blocks < plan.start:
-                continue  # the blocks before are still copied to the host: their put writes them
+                continue  # earlier blocks are still being copied to the host: their put writes them
             end = self._bounded(plan, tier, begin, end, max_backlog)
             if begin >= end:
                 continue
@@ -259,7 +259,7 @@ class StorePlanner:
                     self._add_store(plan, tier, keys, low, source, target, [copy.op])
 
     def _mark_dirty(self, tier: Tier, keys: BlockKeys, begin: int, end: int) -> None:
-        """Mark host blocks that a tier with write-back lacks, because a write failed once, say."""
+        """Mark host blocks that a tier with write-back lacks, for example after a failed write."""
         late = self._write_back.get(tier.name)
         if late is not None:
             late.mark(keys.root, keys.slice(begin, end), keys.content, begin)
@@ -282,7 +282,7 @@ class StorePlanner:
     def _bounded(
         self, plan: Plan, tier: Tier, begin: int, end: int, max_backlog: int | None
     ) -> int:
-        """Return where to stop writing to keep the backlog bounded; counts what is beyond."""
+        """Return where to stop writing to keep the backlog bounded; count the blocks beyond."""
         name, room = tier.name.value.lower(), self._room(tier)
         if max_backlog is not None:
             room = max(0, min(room, max_backlog))

@@ -1,15 +1,14 @@
-"""One tier: a pool of block ids, the index of what is in them, and the leases on the rest.
+"""One tier: a pool of block ids, the index of cached ones, and the leases on the others.
 
 Every id of a tier is free, indexed, or in exactly one lease. A lease is reserved before bytes move
-and made findable (`publish`) only after they arrived; it ends once, by `release`:
+and made findable (`publish`) only after they have arrived; it ends once, with `release`:
 
     reserve ---> [bytes move] ---> publish(n) ---> release      n blocks indexed, the rest freed
         \\-----------------------------------------> release     nothing indexed, all freed
 
 Keys of a lease that may still be published are *in flight*: no other task reserves them, no match
-sees them. A lease can build on another's blocks that are in flight themselves. If those are not
-there yet when it wants to publish, it waits for them, beyond its release if need be, and shares
-their fate.
+sees them. A lease can build on another lease's blocks in flight. If those have not arrived when it
+is published, it waits for them, beyond its release if necessary, and shares their fate.
 
 Not thread-safe, no I/O.
 """
@@ -33,12 +32,12 @@ from flexcache.ids import BlockKey, RootId, TierName
 BlockIds = npt.NDArray[np.int64]
 OnStored = Callable[[RootId, BlockKey | None, Sequence[BlockKey], PromptContent | None, int], None]
 """Root, key of the block before, keys, content, position of the first key in its prompt."""
-_TICK_S = 1e-6  # well above the resolution of a double of seconds since the machine's start
+_TICK_S = 1e-6  # well above the resolution of a double that counts seconds since boot
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """What happened in a tier since its construction, in blocks."""
+    """Counters of a tier since its construction, in blocks."""
 
     hit_blocks: int = 0
     miss_blocks: int = 0
@@ -57,11 +56,11 @@ class Lease:
     """Keys of the blocks; empty for a private lease, which is never published."""
     blocks: BlockIds
     first: int = 0
-    """Position of the first block in its prompt, where ``content`` is known."""
+    """Position of the first block in its prompt, if ``content`` is known."""
     content: PromptContent | None = None
     parent_pin: PrefixMatch = EMPTY_MATCH
     retain_s: float = 0.0
-    """Once published, the blocks count as used this much later than they were."""
+    """Once published, the blocks count as used this much later than their last use."""
     to_publish: int = 0
     published: PrefixMatch = EMPTY_MATCH
     num_published: int = 0
@@ -96,7 +95,7 @@ class _Flight:
 
 
 class Tier:
-    """Blocks of one tier. See the module's text for the life of a lease."""
+    """Blocks of one tier; see the module for the life of a lease."""
 
     def __init__(self, name: TierName, capacity: int, policy: EvictionPolicy | None = None) -> None:
         self.name = name
@@ -152,7 +151,7 @@ class Tier:
         return position - start
 
     def reserve(self, keys: BlockKeys, start: int, stop: int) -> Lease:
-        """Reserve blocks for ``[start, stop)`` of a prompt, as many from the front as can be had.
+        """Reserve blocks for ``[start, stop)`` of a prompt, as many from the front as possible.
 
         The block before ``start`` must be indexed or in flight. Evicts unheld blocks.
         """
@@ -171,7 +170,7 @@ class Tier:
         first: int = 0,
         content: PromptContent | None = None,
     ) -> Lease:
-        """`reserve` for consecutive blocks behind the block ``parent``, from the front as well."""
+        """Reserve consecutive blocks after the block ``parent``, likewise from the front."""
         lease = self._reserve(root, parent, len(keys), lambda n: keys[:n])
         lease.first, lease.content = first, content
         return lease
@@ -189,7 +188,7 @@ class Tier:
             flight.num_leases += 1
             lease.in_flight = True
             ours = dict.fromkeys(lease.keys, lease)
-            # What another lease has in flight stays with it.
+            # Keys that another lease has in flight stay with it.
             flight.owners |= ours if flight.owners.keys().isdisjoint(ours) else ours | flight.owners
         return lease
 
@@ -209,7 +208,7 @@ class Tier:
             self._try_publish([lease])
 
     def release(self, lease: Lease) -> None:
-        """End the lease: what was published stays indexed, the rest is freed."""
+        """End the lease: published blocks stay indexed, the rest are freed."""
         if lease.released:
             raise InternalError("a lease ends once")
         lease.released = True
@@ -222,18 +221,18 @@ class Tier:
         self.index.pin(match)
 
     def unpin(self, match: PrefixMatch) -> None:
-        """Release matched blocks; those discarded meanwhile are freed."""
+        """Release matched blocks; those discarded in the meantime are freed."""
         self.index.unpin(match)
         self._drop(self.index.sweep())
 
     def discard(self, root: RootId, key: BlockKey) -> int:
-        """Drop a block with bad bytes and what builds on it; returns how many are free at once."""
+        """Drop a block with bad bytes and all that build on it; return how many are freed now."""
         freed = self.index.discard(root, key)
         self._drop(freed)
         return len(freed)
 
     def clear(self) -> BlockIds:
-        """Drop every unheld block; returns their ids."""
+        """Drop every unheld block; return their ids."""
         freed = self.index.evict(self.capacity)
         self.pool.give_back(freed)
         return freed
@@ -290,18 +289,18 @@ class Tier:
         flight = self._flights.get(lease.root)
         assert lease.parent_key is not None
         if flight is None or lease.parent_key not in flight.owners:
-            return False  # it was dropped: what builds on it cannot be found
+            return False  # it was dropped: blocks that build on it cannot be found
         ahead: Lease | None = flight.owners[lease.parent_key]
         while ahead is not None and ahead is not lease and ahead.waiting and ahead.parent_key:
             ahead = flight.owners.get(ahead.parent_key)
         if ahead is lease:
-            return False  # it would wait for itself: keys of an engine that does not chain them
+            return False  # it would wait for itself: the engine does not chain its keys
         flight.waiting.setdefault(lease.parent_key, []).append(lease)
         lease.waiting = True
         return True
 
     def _insert(self, lease: Lease, parent: PrefixMatch) -> None:
-        """Index the lease's blocks, except those that another lease published meanwhile."""
+        """Index the lease's blocks, except those that another lease published first."""
         count, start, parent_key = lease.to_publish, 0, lease.parent_key
         while start < count:
             there = self.index.locate(lease.root, lease.keys[start])
@@ -327,7 +326,7 @@ class Tier:
             tell(lease.root, parent_key, keys, lease.content, lease.first + start)
 
     def _land(self, lease: Lease) -> list[Lease]:
-        """End the flight of the lease's keys; returns the leases that waited for them."""
+        """End the flight of the lease's keys; return the leases that waited for them."""
         if not lease.in_flight:
             return []
         lease.in_flight = False
@@ -347,7 +346,7 @@ class Tier:
         return followers
 
     def _settle(self, lease: Lease) -> None:
-        """Free what a released lease did not publish."""
+        """Free the blocks that a released lease did not publish."""
         self.unpin(lease.published)
         followers = self._land(lease)
         unpublished = lease.blocks[lease.num_published :]
@@ -359,9 +358,9 @@ class Tier:
         self._try_publish(followers)
 
     def restore(self, runs: Iterable[RestoredRun]) -> None:
-        """Index blocks that are in place already, each run after what it builds on.
+        """Index blocks whose bytes are already in place, each run after the one it builds on.
 
-        The later a run comes, the more recent it counts. O(1) Python steps per run.
+        Later runs count as more recent. O(1) Python steps per run.
         """
         taken = [NO_BLOCKS]
         for run in runs:

@@ -1,4 +1,4 @@
-"""TieredCache: the tiers of one model, the plans that move blocks between them, and their end.
+"""TieredCache: the tiers of one model, and the plans that move blocks between them.
 
 A plan is a graph of ops and the leases and pins that keep its blocks in place. It is made by
 `TieredCache.loads` or `TieredCache.stores`; the task engine executes it, publishes what arrived,
@@ -29,12 +29,12 @@ class TieredCache:
     """Tiers and the planners over them. `build_cache` wires one from a config.
 
     Args:
-        chunk_blocks: Blocks per op where one tier feeds another, so that both work at once.
-        max_store_backlog: Host blocks that may wait to be written below; what exceeds it in a put
-            stays on the host tier only.
-        admissions: For tiers that do not take every block.
-        write_back: For tiers that are written to late.
-        load_cost: Tells which loads would take longer than recomputing; None to make them all.
+        chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
+        max_store_backlog: Host blocks that may wait to be written below; blocks of a put beyond it
+            stay on the host tier only.
+        admissions: Policies of the tiers that do not take every block.
+        write_back: Queues of the tiers with write-back.
+        load_cost: Estimates which loads would take longer than recomputing; None to load all.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TieredCache:
         """Make the first ``num_ok`` blocks written to a lower tier findable there."""
         tier = self.tiers.by_name[name]
         if isinstance(tier, RemoteTier) and tier.root_at_store(plan.root) != plan.remote_root:
-            num_ok = 0  # the tier was cleared meanwhile and uses other names now
+            num_ok = 0  # the tier was cleared in the meantime and now uses other names
         lease = plan.stores[name]
         tier.publish(lease, num_ok)
         lease.is_given_up = plan.has_failed and not plan.is_put_off
@@ -92,7 +92,7 @@ class TieredCache:
             tier.learn_absent(plan.root, key, self.tiers.now)
 
     def finish(self, plan: Plan) -> None:
-        """End the plan: every op has ended or was never started. Frees all that it held."""
+        """End the plan and free all that it held: every op has ended or was never started."""
         if plan.staging is not None:
             self.tiers.host.release(plan.staging)
         self.stores.release(plan)
@@ -103,7 +103,7 @@ class TieredCache:
         self.tiers.num_holders -= 1
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Occupancy and counters of each tier."""
+        """Return occupancy and counters of each tier."""
         return {
             tier.name.value: {
                 **tier.stats(),

@@ -1,6 +1,6 @@
-"""Tiers: the tiers of one cache, fastest first, and what holds for all of them.
+"""Tiers: the tiers of one cache, fastest first, and their common state.
 
-The first is the host tier (pinned DRAM): all that goes to or comes from the GPU passes through it.
+The first is the host tier (pinned DRAM): everything to or from the GPU passes through it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Tiers:
     """An ordered list of tiers, the host tier first.
 
     Attributes:
-        unavailable: Tiers that are neither read nor written at present.
+        unavailable: Tiers that are currently neither read nor written.
         num_holders: Unfinished plans and withheld leases: while there are none, nothing is leased.
-        lost: Blocks that are gone without a plan that says so, by reason.
+        lost: Blocks lost outside of any plan, by reason.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -82,16 +82,16 @@ class Tiers:
         self.lost[f"{tier.name.value.lower()}_never_written"] += num_blocks
 
     def clear(self, name: str | None) -> dict[TierName, BlockIds]:
-        """Drop the unheld blocks of one tier, or of all; returns their ids by tier.
+        """Drop the unheld blocks of one tier, or of all; return their ids by tier.
 
         Raises:
-            ValueError: There is no such tier; names the existing ones.
+            ValueError: There is no such tier; the message names the existing ones.
         """
         names = [known.value for known in self.by_name]
         if name is not None and name not in names:
-            raise ValueError(f"no tier {name!r} here; there is {', '.join(names)}")
+            raise ValueError(f"no tier {name!r} here; tiers: {', '.join(names)}")
         mark = 0 if self.journal is None else len(self.journal)
-        kept, self.lost = self.lost, Counter()  # what is dropped on request is not lost
+        kept, self.lost = self.lost, Counter()  # blocks dropped on request are not lost
         dropped = {t.name: t.clear() for t in self._tiers if name in (None, t.name.value)}
         self.lost = kept
         is_empty = not any(tier.index.num_blocks for tier in self._tiers)
@@ -119,4 +119,4 @@ class Tiers:
         for tier in self._tiers:
             tier.check()
             if not self.num_holders and tier.num_leased:
-                raise InternalError(f"{tier.name.value}: blocks leased and no plan open")
+                raise InternalError(f"{tier.name.value}: blocks are leased without an open plan")

@@ -1,4 +1,4 @@
-"""Blocks in DRAM that a tier with the policy `write_back` lacks.
+"""Dirty blocks: those in DRAM that a tier with the policy `write_back` lacks.
 
     indexed in DRAM --> dirty --> in a lease of the tier --> indexed there
                         ^    \\                 |    \\
@@ -7,10 +7,10 @@
 
 A block leaves the dirty set only by one of these arrows, so none is forgotten while DRAM holds it.
 The set is bounded: beyond ``high`` the oldest prompts are written until at most three quarters of
-that remain. DRAM mostly evicts what was put first, so with a bound well below DRAM's size blocks
+that remain. DRAM mostly evicts the oldest blocks, so with a bound well below DRAM's size blocks
 are written before they are evicted.
 
-Pure: holds keys.
+Pure: holds only keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexcache.ids import BlockKey, RootId
 
 @dataclass(slots=True, eq=False)
 class DirtyPrompt:
-    """Blocks of a prompt in order. DRAM has them and all that precede them."""
+    """Blocks of a prompt, in order. DRAM has them and all blocks before them."""
 
     root: RootId
     keys: dict[BlockKey, None]
@@ -34,10 +34,10 @@ class DirtyPrompt:
 
 
 class DirtyQueue:
-    """First in, first out; each block once.
+    """Queue of dirty blocks, first in, first out; each block once.
 
     Args:
-        high: Dirty blocks beyond which some are written.
+        high: Number of dirty blocks beyond which some are written.
     """
 
     def __init__(self, high: int) -> None:
@@ -58,7 +58,7 @@ class DirtyQueue:
         content: PromptContent | None = None,
         is_old: bool = False,
     ) -> None:
-        """Add those that are not dirty yet; ``is_old`` ones are written first."""
+        """Add the blocks that are not dirty yet; ``is_old`` ones are written first."""
         known = self._by_key.get(root, {})
         prompt = DirtyPrompt(root, {key: None for key in keys if key not in known}, content)
         if not prompt.keys:
@@ -107,7 +107,7 @@ class DirtyQueue:
 
 
 class WriteBack:
-    """Observes DRAM and a tier below it, to know at any time which blocks are dirty.
+    """Observes DRAM and a tier below it, to track which blocks are dirty.
 
     Args:
         lose: Called for blocks that left DRAM before the tier received them.

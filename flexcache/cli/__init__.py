@@ -1,6 +1,6 @@
-"""The `flexcache` command: `main` puts it together, each command has a module of its own.
+"""The `flexcache` command: `main` assembles it, and each command has its own module.
 
-What a command needs it imports when it runs: torch and ZMQ would make `flexcache --help` slow.
+A command imports what it needs when it runs: torch and ZMQ would make `flexcache --help` slow.
 """
 
 from flexcache.cli.main import app

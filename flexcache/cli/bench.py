@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from flexcache.bench.suite import Settings
 
 _UNBOUNDED_WIDTH = 180
-"""Columns of a table that goes to a file or a pipe."""
+"""Width of tables in a file or a pipe, in characters."""
 
-Only = Annotated[str, typer.Option(help="Only cases whose title contains this.")]
+Only = Annotated[str, typer.Option(help="Run only cases whose title contains this.")]
 Thorough = Annotated[
-    bool, typer.Option("--thorough", help="Larger and longer: many minutes instead of two.")
+    bool, typer.Option("--thorough", help="Larger and longer runs: many minutes instead of two.")
 ]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Exit with status 1 also if a target is missed.")
 ]
 Directory = Annotated[
-    Path | None, typer.Option("--dir", help="Directory for files of the SSD tier and of stores.")
+    Path | None, typer.Option("--dir", help="Directory for the files of the SSD tier and stores.")
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sample to this file.")]
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Draw the ratios to this file (.png, .svg, .pdf).")
+    Path | None, typer.Option("--plot", help="Plot the ratios to this file (.png, .svg, .pdf).")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of all random data.")]
 
@@ -46,7 +46,7 @@ def bench(
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
     remote_url: Annotated[
-        str | None, typer.Option(help="A remote store to measure as well.")
+        str | None, typer.Option(help="URL of a remote store to measure as well.")
     ] = None,
     seed: Seed = 0,
 ) -> None:
@@ -66,7 +66,7 @@ def bench(
 def run_and_report(
     settings: Settings, *, strict: bool, json_file: Path | None, plot_file: Path | None
 ) -> None:
-    """Run cases, show what they measured, write the files asked for, and set the exit status."""
+    """Run cases, show the results, write the requested files, and set the exit status."""
     from flexcache.bench.plot import check_plot_file, draw
     from flexcache.bench.progress import CaseProgress
     from flexcache.bench.report import show_report, write_json
@@ -94,6 +94,6 @@ def run_and_report(
 def _check_writable(path: Path) -> None:
     """Raise `ConfigError` before minutes are spent on results that cannot be written."""
     if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no directory {path.parent}")
+        raise ConfigError(f"{path}: no directory {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(f"{path}: cannot be written")

@@ -17,23 +17,23 @@ from flexcache.terminal import user_errors
 if TYPE_CHECKING:
     from flexcache.config.settings import EffectiveSettings
 
-_PIPE_WIDTH = 180  # output to a pipe need not fit a terminal
+_PIPE_WIDTH = 180  # characters; output to a pipe need not fit a terminal
 
 
 def config(
     file: Annotated[
         Path | None,
-        typer.Option("--config", help="Settings file, instead of FLEXCACHE_CONFIG's."),
+        typer.Option("--config", help="Settings file, instead of the one in FLEXCACHE_CONFIG."),
     ] = None,
     describe: Annotated[
         bool, typer.Option("--describe", help="Add each setting's variable and meaning.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show the settings in effect and where each comes from. Secrets are masked.
 
     Exits with status 1 if an engine or a server would refuse them. Settings given to vLLM in
-    kv_connector_extra_config override these; they are not seen here.
+    kv_connector_extra_config override these; this command does not see them.
     """
     from flexcache.config.settings import read_effective_settings
 

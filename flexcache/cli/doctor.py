@@ -27,9 +27,12 @@ def doctor(
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="vLLM's --block-size, if set.")] = None,
     kv_transfer_config: Annotated[
-        str | None, typer.Option(help="vLLM's, as JSON; its extra config is read as settings.")
+        str | None,
+        typer.Option(help="vLLM's --kv-transfer-config, as JSON; its extra config is settings."),
     ] = None,
-    prefix_caching_hash_algo: Annotated[str, typer.Option(help="As given to vLLM.")] = "sha256",
+    prefix_caching_hash_algo: Annotated[
+        str, typer.Option(help="vLLM's --prefix-caching-hash-algo.")
+    ] = "sha256",
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every block and compare its checksum.")
     ] = False,
@@ -39,12 +42,13 @@ def doctor(
     clear: Annotated[
         bool, typer.Option("--clear", help="Empty FlexCache's files in these directories.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Check this machine and the settings, and say how to fix what is wrong.
+    """Check this machine and the settings, and suggest how to fix problems.
 
-    Settings are read as an engine reads them: FLEXCACHE_* and a file. Only directories that are
-    named are examined. Exits with status 1 if an error was found and not repaired.
+    Settings are read as an engine reads them: from FLEXCACHE_* and a file. Directories given as
+    arguments are examined, by default the configured ones. Exits with status 1 if an error was
+    found and not repaired.
     """
     from flexcache.doctor.examination import examine
     from flexcache.doctor.findings import Level

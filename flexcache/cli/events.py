@@ -30,7 +30,9 @@ def tail(
         ),
     ] = None,
     topic: Annotated[str, typer.Option(help="Only topics with this prefix.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per line.")
+    ] = False,
     count: Annotated[int | None, typer.Option(help="Exit after this many batches.")] = None,
 ) -> None:
     """Show events as they arrive, one per line."""
@@ -52,19 +54,20 @@ def tail(
 def consolidate(
     source: Annotated[
         list[str],
-        typer.Option(help="ENDPOINT[,REPLAY_ENDPOINT] of a publisher. Repeat it for each."),
+        typer.Option(help="ENDPOINT[,REPLAY_ENDPOINT] of a publisher. Repeat for each publisher."),
     ],
     publish: Annotated[str, typer.Option(help="Endpoint that publishes the merged events.")],
     replay_endpoint: Annotated[
         str | None, typer.Option(help="Endpoint that replays missed batches.")
     ] = None,
     topic: Annotated[
-        str, typer.Option(help="Topic, as your router expects it: `kv@POD@MODEL`.")
+        str, typer.Option(help="Topic that your router expects, such as `kv@POD@MODEL`.")
     ] = "",
 ) -> None:
     """Merge the events of several publishers.
 
-    A block is reported stored when the first place has it, removed when the last has lost it.
+    A block is reported as stored when the first place has it, and as removed when the last place
+    loses it.
     """
     from flexcache.events.batch_publisher import Address
     from flexcache.events.consolidation import Consolidation
@@ -74,13 +77,13 @@ def consolidate(
     with _ended_by_signals(), Consolidation(pairs, address) as consolidation:
         print(f"publishing at {consolidation.address.endpoint}", end="")
         replay = consolidation.address.replay_endpoint
-        print(f" and again at {replay}" if replay else "", flush=True)
+        print(f", replay at {replay}" if replay else "", flush=True)
         consolidation.run()
 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Exit quietly on Ctrl-C and SIGTERM; print user errors in a line."""
+    """Exit quietly on Ctrl-C and SIGTERM; print user errors in one line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with user_errors(), contextlib.suppress(KeyboardInterrupt):
         yield
@@ -137,11 +140,11 @@ def _describe(event: Event) -> str:
     match event:
         case BlockStored(block_hashes=hashes, token_ids=tokens, parent_block_hash=parent):
             behind = "start" if parent is None else f"{low_64_bits(parent):016x}"
-            shown = ", ".join(map(str, tokens[:_TOKENS_SHOWN])) or "not known"
+            shown = ", ".join(map(str, tokens[:_TOKENS_SHOWN])) or "unknown"
             more = ", ..." if len(tokens) > _TOKENS_SHOWN else ""
             lora = f"  lora {event.lora_name}" if event.lora_name else ""
             return (
-                f"stored   {event.medium or '-':8} {len(hashes):5} blocks {names(hashes)} behind "
+                f"stored   {event.medium or '-':8} {len(hashes):5} blocks {names(hashes)} after "
                 f"{behind}  tokens {shown}{more}{lora}"
             )
         case BlockRemoved(hashes, medium):

@@ -36,10 +36,10 @@ def replay(
     ] = None,
     speed: Annotated[
         float,
-        typer.Option(min=0, help="1: as fast as the trace, 2: twice as fast, 0: without pauses."),
+        typer.Option(min=0, help="1: the trace's pace, 2: twice that, 0: as fast as possible."),
     ] = 0.0,
     block_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Size of a block. Default: as in the trace.")
+        int | None, typer.Option(min=1, help="Block size in bytes. Default: as in the trace.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the report to this file.")
@@ -88,13 +88,13 @@ def _show(report: ReplayReport) -> None:
         summaries = {"trace": report.then, **summaries}
     table = Table("", *summaries)
     for row in _rows(list(summaries.values())):
-        table.add_row(*map(escape, row))  # reasons and tiers are as the trace has them
+        table.add_row(*map(escape, row))  # reasons and tiers come from the trace unchecked
     _console.print(table)
     evicted = ", ".join(f"{t} {n['evicted_blocks']:,}" for t, n in report.tiers.items())
     _console.print(f"evicted blocks in the replay: {evicted}", highlight=False)
     if report.then is not None:
         _console.print(
-            f"gets that found other blocks than in the trace: {len(report.differences):,} of "
+            f"gets that found different blocks than in the trace: {len(report.differences):,} of "
             f"{report.now.calls['get']:,}",
             highlight=False,
         )
@@ -105,7 +105,7 @@ def _show(report: ReplayReport) -> None:
 
 
 def _rows(summaries: Sequence[Summary]) -> Iterator[list[str]]:
-    """Yield rows of a name and a value per summary."""
+    """Yield rows with a name and a value per summary."""
 
     def row(name: str, show: Callable[[Summary], str]) -> list[str]:
         return [name, *map(show, summaries)]
@@ -118,7 +118,7 @@ def _rows(summaries: Sequence[Summary]) -> Iterator[list[str]]:
         for key in dict.fromkeys(key for summary in summaries for key in counts(summary)):
             yield [name.format(key), *(show(summary, key) for summary in summaries)]
 
-    yield row("gets asked for, blocks", lambda s: f"{s.asked_blocks:,}")
+    yield row("requested by gets, blocks", lambda s: f"{s.asked_blocks:,}")
     yield from rows("hits in {}, blocks", lambda s: s.hit_blocks, _hits)
     yield row("hits, tokens", lambda s: f"{s.hit_blocks.total() * s.tokens_per_block:,}")
     yield row("misses, blocks", lambda s: f"{s.missed_blocks:,}")

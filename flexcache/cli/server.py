@@ -21,12 +21,12 @@ def server(
         typer.Option(help="Address to serve at. Default: a private socket of the user."),
     ] = None,
     keygen: Annotated[
-        Path | None, typer.Option(help="Only create CURVE keys in this directory.")
+        Path | None, typer.Option(help="Create CURVE keys in this directory and exit.")
     ] = None,
 ) -> None:
     """Run a cache that several engines share, until stopped.
 
-    Without a `model` in the file, the first engine decides what is cached.
+    Without a `model` in the file, the first engine defines the model.
     """
     from flexcache.config import ServerConfig
     from flexcache.logs import set_up_logging

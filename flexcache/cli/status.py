@@ -12,18 +12,18 @@ from rich.console import Console
 from flexcache.terminal import user_errors
 
 _UNBOUNDED_WIDTH = 160
-"""Columns of output that goes to a file or a pipe."""
+"""Width of output to a file or a pipe, in characters."""
 
 
 def status(
     endpoint: Annotated[str | None, typer.Option(help="Server endpoint.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All figures as one document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Show the status once and exit.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
 ) -> None:
     """Show what a server holds and does, and which engines use it.
 
-    In a terminal the view is updated every second, until Ctrl-C.
+    In a terminal the view refreshes every second until Ctrl-C.
     """
     from flexcache.client.status import read_status
     from flexcache.config import CacheConfig

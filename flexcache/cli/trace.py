@@ -33,7 +33,9 @@ def chrome(
 
     with user_errors(_console):
         if out.suffix == ".jsonl":
-            raise TraceError(f"{out}: this names a trace; the file to write comes last")
+            raise TraceError(
+                f"{out}: this looks like a trace; the last argument is the output file"
+            )
         events = chrome_trace(open_trace(trace))
         write_json(out, events)
         _console.print(f"{escape(str(out))}: {len(events['traceEvents']):,} events")

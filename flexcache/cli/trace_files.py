@@ -1,4 +1,4 @@
-"""What the commands about traces share."""
+"""Arguments and helpers that the trace commands share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def open_trace(paths: Sequence[Path]) -> Trace:
 
 
 def write_json(path: Path, content: object) -> None:
-    """
+    """Write JSON to a file.
+
     Raises:
         TraceError: The file cannot be written.
     """

@@ -1,8 +1,8 @@
-"""Starts a server process where none is, detached from the engine.
+"""Starts a server process, detached from the engine, if the endpoint has none.
 
-Data-parallel rank 0 does so at once, other ranks after a while, in case their rank 0 is on another
-host or gone. If two try, the lock on the endpoint lets one through. The server is no child of the
-engine: it serves others, and survives it.
+Data-parallel rank 0 does so at once, other ranks after a delay, in case their rank 0 is on another
+host or gone. If two try, the lock on the endpoint admits one. The server is not a child of the
+engine: it serves other engines too, and outlives this one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 5.0  # longer than a server takes to lock its endpoint
 _LONGEST_BACKOFF_S = 30.0
-_LONGEST_START_S = 60.0  # of a server on a busy machine, from its start to the lock
-# The child forks at once and ends, so that the server needs no parent to wait for it.
+_LONGEST_START_S = 60.0  # from a server's start to its lock, on a busy machine
+# The child forks at once and exits, so that no parent has to reap the server.
 _DETACH = "import os; os.fork() and os._exit(0); from flexcache.server.process import main; main()"
 
 
 class ServerLauncher:
-    """Driven by a client's thread; time is handed in.
+    """Starts servers for a client. The client's thread calls it and passes in the time.
 
     Args:
         config: The server's configuration; it must name an endpoint.
@@ -42,11 +42,11 @@ class ServerLauncher:
         self._next_start_s: float | None = None
         self._backoff_s = _FIRST_BACKOFF_S
         self._alive_fd = -1
-        """Our end of a pipe; the server started last holds the other. Each sees the other's end."""
+        """This side of a pipe to the last started server. Each side sees when the other closes."""
         self._started_s = 0.0
 
     def ensure(self, now: float) -> None:
-        """Start a server unless one lives or was started a moment ago."""
+        """Start a server unless one is running or was started recently."""
         endpoint = self._config.cache.endpoint
         assert endpoint is not None
         if is_served(endpoint):
@@ -68,28 +68,28 @@ class ServerLauncher:
                 start_new_session=True, pass_fds=[held_fd],
             )  # fmt: skip
             process.communicate(msgspec.json.encode(self._config.to_dict()))
-        except OSError as error:  # no more processes for now
+        except OSError as error:  # the process limit, say
             log_event(logger, logging.ERROR, "server_not_started", error=error)
         finally:
             os.close(held_fd)
 
     def _is_starting(self, now: float) -> bool:
-        """Whether the server started last lives, though it does not serve yet. A second one would
-        only be refused, or come up when nothing needs it any more."""
+        """Return whether the last started server is alive but not serving yet. A second one would
+        only be refused, or start when it is no longer needed."""
         if self._alive_fd < 0 or now - self._started_s > _LONGEST_START_S:
             return False
-        poller = select.poll()  # select.select takes low descriptors only
+        poller = select.poll()  # select.select accepts low descriptors only
         poller.register(self._alive_fd, select.POLLIN)
         return not poller.poll(0)
 
     def close(self) -> None:
-        """Need the server started last no more; it ends unless it has a client. Idempotent."""
+        """Release the last started server, which exits unless it has a client. Idempotent."""
         if self._alive_fd >= 0:
             os.close(self._alive_fd)
             self._alive_fd = -1
 
     def succeeded(self) -> None:
-        """A server welcomed us: the next loss is answered at once again."""
+        """Reset the backoff after a server accepted the client: restart at once after a loss."""
         self.close()
         self._backoff_s = _FIRST_BACKOFF_S
         self._next_start_s = None

@@ -1,8 +1,8 @@
-"""A client's connection to its server: one conversation after another, each watched for its end.
+"""Link: a client's connection to its server, one conversation after another.
 
-The driver (`KVTPClient`, `RemoteTransport`) greets, and calls `attend` when it was welcomed. From
-then on `receive` raises `ServerLostError` as soon as the server's process is gone, or has been
-silent for too long although it is asked twice a second.
+The driver (`KVTPClient`, `RemoteTransport`) sends Hello, and calls `attend` after the server's
+Welcome. From then on `receive` raises `ServerLostError` as soon as the server's process is gone, or
+has been silent for too long although it is pinged twice a second.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class ServerLink:
-    """For one thread; only `wake` may be called from others.
+    """A connection to one server. Use it from one thread; only `wake` is thread-safe.
 
     Args:
         endpoint: The server's address.
-        curve_keys: Directory of CURVE keys, where the server asks for them.
-        timeout_s: A server that is silent for this long is lost.
+        curve_keys: Directory of CURVE keys, if the server requires them.
+        timeout_s: A server that is silent for this long is considered lost.
     """
 
     def __init__(self, endpoint: str, curve_keys: str | None, timeout_s: float) -> None:
@@ -48,27 +48,27 @@ class ServerLink:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._listener: Listener | None = None
-        """The process that served the endpoint when we connected."""
+        """The process that served the endpoint when this client connected."""
         self._was_served = False
         self._distrusted = ""
-        """Why the listener at the endpoint is ignored, as was logged already."""
+        """Why the listener at the endpoint is ignored, as last logged."""
         self._unsent: deque[bytes] = deque()
         self._poller = zmq.Poller()
         self._pidfd = -1
         self._ping_due_s: float | None = None
         self._asked_s: float | None = None
-        """When the oldest ping was sent that was not followed by any message."""
+        """When the oldest ping was sent that no message has followed."""
         self.heard_s = 0.0
         """When the last message came from the server."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
 
     def greet(self, hello: HelloRank | HelloEngine) -> None:
-        """Offer Hello to the server, if there is one: under an unguessable identity, and on a new
-        connection if another server has taken its place.
+        """Send Hello to the server, if there is one: under an unguessable identity, and on a new
+        connection if another server has replaced it.
 
         Raises:
-            UntrustedError: Another user serves the endpoint, or could, and no server was there yet.
+            UntrustedError: Before the first server, another user serves the endpoint, or could.
         """
         listener = self._find_listener()
         if listener != self._listener:
@@ -82,18 +82,21 @@ class ServerLink:
         self.offer(hello)
 
     def check_listener(self) -> None:
-        """Make sure that what was checked before the connection still serves.
+        """Check that the process that was checked before connecting still serves the endpoint.
 
         Raises:
-            ServerLostError: Another server has taken its place.
-            UntrustedError: Another user has, and no server was there yet.
+            ServerLostError: Another server has replaced it.
+            UntrustedError: Before the first server, another user has replaced it.
         """
         if self._find_listener() != self._listener:
             raise ServerLostError("another server has taken the endpoint")
 
     def _find_listener(self) -> Listener | None:
-        """The process that serves the endpoint. After the first server, a listener that cannot be
-        trusted counts as none: another user must not end an engine's cache by listening briefly."""
+        """Return the process that serves the endpoint, if any.
+
+        After the first server, an untrusted listener counts as none: another user must not end an
+        engine's cache by listening briefly.
+        """
         try:
             return find_listener(self.endpoint, self._curve_keys is not None)
         except UntrustedError as error:
@@ -103,33 +106,33 @@ class ServerLink:
                 self._distrusted = str(error)
                 log_event(
                     logger, logging.ERROR, "server_not_trusted", endpoint=self.endpoint,
-                    reason=error, effect="waits for one of this user",
+                    reason=error, effect="waits for a server of this user",
                 )  # fmt: skip
             return None
 
     def connect(self, identity: bytes, immediate: bool = True) -> zmq.Socket[bytes]:
         """Open a socket to the server, which the caller has checked; the caller closes it.
 
-        Unless ``immediate``, messages may be sent before the connection is there.
+        Unless ``immediate``, messages may be sent before the connection is established.
         """
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 1000  # ms, for the goodbye
         socket.identity = identity
-        socket.immediate = immediate  # then nothing piles up for a server that is not there
+        socket.immediate = immediate  # if set, nothing is queued for an absent server
         try:
             if self._curve_keys is not None:
                 secure_client(socket, self._curve_keys)
             socket.connect(self.endpoint)
         except BaseException:
-            socket.close()  # else the context never ends
+            socket.close()  # otherwise the context could never terminate
             raise
         return socket
 
     def attend(self, server_pid: int, paths: list[str]) -> None:
-        """Watch for the end of a server that has welcomed us, with its memory at ``paths``.
+        """Watch for the end of a server that has sent Welcome, with its memory at ``paths``.
 
         Raises:
-            ServerLostError: It is no longer the one that we connected to.
+            ServerLostError: It is no longer the one that this client connected to.
             UntrustedError: It is another user's, or the memory is not its own.
         """
         self.check_listener()
@@ -138,20 +141,20 @@ class ServerLink:
         self.heard_s = time.monotonic()
         self._ping_due_s = self.heard_s + _PING_INTERVAL_S
         self._asked_s = None
-        # In another pid namespace only its silence tells.
+        # In another pid namespace only its silence reveals its end.
         with contextlib.suppress(OSError):
             self._pidfd = os.pidfd_open(server_pid)
             self._poller.register(self._pidfd, zmq.POLLIN)
 
     def offer(self, message: ToServer) -> None:
-        """Send a message that is repeated anyway: now or not at all."""
+        """Send a message now or not at all; for messages that are repeated anyway."""
         if self._socket is None:
             return
         with contextlib.suppress(zmq.Again):
             self._socket.send(_encode(message), zmq.NOBLOCK)
 
     def send(self, message: ToServer) -> None:
-        """Send a message now, or as soon as the server takes it. Never waits."""
+        """Send a message now, or as soon as the server accepts it. Never waits."""
         self._unsent.append(_encode(message))
         self._flush()
 
@@ -163,7 +166,7 @@ class ServerLink:
                 self._unsent.popleft()
 
     def receive(self, timeout_s: float | None) -> list[bytes]:
-        """Wait for messages, a call of `wake`, or ``timeout_s``; the messages.
+        """Wait for messages, a call of `wake`, or ``timeout_s``; return the messages.
 
         Raises:
             ServerLostError: The server is dead or silent.
@@ -204,7 +207,7 @@ class ServerLink:
         return None if timeout_s is None else -int(-timeout_s * 1000 // 1)
 
     def wake(self) -> None:
-        """Have `receive` return. Thread-safe."""
+        """Make `receive` return. Thread-safe."""
         os.eventfd_write(self._wake, 1)
 
     def hang_up(self) -> None:
@@ -225,7 +228,7 @@ class ServerLink:
             self._socket = None
 
     def close(self) -> None:
-        """Give everything back; sockets made by `connect` must be closed before."""
+        """Release everything; sockets made by `connect` must be closed first."""
         self.hang_up()
         self._context.term()
         os.close(self._wake)

@@ -1,13 +1,13 @@
-"""KVTPClient: one tensor-parallel rank's end, inside the engine's worker process.
+"""KVTPClient: client of one tensor-parallel rank, inside the engine's worker process.
 
-It lends the engine's own KV tensors to FlexCache: maps the rank's share of the host pool and
-executes device ops on a thread of its own. The engine's thread waits only for the layers of a load
-that it asked for by layer, and then not for long.
+It lends the engine's own KV tensors to FlexCache: it maps the rank's share of the host pool and
+executes device ops on its own thread. The engine's thread waits only for the layers of a load that
+it requested by layer, and only briefly.
 
     HELLO --WelcomeRank--> REGISTERING --Registered--> SERVING --+
       ^                                                          | Stop, or the server is lost
       +----------------------------------------------------------+
-    any --Refused for good--> REFUSED           any --close()--> CLOSED
+    any --final Refused--> REFUSED              any --close()--> CLOSED
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from flexcache.transfer.workers.layer_load import LayerLoad
 logger = logging.getLogger(__name__)
 
 _HELLO_INTERVAL_S = 0.2
-_EVENT_POLL_S = 0.0001  # how often the landing of copies on a GPU is looked at
+_EVENT_POLL_S = 0.0001  # interval between checks whether copies on a GPU have completed
 _CLOSE_PATIENCE_S = 5.0
 
 
@@ -72,14 +72,14 @@ class ClientState(Enum):
 
 
 class KVTPClient:
-    """One rank's KV tensors, lent to the server at ``endpoint``. ``with`` closes it.
+    """Lends one rank's KV tensors to the server at ``endpoint``. A context manager closes it.
 
     Args:
         endpoint: `KVManager.endpoint`; or the address of a server, with an ``engine_id``.
         dp_rank: The engine's data-parallel rank.
         tp_rank: The worker's tensor-parallel rank.
-        engine_id: As for the engine's `KVManager`; `KVManager.endpoint` names it, too.
-        curve_keys: Directory of CURVE keys, where the server asks for them.
+        engine_id: The id of the engine's `KVManager`, which `KVManager.endpoint` contains.
+        curve_keys: Directory of CURVE keys, if the server requires them.
         server_timeout_s: A server silent for this long is considered dead.
     """
 
@@ -102,7 +102,7 @@ class KVTPClient:
         self._changed = threading.Condition()
         self._error: str | None = None
         self._attachment: Attachment | None = None
-        """To be closed before the engine's slots are its own again."""
+        """Must be closed before the engine may reuse its slots."""
         self._gates = GatedTasks()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -120,16 +120,16 @@ class KVTPClient:
         Args:
             kv_caches: Layer name to tensor, in the engine's order, all on one device.
             block_dim: The dimension that counts GPU blocks.
-            layout_description: What else decides the order of a block's bytes (attention backend,
-                NHD or HND, number format). Blocks of another description are other blocks.
+            layout_description: What else determines a block's byte order (attention backend, NHD
+                or HND, number format). Different descriptions make different blocks.
 
         Raises:
-            UnsupportedLayoutError: A tensor cannot be moved as whole blocks; names it.
+            UnsupportedLayoutError: A tensor, which it names, cannot be moved as whole blocks.
         """
         if self._closing:
             raise ClosedError("the client is closed")
         if self._thread is not None:
-            raise ValueError("KV caches were registered before")
+            raise ValueError("KV caches are already registered")
         self._tensors = LentTensors(kv_caches, block_dim, layout_description)
         name = f"flexcache-tp{self.tp_rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -149,11 +149,11 @@ class KVTPClient:
         return self._error
 
     def wait_registered(self, timeout: float | None = None) -> None:
-        """Wait until the server gives this rank work.
+        """Wait until this rank is registered and serving.
 
         Raises:
-            TimeoutError: It did not within ``timeout`` seconds.
-            RegistrationError: It refused; says why.
+            TimeoutError: It is not within ``timeout`` seconds.
+            RegistrationError: The server refused it; the message says why.
         """
         settled = (ClientState.SERVING, ClientState.REFUSED, ClientState.CLOSED)
         with self._changed:
@@ -170,17 +170,17 @@ class KVTPClient:
         worker = self._worker
         with self._changed:
             to_open = self._gates.not_ended(task_ids)
-            if worker is None:  # no server: the gates stay shut, also for one that comes later
+            if worker is None:  # no server: the gates stay shut, even if one appears later
                 self._gates.shut(to_open)
         if worker is not None and to_open:
             worker.open_gates(to_open)
             self._link.wake()
 
     def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
-        """Open the gate of a load whose layers the caller then waits for, as they come.
+        """Open the gate of a load, whose layers the caller then waits for one by one.
 
-        Only the `LayerLoad` reports its end, which comes whatever happens to the server. The task
-        must have a single op, so all its blocks must be in DRAM.
+        Only the `LayerLoad` reports the load's end, which is guaranteed even if the server is lost.
+        The task must have a single op, so all its blocks must be in DRAM.
         """
         with self._changed:
             worker = self._worker
@@ -196,13 +196,13 @@ class KVTPClient:
         return load
 
     def wait_ended(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the end of any gated task; whether there is one."""
+        """Wait up to ``timeout`` seconds for any gated task to end; return whether one has."""
         with self._changed:
             return self._changed.wait_for(lambda: self._gates.has_ended, timeout)
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
-        """Those of the gated tasks that are over on every rank, with how many blocks arrived:
-        without their server none, and no copy can be running any more."""
+        """Return the gated tasks that have ended on every rank, with how many blocks arrived: none
+        if the server was lost, and then no copy is running."""
         with self._changed:
             ended = self._gates.take_over(task_ids)
         if ended and (worker := self._worker) is not None:
@@ -210,7 +210,7 @@ class KVTPClient:
         return ended
 
     def close(self) -> None:
-        """Stop serving; a copy under way ends first, unless it hangs. Idempotent."""
+        """Stop serving after the running copy has ended, unless it hangs. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -219,7 +219,7 @@ class KVTPClient:
             self._thread.join(_CLOSE_PATIENCE_S)
         self._set_state(ClientState.CLOSED)
         if self._thread is not None and self._thread.is_alive():
-            effect = "its thread and the KV tensors stay until the process ends"
+            effect = "the client's thread and the KV tensors stay until the process ends"
             self._log(logging.ERROR, "rank_not_closed", reason="a copy hangs", effect=effect)
             return
         self._link.close()
@@ -254,7 +254,7 @@ class KVTPClient:
                 try:
                     self._converse()
                 except ServerLostError as error:
-                    effect = "waits for another"
+                    effect = "waits for another server"
                     self._log(logging.WARNING, "rank_lost_server", error=error, effect=effect)
                 self._let_go()
                 self._link.hang_up()
@@ -265,12 +265,12 @@ class KVTPClient:
             self._log(logging.ERROR, "rank_refused", reason=error)
             self._let_go()
             self._set_state(ClientState.REFUSED, str(error))
-        except Exception as error:  # the engine must go on without us
+        except Exception as error:  # the engine must continue without the cache
             self._log(logging.ERROR, "rank_failed", exc_info=True)
             self._fail(_text_of(error))
 
     def _fail(self, reason: str) -> None:
-        """Leave for good: neither the engine nor the server must wait for this rank."""
+        """Leave permanently: neither the engine nor the server must wait for this rank."""
         worker = self._worker
         self._let_go()  # the engine may reuse the blocks when it sees the state
         self._set_state(ClientState.REFUSED, reason)
@@ -282,7 +282,7 @@ class KVTPClient:
         self._link.hang_up()
 
     def _converse(self) -> None:
-        """One registration, from Hello until either side leaves."""
+        """Run one registration, from Hello until either side leaves."""
         while not self._closing:
             if self._state is ClientState.HELLO:
                 self._link.greet(self._hello)
@@ -294,7 +294,7 @@ class KVTPClient:
                     self._link.send(done)
                 if worker.failure is not None:
                     raise DeviceLostError(worker.failure)
-        self._let_go()  # before the server learns that nothing moves any more
+        self._let_go()  # before the server learns that nothing is moving
         self._link.offer(Goodbye())
 
     def _patience_s(self) -> float | None:
@@ -307,7 +307,7 @@ class KVTPClient:
         return 0.0
 
     def _take(self, message: ToRank) -> bool:
-        """Whether the conversation goes on."""
+        """Handle a message; return whether the conversation continues."""
         match message:
             case Execute(op_id) if message.gated and self._gates.is_shut(message.task_id):
                 self._link.send(Done(op_id, 0, error="its gate was never opened"))
@@ -336,7 +336,7 @@ class KVTPClient:
                 was_greeted = self._state is ClientState.REGISTERING
                 self._set_state(ClientState.REFUSED if final else ClientState.HELLO, reason)
                 return not final and not was_greeted
-            case Rejected(reason):  # the server does not know us any more
+            case Rejected(reason):  # the server no longer knows this client
                 self._log(logging.WARNING, "rank_rejected", reason=reason, effect="starts again")
                 return False
             case Stop():
@@ -357,14 +357,14 @@ class KVTPClient:
             self._attachment = Attachment(welcome, layout, self._tensors.device, show_life)
             self._hello = msgspec.structs.replace(self._hello, layout=layout.signature)
             answer = Register(layout.signature, layout.num_blocks)
-        except Exception as error:  # of any class, as the driver or its wrapper likes
+        except Exception as error:  # the driver and its wrapper raise various classes
             self._let_go()
             answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")
         self._set_state(ClientState.REGISTERING, epoch=welcome.epoch)
         self._link.send(answer)
 
     def _let_go(self) -> None:
-        """Wait for copies under way; from then on the engine's slots are its own again."""
+        """Wait for running copies; afterwards the engine may reuse its slots."""
         if self._attachment is not None:
             try:
                 self._attachment.close()

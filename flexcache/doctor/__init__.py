@@ -1,6 +1,6 @@
 """What `flexcache doctor` examines, one module per subject.
 
-findings     a line: ok, warning or error, and what to do
+findings     one line of the report: ok, warning or error, with a remedy
 subject      what is examined: settings, directories, vLLM's options
 machine memory gpu packages agreement endpoints stores directories
              checks, each `Subject -> findings`; none changes anything

@@ -1,4 +1,4 @@
-"""What must be the same wherever a block is stored or looked for: its size and its hashes."""
+"""Checks that every reader and writer of a block agrees on its size and its hashes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flexcache.storage.pool_directory import (
 )
 
 _FIXED_ROOT = (0, 32)
-"""From here on vLLM's hashes have one root everywhere, unless they are xxhash's."""
+"""First vLLM version whose hashes have the same root in every process, except xxhash's."""
 
 
 def check_block_size(subject: Subject) -> Iterator[Finding]:
     given, server = subject.vllm.block_size, subject.server
     ours = _set_block_size(subject)
     if ours is None and given is None:
-        yield ok("tokens of a block: taken from vLLM")
+        yield ok("tokens per block: taken from vLLM")
     elif ours is None or ours == given:
-        yield ok(f"tokens of a block: {given}")
+        yield ok(f"tokens per block: {given}")
     elif given is None:
         yield warning(
             f"tokens_per_block is set to {ours}: vLLM does not start if its own differs",
@@ -41,14 +41,17 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
         held = server.cache.identity.tokens_per_block
     if wanted is not None and held is not None and wanted != held:
         yield error(
-            f"blocks have {wanted} tokens here, {held} at the server at {subject.endpoint}",
+            f"blocks have {wanted} tokens here, {held} on the server at {subject.endpoint}",
             f"start vLLM with --block-size {held}, or restart the server",
         )
     yield from _check_slots(subject)
 
 
 def _set_block_size(subject: Subject) -> int | None:
-    """Where the settings decide it: beside vLLM's, or for a server whose settings have a model."""
+    """Return the block size if the settings, not vLLM, determine it.
+
+    They do if they name it, or if they are those of a server with a model.
+    """
     name = "tokens_per_block"
     is_set = (
         subject.model is not None
@@ -59,7 +62,7 @@ def _set_block_size(subject: Subject) -> int | None:
 
 
 def _check_slots(subject: Subject) -> Iterator[Finding]:
-    """Whether what is in the directories has blocks of the model's size."""
+    """Check that the blocks in the directories have the model's size."""
     wanted = subject.slot_bytes
     if wanted is None:
         return
@@ -73,7 +76,7 @@ def _check_slots(subject: Subject) -> Iterator[Finding]:
 
 
 def _slot_bytes_in(path: Path) -> int | None:
-    """Return None without a pool, or if it is in use or unreadable: other checks say so."""
+    """Return None without a pool, or if it is in use or unreadable: other checks report that."""
     if len(files_in(path)) < 2:
         return None
     try:
@@ -95,7 +98,7 @@ def check_hash_seed(subject: Subject) -> Iterator[Finding]:
         return
     seed = subject.environ.get("PYTHONHASHSEED")
     if seed is not None and seed != "random":
-        yield ok(f"PYTHONHASHSEED is {seed}: engines that have the same find each other's blocks")
+        yield ok(f"PYTHONHASHSEED is {seed}: engines with the same seed find each other's blocks")
         return
     config = subject.config
     outlives = config is not None and bool(
@@ -103,11 +106,11 @@ def check_hash_seed(subject: Subject) -> Iterator[Finding]:
     )
     is_random = as_pair(version) < _FIXED_ROOT or subject.vllm.hash_algo.startswith("xxhash")
     if not is_random:
-        yield ok(f"vLLM {version} hashes blocks alike in every process")
+        yield ok(f"vLLM {version} computes the same block hashes in every process")
     elif outlives:
         yield warning(
-            f"vLLM {version} with {subject.vllm.hash_algo} may hash blocks otherwise in every "
-            "process: none is found after a restart or by another engine",
+            f"vLLM {version} with {subject.vllm.hash_algo} may compute different block hashes in "
+            "every process: blocks are not found after a restart or by another engine",
             "set PYTHONHASHSEED to the same number for all engines",
         )
     else:

@@ -1,4 +1,4 @@
-"""Directories of the SSD tier: what they are on, and whether there is room."""
+"""Checks the SSD tier's directories: their file systems and free space."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flexcache.storage.pool_directory import DATA_FILE
 _IN_MEMORY = ("tmpfs", "ramfs")
 _CONTAINER_LAYERS = ("overlay", "aufs", "fuse-overlayfs", "fuse.fuse-overlayfs")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "9p", "virtiofs", "lustre")
-_VOLUME = "mount a volume that is on NVMe: docker run -v /nvme0/kv:/kv; Kubernetes: a local volume"
+_VOLUME = "mount a volume on NVMe: docker run -v /nvme0/kv:/kv; Kubernetes: a local volume"
 
 
 def check_file_systems(subject: Subject) -> Iterator[Finding]:
     for path in [*subject.directories, *_missing(subject)]:
         if path in subject.named_directories and not os.access(path, os.F_OK):
-            continue  # which is said where it is opened
+            continue  # reported when the directory is opened
         mount = mount_of(_nearest(path))
         if mount is not None:
             yield judge_file_system(path, mount.file_system, mount.device)
@@ -30,23 +30,23 @@ def check_file_systems(subject: Subject) -> Iterator[Finding]:
 def judge_file_system(path: Path, kind: str, device: str) -> Finding:
     if kind in _CONTAINER_LAYERS:
         return warning(
-            f"{path} is on {kind}, a layer of the container: slow, and gone with it", _VOLUME
+            f"{path} is on {kind}, a container layer: slow, and deleted with the container", _VOLUME
         )
     if kind in _IN_MEMORY:
         return warning(
-            f"{path} is on {kind}, that is, in memory: gone with a restart, and twice in DRAM",
-            "name a directory on a disk; for more DRAM raise cpu_cache_gb",
+            f"{path} is on {kind}, in memory: lost on restart, and blocks are in DRAM twice",
+            "choose a directory on a disk; for more DRAM raise cpu_cache_gb",
         )
     if kind in _NETWORK:
         return warning(
-            f"{path} is on {kind}, over the network: locks and latencies are not a disk's",
-            "name a directory on a local disk; for a share set remote_url = file:///DIR",
+            f"{path} is on {kind}, a network file system: locks and latency differ from a disk's",
+            "choose a directory on a local disk; for a share set remote_url = file:///DIR",
         )
     return ok(f"{path} is on {kind} ({device})")
 
 
 def check_space(subject: Subject) -> Iterator[Finding]:
-    """Whether the files can grow to what is configured; those of one device share its space."""
+    """Check that the files can grow to the configured size; those on one device share its space."""
     size, paths = subject.ssd_bytes, subject.configured
     if size is None:
         return
@@ -61,7 +61,7 @@ def check_space(subject: Subject) -> Iterator[Finding]:
         if wanted > free:
             yield error(
                 f"{name}: {in_gb(free)} free, the SSD tier grows by {in_gb(wanted)}",
-                "lower ssd_cache_gb, or make room",
+                "lower ssd_cache_gb, or free some space",
             )
         else:
             yield ok(f"{name}: {in_gb(free)} free, the SSD tier fits")
@@ -69,7 +69,7 @@ def check_space(subject: Subject) -> Iterator[Finding]:
 
 def check_missing_directories(subject: Subject) -> Iterator[Finding]:
     for path in _missing(subject):
-        yield ok(f"{path} is not there yet: the first start makes it")
+        yield ok(f"{path} does not exist yet: created at the first start")
 
 
 def _missing(subject: Subject) -> list[Path]:
@@ -79,7 +79,7 @@ def _missing(subject: Subject) -> list[Path]:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or of those above it the first that is there and may be looked at."""
+    """Return the path, or its nearest accessible ancestor."""
     path = path.absolute()
     while not os.access(path, os.F_OK):
         path = path.parent

@@ -1,4 +1,4 @@
-"""Addresses to serve and to publish at: free, or served by who should."""
+"""Checks the addresses to serve and publish at: free, or held by the right server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_server_endpoint(subject: Subject) -> Iterator[Finding]:
         check_endpoint(endpoint, has_keys)
         find_listener(endpoint, has_keys)
     except ConfigError as problem:
-        yield error(str(problem), "set another endpoint, or mend the directory")
+        yield error(str(problem), "set another endpoint, or fix the directory")
         return
     server = subject.server
     if server is not None:
@@ -35,11 +35,11 @@ def check_server_endpoint(subject: Subject) -> Iterator[Finding]:
         yield ok(f"{endpoint}: served by process {pid}, {num_engines} engines")
     elif subject.is_served:
         yield error(
-            f"{endpoint}: a server holds it and does not answer",
-            "its log says why; end its process, engines start another or reconnect",
+            f"{endpoint}: a server holds it but does not answer",
+            "see its log; stop its process, then engines start another server or reconnect",
         )
     elif config is None or config.endpoint is None:
-        yield ok("no endpoint is set: an engine keeps its cache to itself")
+        yield ok("no endpoint is set: each engine has a private cache")
     else:
         yield _judge_bind(endpoint, _bind_problem(endpoint), subject)
 
@@ -71,17 +71,17 @@ def _judge_bind(what: str, code: int, subject: Subject) -> Finding:
     if code == 0:
         return ok(f"{what}: free")
     if code == errno.EADDRINUSE and subject.server is not None:
-        return ok(f"{what}: in use, as it is to be while the server runs")
+        return ok(f"{what}: in use, as expected while the server runs")
     if code == errno.EADDRINUSE:
         return error(
             f"{what}: in use by another process",
-            "name another port, or end who has it (`ss -ltnp` says)",
+            "choose another port, or stop that process (`ss -ltnp` shows it)",
         )
     remedies = {
-        errno.EACCES: "name a port from 1024 on, or a socket in a directory that is yours",
-        errno.ENOENT: "make the socket's directory, or name another",
+        errno.EACCES: "choose a port from 1024 up, or a socket in a directory that you own",
+        errno.ENOENT: "create the socket's directory, or choose another",
     }
-    remedy = remedies.get(code, "name an address of this host")
+    remedy = remedies.get(code, "choose an address of this host")
     return error(f"{what}: {os.strerror(code)}", remedy)
 
 
@@ -91,14 +91,14 @@ def _judge_connection(name: str, address: str) -> Finding:
         socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()
     except OSError as failure:
         return warning(
-            f"{name} {address}: connections are refused ({failure.strerror or failure})",
-            "start the one that is to be connected to, or publish at tcp://*:PORT",
+            f"{name} {address}: cannot connect ({failure.strerror or failure})",
+            "start the subscriber that listens there, or publish at tcp://*:PORT",
         )
-    return ok(f"{name} {address}: takes connections")
+    return ok(f"{name} {address}: accepts connections")
 
 
 def _bind_problem(address: str) -> int:
-    """0 where the address can be bound, else the errno."""
+    """Return 0 if the address can be bound, else the errno."""
     if address.startswith("ipc://"):
         parent = Path(address.removeprefix("ipc://")).parent
         if not parent.is_dir():

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are told."""
+"""Table of all checks, in the order of the report."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CHECKS: dict[str, Check] = {
 
 
 def examine(subject: Subject) -> Iterator[tuple[str, Finding]]:
-    """Yield findings as checks make them. A check that fails is itself reported."""
+    """Yield findings as checks produce them. A check that raises is itself reported."""
     for name, check in CHECKS.items():
         try:
             for finding in check(subject):
@@ -64,7 +64,7 @@ def examine(subject: Subject) -> Iterator[tuple[str, Finding]]:
             yield (
                 name,
                 warning(
-                    f"{name} could not be looked at: {type(failure).__name__}: {failure}",
+                    f"{name} could not be checked: {type(failure).__name__}: {failure}",
                     "this is a bug: please report it",
                 ),
             )

@@ -1,4 +1,4 @@
-"""What the doctor says."""
+"""Findings: the lines of the doctor's report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An error is what is wrong and has not been repaired; ``remedy`` is what to do."""
+    """Result of a check. An error is a fault that was not repaired; ``remedy`` is what to do."""
 
     level: Level
     text: str

@@ -1,6 +1,6 @@
-"""NVIDIA's driver, what torch makes of it, and whether bytes arrive on each GPU and come back.
+"""Checks NVIDIA's driver, torch's CUDA build, and copies to each GPU and back.
 
-GPUs need not reach each other (P2P).
+Peer-to-peer access between GPUs is not needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flexcache.doctor.subject import Subject
 from flexcache.errors import FlexCacheError
 from flexcache.storage.host_pool import HostSegment
 
-if TYPE_CHECKING:  # it brings torch
+if TYPE_CHECKING:  # imports torch
     from flexcache.transfer.workers.copy_check import Verdict
 
 _BATCH_COPY_VERSION = 12_080
@@ -25,14 +25,14 @@ _SEGMENT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """What was found.
+    """The host's GPUs, as the driver and torch report them.
 
     Attributes:
-        has_device_files: Whether the kernel's side is there.
-        cuda_version: That the driver's library serves, as 12080 for 12.8; None: no library.
-        problem: Why the library gives no device.
-        num_devices: That it gives.
-        torch_cuda: The CUDA version that torch was built for; None: for the CPU only.
+        has_device_files: Whether the kernel driver's device files exist.
+        cuda_version: Version that the driver library supports, 12080 for 12.8; None: no library.
+        problem: Why the library reports no device.
+        num_devices: Number of devices that the library reports.
+        torch_cuda: CUDA version that torch was built for; None: CPU only.
     """
 
     has_device_files: bool
@@ -68,7 +68,7 @@ def _ask_driver() -> tuple[int | None, str, int]:
 
 
 def _check_copies(index: int) -> Iterator[Finding]:
-    """Attach a small segment of our own, as a rank attaches its share of the pool."""
+    """Attach a small private segment the way a rank attaches its share of the pool."""
     import torch
 
     from flexcache.transfer.workers.copy_cuda import CudaCopier
@@ -81,8 +81,8 @@ def _check_copies(index: int) -> Iterator[Finding]:
         except (FlexCacheError, RuntimeError) as failure:
             yield error(
                 f"GPU {index} cannot be used: {failure}",
-                "where its memory is full, end what uses it; else update the driver, and report "
-                "this with its version and the GPU's name",
+                "if its memory is full, stop what uses it; otherwise update the driver, and report "
+                "this with the driver's version and the GPU's name",
             )
             return
         verdicts, is_pinned = copier.verdicts, copier.is_pinned
@@ -91,19 +91,19 @@ def _check_copies(index: int) -> Iterator[Finding]:
 
 
 def judge_copies(index: int, verdicts: Sequence[Verdict], is_pinned: bool) -> Iterator[Finding]:
-    """What the ways of copying did, of which at least one passed."""
+    """Yield the outcome of each copy method; at least one of them passed."""
     if not is_pinned:
         yield warning(
-            f"GPU {index}: the driver does not pin host memory, so that copies are slow",
-            "look at the container's memory limit, the IOMMU's settings, and on WSL at what "
-            "Windows lets be pinned",
+            f"GPU {index}: the driver does not pin host memory, so copies are slow",
+            "check the container's memory limit, the IOMMU settings and, on WSL, how much memory "
+            "Windows allows to be pinned",
         )
     for verdict in verdicts:
         text = f"GPU {index}, {verdict}"
         if verdict.passed:
             yield ok(text)
         elif verdict.missing:
-            yield warning(text, "not needed, but some copies are quicker with it")
+            yield warning(text, "not needed, but some copies are faster with it")
         else:
             yield warning(
                 f"{text}; it is not used",
@@ -114,7 +114,7 @@ def judge_copies(index: int, verdicts: Sequence[Verdict], is_pinned: bool) -> It
 
 def judge_gpus(gpus: Gpus) -> Iterator[Finding]:
     if gpus.cuda_version is None and not gpus.has_device_files:
-        yield ok("no NVIDIA GPU: KV tensors are in the CPU's memory")
+        yield ok("no NVIDIA GPU: KV tensors are in CPU memory")
         return
     if gpus.cuda_version is None:
         yield error(
@@ -125,14 +125,14 @@ def judge_gpus(gpus: Gpus) -> Iterator[Finding]:
     driver = f"CUDA {gpus.cuda_version // 1000}.{gpus.cuda_version % 1000 // 10}"
     if not gpus.num_devices:
         yield warning(
-            f"the driver ({driver}) gives no GPU: {gpus.problem or 'there is none'}",
-            "nvidia-smi says more; docker run --gpus all; look at CUDA_VISIBLE_DEVICES",
+            f"the driver ({driver}) reports no GPU: {gpus.problem or 'there is none'}",
+            "see nvidia-smi; docker run --gpus all; check CUDA_VISIBLE_DEVICES",
         )
         return
     if gpus.torch_cuda is None:
         yield error(
             f"{gpus.num_devices} GPUs, but torch was built for the CPU",
-            "install torch for CUDA (vLLM's GPU wheels bring it)",
+            "install torch for CUDA (vLLM's GPU wheels include it)",
         )
     if gpus.cuda_version < _BATCH_COPY_VERSION:
         yield warning(

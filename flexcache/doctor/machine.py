@@ -1,4 +1,4 @@
-"""The kernel, io_uring, and how many files may be open."""
+"""Checks the kernel, io_uring and the limit of open files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flexcache.doctor.subject import Subject
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.block_io import io_uring_problem
 
-_PIDFD = (5, 3)  # how the death of a worker is noticed
-_POPULATE = (5, 14)  # how the host pool's pages are faulted in beforehand
+_PIDFD = (5, 3)  # reports the death of a worker
+_POPULATE = (5, 14)  # faults in the host pool's pages in advance
 _URING = (5, 1)
 _FEW_FILES = 4096
 
@@ -32,7 +32,7 @@ def judge_kernel(release: str) -> Finding:
         )
     if version < _POPULATE:
         return warning(
-            f"kernel {release}: the DRAM tier's pages come at their first use, which is slower",
+            f"kernel {release}: the DRAM tier's pages are faulted in at first use, which is slower",
             "use Linux 5.14 or later",
         )
     return ok(f"kernel {release}")
@@ -46,7 +46,7 @@ def kernel_version(release: str) -> tuple[int, int]:
 def check_io_uring(subject: Subject) -> Iterator[Finding]:
     engine = "auto" if subject.config is None else subject.config.io_engine
     if engine == "threads":
-        yield ok("io_uring is not asked for (io_engine = 'threads')")
+        yield ok("io_uring is not requested (io_engine = 'threads')")
         return
     problem = io_uring_problem()
     if problem is None:
@@ -59,7 +59,7 @@ def check_io_uring(subject: Subject) -> Iterator[Finding]:
         release=platform.release(),
     )
     if engine == "io_uring":
-        yield error(f"no io_uring, which io_engine asks for: {why}", remedy)
+        yield error(f"no io_uring, which io_engine requires: {why}", remedy)
     else:
         yield warning(f"no io_uring, I/O runs on threads instead: {why}", remedy)
 
@@ -67,13 +67,13 @@ def check_io_uring(subject: Subject) -> Iterator[Finding]:
 def explain_io_uring(
     problem: str, *, sysctl: str, is_filtered: bool, release: str
 ) -> tuple[str, str]:
-    """Why it does not work, and what to do.
+    """Return why io_uring does not work, and what to do.
 
     Args:
-        problem: What trying it brought.
-        sysctl: Value of ``kernel.io_uring_disabled``; "" where there is none.
+        problem: The error of an attempt to use it.
+        sysctl: Value of ``kernel.io_uring_disabled``; "" if there is none.
         is_filtered: Whether this process has a seccomp filter.
-        release: Of the kernel.
+        release: Kernel release.
     """
     if problem.startswith(MissingDependencyError.__module__):
         return problem.partition(": ")[2], "pip install 'flexcache[uring]'"
@@ -89,21 +89,21 @@ def explain_io_uring(
             return (
                 f"kernel.io_uring_disabled is {sysctl}",
                 "on the host: sysctl -w kernel.io_uring_disabled=0"
-                + (", or put the user into the group kernel.io_uring_group" * (sysctl == "1")),
+                + (", or add the user to the group kernel.io_uring_group" * (sysctl == "1")),
             )
         if is_filtered:
             return (
-                f"a seccomp filter forbids it, as those of containers do ({os.strerror(code)})",
+                f"a seccomp filter forbids it, as container defaults do ({os.strerror(code)})",
                 "allow io_uring_setup, io_uring_enter and io_uring_register: docker run "
                 "--security-opt seccomp=PROFILE.json (or unconfined); Kubernetes: "
                 "securityContext.seccompProfile of type Localhost (or Unconfined)",
             )
     if code == errno.ENOMEM:
         return (
-            "no memory may be locked for its rings (before Linux 5.12 they count)",
+            "no memory may be locked for its rings (they count before Linux 5.12)",
             "raise the limit: ulimit -l, docker run --ulimit memlock=-1",
         )
-    return problem, "have a look at the kernel's log and the container's security profile"
+    return problem, "check the kernel log and the container's security profile"
 
 
 def check_open_files(subject: Subject) -> Iterator[Finding]:

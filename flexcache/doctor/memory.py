@@ -1,7 +1,7 @@
-"""Memory for the DRAM tier: how much there is, who limits it, of which pages it is.
+"""Checks memory for the DRAM tier: how much there is, its limits and its page size.
 
-The tier is an anonymous file in memory (memfd). It counts as the process's memory, against a
-container's limit too, but not against the size of /dev/shm, which other parts of an engine use.
+The tier is an anonymous file in memory (memfd). It counts as the process's memory, also against a
+container's limit, but not against the size of /dev/shm, which other parts of an engine use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexcache.storage.memory_limit import memory_limits
 
 _MUCH_OF_LIMIT = 0.8
 _MIN_SHARED_BYTES = 1_000_000_000
-"""What vLLM's queues between its processes (240 MiB each) and NCCL take together, with room."""
+"""Room for vLLM's queues between its processes (240 MiB each) and for NCCL, with a margin."""
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
@@ -27,17 +27,17 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     total, free = (int(fields.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
     there_is = f"{in_gb(total)} of memory, {in_gb(free)} available"
     if not total:
-        yield warning("/proc/meminfo does not say how much memory there is", "mount /proc")
+        yield warning("/proc/meminfo does not show how much memory there is", "mount /proc")
     elif pool is None:
         yield ok(there_is)
     elif pool > total:
         yield error(f"{there_is}: the DRAM tier takes {in_gb(pool)}", "lower cpu_cache_gb")
-    elif _is_reserved(subject):  # and so not among what is available
+    elif _is_reserved(subject):  # so not part of the available memory
         yield ok(f"{there_is}; the DRAM tier takes reserved huge pages")
-    elif pool > free and not subject.is_served:  # whose pool is what makes the memory scarce
+    elif pool > free and not subject.is_served:  # a running server's pool is not available memory
         yield warning(
             f"{there_is}: the DRAM tier takes {in_gb(pool)}",
-            "lower cpu_cache_gb, or end what uses the memory: the kernel would end some process",
+            "lower cpu_cache_gb, or stop what uses the memory: the kernel would kill some process",
         )
     else:
         yield ok(f"{there_is}; the DRAM tier takes {in_gb(pool)}")
@@ -46,7 +46,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
 def check_container_limit(subject: Subject) -> Iterator[Finding]:
     limits = memory_limits(subject.root)
     if not limits:
-        yield ok("no limit of memory by a container or control group")
+        yield ok("no memory limit by a container or control group")
         return
     limit = min(found.limit for found in limits)
     pool = 0 if _is_reserved(subject) else subject.pool_bytes or 0
@@ -55,7 +55,7 @@ def check_container_limit(subject: Subject) -> Iterator[Finding]:
         text += f"; the DRAM tier takes {in_gb(pool)} of it"
     remedy = (
         "lower cpu_cache_gb, or raise the limit (docker run --memory; Kubernetes: "
-        "resources.limits.memory): the DRAM tier counts, beside the engine's own memory"
+        "resources.limits.memory): the DRAM tier counts in addition to the engine's own memory"
     )
     if pool > limit:
         yield error(text, remedy)
@@ -87,8 +87,11 @@ def check_shared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def check_locked_memory(subject: Subject) -> Iterator[Finding]:
-    """RDMA registers the pool, which counts. Copies on a CPU lock nothing, nor does our use of
-    io_uring from Linux 5.12 on, and a GPU's driver pins outside of this limit."""
+    """Check the limit of locked memory, against which RDMA's registration of the pool counts.
+
+    Copies on a CPU lock nothing, nor does io_uring as used here since Linux 5.12, and a GPU's
+    driver pins outside this limit.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         yield ok("any amount of memory may be locked")
@@ -119,15 +122,15 @@ def check_huge_pages(subject: Subject) -> Iterator[Finding]:
     )
     if chosen is not None and chosen[1] in ("always", "within_size", "advise", "force"):
         yield ok(f"huge pages: shared memory gets them (shmem_enabled is {chosen[1]})")
-    else:  # so it is on most systems, and all works
+    else:  # the default on most systems, where everything works
         yield ok(
-            "huge pages: none for shared memory; steadier SSD I/O with hugepages = 'reserved', or "
-            "with `advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+            "huge pages: none for shared memory; SSD I/O is steadier with hugepages = 'reserved', "
+            "or with `advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled"
         )
 
 
 def _is_reserved(subject: Subject) -> bool:
-    """Whether the DRAM tier is of reserved huge pages, which control groups do not count."""
+    """Return whether the DRAM tier uses reserved huge pages, which control groups do not count."""
     return subject.config is not None and subject.config.hugepages == "reserved"
 
 

@@ -1,4 +1,4 @@
-"""Versions of Python and of the packages that FlexCache works with."""
+"""Checks the versions of Python and of the packages that FlexCache works with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_python(subject: Subject) -> Iterator[Finding]:
 
 
 def vllm_version() -> str | None:
-    """Return the version of the installed vLLM, whatever its wheel is called."""
+    """Return the version of the installed vLLM, whatever the name of its wheel."""
     for name in _VLLM_NAMES:
         try:
             return importlib.metadata.version(name)
@@ -45,7 +45,7 @@ def vllm_version() -> str | None:
 
 
 def as_pair(version: str) -> tuple[int, int]:
-    """The first two numbers of a version; (0, 0) where it does not begin with such."""
+    """Return the first two numbers of a version; (0, 0) if it does not begin with numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -60,7 +60,7 @@ def judge_vllm(version: str | None) -> Finding:
     if _VLLM_FIRST <= as_pair(version) <= _VLLM_LAST:
         return ok(f"vLLM {version}")
     return warning(
-        f"vLLM {version}: the connector is made for 0.{_VLLM_FIRST[1]} to 0.{_VLLM_LAST[1]}",
+        f"vLLM {version}: the connector supports 0.{_VLLM_FIRST[1]} to 0.{_VLLM_LAST[1]}",
         f"pip install 'vllm>=0.{_VLLM_FIRST[1]},<0.{_VLLM_LAST[1] + 1}'",
     )
 
@@ -70,8 +70,8 @@ def check_transfer_config(subject: Subject) -> Iterator[Finding]:
     if given is None:
         if vllm_version() is not None:
             yield ok(
-                "vLLM is to be started with --kv-transfer-config "
-                f"'{TRANSFER_CONFIG}'; give yours to the doctor to have it looked at"
+                "start vLLM with --kv-transfer-config "
+                f"'{TRANSFER_CONFIG}'; pass yours to the doctor to have it checked"
             )
         return
     wrong = {name: given.get(name) for name in _WANTED if given.get(name) != _WANTED[name]}
@@ -80,8 +80,8 @@ def check_transfer_config(subject: Subject) -> Iterator[Finding]:
     policy = given.get("kv_load_failure_policy", "fail")
     if policy != "recompute":
         yield warning(
-            f"kv_load_failure_policy is {policy!r}: a request whose KV cannot be read back fails",
-            'put "kv_load_failure_policy": "recompute" into --kv-transfer-config',
+            f"kv_load_failure_policy is {policy!r}: a request fails if its KV cannot be read back",
+            'add "kv_load_failure_policy": "recompute" to --kv-transfer-config',
         )
     elif not wrong:
-        yield ok("--kv-transfer-config: vLLM computes what cannot be read back")
+        yield ok("--kv-transfer-config: vLLM recomputes KV that cannot be read back")

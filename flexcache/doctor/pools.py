@@ -1,7 +1,7 @@
-"""What is in directories of the SSD tier.
+"""Examines, repairs and clears the contents of the SSD tier's directories.
 
-Directories are looked at as pools, since the slots of a prompt are striped over all of its pool's.
-A pool is read only while it is not in use; nothing is changed unless requested.
+Directories are examined as pools, since a prompt's slots are striped over all directories of a
+pool. A pool is read only while it is not in use; nothing is changed unless requested.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from flexcache.storage.slot_index import (
 )
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
-"""Goes through a sequence and shows how far it is."""
+"""Iterates over a sequence and shows progress."""
 
 
 @dataclass
 class PoolDoctor:
-    """Looks at directories, and mends or empties what is in them.
+    """Examines directories, and repairs or empties them.
 
     Args:
         verify: Read every recorded slot and compare its checksum.
         repair: Erase records that are torn or whose slot is wrong.
-        clear: Empty the files instead of looking at them.
+        clear: Empty the files instead of examining them.
     """
 
     verify: bool = False
@@ -101,10 +101,10 @@ class PoolDoctor:
             self._say(
                 Level.WARNING,
                 f"{path}: no O_DIRECT, I/O goes through the page cache",
-                "put the directory on a file system that has it (ext4, XFS), on a local disk",
+                "put the directory on a local disk with a file system that supports it (ext4, XFS)",
             )
         if (path / OLD_DATA_FILE).exists():
-            self._say(Level.OK, f"{path}: the next start removes {OLD_DATA_FILE}, of FlexCache 0.1")
+            self._say(Level.OK, f"{path}: the next start removes {OLD_DATA_FILE} of FlexCache 0.1")
         files = files_in(path)
         if INDEX_FILE not in files and not (files and self.clear):
             self._say(Level.OK, f"{path}: no cache in it")
@@ -119,14 +119,14 @@ class PoolDoctor:
             self._say(
                 Level.ERROR if wants_more else Level.OK,
                 f"{path}: in use by a FlexCache process",
-                "stop that to have a look inside",
+                "stop that process to examine the contents",
             )
         except OSError as error:
             self._say(Level.ERROR, f"{path}: {error.strerror}")
         return None
 
     def _read_header(self, directory: PoolDirectory) -> PoolHeader | None:
-        """What the directory is part of, unless there is nothing (more) to look at."""
+        """Return the header of the directory's pool; None if there is nothing left to examine."""
         try:
             header = directory.header()
         except PoolMismatchError as mismatch:
@@ -163,9 +163,9 @@ class PoolDoctor:
         bad = {"records are torn": contents.torn}
         if self.verify:
             wrong = self._verify(header, at_hand, contents)
-            bad["slots do not hold what is recorded"] = wrong
+            bad["slots do not match their records"] = wrong
             if not len(wrong):
-                self._say(Level.OK, f"{name}: every recorded slot has its checksum")
+                self._say(Level.OK, f"{name}: all recorded slots match their checksums")
         for what, slots in bad.items():
             if len(slots):
                 self._erase_or_tell(f"{name}: {len(slots):,} {what}", index, index_fds, slots)
@@ -187,24 +187,24 @@ class PoolDoctor:
         self, name: str, header: PoolHeader, parts: Sequence[object], records: Records
     ) -> None:
         if len(parts) < header.num_directories:
-            text = "which blocks can be found is not known without the pool's other directories"
+            text = "cannot tell which blocks can be found without the pool's other directories"
             self._say(Level.WARNING, f"{name}: {text}", "name all directories of the pool")
             return
         lost = len(records) - int(reaches_start(records, link(records)).sum())
         self._say(
-            Level.OK, f"{name}: {len(records) - lost:,} blocks can be found, {lost:,} have lost "
-            "a block before them or are there twice",
+            Level.OK, f"{name}: {len(records) - lost:,} blocks can be found, {lost:,} cannot "
+            "(an earlier block of the prompt is lost, or they are duplicates)",
         )  # fmt: skip
 
     def _verify(
         self, header: PoolHeader, at_hand: dict[int, PoolDirectory], contents: IndexContents
     ) -> SlotIds:
-        """The recorded slots that have another checksum, or cannot be read."""
+        """Return the recorded slots whose checksum differs, or that cannot be read."""
         data_fds = [
             at_hand[i].data_fd if i in at_hand else -1 for i in range(header.num_directories)
         ]
         for directory in at_hand.values():
-            directory.set_direct()  # what is on the device counts, not what the kernel remembers
+            directory.set_direct()  # read the device, not the kernel's page cache
         slots = contents.records["slot"].tolist()
         sums = dict(zip(slots, contents.records["checksum"].tolist(), strict=True))
         with _page_aligned(header.slot_bytes) as buffer:

@@ -1,4 +1,4 @@
-"""Whether the settings are valid."""
+"""Checks that the settings are valid."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexcache.errors import FlexCacheError
 
 def check_settings(subject: Subject) -> Iterator[Finding]:
     if not subject.has_settings:
-        yield ok("no settings: the machine is looked at without them (FLEXCACHE_*, or --config)")
+        yield ok("no settings (FLEXCACHE_*, or --config): only the machine is checked")
         return
     try:
         subject.read_config().check_has_tier()

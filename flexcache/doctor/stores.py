@@ -1,4 +1,4 @@
-"""The remote store: whether it answers."""
+"""Checks that the remote store answers."""
 
 from __future__ import annotations
 
@@ -49,30 +49,30 @@ def check_remote_store(subject: Subject) -> Iterator[Finding]:
     else:
         yield warning(
             f"{url.name}: {problem}",
-            "look at its address, at credentials in the environment and at the network; until it "
-            "answers the tier is a miss",
+            "check its address, the credentials in the environment and the network; until it "
+            "answers, every lookup in the tier is a miss",
         )
 
 
 def _master_problem(url: RemoteUrl) -> str | None:
-    """Only whether the master takes connections: a whole client would join the cluster."""
+    """Check only that the master accepts connections: a whole client would join the cluster."""
     host, _, port = url.location.rstrip("/").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _STORE_TIMEOUT_S).close()
     except OSError as failure:
-        return f"the master takes no connections ({failure.strerror or failure})"
+        return f"the master does not accept connections ({failure.strerror or failure})"
     return None
 
 
 def _share_problem(directory: Path) -> str | None:
-    """A share that is not mounted must not be made here, beside its place."""
+    """Check a shared directory without creating it: the share may not be mounted."""
     if not directory.is_dir():
-        return "there is no such directory"
+        return "no such directory"
     return None if os.access(directory, os.W_OK | os.X_OK) else "must be writable"
 
 
 def _object_store_problem(url: str) -> str | None:
-    """Asks for an object, in a process of its own, since a store's client may hang."""
+    """Look up an object in a separate process, since a store's client may hang."""
     command = [sys.executable, "-c", _LOOK_UP, url, str(_STORE_TIMEOUT_S)]
     try:
         done = subprocess.run(
@@ -82,4 +82,4 @@ def _object_store_problem(url: str) -> str | None:
         return f"no answer within {_PROCESS_TIMEOUT_S:g} s"
     if done.returncode == 0:
         return None
-    return done.stderr.strip().rsplit("\n", 1)[-1] or f"the client ended with {done.returncode}"
+    return done.stderr.strip().rsplit("\n", 1)[-1] or f"the client exited with {done.returncode}"

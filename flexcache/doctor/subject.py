@@ -1,4 +1,4 @@
-"""What is looked at: the settings an engine or a server would start with, and the machine."""
+"""Subject of the checks: the settings an engine or a server would start with, and the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANSWER_TIMEOUT_S = 3.0
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """What vLLM is started with, as far as it was told.
+    """The vLLM options that the user passed to the doctor.
 
     Args:
         block_size: ``--block-size``.
@@ -42,11 +42,12 @@ class VllmOptions:
 
 @dataclass(frozen=True)
 class Subject:
-    """
+    """The settings and the machine that checks examine.
+
     Args:
         config_file: Settings, besides those in ``environ``.
-        named_directories: Of the SSD tier, given by hand.
-        root: Where the system's own files are looked for.
+        named_directories: Directories of the SSD tier given on the command line.
+        root: Root of the system's own files.
     """
 
     config_file: Path | None = None
@@ -66,7 +67,8 @@ class Subject:
         return given or bool(self.vllm.extra_config)
 
     def read_config(self) -> CacheConfig:
-        """
+        """Read the settings.
+
         Raises:
             FlexCacheError: The settings are wrong, or their file needs a package.
         """
@@ -74,7 +76,7 @@ class Subject:
 
     @cached_property
     def config(self) -> CacheConfig | None:
-        """None where there are no settings, or wrong ones."""
+        """The settings; None if there are none, or they are wrong."""
         try:
             return self.read_config() if self.has_settings else None
         except FlexCacheError:
@@ -82,7 +84,7 @@ class Subject:
 
     @cached_property
     def model(self) -> ModelConfig | None:
-        """That of a server's settings."""
+        """The model in a server's settings."""
         config = self.config
         if config is None or not config.has_cpu_tier or self.config_file is None:
             return None
@@ -96,7 +98,7 @@ class Subject:
 
     @property
     def slot_bytes(self) -> int | None:
-        """Size of one block as it is stored, if the model is known."""
+        """Stored size of one block, if the model is known."""
         if self.config is None or self.model is None:
             return None
         per_rank = self.config.tokens_per_block * self.model.token_size_in_bytes_per_rank
@@ -104,7 +106,7 @@ class Subject:
 
     @property
     def pool_bytes(self) -> int | None:
-        """Size of the DRAM tier, where it is known."""
+        """Size of the DRAM tier, if known."""
         config = self.config
         if config is None or not config.has_cpu_tier:
             return None
@@ -115,7 +117,7 @@ class Subject:
 
     @property
     def ssd_bytes(self) -> int | None:
-        """Size of the SSD tier, where it is known."""
+        """Size of the SSD tier, if known."""
         config = self.config
         if config is None or not config.has_ssd_tier:
             return None
@@ -126,7 +128,7 @@ class Subject:
 
     @property
     def directories(self) -> Sequence[Path]:
-        """Those given by hand; else the configured ones that are there."""
+        """The directories given on the command line, else the configured ones that exist."""
         return self.named_directories or [path for path in self.configured if path.exists()]
 
     @property
@@ -135,17 +137,17 @@ class Subject:
 
     @cached_property
     def endpoint(self) -> str:
-        """Where a server would be.
+        """Endpoint of a server with these settings.
 
         Raises:
-            ConfigError: The user's private directory is not what it must be.
+            ConfigError: The user's private directory is not usable.
         """
         configured = None if self.config is None else self.config.endpoint
         return configured or private_endpoint("server")
 
     @cached_property
     def is_served(self) -> bool:
-        """Whether a server of this host holds the endpoint."""
+        """Whether a server on this host holds the endpoint."""
         try:
             return is_served(self.endpoint)
         except ConfigError:
@@ -163,7 +165,7 @@ class Subject:
             return None
 
     def read(self, path: str) -> str:
-        """A file of the system's, "" where it is not there."""
+        """Return the content of a system file; "" if it cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text().strip()
         except (OSError, UnicodeDecodeError):

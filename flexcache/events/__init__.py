@@ -1,1 +1,1 @@
-"""KV events: what the tiers hold, told to routers over ZMQ in vLLM's format; and its readers."""
+"""KV events: publish to routers what the tiers hold, over ZMQ in vLLM's format, and read it."""

@@ -1,10 +1,11 @@
-"""Publishes numbered batches over ZMQ, keeps the last ones, and sends them again when asked.
+"""Publishes numbered batches over ZMQ, keeps the last ones, and resends them on request.
 
-    publish --queue--> thread --PUB--> subscribers       (topic, number, payload)
-                          +--ROUTER--> who missed some   (peer, "", topic, number, payload) ...
+    publish --queue--> thread --PUB--> subscribers          (topic, number, payload)
+                          +--ROUTER--> replay requesters    (peer, "", topic, number, payload) ...
 
-A batch has its number before it is queued, so what the queue had no room for is a gap that shows.
-Numbers begin at 0 and have 8 bytes, big endian. Callers never wait; the sockets are the thread's.
+A batch gets its number before it is queued, so a batch dropped from a full queue leaves a visible
+gap. Numbers begin at 0 and have 8 bytes, big endian. Callers never wait; the thread owns the
+sockets.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ Item = TypeVar("Item")
 NUMBER_BYTES = 8
 _END_NUMBER = (1 << 8 * NUMBER_BYTES) - 1
 END_OF_REPLAY = _END_NUMBER.to_bytes(NUMBER_BYTES, "big")
-"""Stands for the number, with an empty payload, after the last batch that is sent again."""
+"""Takes the place of the number, with an empty payload, after the last resent batch."""
 
-_SEND_QUEUE = 10_000  # batches that wait for one slow subscriber; later ones it has to ask for
+_SEND_QUEUE = 10_000  # batches queued for one slow subscriber, which has to request later ones
 _REPLAY_BYTES = 256 << 20
-_MAX_REQUEST_BYTES = 4096  # subscriptions as well; the connection of who sends more is cut
-_BATCHES_A_TURN = 256  # between looks at who wants some again
+_MAX_REQUEST_BYTES = 4096  # also of subscriptions; ZMQ disconnects a peer that sends more
+_BATCHES_A_TURN = 256  # sent between looks for replay requests
 _MOST_GATHERED = 16
 _CLOSE_TIMEOUT_S = 1.0
 _LINGER_MS = 500
@@ -52,9 +53,9 @@ class Address:
     """Where batches are published.
 
     Attributes:
-        endpoint: Of the PUB socket. Bound where it names this host (``*``, ``0.0.0.0``, ``::``,
-            loopback, ipc); any other is a subscriber's, and is connected to.
-        replay_endpoint: Of the ROUTER socket, always bound; None: nothing can be asked for again.
+        endpoint: Endpoint of the PUB socket. Bound if it names this host (``*``, ``0.0.0.0``,
+            ``::``, loopback, ipc); any other belongs to a subscriber, and is connected to.
+        replay_endpoint: Endpoint of the ROUTER socket, always bound; None: no replay.
         topic: First frame of every message.
     """
 
@@ -65,7 +66,7 @@ class Address:
 
 @dataclass(slots=True)
 class _Batch(Generic[Item]):
-    """A batch that waits: what was published under its number, in order."""
+    """A queued batch: what was published under its number, in order."""
 
     number: int
     ts: float
@@ -73,16 +74,16 @@ class _Batch(Generic[Item]):
 
 
 class BatchPublisher(Generic[Item]):
-    """Publishes what it is given, in order.
+    """Publishes items in order, in numbered batches.
 
     Args:
-        address: Where.
+        address: Where to publish.
         encode: Makes a payload of a time and the batch that was published then. Called on the
             publisher's thread.
-        num_kept: Batches that can be asked for again, within 256 MiB.
-        num_queued: Batches that may wait; beyond it the oldest are dropped.
-        gather_s: What is published within so long goes into one batch, up to 16 times: most of what
-            a batch costs is to wake the thread and to send it.
+        num_kept: Batches kept for replay, within 256 MiB.
+        num_queued: Batches that may be queued; beyond it the oldest are dropped.
+        gather_s: Calls of `publish` within this time share one batch, up to 16 of them: most of a
+            batch's cost is waking the thread and sending.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class BatchPublisher(Generic[Item]):
         self._close_by: float | None = None
 
     def start(self) -> None:
-        """Open the sockets and send from now on.
+        """Open the sockets and start to send.
 
         Raises:
             ConfigError: An address cannot be used.
@@ -134,7 +135,7 @@ class BatchPublisher(Generic[Item]):
             replay_endpoint = self.address.replay_endpoint
             if replay_endpoint is not None:
                 self._router = self._context.socket(zmq.ROUTER)
-                # A peer that asks and does not read costs no more than this, and blocks nothing.
+                # Bounds the cost of a peer that requests a replay and does not read it.
                 self._router.router_mandatory = True
                 self._router.maxmsgsize = _MAX_REQUEST_BYTES
                 self._router.sndhwm = self._num_kept + 1
@@ -154,8 +155,8 @@ class BatchPublisher(Generic[Item]):
         self._thread.start()
 
     def publish(self, items: Sequence[Item]) -> None:
-        """Queue a batch, which must not change any more. Takes microseconds, raises nothing; once
-        closed it is dropped."""
+        """Queue a batch, which must not change afterwards. Takes microseconds and never raises;
+        after `close` the batch is dropped."""
         with self._lock:
             is_closing = self._close_by is not None
             last = self._queue[-1] if self._queue and self._gather_s and not is_closing else None
@@ -174,7 +175,7 @@ class BatchPublisher(Generic[Item]):
                 os.eventfd_write(self._wake, 1)
 
     def stats(self) -> dict[str, int]:
-        """Counts of batches and requests; ``sequence`` is the number that comes next."""
+        """Return counts of batches and requests; ``sequence`` is the next number."""
         with self._lock:
             return {
                 "published_batches": self._num_published,
@@ -186,7 +187,7 @@ class BatchPublisher(Generic[Item]):
             }
 
     def close(self) -> None:
-        """Send what waits, for a second at most, and end. Idempotent."""
+        """Send what is queued, for a second at most, and stop. Idempotent."""
         with self._lock:
             if self._close_by is not None:
                 return
@@ -204,7 +205,7 @@ class BatchPublisher(Generic[Item]):
         for socket in (self._pub, self._router):
             if socket is not None:
                 socket.close(linger=_LINGER_MS)
-        self._context.term()  # then the addresses are free again
+        self._context.term()  # the addresses are free after this
         for path in self._socket_files:
             path.unlink(missing_ok=True)
         self._socket_files.clear()
@@ -212,9 +213,9 @@ class BatchPublisher(Generic[Item]):
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        has_more = True  # what was published before the start
+        has_more = True  # batches published before the start
         while True:
-            is_closing = self._close_by is not None  # then all is in the queue that will be sent
+            is_closing = self._close_by is not None  # if so, nothing more is queued
             ready = dict(self._poller.poll(0 if has_more or is_closing else None))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -230,7 +231,7 @@ class BatchPublisher(Generic[Item]):
         return self._close_by is not None and time.monotonic() > self._close_by
 
     def _send_some(self) -> bool:
-        """Send the oldest that wait; whether there are more."""
+        """Send the oldest queued batches; return whether there are more."""
         for _ in range(_BATCHES_A_TURN):
             with self._lock:
                 if not self._queue:
@@ -251,7 +252,7 @@ class BatchPublisher(Generic[Item]):
             self._is_behind = True
             log_event(
                 logger, logging.WARNING, "kv_events_dropped", batches=num_missing,
-                reason="more than kv_events_queue wait",
+                reason="more than kv_events_queue batches are waiting",
             )  # fmt: skip
 
     def _send(self, number: int, ts: float, items: Sequence[Item]) -> None:
@@ -259,7 +260,7 @@ class BatchPublisher(Generic[Item]):
         try:
             payload = self._encode(ts, items)
             self._pub.send_multipart([self._topic, _pack(number), payload])
-        except Exception:  # one bad batch must not be the last
+        except Exception:  # one bad batch must not stop the publisher
             log_event(logger, logging.ERROR, "kv_events_lost", batch=number, exc_info=True)
             with self._lock:
                 self._num_dropped += 1
@@ -273,9 +274,9 @@ class BatchPublisher(Generic[Item]):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _send_again(self) -> None:
-        """Answer one request: all that is kept from a number on, and the mark of the end.
+        """Answer one request: all kept batches from a number on, then the end mark.
 
-        A REQ socket takes one answer: it gets the first of these, and may ask for the next.
+        A REQ socket takes one answer: it gets the first of these, and may request the next.
         """
         assert self._router is not None
         frames = self._router.recv_multipart(copy=False)
@@ -295,21 +296,21 @@ class BatchPublisher(Generic[Item]):
                 message = [peer, b"", topic, _pack(number), payload]
                 self._router.send_multipart(message, zmq.NOBLOCK)
             self._num_sent_again += num_batches
-        except zmq.ZMQError as error:  # it has gone, or does not read
+        except zmq.ZMQError as error:  # the peer has gone, or does not read
             log_event(logger, logging.DEBUG, "kv_events_replay_ended", first=first, error=error)
 
 
 def _is_of_req(frame: zmq.Frame) -> bool:
     try:
         return frame.get("Socket-Type") == "REQ"
-    except zmq.ZMQError:  # peers of ZMTP 1 and 2 do not say what they are
+    except zmq.ZMQError:  # ZMTP 1 and 2 do not carry the socket type
         return False
 
 
 def is_bound(endpoint: str) -> bool:
-    """Whether a publisher binds its endpoint, rather than connect to a subscriber's.
+    """Return whether a publisher binds its endpoint, rather than connect to a subscriber's.
 
-    vLLM's rule, and loopback and 0.0.0.0 are bound too: they mean this host as well.
+    This is vLLM's rule, except that loopback and 0.0.0.0, which also mean this host, are bound too.
     """
     host = endpoint.removeprefix("tcp://")
     return (
@@ -321,7 +322,7 @@ def is_bound(endpoint: str) -> bool:
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
-    """Bind or connect; the address that it came to."""
+    """Bind or connect the socket; return the resulting address."""
     for scheme, objection in _NOT_FOR_US.items():
         if endpoint.startswith(scheme):
             raise ConfigError(f"address of KV events {endpoint!r}: {objection}")
@@ -331,7 +332,9 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
             socket.connect(endpoint)
             return endpoint
         if endpoint.startswith("ipc://") and _has_listener(endpoint.removeprefix("ipc://")):
-            raise ConfigError(f"address of KV events {endpoint!r}: in use")  # ZMQ would take it
+            raise ConfigError(
+                f"address of KV events {endpoint!r}: in use"
+            )  # ZMQ would take it over
         socket.bind(endpoint)
         return socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
@@ -339,7 +342,7 @@ def _open(socket: zmq.Socket[bytes], endpoint: str, bind: bool) -> str:
 
 
 def _has_listener(path: str) -> bool:
-    """Return whether the socket file is served, or left behind by a dead process."""
+    """Return whether a process serves the socket file, rather than a dead one left it behind."""
     with sockets.socket(sockets.AF_UNIX) as probe:
         try:
             probe.connect(path)

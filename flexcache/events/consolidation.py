@@ -1,4 +1,4 @@
-"""The process around `Consolidator`: follows several publishers and publishes what they come to."""
+"""Runs a `Consolidator`: follows several publishers and publishes their merged events."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NUM_KEPT = _NUM_QUEUED = 10_000
 
 
 class Consolidation:
-    """For one thread, which `run` keeps.
+    """Merges the events of several publishers. Use it from one thread; `run` occupies that thread.
 
     Args:
-        sources: Endpoint of each publisher, and where it is asked for what was missed, or None.
+        sources: Endpoint of each publisher, and its replay endpoint or None.
         address: Where the merged events are published.
 
     Raises:
@@ -56,7 +56,7 @@ class Consolidation:
         return self._publisher.address
 
     def run(self) -> None:
-        """For ever."""
+        """Merge and publish events forever."""
         poller = zmq.Poller()
         for subscriber in self._subscribers:
             subscriber.register(poller)
@@ -66,18 +66,18 @@ class Consolidation:
             poller.poll()
 
     def _take(self, subscriber: KVEventSubscriber) -> None:
-        """All that a source has to tell by now."""
+        """Process all events that a source has sent by now."""
         source = subscriber.endpoint
         while (news := subscriber.receive(0)) is not None:
             if isinstance(news, Received):
                 merged = self._consolidator.take(source, news.batch.events)
-            else:  # some of what it told is not so any more, and it is not known what
+            else:  # some of its earlier events are out of date, and it is unknown which
                 merged = self._consolidator.forget(source)
             if merged:
                 self._publisher.publish(merged)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close all sockets. Idempotent."""
         for subscriber in self._subscribers:
             subscriber.close()
         self._publisher.close()

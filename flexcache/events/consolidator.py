@@ -1,9 +1,9 @@
-"""Merges what several sources tell of the same blocks: the engine of its GPU, FlexCache of the
-tiers below.
+"""Merges the events of several sources about the same blocks: the engine reports its GPU,
+FlexCache the tiers below.
 
-A consumer of the merged events knows of each block whether it can be found anywhere: it is stored
-when the first place gets it, and removed when the last place has lost it. Blocks are the same if
-the low 64 bits of their hashes are, and have these as hashes in what comes out.
+The merged events show whether a block can be found anywhere: it is stored when the first place
+gets it, and removed when the last place loses it. Blocks are the same if the low 64 bits of their
+hashes are, and the merged events have these 64 bits as hashes.
 
 Pure: takes events, returns events.
 """
@@ -30,18 +30,18 @@ Place = tuple[str | None, int | None]
 @dataclass(slots=True)
 class _Block:
     medium: str | None
-    """Medium of the place that got it first: the merged events keep naming that one."""
+    """Medium of the place that got it first, which all merged events of the block name."""
     has_tokens: bool
     num_holders: int = 0
 
 
 class Consolidator:
-    """What can be found, and at how many places. O(1) per block of an event."""
+    """Counts the places that hold each block. O(1) per block of an event."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
         self._held: dict[str, dict[tuple[int, Place], None]] = {}
-        """By source: blocks and where it has them."""
+        """By source: its blocks and their places."""
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return low_64_bits(block_hash) in self._blocks
@@ -50,7 +50,7 @@ class Consolidator:
         return len(self._blocks)
 
     def take(self, source: str, events: Iterable[Event]) -> list[Event]:
-        """What a source's events change for those who follow the merged ones."""
+        """Apply a source's events and return the resulting merged events."""
         merged: list[Event] = []
         for event in events:
             match event:
@@ -64,24 +64,24 @@ class Consolidator:
         return merged
 
     def forget(self, source: str) -> list[Event]:
-        """A source has cleared everything, restarted, or its events were lost: what it has is not
-        known any more."""
+        """Drop all blocks of a source that cleared everything or restarted, or whose events were
+        lost."""
         return self._removed(source, list(self._held.get(source, ())))
 
     def check(self) -> None:
-        """Raise `InternalError` unless each block has as many holders as are counted."""
+        """Raise `InternalError` if a block's number of holders differs from its count."""
         counts: dict[int, int] = {}
         for held in self._held.values():
             for block, _ in held:
                 counts[block] = counts.get(block, 0) + 1
         if counts != {hashed: block.num_holders for hashed, block in self._blocks.items()}:
-            raise InternalError("holders and their counts do not agree")
+            raise InternalError("holders and their counts disagree")
 
     def _stored(self, source: str, event: BlockStored) -> list[Event]:
-        """One event for each stretch of blocks that is news."""
+        """Return one event for each stretch of new blocks."""
         size = event.block_size
         hashes = [low_64_bits(block) for block in event.block_hashes]
-        has_tokens = len(event.token_ids) == size * len(hashes)  # not so where a group is sparse
+        has_tokens = len(event.token_ids) == size * len(hashes)  # false for a sparse group
         held = self._held.setdefault(source, {})
         place = (event.medium, event.group_idx)
         is_news = []
@@ -100,7 +100,7 @@ class Consolidator:
         ]
 
     def _stretches(self, hashes: Sequence[int], is_news: Sequence[bool]) -> list[tuple[int, int]]:
-        """Yield runs of new blocks that follow each other and have the same medium."""
+        """Return runs of consecutive new blocks with the same medium."""
         stretches: list[tuple[int, int]] = []
         for i, hashed in enumerate(hashes):
             if not is_news[i]:
@@ -133,7 +133,7 @@ class Consolidator:
         )
 
     def _removed(self, source: str, lost: Sequence[tuple[int, Place]]) -> list[Event]:
-        """One event for each medium that was told of the blocks that are nowhere any more."""
+        """Return one event for each medium under which now lost blocks were announced."""
         gone: dict[str | None, list[BlockHash]] = {}
         held = self._held.get(source, {})
         for hashed, place in lost:

@@ -11,8 +11,8 @@ from flexcache.errors import ConfigError
 from flexcache.events.batch_publisher import Address, BatchPublisher
 from flexcache.events.wire import BatchEncoder, describe
 
-_GATHER_S = 0.005  # a router does not mind
-_MORE_THAN_A_NAME = "|"  # begins what else an engine's KV depends on: revision, dtypes
+_GATHER_S = 0.005  # a delay that routers tolerate
+_MORE_THAN_A_NAME = "|"  # separates the name from the rest of the identity: revision, dtypes
 
 
 class KVEventPublisher(BatchPublisher[Change]):
@@ -20,10 +20,10 @@ class KVEventPublisher(BatchPublisher[Change]):
 
     Args:
         config: Addresses, format and bounds (``kv_events_*``).
-        model_id: Names the model in the topic, by what is before the first ``|``.
-        pod: Names this publisher in the topic, as routers know it; the host's name (in Kubernetes
-            the pod's) if None. The config's ``kv_events_topic`` replaces all of it.
-        data_parallel_rank: Goes into every batch. A cache that ranks share has none.
+        model_id: The part before the first ``|`` names the model in the topic.
+        pod: Name of this publisher in the topic, as routers know it; None: the host's name (in
+            Kubernetes the pod's). The config's ``kv_events_topic`` replaces the whole topic.
+        data_parallel_rank: Rank in every batch; None for a cache that ranks share.
     """
 
     def __init__(

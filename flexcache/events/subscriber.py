@@ -1,8 +1,8 @@
-"""Follows one publisher of KV events, ours or vLLM's, and notices what it did not get.
+"""Follows one publisher of KV events, FlexCache's or vLLM's, and detects missed batches.
 
-Batches are numbered. Where a number is left out, and whenever a connection was made, the publisher
-is asked for what is missing; what it has no longer either is reported as lost. A number that comes
-again with other content means that the publisher restarted. For one thread.
+Batches are numbered. After a gap in the numbers, and after every connect, the subscriber requests
+the missing batches; those that the publisher no longer has are reported as lost. A repeated number
+with different content means that the publisher restarted. For one thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
 
-_RECEIVE_QUEUE = 100_000  # batches that wait here while we are busy
+_RECEIVE_QUEUE = 100_000  # batches queued here while the caller is busy
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A batch, in order. ``topic`` is empty if it came by a replay of old versions of vLLM."""
+    """A batch, in order. ``topic`` is empty if it came in a replay by an old version of vLLM."""
 
     number: int
     batch: EventBatch
@@ -37,7 +37,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Batches ``[first, stop)`` cannot be had any more: what they told of is unknown."""
+    """Batches ``[first, stop)`` are no longer available: the changes in them are unknown."""
 
     first: int
     stop: int
@@ -45,7 +45,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class PublisherRestarted:
-    """The publisher was restarted and counts from 0 again: what it told before holds no more."""
+    """The publisher restarted and counts from 0 again: its earlier events no longer hold."""
 
 
 News = Received | Lost | PublisherRestarted
@@ -53,7 +53,7 @@ News = Received | Lost | PublisherRestarted
 
 @dataclass(slots=True)
 class SubscriberCounters:
-    """Counts of batches; ``malformed`` are messages that were not batches."""
+    """Counts of batches; ``malformed`` counts messages that were not batches."""
 
     received: int = 0
     replayed: int = 0
@@ -64,13 +64,13 @@ class SubscriberCounters:
 
 
 class KVEventSubscriber:
-    """Yields what a publisher tells, from its first batch on.
+    """Yields a publisher's events, from its first batch on.
 
     Args:
-        endpoint: The publisher's; one with ``*`` is bound, for publishers that connect.
-        replay_endpoint: Where the publisher is asked for what was missed; None: not at all.
-        topic: Only topics that begin so.
-        replay_timeout_s: A publisher that says nothing for so long has no more to send again.
+        endpoint: The publisher's endpoint; one with ``*`` is bound, for publishers that connect.
+        replay_endpoint: Where to request missed batches; None: nowhere.
+        topic: Prefix of the topics to receive.
+        replay_timeout_s: A replay ends when the publisher is silent this long.
 
     Raises:
         ConfigError: An address cannot be used.
@@ -91,7 +91,7 @@ class KVEventSubscriber:
         self._last_payload: bytes | None = None
         """Payload of the batch before ``_next``."""
         self._replayed: dict[int, int] = {}
-        """Batches that were sent again and may come as usual too, with their payloads' hashes."""
+        """Replayed batches, which may also arrive regularly, with their payloads' hashes."""
         self._news: deque[News] = deque()
         self._socket = _make_socket(zmq.SUB, endpoint)
         self._socket.rcvhwm = _RECEIVE_QUEUE
@@ -117,16 +117,16 @@ class KVEventSubscriber:
         self.close()
 
     def __iter__(self) -> Iterator[News]:
-        """For ever."""
+        """Yield news forever."""
         while True:
             news = self.receive(None)
             assert news is not None
             yield news
 
     def receive(self, timeout_s: float | None) -> News | None:
-        """The next piece of news; None if there is none within ``timeout_s``.
+        """Return the next piece of news; None if there is none within ``timeout_s``.
 
-        Takes longer where the publisher has to be asked for what was missed and does not answer.
+        Takes longer if missed batches have to be requested and the publisher does not answer.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._news:
@@ -142,17 +142,17 @@ class KVEventSubscriber:
         return self._news.popleft()
 
     def catch_up(self) -> None:
-        """Ask for all since the last batch. Without it, what is lost while a connection lasts is
-        noticed when the next batch comes."""
+        """Request everything since the last batch. Without this call, a batch lost during a
+        connection is noticed only when the next one arrives."""
         self._take_replay()
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have a poller wake when `receive` may have something."""
+        """Make a poller wake when `receive` may have something."""
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sockets. Idempotent."""
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -168,12 +168,12 @@ class KVEventSubscriber:
         number = int.from_bytes(number_bytes, "big")
         if number < self._next:
             if self._replayed.pop(number, None) == hash(payload):
-                return  # it was sent again before it came
+                return  # the replay was faster
             self._begin_anew()
         if number > self._next:
             self._take_replay()
         if number >= self._next:
-            self._replayed.clear()  # it is behind all that were sent again
+            self._replayed.clear()  # this batch comes after all replayed ones
             self._deliver(number, payload, topic)
         else:
             self._replayed.pop(number, None)
@@ -185,7 +185,7 @@ class KVEventSubscriber:
         self._news.append(PublisherRestarted())
 
     def _deliver(self, number: int, payload: bytes, topic: bytes) -> None:
-        """Put it behind what was delivered; what lies between is lost."""
+        """Deliver a batch; those between it and the last delivered one are lost."""
         if number > self._next:
             self._lose(number)
         self._last_payload = payload
@@ -219,10 +219,10 @@ class KVEventSubscriber:
     # -- replay ----------------------------------------------------------------------------------
 
     def _take_replay(self) -> None:
-        """Have sent again what was not delivered.
+        """Request and deliver a replay of the batches not delivered yet.
 
-        The last batch that we know is asked for as well. A publisher keeps its last one always, so
-        if that is not there, or has other content now, the publisher has restarted.
+        The request includes the last delivered batch. A publisher always keeps its last one, so if
+        it is missing or its content differs, the publisher has restarted.
         """
         known = self._last_payload
         first = self._next if known is None else self._next - 1
@@ -239,11 +239,11 @@ class KVEventSubscriber:
                 self._deliver(number, payload, topic)
 
     def _ask_again(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
-        """Number, topic and payload of the batches from ``first`` on that are kept; and whether the
-        answer came to its end."""
+        """Return number, topic and payload of the kept batches from ``first`` on, and whether the
+        answer was complete."""
         if self._replay_endpoint is None:
             return [], False
-        # A socket for each request: a late answer to an earlier one must not get in between.
+        # One socket per request: a late answer to an earlier request must not interfere.
         socket = _make_socket(zmq.DEALER, self._replay_endpoint)
         socket.rcvhwm = 0
         batches: list[tuple[int, bytes, bytes]] = []

@@ -1,4 +1,4 @@
-"""KV events as they go over the wire: msgpack, in the layouts of vLLM and of those who follow it.
+"""Wire format of KV events: msgpack, in the layouts of vLLM and compatible publishers.
 
 A batch is an array ``[time, events, data-parallel rank]``. Its events are maps with the key `type`
 (vLLM from 0.24 on) or positional arrays that begin with the type (until 0.23).
@@ -28,9 +28,9 @@ class BlockStored(_Event, frozen=True):
     vLLM's.
 
     Attributes:
-        parent_block_hash: Of the block before them; None at the prompt's start.
-        token_ids: ``block_size`` per block; empty where the tokens are not known.
-        extra_keys: Per block what was hashed besides tokens.
+        parent_block_hash: Hash of the block before them; None at the prompt's start.
+        token_ids: ``block_size`` per block; empty if the tokens are unknown.
+        extra_keys: What was hashed besides tokens, per block.
     """
 
     block_hashes: list[BlockHash]
@@ -47,7 +47,7 @@ class BlockStored(_Event, frozen=True):
 
 
 class BlockRemoved(_Event, frozen=True):
-    """Blocks cannot be found in ``medium`` any more."""
+    """Blocks can no longer be found in ``medium``."""
 
     block_hashes: list[BlockHash]
     medium: str | None
@@ -65,8 +65,8 @@ class EventBatch(msgspec.Struct, frozen=True):
     """Events in the order in which they happened.
 
     Attributes:
-        ts: When they were handed to the publisher, in seconds since 1970.
-        num_unknown: Events of types that were left out, being unknown here.
+        ts: When they were passed to the publisher, in seconds since 1970.
+        num_unknown: Number of events left out because their type is unknown here.
     """
 
     ts: float
@@ -76,7 +76,7 @@ class EventBatch(msgspec.Struct, frozen=True):
 
 
 def low_64_bits(block_hash: BlockHash) -> int:
-    """What integers and digests of the same block have in common."""
+    """Return the bits that integer hashes and digests of the same block share."""
     if isinstance(block_hash, bytes):
         return int.from_bytes(block_hash[-8:], "big")
     return block_hash & _LOW_64_BITS
@@ -89,7 +89,7 @@ _HASH_BYTES = 8
 
 
 def _integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
-    """The last bytes of each key, big endian, in one pass."""
+    """Return the last bytes of each key as big-endian integers, in one pass."""
     ends = b"".join([key[-_HASH_BYTES:].rjust(_HASH_BYTES, b"\0") for key in keys])
     return list(struct.unpack(f">{len(keys)}Q", ends))
 
@@ -101,10 +101,10 @@ _HASHES: Mapping[str, Callable[[Sequence[BlockKey]], list[BlockHash]]] = {
 
 
 def describe(change: Change, hashes: str) -> Event:
-    """The event that tells of a change.
+    """Return the event for a change.
 
     Args:
-        hashes: How blocks are named: int, as vLLM does by default, or bytes, the whole key.
+        hashes: Form of block hashes: int, vLLM's default, or bytes, the whole key.
     """
     hashes_of = _HASHES[hashes]
     match change:
@@ -126,11 +126,11 @@ def describe(change: Change, hashes: str) -> Event:
 
 
 class BatchEncoder:
-    """Makes payloads.
+    """Encodes batches.
 
     Args:
-        layout: Of the events: map or legacy_array.
-        data_parallel_rank: Of the publisher, where it has one.
+        layout: Layout of the events: map or legacy_array.
+        data_parallel_rank: Rank of the publisher, if it has one.
     """
 
     def __init__(self, layout: str = "map", data_parallel_rank: int | None = None) -> None:
@@ -154,14 +154,14 @@ _TYPES: Mapping[str, type[Event]] = {
 }
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
 _OPTIONAL = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None}
-"""What older publishers leave out."""
+"""Fields that older publishers omit."""
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Read a batch of any version: batch and events may be arrays or maps, and short or long.
+    """Read a batch of any version: batch and events are arrays or maps with any number of fields.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The payload is not a batch.
     """
     try:
         content = msgspec.msgpack.decode(payload)
@@ -182,7 +182,7 @@ def decode_batch(payload: bytes) -> EventBatch:
 
 
 def _read_event(content: Any) -> Event | None:
-    """None for a type that is not known."""
+    """Return the event; None if its type is unknown."""
     if isinstance(content, list):
         name, *values = content
         if name not in _TYPES:

@@ -1,9 +1,9 @@
-"""Every metric once: its name, what it means, and where the statistics have its value.
+"""Catalog of all metrics: name, meaning, and where the statistics have the value.
 
-The collector serves them, `docs/metrics.md` is made from them, and a test moves each of them.
-Names begin with ``flexcache_``, units are bytes, seconds, tokens and blocks, and what only grows
-ends in ``_total``. Labels have few values, known beforehand, except for the names of engines:
-nothing that a request brings along becomes one.
+The collector serves them, `docs/metrics.md` is generated from them, and a test changes each of
+them. Names begin with ``flexcache_``, units are bytes, seconds, tokens and blocks, and the names of
+counters end in ``_total``. Labels have few values, known in advance, except for engine names:
+nothing from a request becomes a label.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CATALOG: Sequence[Metric] = [metric for section in SECTIONS.values() for metric 
 
 
 def describe_metrics() -> list[dict[str, str]]:
-    """Section, name, type, labels and meaning of each metric, for the documentation."""
+    """Return section, name, type, labels and meaning of each metric, for the documentation."""
     return [
         {
             "section": title,

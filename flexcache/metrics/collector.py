@@ -1,4 +1,4 @@
-"""Serves the catalog's metrics by prometheus-client. Nothing is counted here: a scrape reads the
+"""Serves the catalog's metrics with prometheus-client. Nothing is counted here: a scrape reads the
 statistics once, and between scrapes there is no cost."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Exposition:
         self._registry.register(StatsCollector(read_stats))
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All metrics as they are now, and their content type, by an ``Accept`` header."""
+        """Return all metrics as they are now, and their content type, for an ``Accept`` header."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 

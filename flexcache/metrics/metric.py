@@ -1,7 +1,7 @@
-"""What a metric is, and the ways to read one from the statistics.
+"""Definition of a metric, and readers that take its value from the statistics.
 
-Readers name the attribute that they read, so a field that is renamed or removed fails the type
-check instead of a scrape.
+Readers name the attribute that they read, so renaming or removing a field fails the type check
+instead of a scrape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexcache.tasks.stats import CacheStats, HistogramStats, ServerStats, Stats
 Labels = tuple[str, ...]
 Value = float | HistogramStats
 Sample = tuple[Labels, Value]
-"""The values of the labels, and that of the metric."""
+"""Values of the labels, and value of the metric."""
 Reader = Callable[[Stats], Iterable[Sample]]
 Entry = TypeVar("Entry")
 
@@ -32,8 +32,8 @@ class Metric:
     """One metric.
 
     Args:
-        labels: Their names.
-        read: Returns the samples; none where a cache has no such part.
+        labels: Names of the labels.
+        read: Returns the samples; none if the cache lacks the part that they describe.
     """
 
     name: str
@@ -59,7 +59,7 @@ def histogram(name: str, help: str, read: Reader, *labels: str) -> Metric:
 
 
 def from_cache(samples: Callable[[CacheStats], Iterable[Sample]]) -> Reader:
-    """Samples from the cache's part; none before the first engine."""
+    """Read samples from the cache's part of the statistics; none before the first engine."""
 
     def read(stats: Stats) -> Iterable[Sample]:
         return () if stats.cache is None else samples(stats.cache)
@@ -68,21 +68,21 @@ def from_cache(samples: Callable[[CacheStats], Iterable[Sample]]) -> Reader:
 
 
 def one(value: Callable[[CacheStats], float | None]) -> Reader:
-    """A single number of the cache; no sample where it is None."""
+    """Read a single number of the cache; no sample if it is None."""
     return from_cache(lambda cache: _single(value(cache)))
 
 
 def one_of_server(value: Callable[[ServerStats], float | None]) -> Reader:
-    """A single number of the server; no sample where it is None."""
+    """Read a single number of the server; no sample if it is None."""
     return lambda stats: _single(value(stats.server))
 
 
 def each(table: Callable[[CacheStats], Mapping[str, float]], known: Sequence[str] = ()) -> Reader:
-    """A sample per entry of a table.
+    """Read one sample per entry of a table.
 
     Args:
-        known: Labels that are served as 0 until they turn up: a counter that begins with its first
-            event hides that event from `rate` and `increase`.
+        known: Labels served as 0 until they occur: a counter that begins with its first event hides
+            that event from `rate` and `increase`.
     """
     zeros = dict.fromkeys(known, 0)
     return from_cache(lambda c: (((k,), v) for k, v in {**zeros, **table(c)}.items()))
@@ -91,17 +91,17 @@ def each(table: Callable[[CacheStats], Mapping[str, float]], known: Sequence[str
 def per(
     table: Callable[[CacheStats], Mapping[str, Entry]], value: Callable[[Entry], Value]
 ) -> Reader:
-    """A sample per entry of a table of parts, with a value of that part."""
+    """Read one sample per part in a table of parts, with a value of that part."""
     return from_cache(lambda c: (((name,), value(part)) for name, part in table(c).items()))
 
 
 def in_tokens(blocks: Reader) -> Reader:
-    """The same samples, counted in tokens instead of blocks."""
+    """Convert samples from blocks to tokens."""
     return _scaled(blocks, lambda cache: cache.identity.tokens_per_block)
 
 
 def in_bytes(blocks: Reader) -> Reader:
-    """The same samples, counted in bytes instead of blocks."""
+    """Convert samples from blocks to bytes."""
     return _scaled(blocks, lambda cache: cache.identity.block_bytes)
 
 
@@ -123,7 +123,7 @@ def _single(value: float | None) -> Iterable[Sample]:
 
 
 def in_blocks_and_tokens(name: str, help: str, read: Reader, *labels: str) -> tuple[Metric, ...]:
-    """A counter in blocks, like capacities, and in tokens, as operators think."""
+    """Make two counters: in blocks, like capacities, and in tokens, as operators count."""
     return (
         counter(f"{name}_blocks", help.format("Blocks"), read, *labels),
         counter(f"{name}_tokens", help.format("Tokens"), in_tokens(read), *labels),

@@ -1,4 +1,4 @@
-"""The documentation page of the metrics, made from the catalog."""
+"""Renders the documentation page of the metrics from the catalog."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from flexcache.metrics.catalog import describe_metrics
 
 _HEAD = """# Metrics
 
-What `/metrics` serves to Prometheus ([operations](operations.md) says how to scrape it, and has a
-dashboard and alerts). Every metric is read off `KVManager.stats()` when it is scraped, and costs
+What `/metrics` serves to Prometheus ([operations](operations.md) explains how to scrape it, and has
+a dashboard and alerts). Every metric is read from `KVManager.stats()` during a scrape, and costs
 nothing in between. Sizes are in bytes, times in seconds. A part that is switched off (no remote
 store, no events, no trace) has no samples. `tier` is `CPU`, `SSD` or `REMOTE`.
 
-This page is made from the code by `scripts/make_docs.py`.
+This page is generated from the code by `scripts/make_docs.py`.
 """
 
 
 def render() -> str:
-    """The page."""
+    """Return the page as Markdown."""
     sections = []
     for title, rows in groupby(describe_metrics(), lambda row: row["section"]):
         lines = [

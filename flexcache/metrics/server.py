@@ -22,7 +22,7 @@ def _per_engine(value: Callable[[EngineStats], float]) -> Reader:
 
 
 def _counted(name: str) -> Reader:
-    """A counter that the server makes with its first event."""
+    """Read a counter that the server creates with its first event."""
     return lambda stats: [((), stats.counters.get(name, 0))]
 
 
@@ -59,10 +59,10 @@ def _of_trace(value: Callable[[TraceStats], float]) -> Reader:
 
 
 PROCESSES = (
-    gauge("engines", "Engines in session.", lambda stats: [((), len(stats.engines))]),
+    gauge("engines", "Engines with a session.", lambda stats: [((), len(stats.engines))]),
     gauge(
         "engine_ranks",
-        "Ranks of an engine that are registered and serve.",
+        "Ranks of an engine that are registered and serving.",
         _per_engine(lambda engine: engine.ranks),
         "engine",
     ),
@@ -80,7 +80,7 @@ PROCESSES = (
     counter("rejected_messages", "Messages that were refused, by reason.", _rejected, "reason"),
     counter(
         "failed_messages",
-        "Messages at which the server itself failed: a bug, its log has the traceback.",
+        "Messages that the server failed to handle: a bug; its log has the traceback.",
         _counted("failed_messages"),
     ),
     counter(
@@ -98,7 +98,7 @@ PROCESSES = (
 EVENTS_AND_TRACES = (
     counter(
         "event_batches",
-        "Batches of KV events that were made; each has a number, by which gaps are seen.",
+        "Batches of KV events that were created; each has a number, so that gaps are visible.",
         _of_events(lambda events: events.sequence),
     ),
     counter(
@@ -108,48 +108,48 @@ EVENTS_AND_TRACES = (
     ),
     counter(
         "dropped_event_batches",
-        "Batches that went unsent since too many were waiting: subscribers see a gap.",
+        "Batches dropped unsent because too many were waiting: subscribers see a gap.",
         _of_events(lambda events: events.dropped_batches),
     ),
     gauge(
         "queued_event_batches",
-        "Batches that wait to be sent.",
+        "Batches waiting to be sent.",
         _of_events(lambda events: events.queued_batches),
     ),
     counter(
         "replayed_event_batches",
-        "Batches that were sent again to subscribers that had missed them.",
+        "Batches resent to subscribers that had missed them.",
         _of_events(lambda events: events.replayed_batches),
     ),
     counter(
         "bad_replay_requests",
-        "Requests to replay that made no sense.",
+        "Malformed replay requests.",
         _of_events(lambda events: events.bad_replay_requests),
     ),
     gauge(
         "untaken_event_batches",
-        "Batches that wait for the engine to take them along with its own events.",
+        "Batches waiting for the engine to publish them with its own events.",
         _of_events(lambda events: events.untaken_batches),
     ),
     counter(
         "lost_event_batches",
-        "Batches that the engine did not take before too many were waiting.",
+        "Batches lost because too many were waiting for the engine.",
         _of_events(lambda events: events.lost_batches),
     ),
     counter("trace_lines", "Lines written to the trace.", _of_trace(lambda trace: trace.lines)),
     counter(
         "dropped_trace_lines",
-        "Lines that the trace lacks since its writer was behind.",
+        "Lines missing from the trace because its writer was behind.",
         _of_trace(lambda trace: trace.dropped_lines),
     ),
     counter("trace_bytes", "Bytes written to the trace.", _of_trace(lambda trace: trace.bytes)),
 )
 
 SERVER = (
-    gauge("build_info", "Always 1; the label says what runs.", _build, "version"),
+    gauge("build_info", "Always 1; the label is the running version.", _build, "version"),
     gauge(
         "uptime_seconds",
-        "Since startup.",
+        "Time since startup.",
         one_of_server(lambda server: server.uptime_s),
     ),
     gauge(
@@ -157,5 +157,5 @@ SERVER = (
         "Size of a block over all ranks.",
         one(lambda cache: cache.identity.block_bytes),
     ),
-    gauge("block_tokens", "Tokens of a block.", one(lambda cache: cache.identity.tokens_per_block)),
+    gauge("block_tokens", "Tokens per block.", one(lambda cache: cache.identity.tokens_per_block)),
 )

@@ -32,7 +32,7 @@ def _ended_tasks(cache: CacheStats) -> Iterator[Sample]:
     ended = cache.totals.ended_tasks
     for kind in TaskKind:
         for status in KVStatus:
-            if status is not KVStatus.TIMEOUT:  # no end of a task: its caller's patience ran out
+            if status is not KVStatus.TIMEOUT:  # the caller stopped waiting; the task goes on
                 yield (kind.value, status.value), ended.get(f"{kind.value}_{status.value}", 0)
 
 
@@ -44,18 +44,23 @@ def _breaker_state(cache: CacheStats) -> Iterator[Sample]:
 
 OPS = (
     counter("ops", "Ops that have ended, by kind.", _per_op(lambda op: op.ops), "op"),
-    counter("failed_ops", "Ops that moved less than all.", _per_op(lambda op: op.failed_ops), "op"),
+    counter(
+        "failed_ops",
+        "Ops that did not move all of their blocks.",
+        _per_op(lambda op: op.failed_ops),
+        "op",
+    ),
     counter("op_blocks", "Blocks that ops have moved.", _per_op(lambda op: op.blocks), "op"),
     counter("op_bytes", "Bytes that ops have moved.", _per_op(lambda op: op.bytes), "op"),
     counter(
         "op_busy_seconds",
-        "Time in which at least one op of the kind was running: bytes over it is the speed.",
+        "Time in which at least one op of the kind was running; speed is bytes divided by it.",
         _per_op(lambda op: op.seconds),
         "op",
     ),
     histogram(
         "op_duration_seconds",
-        "From an op's start at its worker to its end.",
+        "Time from an op's start at its worker to its end.",
         per(lambda cache: cache.op_histograms, lambda op: op.seconds),
         "op",
     ),
@@ -67,13 +72,13 @@ OPS = (
     ),
     gauge(
         "waiting_ops",
-        "Ops that could run and wait for their turn at a worker.",
+        "Ops that are ready and wait for their turn at a worker.",
         per(lambda cache: cache.queues, lambda queue: queue.waiting),
         "worker",
     ),
     gauge(
         "running_ops",
-        "Ops that a worker was given and has not reported on. device: the engines' ranks.",
+        "Ops sent to a worker that it has not finished. device: the engines' ranks.",
         per(lambda cache: cache.queues, lambda queue: queue.running),
         "worker",
     ),
@@ -89,7 +94,7 @@ TASKS = (
     counter("ended_tasks", "Tasks that have ended.", from_cache(_ended_tasks), "kind", "status"),
     histogram(
         "task_duration_seconds",
-        "From a task's launch to its answer.",
+        "Time from a task's launch to its answer.",
         per(lambda cache: cache.task_histograms, lambda seconds: seconds),
         "kind",
     ),
@@ -100,7 +105,7 @@ TASKS = (
     ),
     gauge(
         "store_backlog_blocks",
-        "Blocks of DRAM that are pinned until a tier below has them.",
+        "Blocks in DRAM that are pinned until they are written to a tier below.",
         one(lambda cache: cache.store_backlog_blocks),
     ),
 )
@@ -108,28 +113,28 @@ TASKS = (
 REMOTE = (
     gauge(
         "breaker_state",
-        "1 for the state that the remote store's circuit breaker is in, 0 for the others.",
+        "1 for the current state of the remote store's circuit breaker, 0 for the others.",
         from_cache(_breaker_state),
         "state",
     ),
     counter(
         "breaker_openings",
-        "How often the breaker gave the store up.",
+        "How often the breaker opened and cut off the store.",
         _of_store(lambda store: store.breaker.openings),
     ),
     counter(
         "remote_lookups",
-        "Questions to the remote store about a prompt.",
+        "Lookups of a prompt in the remote store.",
         _of_store(lambda store: store.lookups.asked),
     ),
     counter(
         "late_remote_lookups",
-        "Those that it did not answer in time.",
+        "Remote lookups that were not answered in time.",
         _of_store(lambda store: store.lookups.late),
     ),
     gauge(
         "open_lookups",
-        "Those that it has not answered yet.",
+        "Remote lookups that have not been answered yet.",
         one(lambda cache: cache.open_lookups),
     ),
 )

@@ -1,4 +1,4 @@
-"""Metrics of what was found and stored, and of the tiers."""
+"""Metrics of hits, misses and stores, and of the tiers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _per_tier(value: Callable[[TierStats], float]) -> Reader:
 
 
 def _without_store(read: Reader) -> Reader:
-    """Without the remote store, whose room is not known here."""
+    """Leave out the remote store, whose free space is unknown."""
 
     def read_ours(stats: Stats) -> Iterator[Sample]:
         return (sample for sample in read(stats) if sample[0] != (TierName.REMOTE.value,))
@@ -58,7 +58,7 @@ def _in_blocks_and_bytes(
 
 def _hit_ratios(cache: CacheStats) -> Iterator[Sample]:
     for window, hits in cache.hit_rate.items():
-        if hits.asked_blocks:  # else it is no ratio, and no reason for an alert
+        if hits.asked_blocks:  # without requests there is no ratio, and no reason for an alert
             yield (window,), hits.rate
 
 
@@ -71,37 +71,37 @@ def _load_decisions(cache: CacheStats) -> Iterator[Sample]:
 HITS_AND_MISSES = (
     *in_blocks_and_tokens(
         "tier_hit",
-        "{} that gets were supplied from this tier.",
+        "{} that this tier supplied to gets.",
         _per_tier(lambda tier: tier.hit_blocks),
         "tier",
     ),
     *in_blocks_and_tokens(
         "tier_miss",
-        "{} that gets asked for and this tier did not supply; another may have.",
+        "{} requested by gets that this tier did not supply; another may have.",
         _per_tier(lambda tier: tier.miss_blocks),
         "tier",
     ),
     *in_blocks_and_tokens(
         "missed",
-        "{} that gets asked for and no tier supplied: the engine computes them.",
+        "{} requested by gets that no tier supplied: the engine computes them.",
         one(lambda cache: cache.totals.missed_blocks),
     ),
     gauge(
         "hit_ratio",
-        "Share of the requested blocks that was supplied, over the last minute, ten, and hour.",
+        "Share of requested blocks that were supplied, over the last minute, 10 minutes and hour.",
         from_cache(_hit_ratios),
         "window",
     ),
     counter(
         "load_decision_blocks",
-        "Blocks that a tier below DRAM had: loaded, or left to be recomputed as the quicker way.",
+        "Blocks found in a tier below DRAM: loaded, or recomputed because that is faster.",
         from_cache(_load_decisions),
         "tier",
         "decision",
     ),
     counter(
         "skipped_blocks",
-        "Blocks that were cached and not loaded, by reason.",
+        "Blocks that were cached but not loaded, by reason.",
         each(lambda cache: cache.totals.skipped_blocks, known=_WHY_SKIPPED),
         "reason",
     ),
@@ -122,19 +122,19 @@ TIERS = (
     ),
     *in_blocks_and_tokens(
         "tier_evicted",
-        "{} that made room for others. For REMOTE: that were forgotten here.",
+        "{} evicted to make room for others. For REMOTE: only forgotten here.",
         _per_tier(lambda tier: tier.evicted_blocks),
         "tier",
     ),
     *in_blocks_and_tokens(
         "tier_dropped",
-        "{} that were found to be bad or missing, and those that build on them.",
+        "{} found to be bad or missing, and those that depend on them.",
         _per_tier(lambda tier: tier.dropped_blocks),
         "tier",
     ),
     gauge(
         "tier_available",
-        "1 while the tier takes part; 0 while its worker or its store is away and it answers miss.",
+        "1 while the tier is in use; 0 while its worker or store is down and every lookup misses.",
         _per_tier(lambda tier: tier.available),
         "tier",
     ),
@@ -152,13 +152,13 @@ TIERS = (
     ),
     *_in_blocks_and_bytes(
         "tier_capacity",
-        "{} of the whole tier. For REMOTE: how many can be remembered.",
+        "{} that the tier can hold. For REMOTE: how many can be remembered.",
         lambda tier: tier.capacity,
     ),
-    *_in_blocks_and_bytes("tier_free", "{} with nothing in them.", lambda tier: tier.free),
+    *_in_blocks_and_bytes("tier_free", "{} that are empty.", lambda tier: tier.free),
     *_in_blocks_and_bytes(
         "tier_indexed",
-        "{} that can be found. For REMOTE: that are known to be there.",
+        "{} that can be found. For REMOTE: known to be in the store.",
         lambda tier: tier.indexed,
     ),
     *_in_blocks_and_bytes("tier_leased", "{} that tasks have reserved.", lambda tier: tier.leased),
@@ -167,7 +167,7 @@ TIERS = (
 REMOTE_COST = (
     gauge(
         "load_bytes_per_second",
-        "Recent speed of loads from the tier: what load or recompute is decided by.",
+        "Recent speed of loads from the tier, by which FlexCache decides to load or to recompute.",
         in_bytes(per(lambda cache: cache.load_cost or {}, lambda cost: cost.blocks_per_s)),
         "tier",
     ),

@@ -1,1 +1,1 @@
-"""What server and clients agree on: messages, names, endpoints, shared memory."""
+"""The contract between server and clients: messages, names, endpoints, shared memory."""

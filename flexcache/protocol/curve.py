@@ -1,10 +1,10 @@
-"""CURVE keys: who may talk to a server over TCP, and proof that it is the server.
+"""CURVE keys: they authenticate a server and its clients to each other over TCP.
 
-One directory holds everything, made by ``flexcache server --keygen DIR``; copy it to clients
+One directory, made by ``flexcache server --keygen DIR``, holds everything; copy it to clients
 without ``server.key_secret``:
 
     DIR/server.key  server.key_secret      the server's pair
-    DIR/client.key  client.key_secret      the pair that clients use; any other is turned away
+    DIR/client.key  client.key_secret      the pair that clients use; any other is rejected
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flexcache.errors import ConfigError
 
 
 def make_keys(directory: Path) -> None:
-    """Make both pairs. The directory must not hold any yet.
+    """Make both key pairs.
 
     Raises:
-        ConfigError: It does, or cannot be written.
+        ConfigError: The directory already holds keys, or cannot be written.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(directory.glob("*.key*")):
-            raise ConfigError(f"{directory} holds keys already; name another directory")
+            raise ConfigError(f"{directory} already holds keys; choose another directory")
         for name in ("server", "client"):
             _, secret = zmq.auth.create_certificates(directory, name)
             Path(secret).chmod(0o600)
@@ -36,7 +36,7 @@ def make_keys(directory: Path) -> None:
 
 
 def secure_server(socket: zmq.Socket[bytes], directory: str) -> ThreadAuthenticator:
-    """Let only clients in that have the client's key. The authenticator must be stopped at last."""
+    """Accept only clients that have the client key. The caller must stop the authenticator."""
     socket.curve_publickey, socket.curve_secretkey = _load(directory, "server.key_secret")
     socket.curve_server = True
     allowed, _ = _load(directory, "client.key", needs_secret=False)
@@ -47,13 +47,13 @@ def secure_server(socket: zmq.Socket[bytes], directory: str) -> ThreadAuthentica
 
 
 def secure_client(socket: zmq.Socket[bytes], directory: str) -> None:
-    """Authenticate this process, and talk to the server only."""
+    """Authenticate this process, and accept only the server as its peer."""
     socket.curve_serverkey, _ = _load(directory, "server.key", needs_secret=False)
     socket.curve_publickey, socket.curve_secretkey = _load(directory, "client.key_secret")
 
 
 class _Only:
-    """Lets one key in."""
+    """Accepts one key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -1,13 +1,13 @@
 """The fence between answering a task and the ranks that may still copy for it.
 
-An engine reuses GPU slots when it is answered. It must be answered in time although its server is
-gone or a rank hangs, but no rank may copy to the slots afterwards. A file in memory, which the
-server makes for each engine, has two things for that:
+An engine reuses GPU slots once its task is answered. The answer must come in time even if the
+server is gone or a rank hangs, but no rank may copy to the slots after it. The server makes an
+in-memory file for each engine, which provides two mechanisms:
 
-* A lock: each rank shares it for as long as it may touch slots on the server's behalf. The kernel
-  lets go when a rank dies. When the server is lost, the scheduler waits for the lock to be free.
-* Words (`transfer.workers.permit`): what must be answered in spite of a rank that may be copying is
-  revoked first. Server and scheduler have a word each.
+* A lock: each rank holds it shared while it may touch slots on the server's behalf. The kernel
+  releases it when a rank dies. If the server is lost, the scheduler waits until the lock is free.
+* Words (`transfer.workers.permit`): a task that must be answered while a rank may still be copying
+  is revoked first. Server and scheduler have a word each.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Fence:
         self._word = word
         self._memory = mmap.mmap(fd, NUM_WORDS * WORD_BYTES)
         self.words = memoryview(self._memory).cast("Q")
-        """For `CopyPermit`."""
+        """The shared words, for `CopyPermit`."""
 
     @classmethod
     def create(cls) -> Fence:
-        """Make an engine's fence: the server's end."""
+        """Make the server's end of an engine's fence."""
         fd = os.memfd_create("flexcache-fence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, NUM_WORDS * WORD_BYTES)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -44,7 +44,7 @@ class Fence:
 
     @classmethod
     def open(cls, path: str) -> Fence:
-        """Open a fence that a living server made: a rank's end, or the scheduler's."""
+        """Open a rank's or the scheduler's end of a fence that a running server made."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -57,15 +57,15 @@ class Fence:
 
     @property
     def path(self) -> str:
-        """Where other processes of this host open it while this one lives."""
+        """Path by which other processes on this host open the fence while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def hold(self) -> None:
-        """Slots may be touched until `close`."""
+        """Hold the lock until `close`: this rank may touch slots until then."""
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def is_free(self) -> bool:
-        """Whether no rank holds it."""
+        """Whether no rank holds the lock."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -73,21 +73,21 @@ class Fence:
         return False
 
     def revoke(self, task_id: int) -> None:
-        """Have no rank begin another piece of a copy for this task or an earlier one.
+        """Stop ranks from starting another piece of a copy for this task or an earlier one.
 
-        To be called before an answer that gives slots back while a rank may be copying.
+        Call it before an answer that gives slots back while a rank may be copying.
         """
         self.words[self._word] = max(self.words[self._word], task_id)
 
     def begin_session(self) -> None:
-        """Forget what was revoked: no copy for an earlier session is under way, and ids recur."""
+        """Clear all revocations: no copy of an earlier session is in flight, and ids recur."""
         for word in range(NUM_WORDS):
             self.words[word] = 0
 
     def close(self) -> None:
-        """Let go. Idempotent."""
+        """Release the lock and the memory. Idempotent."""
         if self._fd >= 0:
             self.words.release()
-            self._memory.close()  # it has a descriptor of its own, which holds the lock as well
+            self._memory.close()  # it has its own descriptor, which also holds the lock
             os.close(self._fd)
             self._fd = -1

@@ -1,18 +1,18 @@
 """The protocol between a server and its clients; `docs/protocol.md` draws it.
 
-Every frame is one tagged msgspec struct in MessagePack. A prompt's keys or token ids lie in the
-session's scratch memory or, without one, in a second frame after `Match`, as they are. Lists of
-blocks or tasks are one binary array each. New fields go last, with defaults; what old code cannot
-understand raises PROTOCOL_VERSION.
+Every frame is one tagged msgspec struct in MessagePack. A prompt's keys or token ids are in the
+session's scratch memory or, without one, in a raw second frame after `Match`. Lists of blocks or
+tasks are one binary array each. New fields go last, with defaults; a change that old code cannot
+understand increments PROTOCOL_VERSION.
 
     rank (KVTPClient)                         scheduler, two sockets: events and calls
       HelloRank -> WelcomeRank | Refused        HelloEngine -> WelcomeEngine | Refused
       Register -> Registered | Refused          Match, Clear, GetStats, CheckInvariants -> a reply
-      Execute, Drop -> Done                     Launch, Cancel -> TaskAnswer, when there is one
+      Execute, Drop -> Done                     Launch, Cancel -> TaskAnswer, once it is ready
       Ended, SessionOver <-                     Readiness, TaskAnswer <-
       Ping -> Pong,  Stop <-,  Goodbye ->       the same
 
-Repeating Hello while it is being considered does no harm.
+A Hello may be repeated while the server is still considering it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
 PROTOCOL_VERSION = 3
-"""Server and clients of one version work together; docs/formats.md says what others hear."""
+"""Server and clients must have the same version; docs/formats.md describes what others receive."""
 _MAX_TP_SIZE = 1024
 _MAX_MODEL_ID_LENGTH = 4096
 MAX_FRAME_BYTES = 16 << 20
@@ -37,7 +37,7 @@ MAX_FRAME_BYTES = 16 << 20
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """`ModelConfig` on the wire, with the block size that it is cached in."""
+    """Wire form of `ModelConfig`, with the block size of the cache."""
 
     model_id: str
     num_layers: int
@@ -56,7 +56,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         )  # fmt: skip
 
     def model(self) -> ModelConfig:
-        """Raises `ConfigError` where it describes none."""
+        """Return the model; raises `ConfigError` if the fields do not describe one."""
         dtype = read_dtype(self.dtype)
         if self.tp_size > _MAX_TP_SIZE or len(self.model_id) > _MAX_MODEL_ID_LENGTH:
             raise ConfigError(f"tp_size = {self.tp_size}: beyond {_MAX_TP_SIZE}, or the model_id "
@@ -73,22 +73,22 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 class HelloRank(msgspec.Struct, tag=True, frozen=True):
-    """A tensor-parallel rank of an engine asks what it would serve."""
+    """A tensor-parallel rank of an engine asks for its share of the host pool."""
 
     engine: str
     tp_rank: int
     client: str
-    """The same in every conversation of one client: it may take its own place again."""
+    """The same in every connection of one client, so that it can reclaim its own place."""
     pid: int
     version: int = PROTOCOL_VERSION
     layout: str = ""
-    """How it lays out KV, once it knows: spares it to map the pool where that is not wanted now."""
+    """How the rank lays out KV, once known. A conflict is then refused before it maps the pool."""
 
 
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
-    """The rank's share of the host pool, and what one of its blocks must weigh.
+    """The rank's share of the host pool, and the required size of one of its blocks.
 
-    ``epoch`` is of the task ids that this server gives out; ``fence``: see `protocol.fence`.
+    ``epoch`` is that of the task ids that this server gives out; ``fence``: see `protocol.fence`.
     """
 
     epoch: int
@@ -100,7 +100,7 @@ class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """The rank is ready to move blocks; or it is not, and ``problem`` says why."""
+    """The rank is ready to move blocks, unless ``problem`` says why it is not."""
 
     layout: str
     num_blocks: int
@@ -108,19 +108,19 @@ class Register(msgspec.Struct, tag=True, frozen=True):
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
-    """The rank will be given ops."""
+    """The rank is registered and will receive ops."""
 
 
 class Ended(msgspec.Struct, tag=True, frozen=True):
-    """The GPU side of a gated task is over on every rank; its first ``num_ok`` blocks arrived."""
+    """The GPU side of a gated task has ended on every rank; its first ``num_ok`` blocks arrived."""
 
     task_id: int
     num_ok: int
 
 
 class SessionOver(msgspec.Struct, tag=True, frozen=True):
-    """The engine's scheduler lost its session: what `Ended` did not report of its gated tasks never
-    began, and will not."""
+    """The engine's scheduler lost its session: the parts of its gated tasks that `Ended` did not
+    report never began, and will not."""
 
     session: int
 
@@ -142,7 +142,7 @@ class HelloEngine(msgspec.Struct, tag=True, frozen=True):
 
 
 class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
-    """The session is open; it numbers its tasks itself (`task_ids`)."""
+    """The session is open; the client assigns its task ids itself (`task_ids`)."""
 
     session: int
     server_pid: int
@@ -150,27 +150,29 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     missing: list[str]
     uses_scratch: bool
     wanted: PromptDetail = PromptDetail.NOTHING
-    """How much of what prompts are about the server passes on."""
+    """How much detail about prompts the server passes on."""
 
 
 class Readiness(msgspec.Struct, tag=True, frozen=True):
-    """Whose registration the engine still waits for, and who was refused and why."""
+    """Ranks whose registration the engine still waits for, and why others were refused."""
 
     missing: list[str]
     problems: list[str]
 
 
 class Match(msgspec.Struct, tag=True, frozen=True):
-    """Make a task for blocks ``[start, stop)``. The first ``scratch_bytes`` of the scratch memory,
-    or if that is 0 the next frame, are the prompt's block keys, of ``key_bytes`` each, or if that
-    is 0 its token ids (int64). Answered with `Matched`: at once, unless the remote store is to be
-    asked (``look_up``) and the client ``may_wait``.
+    """Make a task for blocks ``[start, stop)``.
 
-    Where they are ``wanted`` the keys are followed by the prompt's token ids (int64,
-    ``token_bytes``), and ``info`` says whose request it is.
+    The prompt is in the first ``scratch_bytes`` of the scratch memory or, if that is 0, in the next
+    frame: block keys of ``key_bytes`` each or, if that is 0, token ids (int64). Answered with
+    `Matched`: at once, unless the remote store must be asked (``look_up``) and the client
+    ``may_wait``.
 
-    ``retain_s``: what a put stores counts as used so much later. ``prefill_blocks_per_s``: how fast
-    the engine computes, if it knows.
+    If `WelcomeEngine.wanted` asks for them, the prompt's token ids (int64, ``token_bytes``) follow
+    the keys, and ``info`` describes the request.
+
+    ``retain_s``: stored blocks of a put count as used this many seconds later.
+    ``prefill_blocks_per_s``: how fast the engine computes, if known.
     """
 
     request_id: int
@@ -191,7 +193,8 @@ class Match(msgspec.Struct, tag=True, frozen=True):
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
-    """``is_pending``: no task was made, since the remote store has yet to answer. Ask again."""
+    """Answer to `Match`. ``is_pending``: no task was made, because the remote store has yet to
+    answer; ask again."""
 
     request_id: int
     start: int
@@ -201,7 +204,7 @@ class Matched(msgspec.Struct, tag=True, frozen=True):
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
-    """Start a matched task. What stands against it is answered as the task's failure."""
+    """Start a matched task. A problem with it is answered as the task's failure."""
 
     task_id: int
     gpu_blocks: bytes
@@ -209,13 +212,13 @@ class Launch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Stop what has not started of these tasks (an array of uint64)."""
+    """Cancel those parts of the tasks (an array of uint64) that have not started."""
 
     task_ids: bytes
 
 
 class TaskAnswer(msgspec.Struct, tag=True, frozen=True):
-    """How a task ended: its GPU side, and once more if something went on after that."""
+    """How a task ended: its GPU side, then the task as a whole if work continued after that."""
 
     task_id: int
     status: KVStatus
@@ -227,20 +230,20 @@ class TaskAnswer(msgspec.Struct, tag=True, frozen=True):
 
 
 class Clear(msgspec.Struct, tag=True, frozen=True):
-    """Drop blocks that are not held, of one tier or of all. Answered with `Answer` (a number)."""
+    """Drop blocks that are not held, from one tier or all. Answered with `Answer` (a number)."""
 
     request_id: int
     tier: str | None
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
-    """Answered with `Answer`, also to peers without a session."""
+    """Get statistics. Answered with `Answer`, even for peers without a session."""
 
     request_id: int
 
 
 class CheckInvariants(msgspec.Struct, tag=True, frozen=True):
-    """Answered with `Answer` (nothing) or `Failed`."""
+    """Check the cache's invariants. Answered with an empty `Answer`, or `Failed`."""
 
     request_id: int
 
@@ -275,19 +278,19 @@ class Rejected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """The client lives. Answered with `Pong`."""
+    """The client is alive. Answered with `Pong`."""
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
-    """The server lives."""
+    """The server is alive."""
 
 
 class Goodbye(msgspec.Struct, tag=True, frozen=True):
-    """The client closes; nothing of it moves any more."""
+    """The client is closing; none of its transfers are still running."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """What every version's `HelloRank` and `HelloEngine` have, to be told apart by version."""
+    """Fields common to every version's `HelloRank` and `HelloEngine`, to read the version."""
 
     type: str
     version: int

@@ -1,4 +1,4 @@
-"""How an engine is called at its server."""
+"""Names by which a server knows its engines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _ANONYMOUS = re.compile(r"dp\d+")
 
 
 def engine_name(engine_id: str, dp_rank: int) -> str:
-    """One name per data-parallel rank; ``engine_id`` tells engines with the same ranks apart."""
+    """Name a data-parallel rank; ``engine_id`` distinguishes engines with the same ranks."""
     return f"{engine_id}/dp{dp_rank}" if engine_id else f"dp{dp_rank}"
 
 
 def is_anonymous(name: str) -> bool:
-    """Whether the name lacks an engine id, so that several engines may go by it."""
+    """Whether the name lacks an engine id, so that several engines may share it."""
     return _ANONYMOUS.fullmatch(name) is not None
 
 
 def new_engine_id() -> str:
-    """An id that no other engine has; it begins with our process id, for people."""
+    """Make a unique engine id; it begins with our process id, for readability."""
     return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"

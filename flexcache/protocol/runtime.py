@@ -1,4 +1,4 @@
-"""Endpoints: where servers and clients of one user on one host meet."""
+"""Endpoints: the addresses where servers and clients of one user on one host connect."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _BACKLOG = 100
 
 
 def runtime_dir() -> Path:
-    """The user's private directory for sockets, 0700; made if it is not there.
+    """Return the user's private directory for sockets (mode 0700); make it if it does not exist.
 
-    It is in ``XDG_RUNTIME_DIR``, or where that cannot be used in the directory for temporary files.
+    It is in ``XDG_RUNTIME_DIR`` or, if that is unusable, in the directory for temporary files.
 
     Raises:
-        ConfigError: It cannot be made, or others may use it.
+        ConfigError: It cannot be made, or other users have access to it.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base:
@@ -49,26 +49,26 @@ def runtime_dir() -> Path:
         return _private_dir(Path(tempfile.gettempdir()))
     except OSError as error:
         raise ConfigError(
-            f"no directory for sockets can be made ({error}): set XDG_RUNTIME_DIR to a directory "
-            "of this user's that can be written"
+            f"cannot make a directory for sockets ({error}): set XDG_RUNTIME_DIR to a writable "
+            "directory of this user"
         ) from None
 
 
 def _private_dir(base: Path) -> Path:
-    """Our directory in ``base``. Raises `OSError` where it can be neither found nor made."""
+    """Return our directory in ``base``. Raises `OSError` if it can be neither found nor made."""
     path = base / f"flexcache-{os.getuid()}"
     if len(os.fsencode(path / f"{_short('')}.sock")) > _MAX_SOCKET_PATH:
-        raise OSError(errno.ENAMETOOLONG, "too long for the paths of sockets", str(path))
+        raise OSError(errno.ENAMETOOLONG, "too long for socket paths", str(path))
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(f"{path} must be a directory of this user's alone (mode 0700)")
+        raise ConfigError(f"{path} must be a directory that only this user can access (mode 0700)")
     return path
 
 
 @cache
 def _log_unusable(base: str, reason: str) -> None:
-    """Log it once, however often the directory is asked for."""
+    """Log the problem once, however often the directory is requested."""
     log_event(
         logger, logging.WARNING, "runtime_directory_unusable", XDG_RUNTIME_DIR=base, reason=reason,
         effect="sockets go to the directory for temporary files",
@@ -76,13 +76,13 @@ def _log_unusable(base: str, reason: str) -> None:
 
 
 def private_endpoint(name: str | None = None) -> str:
-    """An ipc address in the private directory: for ``name`` always the same, else a new one."""
+    """Return an ipc address in the private directory: fixed for a ``name``, else a new one."""
     text = f"{os.getpid()}-{next(_numbers)}" if name is None else name
     return f"ipc://{runtime_dir() / f'{_short(text)}.sock'}"
 
 
 def _short(text: str) -> str:
-    """A file name for any text: socket paths end at 107 characters."""
+    """Return a short file name for any text: socket paths are limited to 107 characters."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -91,11 +91,11 @@ def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
     parts = urlsplit(endpoint)
     if parts.scheme == "ipc":
         path = endpoint.removeprefix("ipc://")
-        if not path.startswith("/"):  # nor an abstract one, open to every user
+        if not path.startswith("/"):  # this also rejects abstract ones, open to every user
             raise ConfigError(f"endpoint = {endpoint!r}: must be ipc:// and an absolute path")
         if len(path) > _MAX_SOCKET_PATH:
             raise ConfigError(
-                f"endpoint = {endpoint!r}: socket paths end at {_MAX_SOCKET_PATH} characters"
+                f"endpoint = {endpoint!r}: a socket path has at most {_MAX_SOCKET_PATH} characters"
             )
         return
     if parts.scheme == "tcp":
@@ -119,10 +119,10 @@ def _lock_path(address: str) -> Path:
 
 
 def is_served(endpoint: str) -> bool:
-    """Whether a living server of this host holds the endpoint.
+    """Whether a running server on this host holds the endpoint.
 
     Raises:
-        UntrustedError: Its lock is another user's.
+        UntrustedError: Its lock belongs to another user.
     """
     try:
         fd = _open_lock(_lock_path(endpoint))
@@ -138,14 +138,14 @@ def is_served(endpoint: str) -> bool:
 
 
 def listen_privately(endpoint: str) -> int:
-    """A socket that listens at an ``ipc://`` endpoint whose lock is held, for this user alone.
+    """Make a socket that listens at an ``ipc://`` endpoint for this user only; the lock is held.
 
-    Its mode is set before it has a name: no other user can connect in between, and the umask, which
-    is the whole process's, is left alone.
+    The mode is set before the socket has a name: no other user can connect in between, and the
+    process-wide umask stays as it is.
     """
     path = endpoint.removeprefix("ipc://")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of a server that died
+        os.unlink(path)  # left by a server that died
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
         os.fchmod(listener.fileno(), 0o600)
         listener.bind(path)
@@ -154,9 +154,9 @@ def listen_privately(endpoint: str) -> int:
 
 
 class EndpointLock:
-    """Holds an endpoint for one server; the kernel lets go when its process dies.
+    """Holds an endpoint for one server; the kernel releases it when the process dies.
 
-    Files that dead servers left in the private directory are removed on the way.
+    Taking it also removes files that dead servers left in the private directory.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -181,7 +181,7 @@ class EndpointLock:
 
     @property
     def worker_endpoint(self) -> str:
-        """Where the server's own workers connect, apart from its clients."""
+        """Endpoint for the server's own workers, separate from its clients."""
         return f"ipc://{self._worker_socket}"
 
     def release(self) -> None:
@@ -194,7 +194,7 @@ class EndpointLock:
 
 
 def _remove(lock: Path, worker_socket: Path | None) -> None:
-    """Remove a lock that is held, last of all, and the sockets that go with it."""
+    """Remove the sockets that belong to a held lock, then the lock itself."""
     for path in (lock.with_suffix(""), worker_socket, lock):
         if path is not None:
             with contextlib.suppress(FileNotFoundError):
@@ -202,7 +202,7 @@ def _remove(lock: Path, worker_socket: Path | None) -> None:
 
 
 def _open_lock(path: Path, flags: int = 0) -> int:
-    """Open a lock of this user's. Another's is refused by name, in a shared directory say."""
+    """Open a lock of this user. Refuse another user's (in a shared directory, say) and name it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     except FileNotFoundError:
@@ -219,9 +219,10 @@ def _open_lock(path: Path, flags: int = 0) -> int:
 
 
 def _lock_file(path: Path, patience_s: float = 0.0) -> int | None:
-    """Lock a file that other processes may remove meanwhile.
+    """Lock a file that other processes may remove in the meantime.
 
-    Returns None if another process keeps it locked for longer than `is_served` does.
+    Returns None if another process still holds the lock after ``patience_s``, which is longer than
+    `is_served` holds it.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -241,7 +242,7 @@ def _lock_file(path: Path, patience_s: float = 0.0) -> int | None:
 
 
 def _remove_stale(ours: Path) -> None:
-    """Remove what servers left in the private directory that did not end in an orderly way."""
+    """Remove what servers left in the private directory when they did not shut down cleanly."""
     for path in runtime_dir().glob("*.lock"):
         if path == ours:
             continue

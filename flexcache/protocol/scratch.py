@@ -1,9 +1,9 @@
-"""A piece of memory in which a scheduler shows the server a prompt's keys or tokens.
+"""Shared memory in which a scheduler passes a prompt's keys or tokens to the server.
 
-A prompt of 128k tokens is a megabyte: to write it into shared memory costs a fraction of sending it
-through a socket. The scheduler makes the file and seals its size, so that it cannot be cut off
-under the server's hands; the server maps it for reading. Where that cannot be (other pid namespace,
-TCP from elsewhere), prompts go over the socket.
+A prompt of 128k tokens is a megabyte: writing it into shared memory costs a fraction of sending it
+through a socket. The scheduler makes the file and seals its size, so that it cannot be truncated
+while the server reads it; the server maps it read-only. If that is impossible (another pid
+namespace, TCP from another host), prompts go over the socket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Scratch:
 
     @classmethod
     def create(cls, size: int) -> Scratch:
-        """Make it; memory is taken only where something is written."""
+        """Make the memory; pages are allocated only when they are written to."""
         fd = os.memfd_create("flexcache-scratch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -34,7 +34,7 @@ class Scratch:
 
     @classmethod
     def open(cls, pid: int, fd: int, size: int) -> Scratch | None:
-        """Map another process's for reading; None if it is not there or not what it should be."""
+        """Map another process's memory read-only; None if it is missing or not as expected."""
         try:
             mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -52,13 +52,13 @@ class Scratch:
         self._view[len(data) : len(data) + len(more)] = more
 
     def read(self, num_bytes: int) -> memoryview:
-        """What was written. Raises `ValueError` if there cannot be as much."""
+        """Return what was written. Raises `ValueError` for more bytes than the memory has."""
         if not 0 <= num_bytes <= len(self._view):
             raise ValueError(f"{num_bytes} bytes in a scratch memory of {len(self._view)}")
         return self._view[:num_bytes]
 
     def close(self) -> None:
-        """Idempotent. A slice that is still in use keeps the mapping until it is gone."""
+        """Release the memory. Idempotent. A slice still in use keeps the mapping alive."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,24 +1,24 @@
-"""Whether what serves an endpoint is this user's own.
+"""Checks that an endpoint is served by this user.
 
-Every client asks before it connects, and a server before it takes a place over.
+Every client checks before it connects, and a server before it takes over an address.
 
-A server is sent prompts, is lent GPU memory and says where bytes go, so a client connects only to
-servers of its own user:
+A server receives prompts, borrows GPU memory and decides where bytes go, so a client connects only
+to servers of its own user:
 
-    ipc://   the socket file is ours, in a directory where no other user can put another one there
-    tcp://   with CURVE keys, these prove it; without, every listener at that port is a socket of
-             ours, by the kernel's table of them
+    ipc://   the socket file is ours, in a directory where no other user can replace it
+    tcp://   with CURVE keys, the keys prove it; without, the kernel's socket table must list only
+             our own listeners at that port
 
-The check and zmq's connection are two steps, and zmq connects again by itself. That race is closed
-by asking twice: the same `Listener` before the connection and after the Welcome was there all the
-time in between, since only its own user could have put it back. What is left open is a server that
-ends while its process lives on, unnoticed by a client that has not read `Stop` when the server's
-socket closes, 0.2 s later at most: another user may then take a loopback port, or a name in a
-sticky directory, and be sent block keys and tokens. (The death of a process is seen by the client
-before zmq tries again.) Memory that it names is still refused by `check_server_process`.
+The check and zmq's connection are two steps, and zmq reconnects by itself. Checking twice closes
+that race: if the `Listener` is the same before the connection and after the Welcome, it was there
+all the time, since only its own user could have restored it. One gap remains: a server may stop
+while its process lives on, unnoticed by a client that has not read `Stop` by the time the server's
+socket closes, 0.2 s later at most. Another user may then take a loopback port, or a name in a
+sticky directory, and receive block keys and tokens. (The client notices the death of a process
+before zmq reconnects.) `check_server_process` still refuses memory that such a server names.
 
-A client that has had a server passes over what it cannot trust, as if no server were there
-(`client.link`); only at the first contact is it refused for good.
+A client that has had a server ignores one that it cannot trust, as if no server were there
+(`client.link`); only at first contact is this a permanent error.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from urllib.parse import urlsplit
 from flexcache.errors import UntrustedError
 
 Listener = frozenset[tuple[int, ...]]
-"""What tells the sockets that serve an endpoint from any that come later."""
+"""Identifies the sockets that serve an endpoint, as opposed to any later ones."""
 
 _PROVEN_BY_KEYS: Listener = frozenset()
 _LISTENING = "0A"
 
 
 def find_listener(endpoint: str, has_keys: bool) -> Listener | None:
-    """What serves the endpoint; None if nothing does yet.
+    """Find the listener that serves the endpoint; None if there is none yet.
 
     Raises:
-        UntrustedError: Another user does, or could.
+        UntrustedError: Another user serves it, or could.
     """
     if endpoint.startswith("ipc://"):
         return _find_socket_file(Path(endpoint.removeprefix("ipc://")))
@@ -54,10 +54,10 @@ def find_listener(endpoint: str, has_keys: bool) -> Listener | None:
 
 
 def check_server_process(pid: int, paths: list[str]) -> None:
-    """Refuse a server that is not this user's, or that shows other processes' memory as its own.
+    """Refuse a server of another user, or one that passes off other processes' memory as its own.
 
     Raises:
-        UntrustedError: The process is another user's, or a path is not of its memory.
+        UntrustedError: The process belongs to another user, or a path is not in its memory.
     """
     try:
         owner = os.stat(f"/proc/{pid}").st_uid
@@ -71,16 +71,16 @@ def check_server_process(pid: int, paths: list[str]) -> None:
 
 
 def check_file(path: Path, found: os.stat_result, what: str) -> None:
-    """Raise `UntrustedError` for a file of an endpoint that another user put there."""
+    """Raise `UntrustedError` if another user owns this file of an endpoint."""
     if found.st_uid != os.geteuid():
         raise UntrustedError(f"{what} {path} belongs to {_user(found.st_uid)}: {_REMEDY}")
 
 
 def check_place(path: Path) -> os.stat_result | None:
-    """What is at the path of a socket; None if nothing is.
+    """Stat the file at the path of a socket; None if there is none.
 
     Raises:
-        UntrustedError: It is another user's, or another user could replace it.
+        UntrustedError: It belongs to another user, or another user could replace it.
     """
     try:
         _check_directory(Path(os.path.realpath(path.parent)))
@@ -92,9 +92,9 @@ def check_place(path: Path) -> os.stat_result | None:
 
 
 def _check_directory(directory: Path) -> None:
-    """Raise `UntrustedError` where another user could put a file in place of ours.
+    """Raise `UntrustedError` if another user could replace our file in this directory.
 
-    The owners of the directories above are trusted: who names a path in them relies on them.
+    The owners of parent directories are trusted: choosing a path below them relies on them.
     """
     owner = directory.stat().st_uid
     if owner not in (0, os.geteuid()):
@@ -103,12 +103,12 @@ def _check_directory(directory: Path) -> None:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o022 and not mode & stat.S_ISVTX:
             raise UntrustedError(
-                f"directory {path} (mode {mode:04o}) can be written by other users, who could "
-                f"replace what is in it: `chmod go-w {path}`, or name another endpoint"
+                f"directory {path} (mode {mode:04o}) is writable by other users, which could "
+                f"replace its files: run `chmod go-w {path}`, or choose another endpoint"
             )
 
 
-_REMEDY = "start the server as this user, or name another endpoint"
+_REMEDY = "start the server as this user, or choose another endpoint"
 
 
 def _find_socket_file(path: Path) -> Listener | None:
@@ -116,7 +116,7 @@ def _find_socket_file(path: Path) -> Listener | None:
     if found is None:
         return None
     if not stat.S_ISSOCK(found.st_mode):
-        raise UntrustedError(f"{path} is no socket: remove it, or name another endpoint")
+        raise UntrustedError(f"{path} is not a socket: remove it, or choose another endpoint")
     return frozenset({(found.st_dev, found.st_ino, found.st_mtime_ns)})
 
 
@@ -135,7 +135,7 @@ def _find_port(endpoint: str) -> Listener | None:
 
 
 def _listeners() -> Iterator[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int, int, int]]:
-    """Address, port, uid and inode of every TCP socket that listens on this host."""
+    """Yield address, port, uid and inode of every TCP socket that listens on this host."""
     for name in ("tcp", "tcp6"):
         try:
             lines = Path("/proc/net", name).read_text().splitlines()[1:]
@@ -151,7 +151,7 @@ def _listeners() -> Iterator[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def _read_address(digits: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The kernel prints each word of an address in the machine's byte order."""
+    """Parse an address; the kernel prints each of its words in the machine's byte order."""
     words = [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
     packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
     address = ipaddress.ip_address(packed)

@@ -11,14 +11,14 @@ from flexcache.tracing.records import Cancelled, Ended, Launched, Matched, OpEnd
 
 @dataclass(slots=True)
 class TaskHistory:
-    """One task, as far as the trace has it: its start or its end may be missing."""
+    """Records of one task. Its start or its end may be missing from the trace."""
 
     task: int
     match: Matched | None = None
     launch: Launched | None = None
     cancel: Cancelled | None = None
     ops: list[OpEnded] = field(default_factory=list)
-    """Ordered by their ends."""
+    """Ops ordered by end time."""
     end: Ended | None = None
 
     @property

@@ -46,7 +46,8 @@ class KeyReader:
         """The last completed keys: a prompt that grows with each call costs one copy."""
 
     def complete(self, match: Matched) -> Matched:
-        """
+        """Return the match with all of its keys.
+
         Raises:
             ValueError: An earlier line that this one refers to is missing, or keys are.
         """
@@ -54,12 +55,12 @@ class KeyReader:
         if match.base:
             if match.base not in self._prompts:
                 raise ValueError(
-                    f"task {match.task} begins like task {match.base}, which is missing"
+                    f"task {match.task} refers to keys of task {match.base}, which is missing"
                 )
             base, num_blocks = self._prompts[match.base]
             if match.base_blocks > num_blocks:
                 raise ValueError(
-                    f"task {match.task} begins with {match.base_blocks} blocks of task "
+                    f"task {match.task} refers to {match.base_blocks} blocks of task "
                     f"{match.base}, which has {num_blocks}"
                 )
             if match.base_blocks:

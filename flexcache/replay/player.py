@@ -1,8 +1,8 @@
 """Repeats the calls of a trace on a `KVManager`, one after the other, in the trace's order.
 
-Before a call is repeated, whatever had ended before that call in the trace is waited for, so that
-the call finds the same. At speed 0 the reverse holds as well: a task is launched only where its
-blocks became available in the trace.
+Before it repeats a call, the player waits for everything that had ended before that call in the
+trace, so that the call finds the same blocks. At speed 0 the reverse holds as well: a task is
+launched only at the point where its blocks became available in the trace.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Player:
                 self._clear(tier)
 
     def end(self) -> None:
-        """End tasks whose end the trace does not have; wait until nothing is written below DRAM."""
+        """End tasks whose end is missing from the trace; wait until writes below DRAM are done."""
         for task in list(self._open.values()):
             if not task.launched:
                 self._manager.cancel([task.task_id])
@@ -135,7 +135,7 @@ class Player:
     def _match(self, match: Matched) -> None:
         self._report_prefill(match.prefill_blocks_per_s)
         manager, keys = self._manager, match.keys
-        num_tokens = match.stop * self._size  # the trace has no keys of more tokens
+        num_tokens = match.stop * self._size  # the trace has no keys beyond these tokens
         wanted = np.zeros(num_tokens, dtype=np.bool_)
         wanted[_first_block(match) * self._size : match.stop * self._size] = True
         block_keys = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
@@ -158,9 +158,9 @@ class Player:
 
     def _begin(self, match: Matched, task_id: int, num_blocks: int) -> None:
         if not num_blocks:
-            return  # the task is final
+            return  # the task is already final
         self._open[match.task] = _OpenTask(task_id, num_blocks)
-        if not match.num_blocks:  # the trace has no launch of it
+        if not match.num_blocks:  # it was not launched in the trace
             self._launch(match.task)
             self._wait(match.task, completely=not self._speed)
             del self._open[match.task]
@@ -173,7 +173,7 @@ class Player:
     def _retention(self, retain_s: float) -> dict[str, Any]:
         """Return the hints of a put that add up to ``retain_s``.
 
-        With a smaller ``priority_step_s`` than the trace's the lowest priority may not be as low.
+        With a smaller ``priority_step_s`` than the trace's, the lowest priority may be higher.
         """
         priority = max(-MAX_PRIORITY, min(0, int(retain_s // self._priority_step_s)))
         ttl_s = max(0.0, retain_s - priority * self._priority_step_s)

@@ -34,10 +34,10 @@ class RecordedTrace:
     """A trace written by `Tracer`.
 
     Args:
-        paths: Files of one trace, in any order, or directories that contain those of one.
+        paths: Files of one trace, in any order, or directories that contain the files of one.
 
     Raises:
-        TraceError: A file is not a trace, or belongs to another one.
+        TraceError: A file is not a trace, or the files belong to several traces.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -48,7 +48,9 @@ class RecordedTrace:
         names = {(header.pid, header.began_unix_s) for header in headers.values()}
         if len(names) > 1:
             listed = ", ".join(sorted(path.name for path in headers))
-            raise TraceError(f"these are files of {len(names)} traces; name those of one: {listed}")
+            raise TraceError(
+                f"these files belong to {len(names)} traces; name those of one: {listed}"
+            )
         self._paths = sorted(headers, key=lambda path: headers[path].file)
         self.header = headers[self._paths[0]]
         self.has_outcomes = True
@@ -77,12 +79,12 @@ def _read_header(path: Path) -> TraceHeader:
     except DECODE_ERRORS as error:
         raise TraceError(f"{path} is not a trace: {error}") from None
     if header.format > FORMAT:
-        raise TraceError(f"{path} has format {header.format}; {FORMAT} is the last known here")
+        raise TraceError(f"{path} has format {header.format}; this version reads up to {FORMAT}")
     return header
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a file, which may be gone by now if the trace is still being written."""
+    """Open a file. It may have been deleted since it was listed if the trace is still written."""
     try:
         return path.open("rb")
     except OSError as error:

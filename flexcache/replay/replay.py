@@ -1,8 +1,8 @@
 """Repeats the calls of a trace on a real cache of any configuration.
 
 The cache is a `KVManager` in this process with meaningless KV tensors; the prompts are the trace's
-own block keys. What the order of calls does not determine is what the cache decides by the clock:
-`lru` does not read it, `reuse` does.
+own block keys. The order of calls determines everything except what the cache decides by the
+clock: `lru` does not read it, `reuse` does.
 
 A replay is traced too; the summaries of both traces are computed by the same code.
 """
@@ -45,10 +45,10 @@ def replay(
         block_bytes: A multiple of ``tokens_per_block``.
         speed: 1 is the trace's pace, 2 twice that; 0 is as fast as possible.
         trace_dir: Directory that keeps the replay's own trace.
-        progress: Called now and then with the records done and their total.
+        progress: Called periodically with the records done and their total.
 
     Raises:
-        ConfigError: A cache of this configuration cannot be made.
+        ConfigError: A cache with this configuration cannot be created.
         TraceError: A line of the trace is wrong.
     """
     if block_bytes <= 0 or block_bytes % config.tokens_per_block:

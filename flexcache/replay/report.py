@@ -15,7 +15,7 @@ from flexcache.tracing.records import Matched, TraceHeader
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A get that found other blocks than in the trace.
+    """A get that found different blocks than in the trace.
 
     Attributes:
         then: Blocks by tier, in the trace.
@@ -61,7 +61,7 @@ class ReplayReport:
 
 
 def differences_between(then: Trace, now: Trace) -> Iterator[Difference]:
-    """Yield the gets that found other blocks in the replay than in the trace."""
+    """Yield the gets that found different blocks in the replay than in the trace."""
     for number, (first, second) in enumerate(zip(_matches(then), _matches(now), strict=False)):
         is_get = first.kind is TaskKind.GET
         if is_get and (first.num_blocks, first.sources) != (second.num_blocks, second.sources):
@@ -73,7 +73,7 @@ def _matches(trace: Trace) -> Iterator[Matched]:
 
 
 def notes_on(header: TraceHeader, config: CacheConfig, num_dropped: int) -> list[str]:
-    """Say what of a trace a replay with this configuration cannot repeat.
+    """Return notes on what a replay with this configuration cannot repeat.
 
     Args:
         num_dropped: Lines missing from the replay's own trace.

@@ -25,13 +25,13 @@ def replay_config(
 ) -> CacheConfig:
     """Combine the trace's own sizes and policies, those of ``file``, and those ``chosen``.
 
-    Later ones win.
+    Later sources override earlier ones.
 
     Args:
         chosen: Settings as text. ``none`` removes one.
 
     Raises:
-        ConfigError: A setting is wrong, or the trace has no size to use.
+        ConfigError: A setting is wrong, or the trace does not determine a size.
     """
     own: dict[str, Any] = {"tokens_per_block": header.tokens_per_block}
     own |= {name: value for name, value in header.settings.items() if name in SETTINGS}
@@ -52,7 +52,7 @@ def replay_config(
     config = CacheConfig.from_env(env, own, **wanted)
     if config.tokens_per_block != header.tokens_per_block:
         raise ConfigError(
-            f"tokens_per_block = {config.tokens_per_block!r}: the trace has the keys of blocks of "
+            f"tokens_per_block = {config.tokens_per_block!r}: the trace's keys are of blocks of "
             f"{header.tokens_per_block} tokens"
         )
     return config
@@ -61,10 +61,10 @@ def replay_config(
 def check_memory(config: CacheConfig, block_bytes: int, num_gpu_blocks: int) -> None:
     """Refuse a replay that needs more memory than there is, before anything is allocated.
 
-    The sizes come from a file, so they may be anything.
+    The sizes come from a file, so they cannot be trusted.
 
     Raises:
-        ConfigError: It does not fit.
+        ConfigError: The replay does not fit into memory.
     """
     num_cpu, num_ssd = config.cpu_blocks_for(block_bytes), config.ssd_blocks_for(block_bytes)
     needed = (num_cpu + num_gpu_blocks) * block_bytes + (num_cpu + num_ssd) * _INDEX_BYTES
@@ -73,7 +73,7 @@ def check_memory(config: CacheConfig, block_bytes: int, num_gpu_blocks: int) -> 
         raise ConfigError(
             f"{num_cpu:,} blocks of {block_bytes:,} bytes in DRAM and {num_ssd:,} on SSD: a replay "
             f"needs {needed / 1e9:.1f} GB of memory and {usable / 1e9:.1f} GB may be used here: "
-            "give other sizes with --set num_cpu_blocks=N, --set num_ssd_blocks=N or --block-bytes"
+            "set other sizes with --set num_cpu_blocks=N, --set num_ssd_blocks=N or --block-bytes"
         )
 
 

@@ -1,4 +1,4 @@
-"""The story of a request: every call, op and end with its id, in order."""
+"""Story of a request: every call, op and end recorded for it, in order."""
 
 from __future__ import annotations
 
@@ -77,19 +77,19 @@ def _text(task: TaskHistory, record: Record) -> str:
         case OpEnded():
             return _op_text(record, task.ready_s()[record.op])
         case Ended(status=KVStatus.NOT_FOUND):
-            return "over: nothing to be moved"
+            return "ended: nothing to move"
         case Ended(status=status, num_ok=num_ok, error=error):
             why = f" ({error})" if error else ""
-            return f"over: {status.value}, {_blocks(num_ok)} arrived{why}"
+            return f"ended: {status.value}, {_blocks(num_ok)} arrived{why}"
         case _:
-            raise AssertionError(f"{record} is of no task")
+            raise AssertionError(f"{record} belongs to no task")
 
 
 def _match_text(match: Matched) -> str:
     asked = f"{match.kind.value} of blocks {match.start} to {match.stop}"
     asked += f" ({match.num_tokens:,} tokens, engine {match.engine})"
     if match.kind is TaskKind.PUT:
-        found = f"{_blocks(match.num_blocks)} from block {match.found_start} on are to be stored"
+        found = f"{_blocks(match.num_blocks)} to store from block {match.found_start} on"
     else:
         found = f"{_blocks(match.num_blocks)} found" + _listed(": ", match.sources)
     return (

@@ -20,7 +20,7 @@ class Summary:
 
     Attributes:
         calls: Number of tasks, by kind.
-        asked_blocks: Blocks that gets asked for. Those found are in ``hit_blocks`` by tier, the
+        asked_blocks: Blocks that gets looked up. Those found are in ``hit_blocks`` by tier, the
             rest in ``missed_blocks``.
         stored_blocks: Blocks that puts brought to DRAM.
         latencies_s: Times from launch to answer, by kind of task.
@@ -69,7 +69,7 @@ class Summary:
 
 
 def summarise(trace: Trace) -> Summary:
-    """Summarise a whole trace, in one pass. Needs memory of the size of its files."""
+    """Summarise a whole trace in one pass. Needs about as much memory as its files have bytes."""
     summary = Summary(trace.header.block_bytes, trace.header.tokens_per_block)
     records = list(trace.records())
     for task in histories(records).values():

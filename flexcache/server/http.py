@@ -1,16 +1,16 @@
-"""HTTP of a server, for Prometheus, orchestrators and people.
+"""HTTP API of a server, for Prometheus, orchestrators and people.
 
-    GET  /metrics          Prometheus' text, or OpenMetrics if asked for
+    GET  /metrics          Prometheus' text format, or OpenMetrics if requested
     GET  /healthz          200, or 503 and what is missing; needs no token
     GET  /status           `KVManager.stats` as JSON
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
 
-Has its own event loop, on a daemon thread; the server is called on further threads, so that
-neither waits for the other. On loopback it answers only requests that name a loopback host (a web
-page whose own name resolves to this host is refused), and takes only JSON, which pages of other
-sites cannot send. Beyond loopback every request except for health must carry the token.
-`http_connections` bounds what clients may hold.
+The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
+neither waits for the other. On loopback it answers only requests that name a loopback host (so a
+web page whose own name resolves to this host is refused), and accepts only JSON, which pages of
+other sites cannot send. Beyond loopback every request except for health must carry the token.
+`http_connections` limits what clients may hold.
 """
 
 from __future__ import annotations
@@ -54,22 +54,27 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 4 << 20  # a prompt of half a million tokens
-_PATIENCE_S = 10  # with a client: for a request's head, for its body, for taking the answer
-_CLOSE_PATIENCE_S = 1  # with requests that are under way when the service closes
+_PATIENCE_S = (
+    10  # limit for a client to send a request's head, to send its body, to read the answer
+)
+_CLOSE_PATIENCE_S = 1  # limit for open requests when the service closes
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Served(Protocol):
-    """What HTTP needs of a `KVServer`. Calls may block, and may come on several threads."""
+    """Part of a `KVServer` that HTTP needs. Calls may block, and may come from several threads."""
 
     def stats(self) -> Stats: ...
 
     def health(self) -> dict[str, Any]:
-        """``serving``, and the names of the parts that are ``missing``."""
+        """Return ``serving``, and the names of the parts that are ``missing``."""
 
     def clear(self, tier: str | None) -> int:
-        """Raises `ValueError` if there is no such tier."""
+        """Clear one tier, or all; return the number of blocks dropped.
+
+        Raises `ValueError` if there is no such tier.
+        """
 
     def prefetch(
         self,
@@ -77,8 +82,10 @@ class Served(Protocol):
         block_keys: Sequence[bytes] | None,
         namespace: Sequence[str] = (),
     ) -> int:
-        """How many blocks will be in DRAM. Raises `ValueError` unless exactly one of keys and
-        tokens is given, and is valid."""
+        """Start a prefetch; return how many blocks will be in DRAM.
+
+        Raises `ValueError` unless exactly one of keys and tokens is given, and is valid.
+        """
 
 
 class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,7 +93,7 @@ class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """One of ``token_ids`` and ``block_keys``, the latter in hexadecimal."""
+    """Request with one of ``token_ids`` and ``block_keys``, the latter in hexadecimal."""
 
     token_ids: list[int] | None = None
     block_keys: list[str] | None = None
@@ -94,13 +101,13 @@ class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HttpService:
-    """Serves one server's HTTP.
+    """Serves one server's HTTP API.
 
     Args:
-        endpoint: ``HOST:PORT``, or a port on loopback; port 0 takes a free one.
-        token: The bearer token that requests must carry. None needs none, on loopback only.
+        endpoint: ``HOST:PORT``, or a port on loopback; port 0 selects a free one.
+        token: The bearer token that requests must carry; None, on loopback only, requires none.
         patience_s: How long a client may take to send the head of a request, to send its body, and
-            to take the answer; also the longest pause between requests.
+            to read the answer; also the longest pause between requests.
 
     Raises:
         ConfigError: The address is malformed, or open to other hosts without a token.
@@ -123,7 +130,7 @@ class HttpService:
 
     @property
     def address(self) -> str:
-        """The ``http://`` address of the service, once it was started."""
+        """The ``http://`` address of the service, once started."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
@@ -161,12 +168,12 @@ class HttpService:
         assert self._socket is not None
         accepting = asyncio.create_task(accept_connections(self._socket, self._loop))
         try:
-            await self._loop.serve(sockets=[])  # it gets connections, no socket to listen at
+            await self._loop.serve(sockets=[])  # `accept_connections` passes it connections
         finally:
             accepting.cancel()
 
     def close(self) -> None:
-        """Finish the requests under way, within a second or two, and stop. Idempotent."""
+        """Finish open requests within a second or two, and stop. Idempotent."""
         if self._thread is None or self._loop is None or self._socket is None:
             return
         self._loop.should_exit = True
@@ -179,7 +186,7 @@ class HttpService:
 
 
 class _Gate:
-    """Decides whether a request is let in."""
+    """Decides whether a request is admitted."""
 
     def __init__(self, is_loopback: bool, token: str | None) -> None:
         self._is_loopback = is_loopback
@@ -190,12 +197,12 @@ class _Gate:
     ) -> Response:
         if self._is_loopback and not _names_loopback(request.headers.get("host", "")):
             return _problem(403, "on loopback the Host header must name localhost")
-        # Not `request.url`, which contains the Host header, and so whatever the caller sends.
+        # Not `request.url`, which contains the Host header, so anything that the caller sends.
         if self._token is not None and request.scope["path"] != "/healthz":
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             is_right = hmac.compare_digest(given.strip().encode(), self._token)
             if scheme.lower() != "bearer" or not is_right:
-                return _problem(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+                return _problem(401, "a bearer token is required", {"WWW-Authenticate": "Bearer"})
         return await answer(request)
 
 
@@ -271,9 +278,9 @@ async def _read(request: Request, kind: type[T], patience_s: float) -> T:
     try:
         body = await asyncio.wait_for(_read_body(request), patience_s)
     except asyncio.TimeoutError:
-        raise HTTPException(408, f"no whole body within {patience_s:g} s") from None
-    except ClientDisconnect:  # the answer is not read, but a lost client is no error of ours
-        raise HTTPException(400, "the body was broken off") from None
+        raise HTTPException(408, f"the body was incomplete after {patience_s:g} s") from None
+    except ClientDisconnect:  # nothing reads the answer, but a lost client is not a server error
+        raise HTTPException(400, "the client disconnected before the end of the body") from None
     return msgspec.json.decode(body, type=kind)
 
 

@@ -1,4 +1,4 @@
-"""Bounds on the connections of an HTTP service: how many there are, and how long each may idle.
+"""Limits on the connections of an HTTP service: their number, and how long each may idle.
 
 Opening a connection needs no token. uvicorn alone accepts any number of connections, waits forever
 for the head of a request, and reads the body of an answered request to its end.
@@ -24,11 +24,11 @@ _ACCEPT_PAUSE_S = 1.0  # after an error, such as no free file descriptor
 
 
 class HttpConnection(H11Protocol):
-    """A connection that is closed unless its client sends complete requests and takes the answers.
+    """A connection that is closed unless its client sends complete requests and reads the answers.
 
     The head of a request must arrive within ``timeout_keep_alive`` seconds of the connection or the
-    last answer, and that answer must have been taken by then. Time spent handling a request does
-    not count; the handler bounds how long it waits for a body.
+    last answer, and that answer must have been read by then. Time spent handling a request does
+    not count; the handler limits how long it waits for a body.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -43,7 +43,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:  # the handler wanted no more of the body
+        if self.conn.their_state is h11.SEND_BODY:  # the handler did not read the rest of the body
             self.transport.close()
         super().on_response_complete()
         self._set_deadline()
@@ -57,7 +57,7 @@ class HttpConnection(H11Protocol):
         if self.conn.our_state is h11.SEND_RESPONSE:  # the handler is running
             self._set_deadline()
         else:
-            self.transport.abort()  # closing would wait until the client has taken the answer
+            self.transport.abort()  # closing would wait until the client has read the answer
 
 
 async def accept_connections(listener: socket.socket, server: uvicorn.Server) -> None:
@@ -87,6 +87,6 @@ async def accept_connections(listener: socket.socket, server: uvicorn.Server) ->
         is_failing = False
         if server.should_exit or len(state.connections) >= MAX_CONNECTIONS:
             client.close()
-            await asyncio.sleep(0)  # accepting does not yield where clients wait already
+            await asyncio.sleep(0)  # accepting does not yield if clients are already waiting
         else:
             await loop.connect_accepted_socket(make_connection, client)

@@ -1,6 +1,6 @@
-"""What `flexcache status` shows.
+"""Contents of `flexcache status`.
 
-rates   what happened between two readings of a server's counters; pure
+rates   changes between two readings of a server's counters; pure
 view    a reading, and the rates, as tables that fit a width; pure
-watch   reads a server repeatedly, also one that restarts
+watch   reads a server repeatedly, even if it restarts
 """

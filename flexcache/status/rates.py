@@ -1,4 +1,4 @@
-"""Rates: what happened between two looks at a server's counters."""
+"""Rates: changes per second between two readings of a server's counters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flexcache.tasks.stats import CacheStats, Stats
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Per second, over ``seconds``.
+    """Rates per second, averaged over ``seconds``.
 
     Attributes:
-        hit_tokens: Found, in any tier.
-        missed_tokens: Requested and not found.
-        ended_tasks: Of any kind and with any outcome.
-        op_bytes: Moved, by kind of op.
-        evicted_blocks: By tier.
+        hit_tokens: Tokens found, in any tier.
+        missed_tokens: Tokens requested and not found.
+        ended_tasks: Tasks of any kind that ended, with any outcome.
+        op_bytes: Bytes moved, by kind of op.
+        evicted_blocks: Blocks evicted, by tier.
     """
 
     seconds: float
@@ -29,10 +29,10 @@ class Rates:
 
 
 def rates_between(before: Stats, after: Stats, seconds: float) -> Rates | None:
-    """Rates from one look to the next, or None if they are not comparable.
+    """Return the rates between two readings, or None if the readings are not comparable.
 
-    They are not if another server answered, or one of them had no engine yet. In a container a
-    restarted server has the process id of the one before.
+    They are not if another server answered, or if the server had no engine yet in one of them. In
+    a container a restarted server has the same process id as before.
     """
     is_another = before.server.server_pid != after.server.server_pid
     if is_another or after.server.uptime_s < seconds:

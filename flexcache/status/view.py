@@ -1,5 +1,4 @@
-"""View: a look at a server as tables. If the width does not suffice, the least important columns
-are left out."""
+"""View: a server's statistics as tables. A narrow terminal drops the least important columns."""
 
 from __future__ import annotations
 
@@ -25,18 +24,18 @@ from flexcache.tasks.stats import (
     TraceStats,
 )
 
-_REMOTE = TierName.REMOTE.value  # its capacity is the store's business, not ours
+_REMOTE = TierName.REMOTE.value  # FlexCache does not know the store's capacity
 _GAP = 2
 _WIDE = 100
 _BAR = {True: 20, False: 8}
-"""Characters of an occupancy bar, by whether the view is at least `_WIDE`."""
+"""Characters of an occupancy bar, by whether the view is at least `_WIDE` characters wide."""
 
 Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
 class _Column(Generic[Row]):
-    """If the width does not suffice, the column of the highest ``rank`` goes first; 0 stays."""
+    """A column. In a narrow view the highest ``rank`` is dropped first; rank 0 always stays."""
 
     title: str
     value: Callable[[str, Row], str | Text]
@@ -45,10 +44,10 @@ class _Column(Generic[Row]):
 
 
 def render(stats: Stats, rates: Rates | None, width: int) -> Group:
-    """Render one look at a server.
+    """Render one reading of a server.
 
     Args:
-        rates: What has happened since the look before; None if that is not known.
+        rates: Changes since the previous reading; None if unknown.
         width: Characters per line.
     """
     server, cache = stats.server, stats.cache
@@ -77,7 +76,7 @@ def _title(stats: Stats) -> Text:
 
 
 def _table(columns: Sequence[_Column[Row]], rows: Mapping[str, Row], width: int) -> Table | None:
-    """One row per entry; None without any entry."""
+    """Return a table with one row per entry; None without entries."""
     if not rows:
         return None
     cells = {column: [column.value(name, row) for name, row in rows.items()] for column in columns}
@@ -100,7 +99,7 @@ def _table(columns: Sequence[_Column[Row]], rows: Mapping[str, Row], width: int)
 
 
 def _plain(cell: str | Text) -> Text:
-    """Names come from engines and are not markup."""
+    """Return a cell as plain text: names come from engines and are not markup."""
     return cell if isinstance(cell, Text) else Text(cell)
 
 
@@ -120,7 +119,7 @@ def _tiers(cache: CacheStats, rates: Rates | None, width: int) -> Table:
         if not tier.available:
             return Text("unavailable", "red")
         if name == _REMOTE:
-            return Text("as known", "dim")
+            return Text("unknown", "dim")
         return _bar(tier.indexed, tier.leased, tier.capacity, _BAR[width >= _WIDE])
 
     def eviction_rate(name: str, _: TierStats) -> str:
@@ -145,7 +144,7 @@ def _tiers(cache: CacheStats, rates: Rates | None, width: int) -> Table:
 
 
 def _bar(indexed: int, leased: int, capacity: int, length: int) -> Text:
-    """Indexed blocks, those that tasks hold, free ones."""
+    """Draw indexed blocks, those held by tasks, and free ones."""
     held = round((indexed + leased) / capacity * length)
     in_use = round(leased / capacity * length)
     bar = Text("█" * (held - in_use), "green")
@@ -174,7 +173,7 @@ def _ops(cache: CacheStats, rates: Rates | None, width: int) -> RenderableType:
 
 
 def _workers(server: ServerStats, width: int) -> Table | None:
-    """Workers and ranks, each with its number of restarts."""
+    """Return workers and ranks, each with its number of restarts."""
     rows = {name: server.worker_restarts.get(name, 0) for name in sorted(server.workers)}
     rows |= server.worker_restarts
 
@@ -212,12 +211,12 @@ def _hits(cache: CacheStats, rates: Rates | None) -> Iterator[Text]:
         asked = rates.hit_tokens + rates.missed_tokens
         yield _line(
             f"last {rates.seconds:.1f} s",
-            f"{rates.hit_tokens:,.0f} tokens/s found of {asked:,.0f} asked for",
+            f"{rates.hit_tokens:,.0f} of {asked:,.0f} requested tokens/s found",
             f"{rates.ended_tasks:,.0f} tasks/s",
         )
     windows = cache.hit_rate.items()
     known = [f"{window.rate:.1%} in {name}" for name, window in windows if window.asked_blocks]
-    yield _line("hit rate", *known or ["nothing was asked for"])
+    yield _line("hit rate", *known or ["no requests yet"])
 
 
 def _work(cache: CacheStats) -> Iterator[Text]:
@@ -229,13 +228,13 @@ def _work(cache: CacheStats) -> Iterator[Text]:
         for name, queue in cache.queues.items()
         if queue.waiting or queue.running
     ]
-    backlog = {"blocks to be stored": cache.store_backlog_blocks}
-    look_ups = {"look-ups": cache.open_lookups}
+    backlog = {"blocks to store": cache.store_backlog_blocks}
+    look_ups = {"lookups": cache.open_lookups}
     yield _line("waiting + running", *waiting or ["none"], _counts(backlog), _counts(look_ups))
 
 
 def _others(stats: Stats) -> Iterator[Text]:
-    """Lines that are only there if they have something to show."""
+    """Yield the lines that appear only if they have something to show."""
     server, cache = stats.server, stats.cache
     if cache is not None and cache.remote is not None:
         yield _remote(cache.remote)
@@ -269,18 +268,18 @@ def _remote(remote: RemoteStats) -> Text:
     if breaker.state != "closed":
         line.append(f", breaker {breaker.state} ({breaker.last_reason})", "red")
     return line.append(
-        f", opened {breaker.openings:,} times; asked {lookups.asked:,} times, "
-        f"{lookups.late:,} answers late"
+        f", breaker opened {breaker.openings:,} times; {lookups.asked:,} lookups, "
+        f"{lookups.late:,} answered late"
     )
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    """Text of the counts that are not zero."""
+    """Format the counts that are not zero."""
     return ", ".join(f"{key.replace('_', ' ')} {n:,}" for key, n in counts.items() if n)
 
 
 def _by_kind(ended: Mapping[str, int]) -> str:
-    """Text of counts named like ``get_success``, grouped by kind of task."""
+    """Format counts named like ``get_success``, grouped by kind of task."""
     kinds: dict[str, dict[str, int]] = {}
     for name, count in sorted(ended.items()):
         kind, _, how = name.partition("_")

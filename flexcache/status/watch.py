@@ -1,4 +1,4 @@
-"""A live view of a server, also of one that goes and comes back."""
+"""Live view of a server that continues after the server restarts."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def watch(
     """Show what ``read`` returns until interrupted.
 
     Args:
-        read: May raise `ServerLostError`; it is called again then.
-        rounds: End after this many looks.
+        read: Returns statistics. May raise `ServerLostError`; it is then called again.
+        rounds: Stop after this many readings.
     """
     before: tuple[float, Stats] | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:

@@ -1,4 +1,4 @@
-"""Alignment that direct I/O and page tables ask for."""
+"""Alignment that direct I/O and page tables require."""
 
 PAGE_BYTES = 4096
 

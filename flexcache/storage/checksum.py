@@ -1,4 +1,4 @@
-"""What says whether a block's bytes are the ones that were written."""
+"""Checksum that verifies that a block's bytes are those that were written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import xxhash
 
 
 def checksum(pieces: Iterable[memoryview]) -> int:
-    """xxh3-64 over the pieces one after the other."""
+    """Return the xxh3-64 of the concatenated pieces."""
     hasher = xxhash.xxh3_64()
     for piece in pieces:
         hasher.update(piece)

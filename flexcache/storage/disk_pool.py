@@ -1,10 +1,10 @@
-"""The SSD tier's slots, striped over its directories, and what of them outlived the last process.
+"""The SSD tier's slots, striped over its directories, including those that survived a restart.
 
-Slot `s` lives in directory `s % n`, as does its record. A slot is all ranks' runs of a block, one
-after the other as they stand in the host pool, so that a block is one I/O. One process owns a
-directory at a time; the files stay when it ends.
+Slot `s` and its record are in directory `s % n`. A slot holds all ranks' runs of a block in
+sequence, laid out as in the host pool, so that a block is one I/O. One process owns a directory at
+a time; the files stay when it ends.
 
-The number of slots may change between two starts: the slots that still exist are kept.
+The number of slots may change between restarts: the slots that still exist are kept.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 class DiskPool:
-    """Open directories of the SSD tier, in their order.
+    """The open directories of the SSD tier, in order.
 
     Args:
-        directories: Made where they are not there.
-        slot_bytes: Of a block, over all ranks.
-        direct_io: Bypass the page cache where a directory allows it.
-        on_mismatch: ``refuse`` what cannot be used as it is, or ``clear`` it. A file that is not
-            FlexCache's is never touched.
+        directories: Made if they do not exist.
+        slot_bytes: Size of a block over all ranks.
+        direct_io: Bypass the page cache in directories that support it.
+        on_mismatch: ``refuse`` content that cannot be used as it is, or ``clear`` it. Files that
+            are not FlexCache's are never touched.
 
     Raises:
-        ConfigError: A directory cannot be used, another process uses it, or it is refused.
+        ConfigError: A directory is unusable, in use by another process, or refused.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DiskPool:
         self.num_slots = num_slots
         self.pool_id = b""
         self.identity: KVIdentity | None = None
-        """Whose KV the slots hold, where all directories agree on it."""
+        """Identity of the KV in the slots, if all directories agree on it."""
         self._clears = on_mismatch == "clear"
         self._directories: list[PoolDirectory] = []
         try:
@@ -80,7 +80,7 @@ class DiskPool:
 
     @property
     def num_rows(self) -> int:
-        """Slots of one directory."""
+        """Number of slots in one directory."""
         return -(-self.num_slots // len(self._directories))
 
     @property
@@ -92,7 +92,7 @@ class DiskPool:
         return [directory.index_fd for directory in self._directories]
 
     def load(self) -> Records:
-        """What was recorded for slots that exist, as a `SLOT_RECORD` array. Reads no slot.
+        """Return the records of existing slots, as a `SLOT_RECORD` array. Reads no slot.
 
         Raises:
             ConfigError: An index cannot be read.
@@ -109,17 +109,17 @@ class DiskPool:
         return contents.records[self._is_whole(contents.records["slot"])]
 
     def _is_whole(self, slots: SlotIds) -> npt.NDArray[np.bool_]:
-        """Whether each slot lies within its file, which may have been cut off."""
+        """Whether each slot lies within its file, which may have been truncated."""
         sizes = np.array([os.fstat(fd).st_size for fd in self.data_fds])
         num_rows = (sizes - HEADER_BYTES) // self.slot_bytes
         whole: npt.NDArray[np.bool_] = slots // len(sizes) < num_rows[slots % len(sizes)]
         return whole
 
     def adopt(self, identity: KVIdentity) -> None:
-        """Say in every directory whose KV the slots hold from now on.
+        """Record in every directory which KV the slots hold from now on.
 
         Raises:
-            OSError: Not all of them say so, and a restart may take the slots for another's.
+            OSError: Not all of them recorded it, so a restart may attribute slots to other KV.
         """
         self.identity = identity
         for position, directory in enumerate(self._directories):
@@ -127,10 +127,10 @@ class DiskPool:
             directory.adopt(replace(header, identity=identity))
 
     def erase(self, slots: SlotIds) -> None:
-        """Forget what is recorded of slots, for good.
+        """Erase the records of slots, durably.
 
         Raises:
-            OSError: Some may still be on the device.
+            OSError: Some records may still be on the device.
         """
         index = SlotIndex(self.index_fds, self.pool_id)
         index.erase(np.intersect1d(index.in_use(self.num_slots), slots, assume_unique=True))
@@ -150,9 +150,9 @@ class DiskPool:
             raise _unusable(str(path), error) from None
 
     def _make_one_pool(self) -> None:
-        """Keep what is this pool's already; make what is not there yet.
+        """Keep the directories that already belong to this pool; make the missing ones.
 
-        All that may be refused is looked at before anything is changed.
+        Checks everything that may be refused before it changes anything.
         """
         headers: list[PoolHeader | None] = []
         mismatches: dict[PoolDirectory, PoolMismatchError] = {}
@@ -165,7 +165,7 @@ class DiskPool:
         found = dict.fromkeys(header.pool_id for header in headers if header is not None)
         if len(found) > 1:
             strangers = PoolMismatchError(
-                self._directories[0].path, "it and the other directories are of different pools"
+                self._directories[0].path, "it and the other directories belong to different pools"
             )
             mismatches = {each: mismatches.get(each, strangers) for each in self._directories}
             headers, found = [None] * len(headers), {}
@@ -178,10 +178,10 @@ class DiskPool:
                 self._directories[position].create(self._header(self.pool_id, position))
 
     def _recognise(self, position: int) -> PoolHeader | None:
-        """The directory's header; None where the directory holds nothing.
+        """Return the directory's header; None if the directory is empty.
 
         Raises:
-            PoolMismatchError: It does not fit.
+            PoolMismatchError: The header does not fit this pool.
         """
         directory = self._directories[position]
         header = directory.header()
@@ -197,9 +197,9 @@ class DiskPool:
 
     def _difference(self, found: PoolHeader, position: int) -> str:
         if found.slot_bytes != self.slot_bytes:
-            return f"its slots are of {found.slot_bytes} bytes, this model's of {self.slot_bytes}"
+            return f"its slots have {found.slot_bytes} bytes, this model's have {self.slot_bytes}"
         return (
-            f"it was directory {found.position + 1} of {found.num_directories}, now it is "
+            f"it was directory {found.position + 1} of {found.num_directories} and is now "
             f"{position + 1} of {len(self._directories)}"
         )
 
@@ -222,5 +222,5 @@ def _unusable(where: str, error: OSError) -> ConfigError:
 
 
 def locate_slot(slot: int, fds: Sequence[int], slot_bytes: int) -> tuple[int, int]:
-    """Data file and offset of a slot that is striped over ``fds``."""
+    """Return the data file and offset of a slot striped over ``fds``."""
     return fds[slot % len(fds)], HEADER_BYTES + slot // len(fds) * slot_bytes

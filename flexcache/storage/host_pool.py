@@ -1,17 +1,18 @@
 """The DRAM tier's memory: one shared segment per stored copy of the KV.
 
-A segment is an anonymous file in memory (memfd), not a named one: it does not count against the
-size of /dev/shm, which containers keep small, and is gone with its last user however that dies.
-Other processes map it through the maker's /proc entry, children through the inherited descriptor.
+A segment is an anonymous in-memory file (memfd), not a named one: it does not count against the
+size of /dev/shm, which is small in containers, and it disappears with its last user, however that
+one dies. Other processes map it through its creator's /proc entry, children through the inherited
+descriptor.
 
     segment of rank r:   | block 0 | pad | block 1 | pad | ...      stride = block, page-aligned
 
-A block is one contiguous run per rank, so that it is one I/O for the disk and, where the engine's
-layout allows, one copy for the GPU.
+A block is one contiguous run per rank, so that it is one I/O for the disk and, if the engine's
+layout allows it, one copy for the GPU.
 
-Huge pages save address look-ups, and make one piece of what a disk would get as many. A segment is
-of the system's reserved ones, or of ordinary pages that the kernel is asked to join where
-/sys/kernel/mm/transparent_hugepage/shmem_enabled lets it; most systems do not.
+Huge pages save address look-ups, and let a disk transfer one piece instead of many. A segment uses
+the system's reserved huge pages, or ordinary pages that the kernel is asked to merge. It does so
+only if /sys/kernel/mm/transparent_hugepage/shmem_enabled allows it; on most systems it does not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _NAME = "flexcache-host-pool"
 
 
 class SegmentRef(msgspec.Struct, frozen=True):
-    """How another process of this host finds a segment."""
+    """Reference by which another process on this host finds a segment."""
 
     path: str
     inode: int
@@ -48,7 +49,7 @@ class SegmentRef(msgspec.Struct, frozen=True):
 
 
 class HostSegment:
-    """One rank's share of the host pool. Made by the server, or mapped from its reference."""
+    """One rank's share of the host pool: made by the server, or opened from a reference."""
 
     def __init__(self, fd: int, stride: int, num_blocks: int) -> None:
         self.fd = fd
@@ -69,7 +70,7 @@ class HostSegment:
             hugepages: As `CacheConfig.hugepages`.
 
         Raises:
-            ConfigError: Too few huge pages are reserved; says how many it takes.
+            ConfigError: Too few huge pages are reserved; the message says how many are needed.
         """
         stride = align_up(block_bytes)
         if hugepages == "reserved":
@@ -80,14 +81,14 @@ class HostSegment:
 
     @classmethod
     def open(cls, ref: SegmentRef) -> HostSegment:
-        """Open a segment that a living process of the same user made."""
+        """Open a segment that a running process of the same user made."""
         try:
             fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise RegistrationError(f"host pool at {ref.path}: {error.strerror}") from None
         if os.fstat(fd).st_ino != ref.inode:
             os.close(fd)
-            raise RegistrationError(f"host pool at {ref.path} is not the server's any more")
+            raise RegistrationError(f"host pool at {ref.path} is no longer the server's")
         return cls(fd, ref.stride, ref.num_blocks)
 
     def ref(self) -> SegmentRef:
@@ -101,17 +102,17 @@ class HostSegment:
     def map(self, after_each_step: Callable[[], None] = lambda: None) -> None:
         """Map the segment and fault its pages in, so that no copy has to wait for one.
 
-        The system clears the pages meanwhile: with ordinary ones that takes a second for 2 GB per
-        thread or so, with reserved huge ones a fifth of it. Does not hold the interpreter lock.
+        The kernel clears the pages: with ordinary ones that takes about a second for 2 GB per
+        thread, with reserved huge ones a fifth of it. Does not hold the interpreter lock.
         """
-        size = os.fstat(self.fd).st_size  # of whole pages, which may be huge
+        size = os.fstat(self.fd).st_size  # in whole pages, which may be huge
         self._map = mmap.mmap(self.fd, size)
         self._view = memoryview(self._map)
         self.address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
         self._advise(0, size, _MADV_HUGEPAGE)
 
         def populate(start: int) -> None:
-            # A kernel before 5.14 does not know the advice: pages then come at first use.
+            # Kernels before 5.14 do not know this advice: pages are then faulted in at first use.
             self._advise(start, min(_POPULATE_STEP, size - start), _MADV_POPULATE_WRITE)
 
         with ThreadPoolExecutor(_POPULATE_THREADS) as threads:
@@ -122,19 +123,19 @@ class HostSegment:
         _LIBC.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(length), advice)
 
     def block(self, index: int) -> memoryview:
-        """The block's run of bytes, padding included. The segment must be mapped."""
+        """Return the block's bytes, including padding. The segment must be mapped."""
         assert self._view is not None
         start = index * self.stride
         return self._view[start : start + self.stride]
 
     def close(self) -> None:
-        """Give the mapping and the descriptor back. Idempotent."""
+        """Release the mapping and the descriptor. Idempotent."""
         if self._view is not None:
             self._view.release()
             self._view = None
         if self._map is not None:
-            # A slice may still be exported by an I/O that is being torn down: the mapping then
-            # goes with the last of them.
+            # An I/O that is being torn down may still export a slice: the mapping then goes
+            # with the last of them.
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
@@ -153,7 +154,7 @@ class HostSegment:
 
 
 def _reserved_memory(size: int) -> int:
-    """Create a file of reserved huge pages of the system's default size, for this process alone."""
+    """Create a file of reserved huge pages of the default size, for this process only."""
     try:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_HUGETLB)
     except OSError as error:
@@ -162,11 +163,11 @@ def _reserved_memory(size: int) -> int:
     size = align_up(size, page_bytes)
     try:
         os.ftruncate(fd, size)
-        mmap.mmap(fd, size).close()  # the file keeps what its first mapping sets apart
+        mmap.mmap(fd, size).close()  # the file keeps the pages that its first mapping reserves
     except OSError as error:
         os.close(fd)
         raise ConfigError(
-            f"hugepages = 'reserved': {error.strerror}; a segment takes {size // page_bytes} pages "
+            f"hugepages = 'reserved': {error.strerror}; a segment needs {size // page_bytes} pages "
             f"of {page_bytes >> 10} KiB: raise vm.nr_hugepages, or set 'transparent'"
         ) from None
     return fd

@@ -1,4 +1,4 @@
-"""What decides which KV bytes are interchangeable: the model and the layout within a block."""
+"""Identity of KV bytes: blocks of the same model and layout are interchangeable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class KVIdentity:
-    """Digests of both, 16 bytes each; equal digests mean interchangeable bytes.
+    """Digests of model and layout, 16 bytes each; equal digests mean interchangeable bytes.
 
     Attributes:
-        text: Both, to be shown. May have been cut short where it was recorded.
+        text: Readable form of both, for display. May be truncated if it was read from a record.
     """
 
     model: bytes

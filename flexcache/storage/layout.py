@@ -1,10 +1,10 @@
-"""Where the bytes of one GPU block lie in an engine's KV tensors.
+"""Location of the bytes of one GPU block in an engine's KV tensors.
 
-Whatever the engine chose (K and V split or joined, heads before tokens or after, a tensor per
-layer or views of one shared buffer, MLA) comes down to the same: for block `b`, each *segment*
-`s` is `sizes[s]` contiguous bytes at `bases[s] + b * strides[s]`. That is read off shapes and
-strides alone; the bytes inside are never interpreted. In the host pool the segments of a block
-stand one after the other, layers in the order of registration.
+Every layout (K and V split or joined, heads before tokens or after, a tensor per layer or views of
+one shared buffer, MLA) has the same form: for block `b`, each *segment* `s` is `sizes[s]`
+contiguous bytes at `bases[s] + b * strides[s]`. Shapes and strides alone determine it; the bytes
+themselves are never interpreted. In the host pool the segments of a block are contiguous, with
+layers in the order of registration.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _Identity = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLayout:
-    """The segments of a block, and where each stands in the host pool.
+    """The segments of a block, and their places in the host pool.
 
     Attributes:
         bases: Address of each segment in block 0.
         strides: Bytes from a segment to the same one of the next block.
         sizes: Bytes of each segment.
-        offsets: Where each segment starts within a host block.
-        num_blocks: Blocks that the engine has.
+        offsets: Start of each segment within a host block.
+        num_blocks: Number of blocks of the engine.
         block_bytes: Bytes of one block on this rank, the sum of ``sizes``.
-        signature: What must agree for two ranks' stored bytes to be interchangeable.
-        layer_ends: Layer name to how many of the first segments hold it and all before it.
+        signature: Equal signatures mean that two ranks' stored bytes are interchangeable.
+        layer_ends: Maps a layer to the number of leading segments that hold it and all before it.
     """
 
     bases: Addresses
@@ -49,13 +49,13 @@ class BlockLayout:
     layer_ends: Mapping[str, int]
 
     def gpu_addresses(self, blocks: npt.NDArray[np.int64]) -> Addresses:
-        """Addresses of all segments of the blocks; shape ``(blocks, segments)``."""
+        """Return the addresses of all segments of the blocks; shape ``(blocks, segments)``."""
         return self.bases[None, :] + blocks[:, None] * self.strides[None, :]
 
     def host_addresses(
         self, pool_address: int, pool_stride: int, blocks: npt.NDArray[np.int64]
     ) -> Addresses:
-        """Addresses of all segments of the host blocks; shape ``(blocks, segments)``."""
+        """Return the addresses of all segments of host blocks; shape ``(blocks, segments)``."""
         return (pool_address + blocks * pool_stride)[:, None] + self.offsets[None, :]
 
 
@@ -72,24 +72,24 @@ def describe_kv_caches(
     block_dim: int = 0,
     description: str = "",
 ) -> BlockLayout:
-    """Read the layout off an engine's KV tensors.
+    """Derive the layout from an engine's KV tensors.
 
     Args:
-        kv_caches: Layer name to paged KV tensor, in the engine's order.
-        block_bytes: What a block must weigh on this rank. Tensors that count finer blocks (an
-            attention kernel's) are taken together, as many as it takes.
+        kv_caches: Maps layer names to paged KV tensors, in the engine's order.
+        block_bytes: Required size of a block on this rank. If the tensors count finer blocks (an
+            attention kernel's), as many as necessary make up one block.
         block_dim: The dimension of each tensor that counts blocks.
-        description: What the engine says of the bytes beyond shapes and strides. It goes into the
-            signature.
+        description: The engine's description of the bytes beyond shapes and strides. Becomes part
+            of the signature.
 
     Raises:
-        UnsupportedLayoutError: A tensor cannot be moved as whole blocks; names it and says why.
+        UnsupportedLayoutError: A tensor cannot be moved as whole blocks; the message says why.
     """
     layers = _without_aliases(kv_caches, block_dim)
     per_index = bytes_per_index(kv_caches, block_dim)
     if per_index == 0 or block_bytes <= 0 or block_bytes % per_index:
         raise UnsupportedLayoutError(
-            f"a block weighs {per_index} bytes over {len(layers)} KV tensors, but "
+            f"a block has {per_index} bytes in the {len(layers)} KV tensors, but "
             f"{block_bytes} by the model's shape: layers, heads, head size, dtype or "
             "tokens per block do not agree"
         )
@@ -97,8 +97,8 @@ def describe_kv_caches(
     num_blocks = {tensor.shape[block_dim] for tensor in layers.values()}
     if len(num_blocks) != 1 or next(iter(num_blocks)) % ratio:
         raise UnsupportedLayoutError(
-            f"KV tensors count {sorted(num_blocks)} blocks in dimension {block_dim}; one number "
-            f"is wanted, a multiple of {ratio}"
+            f"KV tensors have {sorted(num_blocks)} blocks in dimension {block_dim}; all must have "
+            f"the same number, a multiple of {ratio}"
         )
     segments: list[_Segment] = []
     signature: list[str] = []
@@ -128,14 +128,14 @@ def describe_kv_caches(
 
 
 def _signature(forms: list[str], layers: Iterable[str], description: str) -> str:
-    """Names count too: the same layers in another order would have the same forms."""
+    """Make the signature. It includes names: reordered layers would have the same forms."""
     names = xxhash.xxh3_64_hexdigest("\n".join(layers).encode())
     parts = [",".join(forms), f"layers {names}", description]
     return "; ".join(part for part in parts if part)
 
 
 def bytes_per_index(kv_caches: Mapping[str, torch.Tensor], block_dim: int = 0) -> int:
-    """Bytes that one index of ``block_dim`` weighs over all tensors: a block, or a part of one."""
+    """Return the bytes of one index of ``block_dim`` in all tensors: a block or a part of one."""
     layers = _without_aliases(kv_caches, block_dim).values()
     return sum(
         tensor.numel() // tensor.shape[block_dim] * tensor.element_size()
@@ -147,7 +147,7 @@ def bytes_per_index(kv_caches: Mapping[str, torch.Tensor], block_dim: int = 0) -
 def _without_aliases(
     kv_caches: Mapping[str, torch.Tensor], block_dim: int
 ) -> dict[str, torch.Tensor]:
-    """Layers that share another's KV are registered as the same tensor: it is moved once."""
+    """Drop layers that share another's KV: they register the same tensor, which is moved once."""
     if not kv_caches:
         raise UnsupportedLayoutError("no KV tensors were given")
     seen: set[_Identity] = set()
@@ -157,7 +157,7 @@ def _without_aliases(
             raise UnsupportedLayoutError(f"{name}: {type(tensor).__name__} is not a tensor")
         if not -tensor.dim() <= block_dim < tensor.dim():
             raise UnsupportedLayoutError(
-                f"{name}: shape {tuple(tensor.shape)} has no dimension {block_dim} to count blocks"
+                f"{name}: shape {tuple(tensor.shape)} has no block dimension {block_dim}"
             )
         if _identity(tensor) not in seen:
             seen.add(_identity(tensor))
@@ -165,7 +165,7 @@ def _without_aliases(
     devices = {tensor.device for tensor in layers.values()}
     if len(devices) != 1:
         raise UnsupportedLayoutError(
-            f"KV tensors lie on several devices: {sorted(map(str, devices))}"
+            f"KV tensors are on several devices: {sorted(map(str, devices))}"
         )
     return layers
 
@@ -177,7 +177,7 @@ def _identity(tensor: torch.Tensor) -> _Identity:
 def _inner_segments(
     name: str, tensor: torch.Tensor, block_dim: int, ratio: int
 ) -> tuple[int, list[tuple[int, int]], str]:
-    """Stride of a block, its contiguous pieces as (offset, size), and a text of their form."""
+    """Return a block's stride, its contiguous pieces as (offset, size), and a text of its form."""
     item = tensor.element_size()
     block_dim %= tensor.dim()
     dims = [
@@ -208,7 +208,7 @@ def _inner_segments(
 
 
 def _overlap(item: int, dims: list[tuple[int, int, int]]) -> bool:
-    """Whether a step along some dimension stays within what smaller steps have covered."""
+    """Whether a step along some dimension stays within the range covered by smaller steps."""
     extent = item
     for stride, count, _ in sorted(dims):
         if count > 1:
@@ -219,7 +219,7 @@ def _overlap(item: int, dims: list[tuple[int, int, int]]) -> bool:
 
 
 def _merge(segments: list[_Segment]) -> list[_Segment]:
-    """Join neighbours that are contiguous on the GPU too: fewer, larger copies."""
+    """Join neighbours that are also contiguous on the GPU, for fewer, larger copies."""
     merged = [segments[0]]
     for segment in segments[1:]:
         last = merged[-1]

@@ -1,7 +1,7 @@
-"""How much memory this process may use: installed memory, and the limits of its control groups.
+"""Memory that this process may use: installed memory, and the limits of its control groups.
 
 A container is a control group. When its memory exceeds the limit, the kernel kills one of its
-processes without a message; so a pool that cannot fit is refused beforehand.
+processes without a message; so a pool that cannot fit is refused in advance.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def installed_memory() -> int:
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that this process may have at most: the machine's, or its container's.
+    """Return the most bytes that this process may use: the machine's or its container's limit.
 
     Args:
         root: Root of the file system that contains the system's files.
@@ -93,7 +93,7 @@ def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = 
             huge pages.
 
     Raises:
-        ConfigError: It is larger than the machine's memory, or than a control group's limit.
+        ConfigError: The pool is larger than the machine's memory or a control group's limit.
     """
     remedy = "lower cpu_cache_gb or num_cpu_blocks"
     installed = installed_memory()
@@ -114,7 +114,7 @@ def check_pool_fits(wanted: int, *, in_control_group: bool = True, root: Path = 
         log_event(
             logger, logging.WARNING, "memory_limit_near", pool_gb=round(wanted / 1e9, 1),
             left_gb=round(left / 1e9, 1), limit_gb=round(lowest / 1e9, 1),
-            effect="the kernel may end a process of this container",
+            effect="the kernel may kill a process of this container",
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Which file system a directory is on."""
+"""The file system that a directory is on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MOUNT_TABLE = Path("/proc/self/mountinfo")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """``number`` is that of the block device, ``major:minor``."""
+    """A mounted file system. ``number`` is the ``major:minor`` of its block device."""
 
     number: str
     mounted_on: str
@@ -19,7 +19,7 @@ class Mount:
 
 
 def mount_of(directory: Path, table: Path = MOUNT_TABLE) -> Mount | None:
-    """The file system that a directory is on; None where the system does not say."""
+    """Return the file system that a directory is on; None if the system does not report it."""
     directory = directory.resolve()
     try:
         lines = table.read_text().splitlines()
@@ -27,7 +27,7 @@ def mount_of(directory: Path, table: Path = MOUNT_TABLE) -> Mount | None:
         return None
     return max(
         (mount for mount in map(_parse, reversed(lines)) if _holds(mount, directory)),
-        key=lambda mount: len(mount.mounted_on),  # of two on one place the later hides the earlier
+        key=lambda mount: len(mount.mounted_on),  # of two at one place the later hides the earlier
         default=None,
     )
 

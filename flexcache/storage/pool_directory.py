@@ -1,13 +1,13 @@
-"""One directory of the SSD tier: its two files, who owns it, and whose they are.
+"""One directory of the SSD tier: its two files, their lock, and their headers.
 
     flexcache-ssd.slots    header page, then the slots' bytes
     flexcache-ssd.index    header page, then the slots' records (`slot_index`)
 
-Both headers say the same and carry the pool's id, so that the pair is known to belong together.
-The index's header also says whose KV the slots hold (`KVIdentity`), once that is known. The index
-is made after the data file's header is on the device: a directory that has no index yet holds
-nothing, and one that was left half made is made again. Files are emptied, never removed, since the
-lock is on the data file itself.
+Both headers have the same content, including the pool's id, which shows that the pair belongs
+together. The index's header also says which KV the slots hold (`KVIdentity`), once that is known.
+The index is made after the data file's header is on the device: a directory without an index holds
+nothing, and an incomplete one is made again. Files are emptied, never removed, since the lock is on
+the data file itself.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ logger = logging.getLogger(__name__)
 DATA_FILE = "flexcache-ssd.slots"
 INDEX_FILE = "flexcache-ssd.index"
 FORMAT_VERSION = 2
-"""docs/formats.md says what a reader does with another one."""
+"""docs/formats.md describes how readers handle other versions."""
 OLD_DATA_FILE = "flexcache-ssd.data"
-"""FlexCache 0.1's file: slots without a header or an index, worthless once their owner is gone."""
+"""FlexCache 0.1's file: slots without a header or an index, useless once their owner is gone."""
 
 _DATA_MAGIC, _INDEX_MAGIC = b"FlexSSDd", b"FlexSSDi"
 _HEADER = struct.Struct(f"<8sI4x16sQII{DIGEST_BYTES}s{DIGEST_BYTES}s")
 _CHECK = struct.Struct("<Q")
 _UNKNOWN = bytes(DIGEST_BYTES)
-_TEXT_OFFSET = 512  # all that decides is in the first sector; the text is only shown
-_LOCK_PATIENCE_S = 5.0  # the worker of a server that was killed may still wait for its device
+_TEXT_OFFSET = 512  # everything that is checked is in the first sector; the text is for display
+_LOCK_PATIENCE_S = 5.0  # the worker of a killed server may still be waiting for its device
 _FILL_BYTES = 4 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """What a directory's files are part of."""
+    """Which pool a directory's files belong to, and their place in it."""
 
     pool_id: bytes
     slot_bytes: int
     num_directories: int
     position: int
     identity: KVIdentity | None = None
-    """Whose KV the slots hold; None until the first rank has registered."""
+    """Identity of the KV in the slots; None until the first rank has registered."""
 
     def page(self, magic: bytes) -> bytes:
         identity = self.identity or KVIdentity(_UNKNOWN, _UNKNOWN)
@@ -74,7 +74,7 @@ class PoolHeader:
 
     @classmethod
     def parse(cls, page: bytes) -> PoolHeader | None:
-        """The header on a page of this format; None where its check fails."""
+        """Parse the header on a page of this format; None if its check fails."""
         fields = page[: _HEADER.size].ljust(_HEADER.size, b"\0")
         if page[_HEADER.size :][: _CHECK.size] != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
             return None
@@ -87,7 +87,7 @@ class PoolHeader:
 
 
 class PoolMismatchError(ConfigError):
-    """A directory's content cannot be used as it is; ``is_ours`` where it may be cleared."""
+    """A directory's content cannot be used as it is; if ``is_ours``, it may be cleared."""
 
     def __init__(self, directory: Path, what: str, *, is_ours: bool = True) -> None:
         self.is_ours = is_ours
@@ -111,8 +111,8 @@ class PoolDirectory:
     """The open and locked files of one directory.
 
     Raises:
-        DirectoryInUseError: Another process has locked it.
-        OSError: It cannot be used at all.
+        DirectoryInUseError: Another process has locked the directory.
+        OSError: The directory cannot be used at all.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,10 +127,10 @@ class PoolDirectory:
             raise
 
     def header(self) -> PoolHeader | None:
-        """What the files say they are; None for a directory that holds nothing yet.
+        """Return the files' header; None for a directory that is still empty.
 
         Raises:
-            PoolMismatchError: They are not ours, of a newer version, damaged, or not a pair.
+            PoolMismatchError: The files are not ours, of a newer version, damaged, or not a pair.
         """
         pages = [
             self._read_page(self.index_fd, INDEX_FILE, _INDEX_MAGIC),
@@ -142,7 +142,7 @@ class PoolDirectory:
             if data is not None:
                 log_event(
                     logger, logging.WARNING, "ssd_index_missing", directory=self.path,
-                    effect="what its slots hold is not known",
+                    effect="the content of its slots is unknown",
                 )  # fmt: skip
             return None
         if data is None and pages[1]:  # of an older format
@@ -154,7 +154,7 @@ class PoolDirectory:
         return index
 
     def _read_page(self, fd: int, name: str, magic: bytes) -> bytes:
-        """The file's header page; empty where nothing was ever written."""
+        """Return the file's header page; empty if nothing was ever written."""
         page = _first_page(fd)
         if os.fstat(fd).st_size <= HEADER_BYTES and not any(page):
             return b""
@@ -172,13 +172,13 @@ class PoolDirectory:
             log_event(
                 logger, logging.WARNING, "ssd_old_format", directory=self.path, file=name,
                 format=version,
-                effect="counts as empty: it does not say how its bytes are laid out",
+                effect="treated as empty: it does not record the layout of its bytes",
             )  # fmt: skip
             return None
         if version > FORMAT_VERSION:
             raise PoolMismatchError(
                 self.path,
-                f"{name} has format {version}, of a newer FlexCache; this one knows up to "
+                f"{name} has format {version}, from a newer FlexCache; this one knows up to "
                 f"{FORMAT_VERSION}",
             )
         header = PoolHeader.parse(page)
@@ -187,14 +187,14 @@ class PoolDirectory:
         return header
 
     def adopt(self, header: PoolHeader) -> None:
-        """Replace the index's header by one with another identity.
+        """Replace the index's header with one that has another identity.
 
         Not synced: each commit of blocks syncs the same file before they count as stored.
         """
         os.pwrite(self.index_fd, header.page(_INDEX_MAGIC), 0)
 
     def create(self, header: PoolHeader) -> None:
-        """Make the files of an empty part of a pool, durably. What was there is gone."""
+        """Make the files of an empty part of a pool, durably. Discards previous content."""
         self.clear()
         for fd, magic in ((self.data_fd, _DATA_MAGIC), (self.index_fd, _INDEX_MAGIC)):
             os.pwrite(fd, header.page(magic), 0)
@@ -202,16 +202,16 @@ class PoolDirectory:
         _sync_directory(self.path)
 
     def clear(self) -> None:
-        """Empty the files, whatever they hold: the index first, for it vouches for the data."""
+        """Empty the files, whatever they hold: the index first, because it vouches for the data."""
         for fd in (self.index_fd, self.data_fd):
             os.ftruncate(fd, 0)
             os.fsync(fd)
 
     def remove_old_version(self) -> None:
-        """Remove what FlexCache 0.1 left here.
+        """Remove the file that FlexCache 0.1 left here.
 
         Raises:
-            DirectoryInUseError: It is still being used.
+            DirectoryInUseError: The file is still in use.
         """
         path = self.path / OLD_DATA_FILE
         if path.exists():
@@ -223,7 +223,7 @@ class PoolDirectory:
             )
 
     def fit(self, num_rows: int, slot_bytes: int) -> None:
-        """Make the index as long as it must be, and cut off slots beyond the capacity.
+        """Resize the index to the capacity, and cut off slots beyond it.
 
         The data file grows when its space is reserved.
         """
@@ -233,7 +233,7 @@ class PoolDirectory:
             os.ftruncate(self.data_fd, size)
 
     def set_direct(self) -> bool:
-        """Let the slots' I/O bypass the page cache, where the file system can."""
+        """Let the slots' I/O bypass the page cache; return whether the file system supports it."""
         return _set_direct(self.data_fd)
 
     def close(self) -> None:
@@ -253,14 +253,14 @@ def data_file_bytes(num_rows: int, slot_bytes: int) -> int:
 
 
 def files_in(path: Path) -> list[str]:
-    """Which of a pool's two files are there."""
+    """Return which of a pool's two files exist."""
     return [name for name in (DATA_FILE, INDEX_FILE) if os.path.lexists(path / name)]
 
 
 def reserve_space(fd: int, size: int) -> str | None:
-    """Make the file ``size`` bytes long with all its space reserved; returns why that failed.
+    """Make the file ``size`` bytes long with all its space reserved; return why that failed.
 
-    Where the file system cannot reserve, the part beyond the file's end is written with zeros.
+    If the file system cannot reserve space, the part beyond the file's end is filled with zeros.
     """
     try:
         _reserve(fd, size)
@@ -280,7 +280,7 @@ def _reserve(fd: int, size: int) -> None:
 
 
 def _fallocate(fd: int, size: int) -> None:
-    """Not `os.posix_fallocate`: where it is not supported, libc would write byte by byte."""
+    """Allocate without `os.posix_fallocate`: without kernel support libc writes byte by byte."""
     offset, length = ctypes.c_int64(0), ctypes.c_int64(size)
     while _LIBC.fallocate64(fd, 0, offset, length):
         code = ctypes.get_errno()
@@ -298,7 +298,7 @@ def _fill_with_zeros(fd: int, size: int) -> None:
     while end < size:
         wanted = min(_FILL_BYTES, size - end)
         written = os.pwrite(fd, zeros[:wanted], end)
-        if written < wanted:  # the next one says why
+        if written < wanted:  # the next write reports why
             written -= written % PAGE_BYTES
             os.ftruncate(fd, end + written)
         if not written:
@@ -307,7 +307,7 @@ def _fill_with_zeros(fd: int, size: int) -> None:
 
 
 def _open(path: Path) -> int:
-    """Open or make a file. What a symbolic link names is not FlexCache's to write to."""
+    """Open or make a file. Refuses symbolic links: their targets are not FlexCache's to write."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -335,7 +335,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock_soon(fd: int) -> bool:
-    """Lock the file. The disk worker of a server that was killed may hold it a moment longer."""
+    """Lock the file, with patience: the disk worker of a killed server may hold it a bit longer."""
     deadline = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         with contextlib.suppress(BlockingIOError):
@@ -347,7 +347,7 @@ def _lock_soon(fd: int) -> bool:
 
 
 def _first_page(fd: int) -> bytes:
-    """The first page, into aligned memory, since the file may be open for direct I/O."""
+    """Read the first page into aligned memory, since the file may be open for direct I/O."""
     with mmap.mmap(-1, HEADER_BYTES) as page:
         return page[: os.preadv(fd, [page], 0)]
 

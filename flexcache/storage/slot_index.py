@@ -1,14 +1,15 @@
-"""The SSD tier's index on disk: one fixed record per slot, in place.
+"""The SSD tier's index on disk: one fixed-size record per slot, updated in place.
 
 A pool has an index file per directory, beside the data file. After a header page the record of slot
-`s` is row `s // n` of file `s % n`, as the slot's bytes are in the data files:
+`s` is row `s // n` of file `s % n`, like the slot's bytes in the data files:
 
     | check 8 | generation 8 | checksum 8 | position 4 | key length 2 | parent length 2 |
     | root 16 | key 40 | parent's key 40 |                                      little endian
 
-A free slot's record is all zeros. A record is 128 bytes and so never crosses a sector; should it be
-torn all the same, or be another pool's or another slot's, its check says so. What a record vouches
-for is only believed once the slot's bytes have the checksum it names: `load` reads no slot.
+A free slot's record is all zeros. A record is 128 bytes and so never crosses a sector; if it is
+torn all the same, or belongs to another pool or slot, its check reveals it. A record is trusted
+only once the slot's bytes match its checksum, which is verified when they are read: `load` reads no
+slot.
 
 There is no log and nothing to compact: the index is as large as the pool, and loading it is one
 sequential read.
@@ -30,7 +31,7 @@ from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES
 from flexcache.storage.alignment import PAGE_BYTES
 
 HEADER_BYTES = PAGE_BYTES
-"""Before the first record of an index file, and before the first slot of a data file."""
+"""Bytes before the first record of an index file, and before the first slot of a data file."""
 
 _NAMES = [
     ("generation", "<u8"), ("checksum", "<u8"), ("position", "<u4"), ("key_bytes", "<u2"),
@@ -38,10 +39,10 @@ _NAMES = [
     ("parent", f"V{MAX_KEY_BYTES}"),
 ]  # fmt: skip
 RECORD = np.dtype([("check", "<u8"), *_NAMES])
-"""A record as it is on disk. Keys are padded with zeros to their field."""
+"""A record on disk. Keys are zero-padded to the size of their field."""
 RECORD_BYTES = RECORD.itemsize
 SLOT_RECORD = np.dtype([("slot", "<i8"), *_NAMES])
-"""A record that was read: the slot it is of takes the place of its check."""
+"""A record that was read: its slot takes the place of its check."""
 
 Records = npt.NDArray[Any]
 SlotIds = npt.NDArray[np.int64]
@@ -52,7 +53,7 @@ _HALF = np.uint64(32)
 
 
 class FileCalls(Protocol):
-    """What the index needs of `os`; the module itself is one."""
+    """The functions of `os` that the index needs; the module itself satisfies this."""
 
     def pread(self, fd: int, length: int, offset: int, /) -> bytes: ...
 
@@ -65,7 +66,7 @@ def make_records(
     root: bytes, first: int, parent: bytes, keys: Sequence[bytes],
     checksums: npt.NDArray[np.uint64],
 ) -> Records:  # fmt: skip
-    """Records of consecutive blocks of one prompt, without generations and checks.
+    """Make records of consecutive blocks of one prompt, without generations and checks.
 
     Raises:
         ValueError: The root or a key does not fit its field.
@@ -93,12 +94,12 @@ def _stir(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _words(records: Records) -> npt.NDArray[np.uint64]:
-    """A row of 64-bit words for each record."""
+    """View each record as a row of 64-bit words."""
     return records.view("<u8").reshape(-1, RECORD_BYTES // 8)
 
 
 def _checks(records: Records, slots: SlotIds, pool_id: bytes) -> npt.NDArray[np.uint64]:
-    """What each record's check must be, in this pool and for this slot."""
+    """Compute each record's expected check, in this pool and for this slot."""
     words = _words(records)
     low, high = np.frombuffer(pool_id, "<u8")
     mixed = _stir(slots.astype(np.uint64) ^ low)
@@ -109,9 +110,9 @@ def _checks(records: Records, slots: SlotIds, pool_id: bytes) -> npt.NDArray[np.
 
 @dataclass(frozen=True, slots=True)
 class IndexContents:
-    """What an index holds: sound records (`SLOT_RECORD`), and the slots of those that are not.
+    """The content of an index: sound records (`SLOT_RECORD`), and the slots of torn ones.
 
-    A record that cannot be read is one of the latter.
+    A record that cannot be read counts as torn.
     """
 
     records: Records
@@ -121,11 +122,11 @@ class IndexContents:
 class SlotIndex:
     """The records of a pool's slots, in its open index files.
 
-    Writing is for one thread per directory at a time; nothing here syncs.
+    Only one thread at a time may write to a directory; nothing here syncs.
 
     Args:
-        fds: The index files, in the order of the pool's directories; -1 for one that is not at
-            hand, whose slots are left out.
+        fds: The index files, in the order of the pool's directories; -1 for an unavailable one,
+            whose slots are left out.
         pool_id: 16 bytes that no other pool has.
     """
 
@@ -135,17 +136,17 @@ class SlotIndex:
         self._files = files
 
     def write(self, slots: SlotIds, records: Records) -> None:
-        """Put records, of which everything but the check is filled in, in their places.
+        """Write records to their places and fill in their checks.
 
         Raises:
-            OSError: Some may be there and others not.
+            OSError: Some may have been written and others not.
         """
         records = records.copy()
         records["check"] = _checks(records, slots, self._pool_id)
         self._put(slots, records)
 
     def in_use(self, num_slots: int) -> SlotIds:
-        """The slots that have a record, sound or not. Vectorised."""
+        """Return the slots that have a record, sound or not. Vectorised."""
         used = [np.empty(0, np.int64)]
         for directory, fd in enumerate(self._fds):
             for slots, records in self._rows(directory, fd, num_slots):
@@ -153,7 +154,7 @@ class SlotIndex:
         return np.concatenate(used)
 
     def erase(self, slots: SlotIds) -> None:
-        """Make slots free.
+        """Mark slots as free.
 
         Raises:
             OSError: Some may be erased and others not.
@@ -161,7 +162,7 @@ class SlotIndex:
         self._put(slots, np.zeros(len(slots), RECORD))
 
     def _put(self, slots: SlotIds, records: Records) -> None:
-        """One write for every stretch of neighbours."""
+        """Write records, with one call for every run of neighbours."""
         if not len(slots):
             return
         order = np.lexsort((slots, slots % len(self._fds)))
@@ -172,7 +173,7 @@ class SlotIndex:
             data = records[start:stop].tobytes()
             offset = HEADER_BYTES + row * RECORD_BYTES
             if self._files.pwrite(self._fds[directory], data, offset) != len(data):
-                raise OSError(errno.EIO, "a record was written in part")
+                raise OSError(errno.EIO, "a record was written only partially")
 
     def load(self, num_slots: int) -> IndexContents:
         """Read the records of the first ``num_slots`` slots. Vectorised: O(slots), 0.3 us each."""
@@ -183,7 +184,7 @@ class SlotIndex:
         return IndexContents(np.concatenate(found), np.concatenate(torn))
 
     def last_generation(self, num_slots: int) -> int:
-        """The highest generation among the sound records; 0 where there are none."""
+        """Return the highest generation among the sound records; 0 if there are none."""
         chunks = (contents.records["generation"] for contents in self._chunks(num_slots))
         return max((int(chunk.max()) for chunk in chunks if len(chunk)), default=0)
 
@@ -193,7 +194,7 @@ class SlotIndex:
                 yield self._sift(records, slots)
 
     def _rows(self, directory: int, fd: int, num_slots: int) -> Iterator[tuple[SlotIds, Records]]:
-        """The records of a directory as they are, and their slots, some at a time."""
+        """Yield a directory's raw records and their slots, in chunks."""
         if fd < 0:
             return
         num_rows = len(range(directory, num_slots, len(self._fds)))
@@ -205,9 +206,10 @@ class SlotIndex:
             yield rows * len(self._fds) + directory, records
 
     def _read(self, fd: int, size: int, offset: int) -> bytearray:
-        """Part of a file, or what there is of it before its end.
+        """Read part of a file, or less if the file ends before.
 
-        Pages that the device cannot read come as all ones, which no record is: in use, and torn.
+        Pages that the device cannot read are returned as all ones, which no record is: in use,
+        and torn.
         """
         data, by_page = bytearray(), False
         while len(data) < size:

@@ -1,4 +1,4 @@
-"""A sequence of files of which the oldest are deleted."""
+"""Rotating files: a sequence of files of which the oldest are deleted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RotatingFiles:
             left = left[written:]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the current file. Idempotent."""
         if self._file is not None:
             file, self._file = self._file, None
             file.close()

@@ -67,7 +67,7 @@ class KeyWriter:
         """Return an earlier task whose prompt this one begins with, and its number of blocks.
 
         Such a prompt ends where this one does, or where the cached part of this one does. A key
-        covers everything before it, so only these few are computed of a prompt of tokens.
+        covers everything before it, so these few are the only keys computed for a token prompt.
         """
         for count in (match.stop, match.found_start + match.num_blocks, match.found_start):
             base, num_blocks = self._bases.get(_end_of(keys, count), (0, 0)) if count else (0, 0)

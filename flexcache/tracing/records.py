@@ -1,7 +1,7 @@
 """The lines of a trace. A file begins with a `TraceHeader`; each further line is a `Record`.
 
-Times are seconds since the trace began, by a monotonic clock. Lines are in the order of events, an
-op at its end. Fields with default values are omitted.
+Times are seconds since the trace began, by a monotonic clock. Lines are in the order of events; an
+op is recorded at its end. Fields with default values are omitted.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Matched(_Line, frozen=True, kw_only=True, omit_defaults=True, tag="match")
         keys: The last 8 bytes of each block's key, which is the whole hash where KV events carry
             64 bits, for blocks ``[base_blocks, stop)``. Earlier keys are those of the match of the
             task ``base``, which is earlier in the same file.
-        found_start: First of the ``num_blocks`` blocks that the task is to move.
+        found_start: First of the ``num_blocks`` blocks that the task will move.
         sources: How many of them each tier supplies.
         dropped: Blocks that cannot be stored, by reason.
         skipped: Blocks that are cached but not loaded, by reason.

@@ -82,7 +82,7 @@ class Tracer:
         self._origin_s = time.monotonic()
         self._queue: deque[tuple[Record, PackedPrompt | None]] = deque()
         self._started: dict[OpId, float] = {}
-        # Totals. Only callers write the first and only the thread the second, so neither is locked.
+        # Totals. Callers alone write the first, the thread alone the second: no lock is needed.
         self._bytes_queued = 0
         self._bytes_written = 0
         self._num_dropped = 0
@@ -222,10 +222,10 @@ class Tracer:
             self._is_over = True
             self._write_queued()
             self._files.close()
-        except Exception as error:  # the cache goes on without a trace
+        except Exception as error:  # the cache continues without a trace
             log_event(
                 logger, logging.ERROR, "trace_ended", file=self._files.path, error=error,
-                effect="the cache goes on untraced",
+                effect="the cache continues untraced",
             )  # fmt: skip
         self._is_over = True
         self._num_abandoned = len(self._queue)

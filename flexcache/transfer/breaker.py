@@ -1,14 +1,14 @@
-"""Circuit breaker of a remote store: who is down or slow is left alone, and tried again later.
+"""Circuit breaker of a remote store: stops calls to one that is down or slow, and retries later.
 
     closed --too many of the last calls failed--> open --back-off--> half open
        ^                                           ^                    |
        |                                           +---- a trial fails -+
        +------------------ several trials in a row succeed -------------+
 
-Only trials, which no caller waits for, go to the store while it is half open. The back-off doubles
-from one opening to the next, and starts over once the breaker has stayed closed for a while.
+While the breaker is half open, the store gets only trials, which no caller waits for. The back-off
+doubles with each opening, and starts over once the breaker has stayed closed for a while.
 
-Pure: time is handed in.
+Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BreakerState(str, Enum):
 
 
 class CircuitBreaker:
-    """Takes in how calls ended and says whether more may be made."""
+    """Records how calls ended and decides whether more may be made."""
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
@@ -50,7 +50,7 @@ class CircuitBreaker:
         return self.state is BreakerState.CLOSED
 
     def succeeded(self, now: float) -> None:
-        """A call ended well and in time."""
+        """Record that a call succeeded in time."""
         self._calls.append(True)
         if self.state is not BreakerState.HALF_OPEN:
             return
@@ -61,7 +61,7 @@ class CircuitBreaker:
             self._calls.clear()
 
     def failed(self, reason: str, now: float) -> None:
-        """A call failed or took too long."""
+        """Record that a call failed or took too long."""
         self._calls.append(False)
         num_failed = self._calls.count(False)
         num_calls = len(self._calls)
@@ -70,7 +70,7 @@ class CircuitBreaker:
             self.trip(reason, now)
 
     def trip(self, reason: str, now: float) -> None:
-        """Open at once: the store's worker is gone, say."""
+        """Open at once, for example because the store's worker is gone."""
         if self.state is BreakerState.OPEN:
             return
         if self.state is BreakerState.CLOSED and now - self._closed_at_s > _STABLE_AFTER_S:
@@ -82,14 +82,14 @@ class CircuitBreaker:
         self._backoff_s = min(2 * self._backoff_s, _LONGEST_BACKOFF_S)
 
     def wants_trial(self, now: float) -> bool:
-        """Whether a call should be made just to see; half opens the breaker when that is due."""
+        """Whether a trial call should be made; half-opens the breaker when its back-off ends."""
         if self.state is BreakerState.OPEN and now >= self._retry_at_s:
             self.state = BreakerState.HALF_OPEN
             self._num_good_trials = 0
         return self.state is BreakerState.HALF_OPEN
 
     def next_deadline(self) -> float | None:
-        """When `wants_trial` changes its mind by itself."""
+        """Return when the answer of `wants_trial` changes by itself."""
         return self._retry_at_s if self.state is BreakerState.OPEN else None
 
     def report(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Ops that wait for an executor which several engines share.
+"""Queue of ops for an executor that several engines share.
 
 Loads go before stores, but a store gets every fourth turn; within a class the engines take turns,
-each first come, first served. Everything is O(1) per op.
+and each engine's ops are served first come, first served. Everything is O(1) per op.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class FairQueue(Generic[Item]):
         (self._loads if is_load else self._stores).setdefault(owner, deque()).append(op_id)
 
     def discard(self, op_id: OpId) -> None:
-        """The op no longer wants its turn."""
+        """Remove an op that should no longer run."""
         self._items.pop(op_id, None)
 
     def next(self) -> Item | None:
-        """Take out the op whose turn it is."""
+        """Remove and return the op whose turn it is."""
         store_first = self._loads_since_store >= _EAGER_LOADS
         first, second = self._loads, self._stores
         for queue in (second, first) if store_first else (first, second):
@@ -54,7 +54,7 @@ class FairQueue(Generic[Item]):
             while waiting and item is None:
                 item = self._items.pop(waiting.popleft(), None)
             del queue[owner]
-            if waiting:  # the owner's next turn comes after everybody else's
+            if waiting:  # the owner's next turn comes after those of all others
                 queue[owner] = waiting
             if item is not None:
                 return item

@@ -1,4 +1,4 @@
-"""What a planner hands to the scheduler: ops, and which must end before which may start."""
+"""Graph of ops that a planner passes to the scheduler, with the dependencies between them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ BlockIds = npt.NDArray[np.int64]
 
 @dataclass(slots=True, eq=False)
 class TransferOp:
-    """One typed movement of a list of blocks of one task.
+    """One transfer of a list of blocks of one task, from one tier to another.
 
     ``first`` is the position of the op's first block among the task's blocks. An op that depends
     on another over the same positions moves at most the prefix that the other delivered.
 
     Attributes:
-        src: Block ids to read, of the tier that ``kind`` names first; GPU ids come at the launch.
+        src: Block ids to read, in the tier that ``kind`` names first; GPU ids are set at launch.
         dst: Block ids to write, likewise.
-        names: What the blocks are called, where the op reads or writes what outlives the process.
+        names: Names of the blocks, if the op reads or writes storage that outlives the process.
     """
 
     op_id: OpId
@@ -53,7 +53,7 @@ class TransferOp:
 
 @dataclass(slots=True, eq=False)
 class TransferOpGraph:
-    """The ops of one get, put or prefetch, in an order in which they could run one by one."""
+    """The ops of one get, put or prefetch, in a valid order of execution."""
 
     ops: list[TransferOp] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class TransferOpGraph:
         return op_id
 
     def bind_gpu_blocks(self, gpu_blocks: BlockIds, base: int) -> None:
-        """Say which GPU blocks the task's blocks ``base, base + 1, ...`` are."""
+        """Assign GPU blocks to the task's blocks ``base, base + 1, ...``."""
         for op in self.ops:
             if op.kind.touches_gpu:
                 chunk = gpu_blocks[op.first - base : op.first - base + len(op)]

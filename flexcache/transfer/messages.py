@@ -1,7 +1,7 @@
-"""What the scheduler's process and the executors of ops say to each other.
+"""Messages between the scheduler's process and the executors of ops.
 
-One tagged msgspec struct per message; block lists travel as one binary array each (int64, little
-endian), checksums likewise (uint64). New fields go last, with defaults.
+One tagged msgspec struct per message; a block list is one binary array (int64, little endian), as
+are checksums (uint64). New fields go last, with defaults.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from flexcache.ids import OpKind
 
 
 class BlockNames(msgspec.Struct, frozen=True):
-    """What the blocks of an op are called, where they go to or come from what outlives a process.
+    """Names of an op's blocks in storage that outlives the process.
 
-    ``keys`` are of consecutive blocks of one prompt, the first at position ``first``; ``parent``
-    is the key of the block before it, empty where there is none.
+    ``keys`` are those of consecutive blocks of one prompt, the first at position ``first``;
+    ``parent`` is the key of the block before it, empty if there is none.
     """
 
     root: bytes
@@ -29,8 +29,8 @@ class BlockNames(msgspec.Struct, frozen=True):
 class Execute(msgspec.Struct, tag=True, frozen=True):
     """Move ``src`` blocks to ``dst`` blocks, and answer with `Done`.
 
-    A ``gated`` op waits until the engine's worker opens the gate of ``task_id``. ``names`` are
-    given to H2DISK, H2REMOTE and REMOTE2H; the ids on the remote side mean nothing.
+    A ``gated`` op waits until the engine's worker opens the gate of ``task_id``. H2DISK, H2REMOTE
+    and REMOTE2H have ``names``; block ids on the remote side have no meaning.
     """
 
     op_id: int
@@ -44,13 +44,13 @@ class Execute(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drop(msgspec.Struct, tag=True, frozen=True):
-    """What of the op has not started is not wanted any more. `Done` is still due."""
+    """Drop the part of an op that has not started. `Done` still follows."""
 
     op_id: int
 
 
 class LookUp(msgspec.Struct, tag=True, frozen=True):
-    """How many of these blocks, from the first on, does the remote store have? See `LookedUp`."""
+    """Ask how many of these blocks, from the first on, the remote store has. See `LookedUp`."""
 
     lookup_id: int
     root: bytes
@@ -58,7 +58,7 @@ class LookUp(msgspec.Struct, tag=True, frozen=True):
 
 
 class LookedUp(msgspec.Struct, tag=True, frozen=True):
-    """The first ``num_present`` are there; with an ``error``, nothing is known of the others."""
+    """The store has the first ``num_present`` blocks; with an ``error``, the rest is unknown."""
 
     lookup_id: int
     num_present: int
@@ -66,11 +66,11 @@ class LookedUp(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Finish what is moving and go."""
+    """Finish running transfers and exit."""
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """An executor process is up; ``detail`` says how it works (for the log)."""
+    """An executor process is up; ``detail`` describes how it works, for the log."""
 
     detail: str
 
@@ -78,8 +78,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 class Done(msgspec.Struct, tag=True, frozen=True):
     """An op has ended with its first ``num_ok`` blocks moved.
 
-    ``bad_block``: the one after them could not be read or has wrong bytes. ``checksums``: of the
-    blocks written, where a tier verifies them when they are read.
+    ``bad_block``: the next one could not be read or has wrong bytes. ``checksums``: those of the
+    written blocks, for a tier that verifies them on reading.
     """
 
     op_id: int

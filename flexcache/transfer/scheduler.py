@@ -1,8 +1,8 @@
-"""Which ops may start: a state machine over the graphs in flight, without I/O or clock.
+"""Decides which ops may start: a state machine over the graphs in flight, without I/O or clock.
 
-It looks only at ops whose last dependency just ended, so a step costs per op that became ready,
-whatever else is in flight. Each op of each submitted graph ends exactly once: having run, having
-been dropped because nothing was delivered to it, or by cancellation before it started.
+It visits only ops whose last dependency just ended, so a step costs O(1) per op that became ready,
+whatever else is in flight. Each op of each submitted graph ends exactly once: it has run, it was
+dropped because nothing was delivered to it, or it was cancelled before it started.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexcache.transfer.graph import TransferOp, TransferOpGraph
 
 @dataclass(frozen=True, slots=True)
 class StartOp:
-    """Instruction: execute the op and report by `TransferScheduler.op_ended`."""
+    """Instruction to execute the op and report its end with `TransferScheduler.op_ended`."""
 
     task_id: TaskId
     op: TransferOp
@@ -45,7 +45,7 @@ class _Node:
 
 
 class TransferScheduler:
-    """Runs graphs. Every method that changes state returns what follows, in order."""
+    """Runs graphs. Every method that changes state returns the resulting outcomes, in order."""
 
     def __init__(self) -> None:
         self._nodes: dict[OpId, _Node] = {}
@@ -56,9 +56,9 @@ class TransferScheduler:
         return len(self._nodes)
 
     def submit(self, task_id: TaskId, graph: TransferOpGraph) -> list[Outcome]:
-        """Take on a graph; the ops that depend on nothing start at once."""
+        """Accept a graph; ops without dependencies start at once."""
         if task_id in self._open_ops:
-            raise InternalError(f"task {task_id} has a graph in flight already")
+            raise InternalError(f"task {task_id} already has a graph in flight")
         if not graph.ops:
             return []
         self._open_ops[task_id] = {}
@@ -75,7 +75,7 @@ class TransferScheduler:
         return outcomes
 
     def op_ended(self, op_id: OpId, num_ok: int) -> list[Outcome]:
-        """A started op has ended, however it ended."""
+        """Record that a started op has ended, successfully or not."""
         node = self._nodes.get(op_id)
         if node is None or not node.running:
             raise InternalError(f"op {op_id} ended without running")
@@ -84,7 +84,7 @@ class TransferScheduler:
         return outcomes
 
     def cancel(self, task_id: TaskId) -> list[Outcome]:
-        """End what has not started. Running ops end by themselves. Idempotent."""
+        """End the task's ops that have not started; running ones end by themselves. Idempotent."""
         outcomes: list[Outcome] = []
         for op_id in list(self._open_ops.get(task_id, ())):
             node = self._nodes.get(op_id)

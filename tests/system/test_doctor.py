@@ -69,8 +69,8 @@ def test_a_pool_is_described(filled: Path) -> None:
     code, said = doctor(filled, "--verify")
     assert code == 0
     assert "format 2, 1 of 1 directories, 12 slots of 8,192 bytes, 10 recorded" in said
-    assert "10 blocks can be found, 0 have lost" in said
-    assert "every recorded slot has its checksum" in said
+    assert "10 blocks can be found, 0 cannot" in said
+    assert "all recorded slots match their checksums" in said
 
 
 def test_a_pool_in_use_is_left_alone(filled: Path) -> None:
@@ -91,7 +91,7 @@ def test_torn_records_are_an_error_until_they_are_repaired(filled: Path) -> None
     code, said = doctor(filled)
     assert code == 1
     assert "1 records are torn -> --repair erases" in said
-    assert "7 blocks can be found, 2 have lost" in said
+    assert "7 blocks can be found, 2 cannot" in said
     code, said = doctor(filled, "--repair")
     assert code == 0
     assert "1 records are torn: erased" in said
@@ -103,18 +103,18 @@ def test_only_verifying_finds_wrong_bytes_and_repairing_drops_them(filled: Path)
     assert doctor(filled)[0] == 0
     code, said = doctor(filled, "--verify")
     assert code == 1
-    assert "1 slots do not hold what is recorded" in said
+    assert "1 slots do not match their records" in said
     assert doctor(filled, "--verify", "--repair")[0] == 0
     code, said = doctor(filled, "--verify")
     assert code == 0
-    assert "4 blocks can be found, 5 have lost" in said
+    assert "4 blocks can be found, 5 cannot" in said
 
 
 def test_a_truncated_data_file_is_found_by_verifying(filled: Path) -> None:
     os.truncate(filled / DATA_FILE, HEADER_BYTES + 6 * SLOT_BYTES + 1)
     code, said = doctor(filled, "--verify")
     assert code == 1
-    assert "4 slots do not hold" in said
+    assert "4 slots do not match" in said
 
 
 def test_chains_are_followed_through_all_directories_of_a_pool(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_chains_are_followed_through_all_directories_of_a_pool(tmp_path: Path) -
     assert code == 0
     assert "1 of 2 directories, 12 slots of 8,192 bytes, 5 recorded" in said
     assert "-> name all directories of the pool" in said
-    assert "every recorded slot has its checksum" in said
+    assert "all recorded slots match their checksums" in said
 
 
 def test_a_damaged_pool_is_named_and_cleared_on_request_only(filled: Path) -> None:

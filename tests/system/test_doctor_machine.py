@@ -98,7 +98,7 @@ def test_a_directory_that_refuses_o_direct_is_named_with_the_remedy(tmp_path: Pa
     assert report.code == 0  # buffered I/O does the work
     found = report.the("pool", f"{tmp_path}: no O_DIRECT")
     assert (found["level"], "ext4, XFS" in found["remedy"]) == ("warning", True)
-    found = report.the("file_system", f"{tmp_path} is on ramfs, that is, in memory")
+    found = report.the("file_system", f"{tmp_path} is on ramfs, in memory")
     assert (found["level"], "on a disk" in found["remedy"]) == ("warning", True)
 
 
@@ -136,7 +136,7 @@ def test_a_disk_that_is_too_small_is_an_error(tmp_path: Path) -> None:
     )
     assert report.code == 1
     found = report.the("space", "the SSD tier grows by 20.0 MB")
-    assert (found["level"], found["remedy"]) == ("error", "lower ssd_cache_gb, or make room")
+    assert (found["level"], found["remedy"]) == ("error", "lower ssd_cache_gb, or free some space")
 
 
 def test_a_directory_that_may_not_be_read_is_an_error(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_shared_directory_is_checked_and_not_created(tmp_path: Path) -> None:
     assert found == Finding(Level.OK, f"file://{tmp_path}: answers")
     found = one(check_remote_store(subject_with(remote_url=f"file://{tmp_path}/share")))
     assert found.level is Level.WARNING
-    assert "there is no such directory" in found.text
+    assert "no such directory" in found.text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -335,10 +335,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str, bool]] = {
     "bit of the header": (flip(20), "header is damaged", True),
     "bit of the bytes": (flip(100_000), "checksum mismatch", True),
     "last bit": (flip(HEADER_BYTES + BLOCK_BYTES - 1), "checksum mismatch", True),
-    "half of it": (lambda data: data[: len(data) // 2], "bytes are there", True),
+    "half of it": (lambda data: data[: len(data) // 2], "bytes are present", True),
     "less than a header": (lambda data: data[:10], "less than a header", True),
     "a byte more": (lambda data: data + b"x", "bytes where at most", True),
-    "something else": (lambda data: b"#!/bin/sh\n" * 100, "no object of FlexCache", True),
+    "something else": (lambda data: b"#!/bin/sh\n" * 100, "not a FlexCache object", True),
     "newer version": (newer_version, f"format version {FORMAT_VERSION + 1}", False),
 }
 

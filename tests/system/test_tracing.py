@@ -293,7 +293,7 @@ def test_a_requests_story_is_in_order(half_and_half: RecordedTrace) -> None:
     assert texts[0].startswith(f"get of blocks 0 to {LONG} ({LONG * BLOCK} tokens, engine dp0)")
     assert texts[0].endswith(f"{LONG} blocks found: {LONG // 2} CPU, {LONG // 2} SSD")
     assert texts[1] == "launched"
-    assert texts[-1] == f"over: success, {LONG} blocks arrived"
+    assert texts[-1] == f"ended: success, {LONG} blocks arrived"
     assert sum(text.startswith("DISK2H of blocks") for text in texts) > 2
     assert [c.after_s for c in chapters] == sorted(c.after_s for c in chapters)
     assert chapters[0].after_s == 0
@@ -318,10 +318,10 @@ def test_the_commands_show_the_trace(half_and_half: RecordedTrace, tmp_path: Pat
     assert "SSD reads" in run("trace", "overlap", trace)
     run("trace", "chrome", trace, str(tmp_path / "chrome.json"))
     assert json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
-    assert "over: success" in run("trace", "story", trace, "req-7")
+    assert "ended: success" in run("trace", "story", trace, "req-7")
     assert json.loads(run("trace", "story", trace, "req-7", "--json"))[0]["type"] == "match"
     files = [str(path) for path in sorted((tmp_path / "trace").iterdir())]
-    assert "over: success" in run("trace", "story", *files, *files, "req-7")
+    assert "ended: success" in run("trace", "story", *files, *files, "req-7")
     shown = run(
         "replay", trace, "--json", str(tmp_path / "report.json"), "--block-bytes", "4096",
         "--trace-dir", str(tmp_path / "again"),

@@ -110,7 +110,7 @@ def test_giving_back_a_free_block_names_it_and_changes_nothing() -> None:
 def test_taking_exactly_what_is_not_free_is_refused(wanted: list[int]) -> None:
     pool = BlockPool(5)
     pool.take(2)
-    with pytest.raises(InternalError, match="not free, or twice"):
+    with pytest.raises(InternalError, match="not free, or occur twice"):
         pool.take_exactly(ids(*wanted))
 
 

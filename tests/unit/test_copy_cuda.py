@@ -521,5 +521,5 @@ def test_an_attach_that_fails_half_way_leaves_nothing_pinned(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the driver is here")
 def test_without_the_driver_the_error_names_what_is_missing() -> None:
-    with pytest.raises(MissingDependencyError, match="NVIDIA's driver"):
+    with pytest.raises(MissingDependencyError, match="the NVIDIA driver"):
         CudaDriver.load()

@@ -160,7 +160,7 @@ def from_another_pool(path: Path) -> None:
 MISMATCHES: list[tuple[str, Callable[[Path], object]]] = [
     ("the header of flexcache-ssd.slots is damaged", lambda path: flip(path / DATA_FILE, 30)),
     ("the header of flexcache-ssd.index is damaged", lambda path: flip(path / INDEX_FILE, 50)),
-    (f"has format {FORMAT_VERSION + 1}, of a newer FlexCache", as_newer_version),
+    (f"has format {FORMAT_VERSION + 1}, from a newer FlexCache", as_newer_version),
     ("flexcache-ssd.index is there without its", lambda path: (path / DATA_FILE).unlink()),
     ("flexcache-ssd.index is not the index of", from_another_pool),
 ]
@@ -186,7 +186,7 @@ def test_a_mismatch_is_refused_by_name_or_cleared(
 
 
 def test_another_slot_size_is_refused_or_cleared(filled: Path) -> None:
-    with pytest.raises(ConfigError, match="slots are of 8192 bytes, this model's of 4096"):
+    with pytest.raises(ConfigError, match="slots have 8192 bytes, this model's have 4096"):
         pool(filled, size=4096).__enter__()
     with pool(filled, size=4096, on_mismatch="clear") as cleared:
         assert slots(cleared) == []
@@ -198,9 +198,9 @@ def test_directories_in_another_order_or_number_are_refused(tmp_path: Path) -> N
     one, two = tmp_path / "one", tmp_path / "two"
     with pool(one, two) as made:
         fill(made)
-    with pytest.raises(ConfigError, match="it was directory 2 of 2, now it is 1 of 2"):
+    with pytest.raises(ConfigError, match="it was directory 2 of 2 and is now 1 of 2"):
         pool(two, one).__enter__()
-    with pytest.raises(ConfigError, match="it was directory 1 of 2, now it is 1 of 1"):
+    with pytest.raises(ConfigError, match="it was directory 1 of 2 and is now 1 of 1"):
         pool(one).__enter__()
     with pool(one, two) as again:
         assert slots(again) == list(range(10))
@@ -211,7 +211,7 @@ def test_directories_of_two_pools_are_refused_or_cleared(tmp_path: Path) -> None
         with pool(tmp_path / name / "0", tmp_path / name / "1") as made:
             fill(made)
     mixed = tmp_path / "a" / "0", tmp_path / "b" / "1"
-    with pytest.raises(ConfigError, match="of different pools"):
+    with pytest.raises(ConfigError, match="belong to different pools"):
         pool(*mixed).__enter__()
     with pool(*mixed, on_mismatch="clear") as cleared:
         assert slots(cleared) == []

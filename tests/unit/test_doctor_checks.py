@@ -80,7 +80,7 @@ def test_why_io_uring_does_not_work(
     [
         (Gpus(False, None, "no file", 0, None), [OK], "no NVIDIA GPU"),
         (Gpus(True, None, "no file", 0, "12.8"), [ERROR], "cannot be used: no file"),
-        (Gpus(True, 12080, "CUDA error 100", 0, "12.8"), [WARNING], "gives no GPU: CUDA error"),
+        (Gpus(True, 12080, "CUDA error 100", 0, "12.8"), [WARNING], "reports no GPU: CUDA error"),
         (Gpus(True, 12080, "", 2, "12.8"), [OK], "2 GPUs; their driver (CUDA 12.8)"),
         (Gpus(True, 12040, "", 1, "12.8"), [WARNING], "one by one"),
         (Gpus(True, 13000, "", 1, None), [ERROR, OK], "torch was built for the CPU"),

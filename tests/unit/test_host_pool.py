@@ -63,7 +63,7 @@ def test_too_few_reserved_pages_are_an_error_that_says_how_many_it_takes() -> No
     free = int((_RESERVED / "free_hugepages").read_text()) if _RESERVED.exists() else 0
     wanted = free + 1000
     before = len(os.listdir("/proc/self/fd"))
-    says = f"takes {wanted} pages" if _RESERVED.exists() else "hugepages = 'reserved'"
+    says = f"needs {wanted} pages" if _RESERVED.exists() else "hugepages = 'reserved'"
     with pytest.raises(ConfigError, match=says):
         HostSegment.create(2 << 20, wanted, "reserved")
     assert len(os.listdir("/proc/self/fd")) == before

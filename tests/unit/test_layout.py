@@ -391,7 +391,7 @@ def test_a_block_size_other_than_the_models_is_refused(wrong: Callable[[int], in
     tensors, _ = joined(NUM_BLOCKS, 16, torch.bfloat16)
     size = bytes_per_index(tensors)
     message = refusal(tensors, wrong(size))
-    assert f" {size} bytes over 3 KV tensors" in message
+    assert f" {size} bytes in the 3 KV tensors" in message
     assert f" {wrong(size)} by the model's shape" in message
 
 
@@ -411,7 +411,7 @@ def test_the_wrong_block_dimension_is_refused_where_it_shows() -> None:
     tensors, _ = split(NUM_BLOCKS, 16, torch.bfloat16)
     wanted = bytes_per_index(tensors, 1)
     message = refusal(tensors, wanted, block_dim=0)
-    assert f" {bytes_per_index(tensors, 0)} bytes over 3 KV tensors" in message
+    assert f" {bytes_per_index(tensors, 0)} bytes in the 3 KV tensors" in message
     assert f" {wanted} by the model's shape" in message
 
 
@@ -420,7 +420,7 @@ def test_a_block_dimension_that_a_tensor_lacks_is_refused(block_dim: int) -> Non
     tensors = {"deep": torch.zeros(4, 2, 2, 16, 2, 2, 2, 2), "flat": torch.zeros(4, 16, 8)}
     message = refusal(tensors, 4096, block_dim)
     assert message.startswith("flat: shape (4, 16, 8)")
-    assert f"no dimension {block_dim}" in message
+    assert f"no block dimension {block_dim}" in message
 
 
 def test_no_tensors_are_refused() -> None:
@@ -428,7 +428,7 @@ def test_no_tensors_are_refused() -> None:
 
 
 def test_a_cache_without_blocks_is_refused() -> None:
-    assert "0 bytes over 1 KV tensors" in refusal({"empty": torch.zeros(0, 16, 8)}, 4096)
+    assert "0 bytes in the 1 KV tensors" in refusal({"empty": torch.zeros(0, 16, 8)}, 4096)
 
 
 def test_what_is_not_a_tensor_is_refused_by_name() -> None:

@@ -388,7 +388,7 @@ def test_a_model_survives_the_trip_to_the_server() -> None:
 
 def test_existing_curve_keys_are_not_overwritten(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
-    with pytest.raises(ConfigError, match="holds keys already"):
+    with pytest.raises(ConfigError, match="already holds keys"):
         make_keys(tmp_path / "keys")
 
 

@@ -247,5 +247,5 @@ def test_a_partial_write_is_an_error() -> None:
         def fdatasync(self, fd: int) -> None:
             pass
 
-    with pytest.raises(OSError, match="in part"):
+    with pytest.raises(OSError, match="only partially"):
         SlotIndex([0], POOL_ID, HalfADisk()).write(slots_of(0), some_records(1))

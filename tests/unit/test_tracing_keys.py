@@ -88,7 +88,7 @@ def test_a_reference_to_a_missing_line_is_refused() -> None:
     writer = KeyWriter(16)
     writer.complete(match_of(1, 3), packed(ROOTS[0], (1, 2, 3), 8))
     second = writer.complete(match_of(2, 3), packed(ROOTS[0], (1, 2, 3), 8))
-    with pytest.raises(ValueError, match="task 2 begins like task 1"):
+    with pytest.raises(ValueError, match="task 2 refers to keys of task 1"):
         KeyReader().complete(second)
 
 

@@ -124,7 +124,7 @@ def test_a_port_is_told_apart_from_one_that_takes_its_place(bound: str, host: st
 
 def test_a_path_that_is_not_a_socket_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "s.sock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UntrustedError, match=r"s\.sock is no socket"):
+    with pytest.raises(UntrustedError, match=r"s\.sock is not a socket"):
         find_listener(f"ipc://{tmp_path}/s.sock", False)
 
 

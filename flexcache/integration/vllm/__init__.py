@@ -1,4 +1,4 @@
-"""FlexCache for vLLM: ``kv_connector_module_path="flexcache.integration.vllm"``."""
+"""FlexCache's KV connector for vLLM: ``kv_connector_module_path="flexcache.integration.vllm"``."""
 
 try:
     from flexcache.integration.vllm.connector import FlexCacheConnectorV1

@@ -1,6 +1,6 @@
 """CacheCalls: an engine's calls to its cache, in terms of vLLM's requests and blocks.
 
-The cache may fail, the request may not: errors are logged, and the answer says that there is
+The cache may fail, but the request must not: errors are logged, and the answer is that there is
 nothing to load or store.
 """
 
@@ -25,7 +25,7 @@ from flexcache.request_info import RequestInfo
 logger = logging.getLogger(__name__)
 
 _ANSWER_PATIENCE_S = 0.1
-_HIGHEST_PRIORITY = 100  # that a request may ask for
+_HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
 
 
@@ -113,11 +113,11 @@ class CacheCalls:
         """Launch a matched task, which the workers start with their next step.
 
         Returns:
-            False, with nothing left of the task, if that failed.
+            Whether the launch succeeded. If not, the task has ended.
         """
         try:
             self._manager.launch([task_id], [self._slots(block_ids)], gated=True)
-            # A task that had ended before (the server was lost, say) was not launched at all.
+            # A task that had already ended (because the server was lost, say) was not launched.
             response = self._manager.try_wait([task_id]).get(task_id)
         except (FlexCacheError, ValueError, KeyError) as error:
             log_event(logger, logging.WARNING, "launch_failed", task=task_id, error=error)
@@ -126,16 +126,16 @@ class CacheCalls:
         return response is None or response.status is KVStatus.SUCCESS
 
     def has_arrived(self, task_id: int, num_tokens: int) -> bool:
-        """Whether all that was matched was loaded.
+        """Return whether everything that was matched was loaded.
 
-        The workers have seen the end; a server's answer may still be on its way.
+        The workers have seen the task's end; the server's answer may still be on its way.
         """
         try:
             response = self._manager.wait([task_id], _ANSWER_PATIENCE_S)[task_id]
         except (FlexCacheError, KeyError):
             return False
         if response.status is KVStatus.TIMEOUT:
-            return True  # no evidence against it
+            return True  # no evidence to the contrary
         if int(response.mask.sum()) == num_tokens:
             return True
         log_event(
@@ -151,7 +151,7 @@ class CacheCalls:
         self._safely(self._manager.report_prefill, tokens_per_s)
 
     def reset(self) -> bool:
-        """Drop everything cached and unused. Whether that succeeded."""
+        """Drop everything cached and unused. Return whether that succeeded."""
         return self._safely(self._manager.reset)
 
     def read_counters(self) -> Mapping[str, float] | None:
@@ -167,7 +167,7 @@ class CacheCalls:
             return None
         try:
             return read_request_info(request, self._block_size)
-        except Exception as error:  # it reads many of vLLM's internals; no request may fail by it
+        except Exception as error:  # reads many vLLM internals, and must not fail a request
             log_event(
                 logger, logging.WARNING, "request_not_described", request=request.request_id,
                 error=error,
@@ -189,9 +189,9 @@ class CacheCalls:
 
 
 def _retention(request: Any) -> dict[str, Any]:
-    """Read the hints of ``kv_transfer_params`` as `KVManager.put_match` takes them.
+    """Read the hints in ``kv_transfer_params`` as arguments of `KVManager.put_match`.
 
-    They come from the sender of the request: what makes no sense is left out.
+    They come from the sender of the request: invalid ones are ignored.
     """
     params = getattr(request, "kv_transfer_params", None) or {}
     hints: dict[str, Any] = {}
@@ -206,6 +206,6 @@ def _retention(request: Any) -> dict[str, Any]:
         except (TypeError, ValueError, OverflowError):
             log_event(
                 logger, logging.DEBUG, "hint_ignored", request=request.request_id,
-                hint=f"flexcache_{name}", reason="is no number",
+                hint=f"flexcache_{name}", reason="not a number",
             )  # fmt: skip
     return hints

@@ -1,8 +1,7 @@
-"""FlexCacheConnectorV1: translates vLLM's KV connector interface.
+"""FlexCacheConnectorV1: implements vLLM's KV connector interface, for vLLM 0.28 to 0.33.
 
-For vLLM 0.28 to 0.33. Loads run between steps, or layer by layer within one; a put at a request's
-end covers prompt and generated tokens while vLLM keeps the blocks. Set
-``kv_load_failure_policy="recompute"``.
+Loads run between steps, or layer by layer within one. A put at a request's end covers prompt and
+generated tokens while vLLM keeps the blocks. Set ``kv_load_failure_policy="recompute"``.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _log_where_vllm_does() -> None:
-    """Use vLLM's log handlers: it sets up only its own logger, and ours would be silent."""
+    """Use vLLM's log handlers: it configures only its own logger, so ours would stay silent."""
     ours, vllms = logging.getLogger("flexcache"), logging.getLogger("vllm")
     if vllms.handlers and not ours.handlers:
         ours.handlers = list(vllms.handlers)

@@ -1,6 +1,6 @@
-"""Reads from a vLLM engine's config what FlexCache needs, and refuses what it does not support.
+"""Reads what FlexCache needs from a vLLM engine's config, and refuses unsupported settings.
 
-Holds no state. The scheduler's and the workers' side both use it and get the same answer.
+Holds no state. The scheduler's side and the workers' side both use it and get the same answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flexcache.protocol.runtime import private_endpoint
 def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
     """Read `CacheConfig` from ``FLEXCACHE_*`` and ``kv_connector_extra_config``; the latter wins.
 
-    KV events are on where vLLM publishes its own, with block hashes of the same kind.
+    KV events are on by default if vLLM publishes its own, with block hashes of the same kind.
     """
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
     set_size = extra.get("tokens_per_block", os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK"))
@@ -44,7 +44,7 @@ def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
 class Place:
     """An engine's name at its cache, and the cache's address.
 
-    ``endpoint`` is None if the engine's scheduler keeps the cache itself.
+    ``endpoint`` is None if the cache is in the engine's scheduler process.
     """
 
     endpoint: str | None
@@ -64,10 +64,10 @@ def read_layerwise_setting(extra_config: dict[str, Any]) -> str:
 
 
 def read_place(vllm_config: Any, cache_config: CacheConfig) -> Place:
-    """Return the same place for scheduler and workers of an engine.
+    """Return the engine's place, the same for its scheduler and its workers.
 
-    vLLM appends ``_dp<rank>`` to the id of each engine of a data-parallel group. There is no other
-    sign of a group: for dense models every rank believes that it is the only one.
+    vLLM appends ``_dp<rank>`` to the id of each engine of a data-parallel group. Nothing else
+    reveals a group: for dense models every rank is configured as if it were the only one.
     """
     engine_id = vllm_config.kv_transfer_config.engine_id
     in_group = re.fullmatch(r"(.+)_dp(\d+)", engine_id)
@@ -98,7 +98,7 @@ def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     """Return the shape of the KV cache as vLLM allocates it.
 
     A page that is not plain K and V of ``num_kv_heads`` heads (padded, quantised with scales,
-    different head sizes) is described as opaque bytes of the same weight.
+    different head sizes) is described as opaque bytes of the same size.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     _refuse_unsupported(vllm_config, kv_cache_config)
@@ -134,13 +134,13 @@ def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
 
 
 def _read_page_bytes(kv_cache_config: Any) -> int:
-    """Return the bytes of a block of one rank, over all layers, as vLLM allocates it.
+    """Return the bytes of one rank's block, over all layers, as vLLM allocates it.
 
-    Both sides describe the allocation alike, but not the specs: for a group whose layers
-    differ in size vLLM gives its scheduler the spec of one layer only.
+    Both sides see the same allocation, but not the same specs: for a group whose layers differ in
+    size, vLLM gives its scheduler the spec of one layer only.
     """
     tensors = kv_cache_config.kv_cache_tensors
-    # Each entry of vLLM 0.28 has memory of its own; later ones are parts of the same.
+    # In vLLM 0.28 each entry has its own memory; in later versions all share one allocation.
     sizes = [t.size for t in tensors] if hasattr(tensors[0], "shared_by") else [tensors[0].size]
     return int(sum(sizes)) // int(kv_cache_config.num_blocks)
 

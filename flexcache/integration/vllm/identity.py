@@ -1,8 +1,8 @@
-"""Names what the KV of a vLLM engine depends on besides its tokens.
+"""Identifies what the KV of a vLLM engine depends on besides its tokens.
 
 Engines with equal ids compute interchangeable KV. The id must therefore differ wherever the numbers
 may differ, and be equal for equal settings after a restart, on another host and with another vLLM
-release: no addresses, no cache paths, no library versions, no mere defaults.
+release: no addresses, cache paths, library versions or plain defaults.
 
     MODEL|revision=..|dtype=bfloat16|quantization=fp8:3f..|positions=9c..|kv=float8_e4m3fn|draft=..
 """
@@ -24,7 +24,7 @@ from flexcache.errors import ConfigError
 
 _DIGEST_BYTES = 8
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
-"""Path of a model in the hub's cache; offline, vLLM knows the model by this path only."""
+"""Path of a model in the hub's cache; offline, vLLM knows the model only by this path."""
 _CONFIGS = {
     "config.json", "params.json", "quantize_config.json", "quant_config.json",
     "hf_quant_config.json",
@@ -53,8 +53,8 @@ def read_model_id(vllm_config: Any) -> str:
 
 
 def _model_parts(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a model, target or draft, computes by."""
-    name = getattr(model, "model_weights", "") or model.model  # the first, where it was fetched
+    """Yield what determines the numbers of a model, target or draft."""
+    name = getattr(model, "model_weights", "") or model.model  # model_weights if it was fetched
     if (snapshot := _SNAPSHOT.fullmatch(name)) is not None:
         yield "model", snapshot[1].replace("--", "/", 1)
         yield "revision", snapshot[2]
@@ -85,7 +85,7 @@ def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
     if getattr(cache, "calculate_kv_scales", False):
         raise ConfigError(
             "calculate_kv_scales = True: the scales come from an engine's first prompt, so no "
-            "other run could read the KV; use a checkpoint with scales, or leave it off"
+            "other run can use the KV; use a checkpoint with scales, or leave it off"
         )
     names = {
         "auto": _dtype_name(vllm_config.model_config.dtype),
@@ -108,7 +108,7 @@ def _media_parts(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_draft(speculative: Any) -> str | None:
-    """Name the model whose KV is cached beside the target's; None if there is none."""
+    """Identify the model whose KV is cached along with the target's; None if there is none."""
     if speculative is None or str(speculative.method) in _NO_DRAFT_KV:
         return None
     draft = speculative.draft_model_config
@@ -125,13 +125,13 @@ def _read_revision(name: str, revision: str | None) -> str | None:
 
     try:
         config = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:  # no repository of the hub
+    except HFValidationError:  # not a repository on the hub
         return revision
     return Path(config).parent.name if isinstance(config, str) else revision
 
 
 def _digest_checkpoint(path: Path) -> str:
-    """Digest a local model, whose path names no content: its config and samples of its weights."""
+    """Digest a local model's config and samples of its weights: its path does not identify them."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     content: dict[str, Any] = {}
     for file in files:
@@ -171,12 +171,12 @@ def _read_positions(model: Any) -> dict[str, Any]:
     )
     found: dict[str, Any] = {name: getattr(config, name, None) for name in names}
     if found["rope_parameters"] is not None:
-        del found["rope_scaling"]  # its former name
+        del found["rope_scaling"]  # former name of rope_parameters
     return found | {"long": _computes_for_long(model, found)}
 
 
 def _computes_for_long(model: Any, positions: Mapping[str, Any]) -> bool | None:
-    """Name the way a model computes that chooses between two by ``max_model_len``."""
+    """Return which of two ways a model computes if ``max_model_len`` selects it; else None."""
     rope = positions["rope_parameters"] or positions.get("rope_scaling") or {}
     per_layer_type = [value for value in rope.values() if isinstance(value, dict)]
     for kind in (rope, *per_layer_type):
@@ -191,7 +191,7 @@ def _computes_for_long(model: Any, positions: Mapping[str, Any]) -> bool | None:
 
 
 def _digest_overrides(model: Any) -> str:
-    """Digest overrides of the model's config; a function by the config that it returns."""
+    """Digest overrides of the model's config; for a function, the config that it returns."""
     overrides = model.hf_overrides
     if callable(overrides):
         effective = model.hf_config.to_dict()
@@ -231,7 +231,7 @@ def _plain(value: object) -> Any:
     if dataclasses.is_dataclass(value):
         return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     kind = type(value).__name__
-    raise ConfigError(f"{value!r}: a {kind} in the model's settings cannot be named by its value")
+    raise ConfigError(f"{value!r}: a {kind} in the model's settings cannot be identified by value")
 
 
 def _dtype_name(dtype: object) -> str:

@@ -1,4 +1,4 @@
-"""KV events in vLLM's own classes, and the request metadata in them."""
+"""Conversion to KV events of vLLM's own classes, and the request metadata in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _untagged = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
 
 
 def read_request_info(request: Any, block_size: int) -> RequestInfo:
-    """Read what vLLM would publish of the request with its own blocks."""
+    """Read the request metadata that vLLM would publish with its own blocks."""
     lora = request.lora_request
     return RequestInfo(
         request_id=request.request_id,

@@ -1,4 +1,4 @@
-"""Names what decides the byte order in a block beyond what vLLM's tensors show."""
+"""Describes what determines the order of bytes in a block besides the shape of vLLM's tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def describe_layout(vllm_config: Any, layer_names: Iterable[str]) -> str:
-    """Name the device and the attention backends that read and write these layers' KV.
+    """Return the device and the attention backends that read and write these layers' KV.
 
     Backends order K, V, heads and tokens differently in tensors of equal shape. vLLM's CPU backend
-    also tiles a block for the instructions of the CPU that it runs on.
+    also tiles a block for the instruction set of its CPU.
     """
     layers = vllm_config.compilation_config.static_forward_context
     backends = {layers[name].get_attn_backend().get_name() for name in layer_names}

@@ -1,7 +1,7 @@
-"""Which loads run within the engine step that computes with them, layer by layer.
+"""Decides which loads run within the engine step that computes with them, layer by layer.
 
-Such a load saves the step in which a request only waits, and computing begins with its first layer.
-But the whole step waits for it, and every request in the step.
+Such a load saves the step in which a request only waits, and computing begins when its first layer
+has arrived. But the whole step waits for it, and so does every request in the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LayerwiseRule:
         obstacle: Why this engine does not support it; None if it does.
 
     Raises:
-        ConfigError: It is "on" and not supported.
+        ConfigError: The setting is "on" and not supported.
     """
 
     def __init__(self, setting: str, obstacle: str | None) -> None:
@@ -31,27 +31,29 @@ class LayerwiseRule:
         self._running: set[str] = set()
 
     def step(self, request_ids: Iterable[str]) -> None:
-        """Record which requests the starting step computes."""
+        """Record which requests the step computes that is about to start."""
         self._running = set(request_ids)
 
     def finished(self, request_id: str) -> None:
         self._running.discard(request_id)
 
     def allows(self, request_id: str) -> bool:
-        """Whether a load from DRAM may run within the step in which the request starts."""
+        """Return whether a load from DRAM may run within the step in which the request starts."""
         return not self._is_off and (self._always or self._running <= {request_id})
 
 
 def find_obstacle(vllm_config: Any) -> str | None:
     """Return why loads of an engine cannot run within a step; None if they can.
 
-    A load may fail after its step was computed. vLLM then discards that step, but not a next one
-    that it has scheduled already.
+    A load may fail after its step was computed. vLLM then discards that step, but not the next one
+    if it has already scheduled it.
     """
     if vllm_config.scheduler_config.async_scheduling:
         return "vLLM does not recover from a load lost in a step; set async_scheduling=False"
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        return "a load lost in a step would end its request; kv_load_failure_policy='recompute'"
+        return (
+            "a load lost in a step would fail its request; set kv_load_failure_policy='recompute'"
+        )
     if getattr(vllm_config, "use_v2_model_runner", False):
         return "not tested with vLLM's second model runner; set VLLM_USE_V2_MODEL_RUNNER=0"
     return None

@@ -1,4 +1,4 @@
-"""What the scheduler's side sends to the workers' side, once per engine step."""
+"""Metadata that the scheduler's side sends to the workers' side, once per engine step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 class Load:
     """A request's blocks that a task fills. ``task_id`` is None if it could not be started.
 
-    ``by_layer``: within the step that this is sent with; else between steps.
+    With ``by_layer`` the load runs within the step of this metadata, otherwise between steps.
     """
 
     request_id: str
@@ -30,7 +30,7 @@ class Store:
 
 @dataclass
 class FlexCacheMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Tasks launched since the last step; ``idle``: the engine computes nothing in this one."""
+    """Tasks launched since the last step. ``idle``: the engine computes nothing in this step."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How fast the engine computes prompts, from the pace of its steps."""
+"""Measures how fast the engine computes prompts, from the pace of its steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _NEWS = 0.05  # smaller changes are not reported
 
 
 class PrefillMeter:
-    """Measures tokens per second over stretches of large steps.
+    """Measures tokens per second over sequences of large steps.
 
-    A single step says nothing: an engine that schedules ahead starts the next one before this one
-    was computed, and an idle engine starts it much later. Over a stretch the first effect is small,
-    and the fastest of the last stretches is one without a pause.
+    A single step shows nothing: an engine that schedules ahead starts the next step before this one
+    was computed, and an idle engine starts it much later. Over several steps the first effect is
+    small, and the fastest of the recent sequences had no pause.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class PrefillMeter:
         self._told = 0.0
 
     def step(self, num_tokens: int, now: float) -> float | None:
-        """Record the start of a step of ``num_tokens``; returns the rate if it has changed."""
+        """Record the start of a step of ``num_tokens``; return the rate if it has changed."""
         if len(self._steps) == _STEPS_TOGETHER and now > self._steps[0][1]:
             total = sum(tokens for tokens, _ in self._steps)
             self._rates.append(total / (now - self._steps[0][1]))

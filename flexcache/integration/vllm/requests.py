@@ -1,4 +1,4 @@
-"""What the scheduler's side remembers of each request of vLLM's."""
+"""State that the scheduler's side keeps for each vLLM request."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Get:
     """An open get of a request.
 
     Attributes:
-        num_computed: Tokens that the engine had when it asked; the get covers what follows.
-        num_tokens: 0 if nothing was found.
+        num_computed: Tokens that the engine had when it asked; the get covers the following ones.
+        num_tokens: Tokens found; 0 if none.
         sources: Tokens that each tier supplies.
-        by_layer: The last answer to vLLM: whether the load runs within the request's first step.
+        by_layer: Last answer to vLLM: whether the load runs within the request's first step.
     """
 
     task_id: int
@@ -29,7 +29,7 @@ class Get:
 
 @dataclass(slots=True)
 class StepLoad:
-    """A load within a step: its first block's position and key, and all blocks from there on."""
+    """A load within a step: the position and key of its first block, and all blocks from it on."""
 
     first: int
     key: bytes
@@ -38,13 +38,13 @@ class StepLoad:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request, until vLLM has finished it and the step that loads for it is over.
+    """A request, until vLLM has finished it and the step that loads for it has ended.
 
     Attributes:
         get: Its open get: at most one, however often vLLM asks.
-        asked_s: When the remote store was first asked for it; None unless an answer is awaited.
-        has_lost_load: Another load is not offered: it could be lost in turn, without end.
-        step_load: Its load within the step that is scheduled or computed at present.
+        asked_s: When the remote store was first queried for it; None unless an answer is pending.
+        has_lost_load: A load was lost. No other is offered: each could be lost in turn, endlessly.
+        step_load: Its load within the step that is now scheduled or computed.
         has_ended: Whether vLLM has finished it.
     """
 

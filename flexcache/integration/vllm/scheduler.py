@@ -1,6 +1,6 @@
-"""The scheduler's side of the connector: turns vLLM's questions into FlexCache tasks.
+"""Scheduler side of the connector: turns vLLM's queries into FlexCache tasks.
 
-At most one get of a request is open, however often vLLM asks; its life here:
+A request has at most one open get, however often vLLM asks; the get's life:
 
     matched --blocks allocated--> launched --workers report--> gone
        |
@@ -9,8 +9,8 @@ At most one get of a request is open, however often vLLM asks; its life here:
 A request ends with at most one put, during which vLLM keeps its blocks.
 
 A get that runs within the step (`layerwise`) is gone when its step begins. vLLM counts its blocks
-as computed, and shares them, from the moment that they are allocated. Hence no request that shares
-them is let into the same step, and if the load is lost vLLM is made to forget them.
+as computed, and shares them, as soon as they are allocated. Hence no request that shares them is
+admitted to the same step, and if the load is lost vLLM is made to forget them.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
 _IDLE_WAIT_S = 0.001
-_STATS_INTERVAL_S = 1.0  # where they cost a round trip
+_STATS_INTERVAL_S = 1.0  # if reading them costs a round trip
 
 
 @dataclass(slots=True)
 class _Step:
-    """What the next step's metadata will have; ``by_layer`` names the loads that run within it."""
+    """Content of the next step's metadata; ``by_layer`` names the loads that run within it."""
 
     loads: list[Load] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
@@ -83,21 +83,21 @@ class FlexCacheScheduler:
         self._requests: dict[str, RequestRecord] = {}
         self._step = _Step()
         self._computing: dict[str, None] = {}
-        """Requests with a load within the step that is computed at present."""
+        """Requests with a load within the step that is being computed."""
         self._prefill = PrefillMeter()
         self.forget_blocks: Callable[[set[int]], None] | None = None
-        """vLLM's way to drop blocks from its prefix cache, once it was bound."""
+        """vLLM's function to drop blocks from its prefix cache, once bound."""
         self._reported: Mapping[str, float] = {}
         self._has_news = False
         self._stats_interval_s = 0.0 if place.endpoint is None else _STATS_INTERVAL_S
         self._stats_due_s = 0.0
 
     def num_matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens after the first ``num_computed`` can be loaded (None: not known
+        """Return how many tokens after the first ``num_computed`` can be loaded (None: unknown
         yet), and whether the request waits for them (between steps).
 
-        vLLM asks repeatedly for a waiting request: the answer is kept until it is acted upon, the
-        engine's own prefix changes, or the match has grown old.
+        vLLM asks repeatedly for a waiting request: the answer is kept until vLLM acts on it, the
+        engine's own prefix changes, or the match has become too old.
         """
         if self._shares_a_load(request, num_computed):
             return None, False
@@ -116,7 +116,7 @@ class FlexCacheScheduler:
         return get.num_tokens, not get.by_layer
 
     def _open_get(self, request: Any, record: RequestRecord, num_computed: int) -> Get | None:
-        """Return the request's get for what follows ``num_computed`` tokens, if it has one."""
+        """Return the request's get for the tokens after ``num_computed``, if it has one."""
         get = record.get
         if get is not None:
             is_fresh = time.monotonic() - get.matched_s < self._match_ttl_s / 2
@@ -129,7 +129,7 @@ class FlexCacheScheduler:
         return record.get
 
     def _shares_a_load(self, request: Any, num_computed: int) -> bool:
-        """Whether the engine's own prefix of the request is loaded within this very step."""
+        """Return whether the engine's own prefix of the request is being loaded in this step."""
         for request_id in self._step.by_layer:
             load = self._requests[request_id].step_load
             if (
@@ -161,7 +161,7 @@ class FlexCacheScheduler:
             record.get = None
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
-        """Take note that vLLM wants ``num_external`` tokens loaded into these blocks."""
+        """Launch the load of ``num_external`` tokens into the blocks that vLLM allocated."""
         request_id = request.request_id
         record = self._requests.setdefault(request_id, RequestRecord())
         get = record.get
@@ -196,7 +196,7 @@ class FlexCacheScheduler:
         return get.task_id if self._cache.launch(get.task_id, blocks) else None
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
-        """End a request. Whether vLLM must keep its blocks until a put of them is done."""
+        """End a request. Return whether vLLM must keep its blocks until their put is done."""
         request_id = request.request_id
         record = self._requests.get(request_id, RequestRecord())
         self._layerwise.finished(request_id)
@@ -208,8 +208,8 @@ class FlexCacheScheduler:
         if was_loading:  # aborted; the workers report the load's end
             return False
         if record.step_load is not None and request.status.name == "FINISHED_ABORTED":
-            return False  # what its blocks hold is not known yet
-        # What is certain to be computed: not a step in flight, nor the token just sampled.
+            return False  # the contents of its blocks are unknown yet
+        # Count only tokens that are certainly computed: no step in flight, no token just sampled.
         num_tokens = min(
             request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
             request.num_tokens - 1,
@@ -224,7 +224,7 @@ class FlexCacheScheduler:
         return True
 
     def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> FlexCacheMetadata:
-        """Return what the workers need for this step, which computes so many tokens of each."""
+        """Return the metadata for this step, which computes this many tokens per request."""
         self._layerwise.step(num_scheduled_tokens)
         num_tokens = sum(num_scheduled_tokens.values())
         rate = self._prefill.step(num_tokens, time.monotonic())
@@ -232,7 +232,7 @@ class FlexCacheScheduler:
             self._cache.report_prefill(rate)
         idle = num_tokens == 0
         if idle and any(record.asked_s is not None for record in self._requests.values()):
-            time.sleep(_IDLE_WAIT_S)  # spinning would keep the store's answer from arriving
+            time.sleep(_IDLE_WAIT_S)  # spinning would delay the store's answer
         step, self._step = self._step, _Step()
         self._computing |= step.by_layer
         for request_id in step.by_layer:
@@ -242,8 +242,8 @@ class FlexCacheScheduler:
     def transfers_ended(
         self, sent: Collection[str], received: Collection[str], bad_blocks: Collection[int]
     ) -> None:
-        """End a step. On all ranks the puts of ``sent`` and the gets between steps of ``received``
-        have ended; ``bad_blocks`` were not loaded."""
+        """End a step. On all ranks, the puts of the requests ``sent`` and the gets between steps of
+        the requests ``received`` have ended; ``bad_blocks`` were not loaded."""
         self._has_news |= bool(sent or received or self._computing)
         self._end_step_loads(bad_blocks)
         for request_id in received:
@@ -254,9 +254,9 @@ class FlexCacheScheduler:
             record.has_lost_load |= not self._cache.has_arrived(get.task_id, get.num_tokens)
 
     def _end_step_loads(self, bad_blocks: Collection[int]) -> None:
-        """End the loads within the step that was computed, and forget the lost ones.
+        """End the loads within the step that was computed, and make vLLM forget the lost ones.
 
-        vLLM recomputes lost blocks, but until then would share them, and for good if the request
+        vLLM recomputes lost blocks, but would share them until then, and permanently if the request
         was aborted while its step ran.
         """
         computed, self._computing = self._computing, {}
@@ -288,7 +288,7 @@ class FlexCacheScheduler:
         return self._cache.reset()
 
     def take_stats(self) -> FlexCacheStats | None:
-        """Return what has happened since the last report; None after steps without news."""
+        """Return what has happened since the last report; None if nothing has."""
         now = time.monotonic()
         if not self._has_news or now < self._stats_due_s:
             return None
@@ -307,7 +307,7 @@ class FlexCacheScheduler:
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is still remembered; all must have ended."""
         if self._requests or self._computing:
-            raise InternalError(f"requests have ended and are remembered: {list(self._requests)}")
+            raise InternalError(f"ended requests are still remembered: {list(self._requests)}")
 
     def shutdown(self) -> None:
         self.manager.shutdown()
@@ -317,7 +317,7 @@ def _start(manager: KVManager) -> None:
     """Start the cache. An engine whose ranks are missing or refused runs without one."""
     manager.start()
     try:
-        # vLLM makes the workers and has them register before it makes the scheduler.
+        # vLLM creates the workers and lets them register before it creates the scheduler.
         manager.wait_ready(_READY_TIMEOUT_S)
     except TimeoutError as error:
         log_event(
@@ -339,11 +339,11 @@ def _warn_of_surprises(vllm_config: Any, config: CacheConfig, place: Place) -> N
         log_event(
             logger, logging.WARNING, "requests_may_fail",
             kv_load_failure_policy=failure_policy,
-            effect="a request whose KV cannot be read back fails",
+            effect="a request fails if its KV cannot be read back",
             remedy="set kv_load_failure_policy to recompute",
         )  # fmt: skip
     if config.kv_events and place.endpoint is not None:
         log_event(
             logger, logging.INFO, "kv_events_elsewhere",
-            effect="a shared cache's are published by its server, at kv_events_endpoint",
+            effect="the server of a shared cache publishes its events, at kv_events_endpoint",
         )  # fmt: skip

@@ -29,15 +29,15 @@ _COUNTERS = {
     "ssd_written_bytes": "Bytes written to SSD.",
     "remote_read_bytes": "Bytes read from the remote store.",
     "remote_written_bytes": "Bytes written to the remote store.",
-    "skipped_blocks": "Blocks that were cached and not loaded, because computing them is faster.",
-    "failed_loads": "Loads that lost at least their tail.",
+    "skipped_blocks": "Blocks that were cached but not loaded, because computing them is faster.",
+    "failed_loads": "Loads that did not load all of their blocks.",
     "dropped_blocks": "Blocks that could not be stored, for any reason.",
 }
 
 
 @dataclass
 class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
-    """What happened since the last report: counter name to increase."""
+    """Increases since the last report, by counter name."""
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> FlexCacheStats:
@@ -60,7 +60,7 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
         shown = {k: round(v, 4) for k, v in data.items() if not k.endswith(("_bytes", "_seconds"))}
         shown["external_hit_rate"] = round(hits / looked_up, 4) if looked_up else 0.0
         for way, seconds in (("loaded", "load_seconds"), ("stored", "store_seconds")):
-            if data.get(seconds):  # ops that failed took time and moved nothing
+            if data.get(seconds):  # failed ops take time but may move nothing
                 moved = data.get(f"{way}_bytes", 0)
                 shown[f"{way}_GB_per_s"] = round(moved / data[seconds] / 1e9, 2)
         return shown

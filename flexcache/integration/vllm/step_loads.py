@@ -1,9 +1,10 @@
-"""The workers' side of loads that run within the engine step that computes with them.
+"""Worker side of loads that run within the engine step that computes with them.
 
 vLLM announces each layer before it computes it, and waits here until that layer has arrived. Loads
 that are incomplete at the end of the step are reported: vLLM then discards the request's output. A
-layer that vLLM did not announce (a graph replays it, a draft model or an indexer has it) may have
-been computed too early; its load counts as lost too, and from then on steps wait before they start.
+layer that vLLM did not announce (a graph replays it, or it belongs to a draft model or an indexer)
+may have been computed too early; its load counts as lost too, and from then on steps wait for their
+loads before they start.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StepLoads:
                 load.wait_layer(name, self._left_s())
 
     def finish(self) -> set[int]:
-        """End the step; returns the blocks that were not loaded. No copy runs any more."""
+        """End the step; return the blocks that were not loaded. No copy is running afterwards."""
         loads, self._loads = self._loads, []
         if not loads:
             return set()

@@ -1,4 +1,4 @@
-"""The workers' side of the connector: lends the KV tensors and reports what has ended.
+"""Worker side of the connector: lends the KV tensors and reports ended tasks.
 
 Nothing is copied on vLLM's thread, which waits only for the layers of loads that belong to its step
 (`step_loads`). A task may touch the GPU only after the step that carries its metadata has begun
@@ -58,7 +58,7 @@ class FlexCacheWorker:
         self._idle = metadata.idle
         new: list[int] = []
         for load in metadata.loads:
-            if load.task_id is None or self.client is None:  # all of it is missing
+            if load.task_id is None or self.client is None:  # nothing will be loaded
                 self._bad_blocks.update(load.block_ids)
                 if not load.by_layer:
                     self._received.add(load.request_id)
@@ -74,7 +74,7 @@ class FlexCacheWorker:
             self.client.open_gates(new)
 
     def before_step(self) -> None:
-        """Prepare for the model's run."""
+        """Wait, if necessary, before the model runs."""
         self._in_step.before_step()
 
     def before_layer(self, name: str) -> None:
@@ -82,8 +82,8 @@ class FlexCacheWorker:
         self._in_step.before_layer(name)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return requests whose put, and whose get between steps, has ended on every rank since the
-        last call. Called at the end of each step."""
+        """Return the requests whose put, and those whose get between steps, has ended on every rank
+        since the last call. Called at the end of each step."""
         self._bad_blocks |= self._in_step.finish()
         sent: set[str] = set()
         received, self._received = self._received, set()
@@ -101,7 +101,7 @@ class FlexCacheWorker:
         return sent, received
 
     def take_bad_blocks(self) -> set[int]:
-        """Return GPU blocks that a get should have filled and did not."""
+        """Return the GPU blocks that a get should have filled but did not."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 

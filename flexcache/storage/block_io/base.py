@@ -15,7 +15,7 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One vectored I/O: ``pieces`` one after the other, from or to ``offset`` of the file.
+    """One vectored I/O: consecutive ``pieces``, from or to ``offset`` of the file.
 
     The pieces must stay alive and, for a write, unchanged until the completion.
     """
@@ -29,14 +29,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How an I/O ended: bytes moved, or minus an errno. Short counts are passed on as they are."""
+    """Result of an I/O: bytes moved, or a negated errno. Short counts are passed on unchanged."""
 
     token: int
     result: int
 
 
 class BlockIO(ABC):
-    """Up to ``depth`` vectored I/Os at once, for one thread.
+    """Runs up to ``depth`` vectored I/Os at once, for one thread.
 
     Every submitted request yields exactly one completion. `fileno` becomes readable when there is
     something to reap, so that the owner can wait for I/O and for messages in one place.
@@ -51,12 +51,12 @@ class BlockIO(ABC):
 
     @abstractmethod
     def reap(self) -> list[Completion]:
-        """What has completed since the last call. Never blocks."""
+        """Return what has completed since the last call. Never blocks."""
 
     @abstractmethod
     def fileno(self) -> int:
-        """Readable when `reap` has something to return."""
+        """Return a descriptor that is readable when `reap` has something to return."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for unfinished I/O and let go of everything. Idempotent."""
+        """Wait for unfinished I/O and release all resources. Idempotent."""

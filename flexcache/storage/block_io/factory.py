@@ -68,6 +68,6 @@ def open_block_io(engine: str, depth: int) -> BlockIO:
         raise ConfigError(f"io_engine = 'io_uring': cannot be used here: {problem}")
     log_event(
         logger, logging.WARNING, "io_uring_unusable", problem=problem, effect="I/O runs on threads",
-        remedy="flexcache doctor says more",
+        remedy="run `flexcache doctor` for details",
     )  # fmt: skip
     return ThreadedBlockIO(depth)

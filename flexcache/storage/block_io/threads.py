@@ -1,4 +1,4 @@
-"""Block I/O with preadv/pwritev on threads: works wherever files do."""
+"""Block I/O with preadv/pwritev on threads: works on every file system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexcache.storage.block_io.base import BlockIO, Completion, Direction, Requ
 
 
 class ThreadedBlockIO(BlockIO):
-    """A thread per I/O in flight; the system calls release the interpreter."""
+    """Uses one thread per I/O in flight; the system calls release the interpreter lock."""
 
     name = "threads"
 

@@ -1,8 +1,8 @@
 """Block I/O with io_uring, through the `liburing` Python binding.
 
 Two generations of the binding are in use: the Cython one (2024.5) and the Zig one (2026.3), whose
-wheels need a CPU with AVX-512. They differ in names, in `writev`, and in how an error arrives: as a
-negative number, or raised where it is read. `_Binding` evens that out.
+wheels need a CPU with AVX-512. They differ in names, in `writev`, and in how they report an error:
+as a negative number, or as an exception when it is read. `_Binding` hides the differences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flexcache.storage.block_io.base import BlockIO, Completion, Direction, Requ
 
 
 class _Binding:
-    """The handful of calls used here, whichever generation of the binding is installed."""
+    """The few calls used here, for either generation of the binding."""
 
     def __init__(self) -> None:
         try:
@@ -47,16 +47,16 @@ class _Binding:
             self.lib.io_uring_prep_writev(sqe, request.fd, iovec, request.offset)
 
     def peek(self, ring: Any, cqe: Any) -> int:
-        """Point ``cqe`` to the oldest completion; minus EAGAIN where there is none."""
+        """Point ``cqe`` to the oldest completion; return -EAGAIN if there is none."""
         return _number(lambda: self.lib.io_uring_peek_cqe(ring, cqe))
 
     def result(self, entry: Any) -> int:
-        """Bytes moved, or minus an errno."""
+        """Return the bytes moved, or a negated errno."""
         return _number(lambda: entry.res)
 
 
 def _number(read: Callable[[], int]) -> int:
-    """What the binding returns; minus the errno of what it raises instead."""
+    """Return what the binding returns, or the negated errno of what it raises instead."""
     try:
         return read()
     except Exception as error:  # whatever it is, it belongs to one I/O
@@ -64,7 +64,7 @@ def _number(read: Callable[[], int]) -> int:
 
 
 class UringBlockIO(BlockIO):
-    """One ring, an eventfd that tells of completions, and the iovecs of what is in flight."""
+    """One ring, an eventfd that signals completions, and the iovecs of requests in flight."""
 
     name = "io_uring"
 
@@ -89,13 +89,13 @@ class UringBlockIO(BlockIO):
             self._binding.prepare(sqe, request, iovec)
             self._lib.io_uring_sqe_set_data64(sqe, request.token)
         while self._lib.io_uring_sq_ready(self._ring):
-            self._lib.io_uring_submit(self._ring)  # stops behind a request that the kernel refuses
+            self._lib.io_uring_submit(self._ring)  # stops after a request that the kernel refuses
 
     def reap(self) -> list[Completion]:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         reaped = []
-        # One entry at a time: indexing further ones is unreliable in the 2026 binding.
+        # One entry at a time: indexing beyond the first is unreliable in the 2026 binding.
         while self._peek():
             entry = self._cqe[0]
             completion = Completion(entry.user_data, self._binding.result(entry))
@@ -116,9 +116,9 @@ class UringBlockIO(BlockIO):
     def close(self) -> None:
         if self._event < 0:
             return
-        completions = select.poll()  # waiting in the binding would keep the interpreter
+        completions = select.poll()  # waiting in the binding would hold the interpreter lock
         completions.register(self._event, select.POLLIN)
-        while self._in_flight:  # the kernel writes into our memory until they are done
+        while self._in_flight:  # the kernel writes to our memory until they are done
             completions.poll()
             self.reap()
         self._lib.io_uring_queue_exit(self._ring)

@@ -1,4 +1,4 @@
-"""Remote stores: where blocks go that other hosts, and later lives of this one, shall find."""
+"""Remote stores: they keep blocks for other hosts, and for this one after a restart."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _PACKAGES = {
     "zstd": ("zstandard", "compression"),
     "lz4": ("lz4", "compression"),
 } | dict.fromkeys(("s3", "gs", "az", "file"), ("obstore", "object-store"))
-"""What a kind of store or a compression needs, and the extra that brings it."""
+"""The package that a kind of store or a compression needs, and the extra that installs it."""
 
 
 def check_packages(url: str, compression: str) -> None:
-    """
+    """Check that the packages which the store and the compression need are installed.
+
     Raises:
-        MissingDependencyError: A package that the store or the compression needs is not installed.
+        MissingDependencyError: One of them is not.
     """
     for need in (check_remote_url(url).scheme, compression):
         package, extra = _PACKAGES.get(need, (None, None))
@@ -40,16 +41,16 @@ def open_remote_store(
 
     Args:
         url: See `check_remote_url` and docs/remote.md.
-        regions: Where the parts lie that will be read into and written from. They must outlive
+        regions: Memory that contains all parts to be read into or written from. It must outlive
             the store.
-        timeout_s: No single request waits longer.
-        concurrency: Requests at once of one batch, for stores that have no batches of their own.
+        timeout_s: Limit for a single request.
+        concurrency: Concurrent requests per batch, for stores without batches of their own.
 
     Raises:
         ConfigError: The URL or one of its options is wrong.
         MissingDependencyError: The store's client is not installed.
-        StoreUnavailableError: The store does not answer now, or the directory cannot be used; it
-            may later.
+        StoreUnavailableError: The store does not answer or the directory cannot be used, at
+            present.
     """
     parsed = check_remote_url(url)
     if parsed.scheme == "memory":

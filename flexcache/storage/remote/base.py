@@ -1,13 +1,13 @@
 """The contract of a remote store: named objects that other hosts see too.
 
-A store moves bytes and knows nothing of what is in them; `object_format` does. An object is handed
-over as *parts*, memoryviews that lie one after the other in the object but not in memory, so that
-a store that can gather and scatter copies nothing.
+A store moves bytes without knowing their content, which `object_format` defines. An object is
+passed as *parts*, memoryviews that are contiguous in the object but not in memory, so that a store
+that can gather and scatter copies nothing.
 
-Calls block, may come from several threads at once, and answer for each object. The names of one
-batch differ. A deadline is an
-absolute `time.monotonic`. A store starts nothing after it and ends what it has started as soon as
-it can; where its native client hangs, the caller's whole process has to go.
+Calls block, may come from several threads at once, and return a result for each object. The names
+in a batch are distinct. A deadline is an absolute `time.monotonic`. A store starts nothing after it
+and ends what it has started as soon as it can; if its native client hangs, the caller's whole
+process must be replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Parts = Sequence[memoryview]
 
 
 class StoreUnavailableError(FlexCacheError):
-    """The store cannot be reached. What was asked of it is not known."""
+    """The store cannot be reached, so the result of the request is unknown."""
 
 
 class Status(Enum):
@@ -34,14 +34,14 @@ class Status(Enum):
     OK = "ok"
     MISSING = "missing"
     TOO_LARGE = "too large"
-    """It has more bytes than there was room for, so it is not what it was taken for."""
+    """The object has more bytes than there was room for, so it is not the expected one."""
     FAILED = "failed"
-    """Nothing is known of it: the store did not answer, or not in time, or has no room."""
+    """The outcome is unknown: the store did not answer, or not in time, or has no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``num_bytes`` is the size of the object that was read or written, if ``status`` is OK."""
+    """Result for one object. If ``status`` is OK, ``num_bytes`` is the size read or written."""
 
     status: Status
     num_bytes: int = 0
@@ -61,7 +61,7 @@ def too_large(num_bytes: int, room: int) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The first ``num_present`` names are there; with an ``error``, the rest is unknown."""
+    """The first ``num_present`` names exist; with an ``error``, the rest is unknown."""
 
     num_present: int
     error: str | None = None
@@ -69,49 +69,49 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory that parts may lie in; a store registers it once where its transport needs that."""
+    """Memory that may contain parts; a store registers it once if its transport requires that."""
 
     address: int
     num_bytes: int
 
 
 class RemoteStore(ABC):
-    """Named objects in batches. Thread-safe; see the module for parts and deadlines."""
+    """Named objects, moved in batches. Thread-safe; see the module for parts and deadlines."""
 
     name: str
-    """For logs: which store, and where."""
+    """Name and location of the store, for logs."""
 
     @abstractmethod
     def count_present(self, names: Sequence[str], deadline: float) -> Presence:
-        """How many of the names, from the first on, are there without a gap."""
+        """Count the leading names that exist without a gap."""
 
     @abstractmethod
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:
-        """Read each object into its parts, in order. A smaller one leaves the last as they are.
+        """Read each object into its parts, in order. A smaller object leaves the last ones alone.
 
-        Once this has returned nothing is written to the parts any more. Parts of objects that did
-        not end well may have been written to.
+        Nothing is written to the parts after this has returned. Parts of objects that were not
+        read successfully may have been written to.
         """
 
     @abstractmethod
     def write_from(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:
-        """Store each object; a reader sees it whole or not at all.
+        """Store each object; a reader sees all of it or none.
 
-        Where the name is taken already this succeeds, and the store keeps the old object or the
-        new one. The parts must not change meanwhile.
+        If the name already exists this succeeds, and the store keeps either the old object or the
+        new one. The parts must not change during the call.
         """
 
     @abstractmethod
     def discard(self, names: Sequence[str], deadline: float) -> None:
-        """Remove objects, as well as it goes: missing ones and failures are passed over."""
+        """Remove objects, best effort: missing ones and failures are ignored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the store. No call may be running. Idempotent."""
+        """Release the store. No call may be running. Idempotent."""
 
 
 def seconds_until(deadline: float) -> float:
@@ -123,7 +123,7 @@ def num_bytes_of(parts: Parts) -> int:
 
 
 def scatter(data: memoryview, parts: Parts) -> None:
-    """Lay the bytes into the parts, one after the other. There must be room for all of them."""
+    """Copy the bytes into the parts, in order. There must be room for all of them."""
     for part in parts:
         part[: len(data)] = data[: len(part)]
         data = data[len(part) :]

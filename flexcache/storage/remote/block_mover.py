@@ -1,4 +1,4 @@
-"""Moves blocks between DRAM and a remote store, as the objects that `object_format` describes."""
+"""Moves blocks between DRAM and a remote store, as objects of the format in `object_format`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _LARGEST_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The first ``num_ok`` blocks were moved; the one after them has ended with the ``error``.
+    """The first ``num_ok`` blocks were moved; the next one failed with ``error``.
 
-    ``bad_block``: it is not in the store, or not as it should be.
+    ``bad_block``: that one is missing from the store, or damaged.
     """
 
     num_ok: int
@@ -37,17 +37,17 @@ class Moved:
 
 
 def batch_size(block_bytes: int) -> int:
-    """How many blocks of so many bytes go into one call of the store."""
+    """Return how many blocks of this size go into one call of the store."""
     return max(1, min(_LARGEST_BATCH, _BATCH_BYTES // block_bytes))
 
 
 class BlockMover:
-    """For one thread: headers, and compressed blocks, are made in its own room.
+    """Moves blocks for one thread: it makes headers and compressed blocks in its own memory.
 
     Args:
-        codec: How objects are made; not shared.
+        codec: Encodes and decodes objects; not shared.
         room: Memory for one batch: `batch_size` times the codec's `room_bytes`.
-        block_bytes: Of one block, all ranks together.
+        block_bytes: Size of one block over all ranks.
     """
 
     def __init__(self, codec: BlockCodec, room: memoryview, block_bytes: int) -> None:
@@ -61,7 +61,7 @@ class BlockMover:
         self, store: RemoteStore, root: bytes, keys: Sequence[bytes], blocks: Sequence[Parts],
         deadline: float,
     ) -> Moved:  # fmt: skip
-        """Fill the blocks, up to the first that cannot be had. A damaged object is removed."""
+        """Fill the blocks, up to the first that cannot be read. Removes a damaged object."""
         for start, names in self._batches(root, keys):
             headers = [room[:HEADER_BYTES] for room, _ in zip(self._rooms, names, strict=False)]
             batch = blocks[start : start + len(names)]

@@ -1,4 +1,4 @@
-"""Lossless compression of blocks, by the libraries of the extra ``compression``."""
+"""Lossless compression of blocks, with the libraries of the extra ``compression``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import IntEnum
 from flexcache.errors import MissingDependencyError
 from flexcache.storage.remote.base import Parts, num_bytes_of, scatter
 
-_ZSTD_LEVEL = 1  # KV hardly compresses: what there is to gain the lowest level gains
+_ZSTD_LEVEL = 1  # KV hardly compresses: the lowest level gains all there is to gain
 
 
 class Codec(IntEnum):
-    """As recorded in an object's header."""
+    """Codecs, by their number in an object's header."""
 
     NONE = 0
     ZSTD = 1
@@ -21,18 +21,18 @@ class Codec(IntEnum):
 
 
 class Compressor(ABC):
-    """One codec. Not for several threads at once."""
+    """One codec. Not thread-safe."""
 
     @abstractmethod
     def compress(self, pieces: Parts) -> bytes:
-        """The pieces, one after the other, as one frame."""
+        """Compress the concatenated pieces into one frame."""
 
     @abstractmethod
     def decompress(self, frame: bytes, pieces: Parts) -> None:
         """Fill the pieces from a frame of exactly their size.
 
         Raises:
-            ValueError: It is no frame, or of another size.
+            ValueError: It is not a frame, or has another size.
         """
 
 
@@ -51,7 +51,7 @@ class ZstdCompressor(Compressor):
         return b"".join([*(run.compress(piece) for piece in pieces), run.flush()])
 
     def decompress(self, frame: bytes, pieces: Parts) -> None:
-        # Read piece by piece: a frame that promises more than fits never gets memory for it.
+        # Read piece by piece: a frame that claims a larger size never gets memory for it.
         try:
             with self._decompressor.stream_reader(io.BytesIO(frame)) as reader:
                 for piece in pieces:
@@ -87,12 +87,13 @@ class Lz4Compressor(Compressor):
         except RuntimeError as error:
             raise ValueError(str(error)) from None
         if len(raw) != size:
-            raise ValueError("the frame is of another size")
+            raise ValueError("the frame has another size")
         scatter(memoryview(raw), pieces)
 
 
 def open_compressor(codec: Codec) -> Compressor:
-    """
+    """Make the compressor of a codec.
+
     Raises:
         MissingDependencyError: The codec's library is not installed.
     """
@@ -101,5 +102,5 @@ def open_compressor(codec: Codec) -> Compressor:
 
 def _missing(package: str) -> MissingDependencyError:
     return MissingDependencyError(
-        f"{package} is not installed; it comes with the extra: pip install 'flexcache[compression]'"
+        f"{package} is not installed; install the extra: pip install 'flexcache[compression]'"
     )

@@ -1,4 +1,4 @@
-"""Opens a remote store that may not be up yet, in the background, for as long as it takes."""
+"""Opens a remote store that may not be up yet, retrying in the background until it is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_BACKOFF_S = 5.0
 
 
 class Connection:
-    """A store, as soon as there is one. Once open it looks after itself."""
+    """A store, once it could be opened. From then on the store handles its own failures."""
 
     def __init__(self, open_store: Callable[[], RemoteStore]) -> None:
         self._open_store = open_store
@@ -30,16 +30,17 @@ class Connection:
         self._thread.start()
 
     def store(self) -> RemoteStore:
-        """
+        """Return the open store.
+
         Raises:
-            StoreUnavailableError: It has not been opened yet; says why.
+            StoreUnavailableError: It has not been opened yet; the message says why.
         """
         if self._store is None:
             raise StoreUnavailableError(self._problem)
         return self._store
 
     def close(self) -> None:
-        """Close the store, and open it no more. No call of it may be running."""
+        """Close the store and stop trying to open it. No call of the store may be running."""
         self._closing.set()
         self._thread.join()
         if self._store is not None:

@@ -1,4 +1,4 @@
-"""A remote store in this process's memory: the contract at its plainest, and a double for tests."""
+"""A remote store in this process's memory: the contract in its simplest form, and a test double."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LATE = failed("the deadline has passed")
 
 
 class MemoryStore(RemoteStore):
-    """Never full, and gone with the process."""
+    """A store that is never full and ends with the process."""
 
     name = "memory"
 
@@ -65,4 +65,4 @@ class MemoryStore(RemoteStore):
             self.objects.pop(name, None)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to release."""

@@ -1,12 +1,12 @@
 """Mooncake Store: the DRAM of a cluster, behind one master.
 
-Parts are gathered and scattered by the transfer engine itself, from and to memory that is
-registered once. The client heals itself when its master was restarted; until then a call to a
-master that is gone takes seconds, so after a failure the master's port is tried first.
+The transfer engine itself gathers and scatters parts, from and to memory that is registered once.
+The client recovers by itself after a restart of its master; until then a call to a dead master
+takes seconds, so after a failure the master's port is probed first.
 
-To be asked for grants an object a lease (the master's ``default_kv_lease_ttl``), in which it is
-not evicted. A read asks for the objects' sizes right before it moves them, and so starts with a
-fresh one; should it outlive that all the same, the object's checksum tells.
+Querying an object grants it a lease (the master's ``default_kv_lease_ttl``), during which it is not
+evicted. A read queries the objects' sizes right before it moves them, and so starts with a fresh
+lease; if it takes longer than that, the object's checksum reveals a change.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _TOO_LATE = failed("the deadline has passed")
 
 
 class MooncakeStore(RemoteStore):
-    """See the module.
+    """A client of a Mooncake Store; see the module.
 
     Raises:
-        MissingDependencyError: The client, or a library that it is linked to, is not installed.
+        MissingDependencyError: The client, or a library that it links to, is not installed.
         StoreUnavailableError: The master does not answer.
     """
 
@@ -63,14 +63,14 @@ class MooncakeStore(RemoteStore):
         self._connect_timeout_s = timeout_s / _RPCS_PER_OP
         self._is_suspect = False
         # A batch keeps the transport busy by itself, and its caller spins until it is over: a
-        # second one beside it only takes processor time from the first.
+        # second concurrent batch only takes processor time from the first.
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         api = _load_client(timeout_s)
         own_host = self._try_master()
         options = url.options
         self._client: Any = api.MooncakeDistributedStore()
-        # This call keeps the interpreter lock; a master that is stopped holds us for one RPC.
+        # This call holds the interpreter lock; a stopped master blocks us for one RPC.
         result = self._client.setup(
             {
                 "local_hostname": options.get("hostname", own_host),
@@ -83,11 +83,11 @@ class MooncakeStore(RemoteStore):
             }
         )
         if result != 0:
-            raise StoreUnavailableError(f"{self.name}: set-up failed (error {result})")
+            raise StoreUnavailableError(f"{self.name}: setup failed (error {result})")
         for region in regions:
             if self._client.register_buffer(region.address, region.num_bytes) != 0:
                 self.close()
-                raise StoreUnavailableError(f"{self.name}: memory cannot be registered")
+                raise StoreUnavailableError(f"{self.name}: cannot register memory")
         self._placement = api.ReplicateConfig()
         self._placement.replica_num = int(options.get("replicas", "1"))
         soft_pin_s = float(options.get("soft_pin_s", "0"))
@@ -111,7 +111,7 @@ class MooncakeStore(RemoteStore):
         problem = self._problem(deadline)
         if problem:
             return [failed(problem) for _ in names]
-        # What is missing is asked for only in the first call: the second one logs it as an error.
+        # Missing objects go into the first call only: the second one logs them as errors.
         found = dict(zip(names, self._client.batch_is_exist(list(names)), strict=True))
         sizes = self._sizes([name for name in names if found[name] == _PRESENT])
         outcomes: dict[str, Outcome] = {}
@@ -166,7 +166,7 @@ class MooncakeStore(RemoteStore):
             self._client = None
 
     def _sizes(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the sizes of those that exist, in DRAM somewhere."""
+        """Return the sizes of those objects that exist in some node's DRAM."""
         sizes = {}
         for name, replicas in self._client.batch_get_replica_desc(list(names)).items():
             for replica in replicas:
@@ -185,7 +185,7 @@ class MooncakeStore(RemoteStore):
         return failed(f"the transfer failed (error {code})")
 
     def _problem(self, deadline: float) -> str | None:
-        """Why nothing should be asked of the client now."""
+        """Return why the client should not be called now; None if it may be."""
         if seconds_until(deadline) <= 0:
             return _TOO_LATE.reason
         if self._is_suspect:
@@ -197,7 +197,7 @@ class MooncakeStore(RemoteStore):
         return None
 
     def _try_master(self) -> str:
-        """Connect to the master's port; returns our own address on the way there."""
+        """Connect to the master's port; return our own address on that route."""
         try:
             with socket.create_connection(self._master, self._connect_timeout_s) as connection:
                 return str(connection.getsockname()[0])
@@ -211,10 +211,10 @@ def _load_client(timeout_s: float) -> Any:
     for name, value in {
         "MC_RPC_TIMEOUT_MS": rpc_timeout_ms,
         "MC_RPC_CONNECT_TIMEOUT_MS": rpc_timeout_ms,
-        # For a few of a call's objects at a time, so a stopped peer costs several times that long.
+        # Per few objects of a call, so a stopped peer costs several times this long.
         "MC_TCP_STATUS_TIMEOUT_SEC": str(math.ceil(timeout_s / _RPCS_PER_OP)),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(math.ceil(timeout_s / _RPCS_PER_OP)),
-        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # trying again is our caller's business
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # our caller does the retries
         "MC_LOG_LEVEL": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
@@ -222,15 +222,15 @@ def _load_client(timeout_s: float) -> Any:
         import mooncake.store
     except ImportError as error:
         raise MissingDependencyError(
-            f"the Mooncake client cannot be loaded ({error}); it comes with the extra: "
-            "pip install 'flexcache[mooncake]', and needs the system's libibverbs"
+            f"the Mooncake client cannot be loaded ({error}); install the extra: "
+            "pip install 'flexcache[mooncake]'; it also needs the system's libibverbs"
         ) from error
     return mooncake.store
 
 
 @contextlib.contextmanager
 def _turn(lock: threading.Lock, deadline: float) -> Iterator[bool]:
-    """Wait for one's turn; whether there is time left then."""
+    """Wait for the lock; yield whether it was acquired with time left."""
     is_mine = lock.acquire(timeout=seconds_until(deadline))
     try:
         yield is_mine and seconds_until(deadline) > 0
@@ -240,7 +240,7 @@ def _turn(lock: threading.Lock, deadline: float) -> Iterator[bool]:
 
 
 def _first_bytes(parts: Parts, num_bytes: int) -> list[memoryview]:
-    """The front of the parts: the client wants buffers of exactly the object's size."""
+    """Return the front of the parts: the client needs buffers of exactly the object's size."""
     front = []
     for part in parts:
         if num_bytes:

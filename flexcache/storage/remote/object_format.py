@@ -1,18 +1,18 @@
-"""What a block looks like in a remote store: a header, then its bytes.
+"""Format of a block in a remote store: a header, then its bytes.
 
     0    magic             8 bytes
     8    format version    uint16
     10   codec             uint16    0 none, 1 zstd, 2 lz4 frame
     12   header size       uint32    64
-    16   raw length        uint64    of the block: all ranks' pieces, one after the other
+    16   raw length        uint64    of the block: all ranks' pieces, concatenated
     24   stored length     uint64    of what follows the header
     32   checksum          uint64    xxh3-64 of the raw bytes
     40   identity          16 bytes  xxh3-128 of root and key
     56   header checksum   uint64    xxh3-64 of the 56 bytes before
     64   the bytes
 
-All integers are little endian. Whatever differs from this, or from what the reader expects of the
-block, is recognised and never taken for the block.
+All integers are little endian. An object that differs from this format, or from what the reader
+expects of the block, is recognised and never mistaken for the block.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from flexcache.storage.remote.compression import Codec, Compressor, open_compres
 
 MAGIC = b"FlexCa\r\n"
 FORMAT_VERSION = 2
-"""docs/formats.md says what a reader does with another one."""
+"""docs/formats.md describes how readers handle other versions."""
 HEADER_BYTES = 64
 _FIELDS = struct.Struct("<8sHHIQQQ16s")
 _CHECKSUM = struct.Struct("<Q")
 
 
 class UnreadableObjectError(FlexCacheError):
-    """The object is not ours to read: of a newer version, or of a codec that is not there."""
+    """This program cannot read the object: newer version, or a codec that is not installed."""
 
 
 class DamagedObjectError(FlexCacheError):
-    """The object is not the block it should be, and of no use to anybody."""
+    """The object is not the block it should be, and useless to every reader."""
 
 
 def object_name(root: bytes, key: bytes) -> str:
-    """Where the block is kept. The level between root and key keeps directories small."""
+    """Return the name of a block's object. The level below the root keeps directories small."""
     return f"v{FORMAT_VERSION}/{root.hex()}/{key[:1].hex()}/{key.hex()}"
 
 
 class BlockCodec:
-    """Makes objects of blocks and blocks of objects. For one thread: it keeps compressors.
+    """Encodes blocks as objects and decodes them. Keeps compressors, so it is not thread-safe.
 
     Args:
-        compression: Of the objects it makes: none, zstd or lz4. It reads all of them.
+        compression: Compression of new objects: none, zstd or lz4. It reads all of them.
 
     Raises:
-        MissingDependencyError: The library of the compression is not installed.
+        MissingDependencyError: The compression's library is not installed.
     """
 
     def __init__(self, compression: str = "none") -> None:
@@ -64,14 +64,14 @@ class BlockCodec:
             self._compressor(self._codec)
 
     def room_bytes(self, block_bytes: int) -> int:
-        """What `encode` may need beside the block itself."""
+        """Return the memory that `encode` may need besides the block itself."""
         return HEADER_BYTES + (0 if self._codec is Codec.NONE else block_bytes)
 
     def encode(self, root: bytes, key: bytes, pieces: Parts, room: memoryview) -> list[memoryview]:
-        """The object's parts: the header, made in ``room``, and the pieces themselves.
+        """Return the object's parts: the header, made in ``room``, and the pieces themselves.
 
-        Compressed, all of it is in ``room``, of `room_bytes`. A block that does not become
-        smaller is stored as it is.
+        A compressed object is entirely in ``room``, which has `room_bytes`. A block that does not
+        become smaller is stored uncompressed.
         """
         codec, length = Codec.NONE, num_bytes_of(pieces)
         parts = [room[:HEADER_BYTES], *pieces]
@@ -97,14 +97,14 @@ class BlockCodec:
     def decode(
         self, root: bytes, key: bytes, header: memoryview, pieces: Parts, num_bytes: int
     ) -> None:
-        """Make the block of an object that was read into ``header`` and, behind it, the pieces.
+        """Restore the block from an object that was read into ``header`` and then the pieces.
 
         Args:
-            num_bytes: Of the whole object.
+            num_bytes: Size of the whole object.
 
         Raises:
             UnreadableObjectError: This program cannot read it; another one may.
-            DamagedObjectError: It is not this block, and the pieces hold nothing of use.
+            DamagedObjectError: It is not this block, and the pieces hold nothing useful.
         """
         if num_bytes < HEADER_BYTES:
             raise DamagedObjectError(f"{num_bytes} bytes are less than a header")
@@ -112,18 +112,18 @@ class BlockCodec:
             _FIELDS.unpack_from(header)
         )
         if magic != MAGIC:
-            raise DamagedObjectError("no object of FlexCache")
+            raise DamagedObjectError("not a FlexCache object")
         (header_checksum,) = _CHECKSUM.unpack_from(header, _FIELDS.size)
         if header_checksum != xxhash.xxh3_64_intdigest(header[: _FIELDS.size]):
             raise DamagedObjectError("the header is damaged")
         if version != FORMAT_VERSION:
-            raise UnreadableObjectError(f"format version {version}, known is {FORMAT_VERSION}")
+            raise UnreadableObjectError(f"format version {version}, expected {FORMAT_VERSION}")
         if identity != _identity(root, key):
             raise DamagedObjectError("another block's object")
         if header_bytes != HEADER_BYTES or raw_length != num_bytes_of(pieces):
             raise DamagedObjectError(f"a block of {raw_length} bytes, not {num_bytes_of(pieces)}")
         if num_bytes != HEADER_BYTES + length:
-            raise DamagedObjectError(f"{num_bytes} of {HEADER_BYTES + length} bytes are there")
+            raise DamagedObjectError(f"{num_bytes} of {HEADER_BYTES + length} bytes are present")
         if codec != Codec.NONE:
             self._decompress(codec, length, pieces)
         elif length != raw_length:
@@ -136,7 +136,7 @@ class BlockCodec:
             compressor = self._compressor(Codec(codec))
         except (ValueError, MissingDependencyError) as error:
             raise UnreadableObjectError(str(error)) from None
-        frame = b"".join(pieces)[:length]  # copied away, since the block takes its place
+        frame = b"".join(pieces)[:length]  # copied, because the block overwrites it
         try:
             compressor.decompress(frame, pieces)
         except ValueError as error:

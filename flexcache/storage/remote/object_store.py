@@ -1,12 +1,11 @@
 """Object stores (S3, GCS, Azure) and shared directories, through obstore.
 
-An object appears whole or not at all: a cloud store publishes at the end of the upload, a
-directory by renaming a temporary file. Every request has the deadline of its batch; where that
-passes the request is given up, and nothing is written to the caller's memory behind its back,
-since only this module's own copy does that.
+An object appears whole or not at all: a cloud store publishes it at the end of the upload, a
+directory by renaming a temporary file. Every request has the deadline of its batch. A late request
+is abandoned and cannot write to the caller's memory any more: only this module's own copy does.
 
-Blocks move one request each, whatever their size: splitting them into ranges or parts gained
-nothing where several are under way (docs/remote.md has the figures).
+Each block is one request, whatever its size: splitting blocks into ranges or parts gained nothing
+with several in flight (docs/remote.md has the figures).
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _FIRST_LOOK = 8
-"""Names asked for at first; then twice as many each time, until one is missing."""
+"""Number of names in the first query; each further one doubles it, until a name is missing."""
 
 
 def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> RemoteStore:
-    """Credentials and what else a cloud needs come from its usual environment variables.
+    """Open a cloud store or a directory. The usual environment variables supply credentials.
 
     Raises:
         ConfigError: obstore refuses the settings.
@@ -56,13 +55,12 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
         from obstore.store import LocalStore, from_url
     except ImportError as error:
         raise MissingDependencyError(
-            "obstore is not installed; it comes with the extra: "
-            "pip install 'flexcache[object-store]'"
+            "obstore is not installed; install the extra: pip install 'flexcache[object-store]'"
         ) from error
     if url.scheme == "file":
         try:
             client: Client = LocalStore(Path(url.location), mkdir=True)
-        except (OSError, BaseError) as error:  # a share that is not mounted may be later
+        except (OSError, BaseError) as error:  # an unmounted share may be mounted later
             raise StoreUnavailableError(f"{url.name}: {_first_line(error)}") from None
         return ObjectStore(client, url.name, concurrency)
     limit = timedelta(seconds=timeout_s)
@@ -86,7 +84,7 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
 
 
 class ObjectStore(RemoteStore):
-    """Up to ``concurrency`` requests at once for each batch."""
+    """A store that sends up to ``concurrency`` requests at once for each batch."""
 
     def __init__(self, client: Client, name: str, concurrency: int) -> None:
         import obstore
@@ -97,7 +95,7 @@ class ObjectStore(RemoteStore):
         self.name = name
 
     def count_present(self, names: Sequence[str], deadline: float) -> Presence:
-        # In growing steps: most prompts are either not there or there for a long way.
+        # In growing steps: most prompts are either missing or present over a long prefix.
         present, step = 0, _FIRST_LOOK
         while present < len(names):
             asked = names[present : present + step]
@@ -124,7 +122,7 @@ class ObjectStore(RemoteStore):
         self._each(self._delete, [(name,) for name in names], deadline)
 
     def close(self) -> None:
-        """Connections close with the last reference."""
+        """Do nothing: connections close with the last reference."""
 
     async def _look(self, name: str) -> Outcome:
         meta = await self._api.head_async(self._client, name)
@@ -153,7 +151,7 @@ class ObjectStore(RemoteStore):
         arguments: Sequence[tuple[Any, ...]],
         deadline: float,
     ) -> list[Outcome]:
-        """Do something to each object, ``concurrency`` at a time, within the deadline."""
+        """Apply an action to each object, ``concurrency`` at a time, within the deadline."""
         free = asyncio.Semaphore(self._concurrency)
 
         async def guarded(*each: Any) -> Outcome:
@@ -164,7 +162,7 @@ class ObjectStore(RemoteStore):
                 return MISSING
             except asyncio.CancelledError:
                 return failed("the deadline has passed")
-            except Exception as error:  # obstore's own classes, or what it made of the system's
+            except Exception as error:  # obstore's own classes, or system errors it translated
                 return failed(_first_line(error))
 
         async def all_of_them() -> list[Outcome]:

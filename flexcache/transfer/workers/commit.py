@@ -1,8 +1,8 @@
 """Makes groups of written slots durable, off the disk worker's thread.
 
-For each directory: the slots' bytes are on the device before their records are written, and these
-are on the device before the group is done. Directories depend on nothing of each other, so each
-goes its own way on a thread of its own.
+For each directory: the slots' bytes are on the device before their records are written, and the
+records are on the device before the group is done. Directories are independent of each other, so
+each is committed on its own thread.
 
     group   fdatasync data -> write records -> fdatasync index      survives a power cut
     none                      write records                         survives a kill, as the kernel
@@ -22,23 +22,23 @@ from flexcache.storage.slot_index import FileCalls, Records, SlotIds, SlotIndex
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """How a group's commit ended: with all of it durable, or with an error and nothing promised.
+    """Result of a group's commit: all of it is durable, or there is an error and no guarantee.
 
-    After a failed sync nothing is known either of what else was written before it: the system tells
-    of an error once, and the next sync succeeds without what was lost.
+    After a failed sync all other writes before it are in doubt too: the kernel reports an error
+    once, and the next sync succeeds without the lost data.
     """
 
     error: str | None
 
 
 class GroupCommit:
-    """Commits one group at a time. `fileno` becomes readable when a directory has got through.
+    """Commits one group at a time. `fileno` becomes readable when a directory is finished.
 
     Args:
-        data_fds: Of the pool's directories; slot `s` is in directory `s % n`.
-        index_fds: Likewise.
+        data_fds: Data files of the pool's directories; slot `s` is in directory `s % n`.
+        index_fds: Index files, likewise.
         sync: As `CacheConfig.ssd_sync`.
-        executor: What the directories' commits run on, instead of a thread each.
+        executor: Runs the directories' commits, instead of one thread each.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GroupCommit:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self, slots: SlotIds, records: Records) -> None:
-        """Commit slots whose bytes have been written. The last group must have been reaped."""
+        """Commit slots whose bytes have been written. The previous group must have been reaped."""
         directories = slots % len(self._fds)
         for directory, (data_fd, index_fd) in enumerate(self._fds):
             here = directories == directory
@@ -82,7 +82,7 @@ class GroupCommit:
                 self._files.fdatasync(index_fd)
 
     def reap(self) -> CommitResult | None:
-        """How the group ended, once; None while it goes on or where there is none."""
+        """Return the group's result, once; None while it is running or if there is no group."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         if not self._parts or not all(part.done() for part in self._parts):
@@ -96,11 +96,11 @@ class GroupCommit:
         return CommitResult(None)
 
     def fileno(self) -> int:
-        """Readable when `reap` may have something to return."""
+        """Return a descriptor that is readable when `reap` may have something to return."""
         return self._event
 
     def close(self) -> None:
-        """Let the running group end. Idempotent."""
+        """Wait for the running group. Idempotent."""
         if self._event >= 0:
             self._executor.shutdown(wait=True)
             os.close(self._event)
@@ -109,7 +109,7 @@ class GroupCommit:
 
 @contextlib.contextmanager
 def _naming(step: str) -> Iterator[None]:
-    """Say in the error which step it was."""
+    """Name the failed step in an error."""
     try:
         yield
     except OSError as error:

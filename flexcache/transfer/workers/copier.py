@@ -1,6 +1,6 @@
-"""What moves bytes between KV tensors and the host pool, on one kind of device.
+"""Interface of copiers, which move bytes between KV tensors and the host pool on one device kind.
 
-The implementations do not import this module; each satisfies `Copier` by its shape.
+The implementations do not import this module; each satisfies `Copier` structurally.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ class Fence(Protocol):
         """Whether everything before the point is done."""
 
     def wait(self) -> None:
-        """Have what the calling thread queues from now on run behind the point."""
+        """Make the calling thread's later work on the device run after the point."""
 
 
 class Copier(Protocol):
     """Moves bytes between address lists on one kind of device."""
 
     def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
-        """Get the host pool ready for copies, which may take long: a sign of life meanwhile.
+        """Prepare the host pool for copies. This may take long, with a sign of life at each step.
 
-        If it raises, it has undone what it did.
+        If it raises, it has undone everything.
 
         Raises:
-            FlexCacheError: No way of copying works here; says why.
+            FlexCacheError: No way of copying works here; the message says why.
         """
 
     def fence(self) -> Fence | None:
-        """The point that the engine's compute has reached. Called on the engine's thread."""
+        """Return the point that the engine's compute has reached. Called on the engine's thread."""
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: Fence | None,
     ) -> Fence | None:  # fmt: skip
-        """Start the copies; None if they are done already.
+        """Start the copies; return the point at which they have landed, or None if they are done.
 
         Raises:
             DeviceLostError: No copy will succeed any more.
-            RuntimeError: These failed. None of them is under way.
+            RuntimeError: These copies failed. None of them is in flight.
         """
 
     def close(self) -> None:
-        """Wait for copies under way and let go of the host pool. Never raises. Idempotent."""
+        """Wait for copies in flight and release the host pool. Never raises. Idempotent."""
 
 
 def open_copier(device: torch.device, permit: CopyPermit | None = None) -> Copier:
-    """The copier for a device's memory.
+    """Open the copier for a device's memory.
 
     Args:
-        permit: Looked at between pieces by a copier whose `start` takes as long as the copy. What a
-            GPU has been given cannot be called back, and ends although the process is stopped.
+        permit: Checked between pieces by a copier whose `start` takes as long as the copy. Copies
+            queued on a GPU cannot be recalled; they complete even if the process is stopped.
 
     Raises:
-        UnsupportedLayoutError: There is none; names the device.
+        UnsupportedLayoutError: There is no copier for this device.
     """
-    # Imported here: a process needs one of them, and each brings a compiler.
+    # Imported here: a process needs one of them, and each imports a compiler.
     if device.type == "cuda":
         from flexcache.transfer.workers.copy_cuda import CudaCopier
 

@@ -1,13 +1,13 @@
 """Self-test of the ways of copying: each must move a pattern byte for byte, in both directions.
 
 Runs when a rank attaches, in milliseconds, on scratch memory: the host pool may hold blocks of
-other engines, and the KV tensors are the engine's. Scratch memory is of the same kinds: a segment
-like the pool's, pinned if the pool is, and a tensor of torch's.
+other engines, and the KV tensors belong to the engine. The scratch memory is of the same kinds: a
+segment like the pool's, pinned if the pool is, and a torch tensor.
 
 It proves that this driver, this GPU and our calls move all the bytes asked for and no others, for
-one run and for many. It does not prove that every address of the pool works as the scratch memory
-does (reserved huge pages, for example), that copies keep their order behind the model's work, or
-that the device will not fail later.
+one run and for many. It does not prove that every address of the pool works like the scratch memory
+(reserved huge pages, for example), that copies stay ordered after the model's work, or that the
+device will not fail later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]
 Copy = Callable[[Runs, OpKind], object]
 
 _KINDS = (OpKind.H2D, OpKind.D2H)
-_RUN_COUNTS = (1, 77)  # of which a kernel's program gets several, and a last tile is not full
+_RUN_COUNTS = (1, 77)  # 77: a kernel's program gets several, and the last tile is not full
 _NUM_SLOTS = 128
 _SLOT_BYTES = 8 << 10
 _WORD_BYTES = 16
@@ -44,8 +44,8 @@ class Verdict:
     """Result of one way of copying.
 
     Attributes:
-        missing: Why it could not be tried; "" if it was.
-        failures: What went wrong, for each direction in which something did.
+        missing: Why it could not be tested; "" if it was.
+        failures: The failure in each direction that failed.
     """
 
     way: CopyWay
@@ -65,7 +65,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory of our own on the host and on the device, `PROBE_BYTES` each.
+    """Our own memory on the host and on the device, `PROBE_BYTES` each.
 
     Attributes:
         is_reachable: Whether a kernel may use the host's addresses.
@@ -87,8 +87,8 @@ class Scratch:
 
 @contextmanager
 def open_scratch(driver: CudaDriver, device: torch.device, *, pinned: bool) -> Iterator[Scratch]:
-    """Make scratch memory, used from the calling thread's current stream. Copies must have ended
-    when the context is left."""
+    """Make scratch memory for use on the calling thread's current stream. Copies must have ended
+    before the context exits."""
     with HostSegment.create(PROBE_BYTES, 1) as segment:
         segment.map()
         pin = PinnedSegment(driver, segment, PROBE_BYTES) if pinned else None
@@ -103,7 +103,7 @@ def open_scratch(driver: CudaDriver, device: torch.device, *, pinned: bool) -> I
 
 
 def check_way(way: CopyWay, copy: Copy, scratch: Scratch) -> Verdict:
-    """Copy patterns by one way.
+    """Copy patterns in one way.
 
     Args:
         copy: Makes the copies and waits until they have landed.
@@ -133,7 +133,7 @@ def describe(error: Exception) -> str:
 
 
 def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
-    """Copy ``count`` runs and say what is wrong afterwards; "" if nothing is."""
+    """Copy ``count`` runs and describe what is wrong afterwards; "" if nothing is."""
     random = np.random.default_rng(count)
     size = _NUM_SLOTS * _SLOT_BYTES
     pattern = np.frombuffer(random.bytes(size), np.uint8).copy()
@@ -143,7 +143,7 @@ def _find_fault(copy: Copy, scratch: Scratch, kind: OpKind, count: int) -> str:
     on_host, on_device = (pattern, expected) if kind is OpKind.H2D else (expected, pattern)
     host, device = scratch.host[:size], scratch.device[:size]
     host[:] = on_host
-    device.copy_(torch.from_numpy(on_device))  # by torch's own copy, which is not under test
+    device.copy_(torch.from_numpy(on_device))  # torch's own copy, which is not under test
     copy(scratch.runs(kind, to, start, sizes), kind)
     for first, source, length in zip(to.tolist(), start.tolist(), sizes.tolist(), strict=True):
         expected[first : first + length] = pattern[source : source + length]

@@ -1,8 +1,8 @@
-"""Whether the copy engine or the kernel is to carry out an op: by what either was seen to take.
+"""Chooses between the copy engine and the kernel for an op, by the measured cost of each.
 
-No threshold would hold everywhere: where the two cross depends on the GPU, its link, the driver and
-the number of copies. So both are timed when a rank attaches, for some milliseconds, and an op goes
-where it should end sooner. The kernel has to be clearly quicker, as it takes multiprocessors from
+No fixed threshold would do: the crossover depends on the GPU, its link, the driver and the number
+of copies. So both are timed when a rank attaches, for some milliseconds, and an op uses the one
+that should finish sooner. The kernel must be clearly quicker, because it takes multiprocessors from
 the model.
 """
 
@@ -15,7 +15,7 @@ from enum import Enum
 
 import numpy as np
 
-# Copies and bytes of each: what starting takes, then what a copy takes, then what a byte takes.
+# (copies, bytes of each), chosen to separate the cost of starting, of a copy, and of a byte.
 PROBES = ((1, 4 << 10), (256, 4 << 10), (64, 64 << 10))
 PROBE_BYTES = max(count * size for count, size in PROBES)
 _ROUNDS = 5
@@ -23,7 +23,7 @@ _CLEARLY_QUICKER = 0.8
 
 
 class CopyWay(Enum):
-    """What carries out an op's copies: a copy engine, given all at once or each alone; a kernel."""
+    """How an op is copied: by a copy engine, in one batch or copy by copy, or by a kernel."""
 
     BATCH = "batched copy"
     SINGLE = "single copies"
@@ -32,7 +32,7 @@ class CopyWay(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """Seconds that a list of copies takes: ``start + copies * run + bytes * byte``."""
+    """Cost of a list of copies, in seconds: ``start + copies * run + bytes * byte``."""
 
     start_s: float
     run_s: float
@@ -43,7 +43,7 @@ class CopyCost:
 
     @classmethod
     def fit(cls, seconds: tuple[float, float, float]) -> CopyCost:
-        """The cost that explains what the three `PROBES` took; no part of it is negative."""
+        """Fit the cost to the times of the three `PROBES`; no part of it is negative."""
         parts = [[1, count, count * size] for count, size in PROBES]
         fitted = np.linalg.solve(np.array(parts, np.float64), np.array(seconds))
         start_s, run_s, byte_s = np.maximum(fitted, 0).tolist()
@@ -52,7 +52,7 @@ class CopyCost:
 
 @dataclass(frozen=True, slots=True)
 class CopyChoice:
-    """What the two take in one direction."""
+    """Costs of copy engine and kernel in one direction."""
 
     engine: CopyCost
     kernel: CopyCost
@@ -70,12 +70,12 @@ def measure_cost(
     """Time a way of copying on the `PROBES`.
 
     Args:
-        copy: Makes so many copies of so many bytes and waits until they have landed.
+        copy: Makes this many copies of this many bytes and waits until they have landed.
     """
     best: list[float] = []
     for count, size in PROBES:
         times: list[float] = []
-        copy(count, size)  # the first may compile, allocate or wake something
+        copy(count, size)  # the first call may compile, allocate or wake something
         for _ in range(_ROUNDS):
             started = clock()
             copy(count, size)

@@ -1,9 +1,9 @@
 """Scattered copies in host memory, for engines whose KV tensors live on a CPU.
 
 Many small copies must not each take the interpreter lock: next to a busy thread every release and
-re-acquisition costs up to a switch interval (5 ms), which was measured at 0.03 instead of 8 GB/s.
-So all copies of an op are one compiled call without the lock (numba), or, without numba, calls
-that never let go of it.
+re-acquisition costs up to a switch interval (5 ms); measured throughput was 0.03 instead of 8 GB/s.
+So all copies of an op are one compiled call without the lock (numba) or, without numba, calls that
+never release it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CpuCopier:
     """KV tensors in host memory: the copy is done when `start` returns.
 
     Args:
-        permit: Looked at before each piece of a copy.
+        permit: Checked before each piece of a copy.
     """
 
     def __init__(self, permit: CopyPermit | None = None) -> None:
@@ -52,7 +52,7 @@ class CpuCopier:
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: object,
     ) -> None:  # fmt: skip
-        """Copy it all. Raises `TaskRevokedError` if the permit ends meanwhile."""
+        """Copy everything. Raises `TaskRevokedError` if the permit is revoked during the copy."""
         self._copy(*merge_runs(destinations, sources, sizes), self._permit)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class CpuCopier:
 
 @cache
 def load_copy_runs() -> CopyRuns:
-    """The fastest available ``copy(destinations, sources, sizes, permit)`` over address arrays."""
+    """Load the fastest available ``copy(destinations, sources, sizes, permit)`` of addresses."""
     try:
         from flexcache.transfer.workers.copy_streams import copy_runs
     except ImportError:

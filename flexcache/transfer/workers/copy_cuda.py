@@ -1,11 +1,11 @@
 """Scattered copies between the host pool and KV tensors on a CUDA device.
 
-An op is three arrays of addresses and sizes, made by numpy and handed over in one call: to the copy
+An op is three arrays of addresses and sizes, made by numpy and passed in one call: to the copy
 engines (`copy_driver`), which take no multiprocessor from the model, or to a kernel (`copy_kernel`)
-where many small copies make that clearly quicker (`copy_choice`). Only ways that passed a self-test
-(`copy_check`) are used. Loads and stores have a stream each, so that both directions of the link
-are used at once; each op is ordered behind an event of the compute stream, and another event says
-when it has landed. The engine's thread never waits.
+if that is clearly quicker, as for many small copies (`copy_choice`). Only ways that passed a
+self-test (`copy_check`) are used. Loads and stores have a stream each, so that both directions of
+the link are used at once; each op is ordered after an event of the compute stream, and another
+event fires when it has landed. The engine's thread never waits.
 
 Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 """
@@ -44,28 +44,28 @@ Runs = tuple[Addresses, Addresses, Addresses]
 
 _PIN_STEP = 1 << 30
 
-# What a load reads was complete before it was ordered; what a store reads the model may still be
-# writing, up to the event it is ordered behind.
+# The source of a load was complete before the load was queued; the source of a store may still be
+# written by the model, up to the event that the store is ordered after.
 _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 
 
 class CudaCopier:
-    """A `Copier` for one device. From `attach` on, all but `fence` belongs to one thread, which it
-    sets up for CUDA.
+    """A `Copier` for one device. From `attach` on, all methods but `fence` belong to one thread,
+    which it sets up for CUDA.
 
     Attributes:
         verdicts: Results of the self-test, once attached.
 
     Raises:
-        MissingDependencyError: There is no driver by NVIDIA.
+        MissingDependencyError: There is no NVIDIA driver.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.verdicts: Sequence[Verdict] = ()
         self._driver = CudaDriver.load()
-        # A thread begins on device 0, and torch returns to it after each use of another device:
-        # that would make a context there, of some hundred MB, in which later calls would work.
+        # A thread starts on device 0, and torch returns to it after each use of another device:
+        # that would make a context there, of some hundred MB, in which later calls would run.
         torch.cuda.set_device(device)
         self._streams = {kind: torch.cuda.Stream(device) for kind in _SOURCE_ORDER}
         self._context = self._driver.context_of(self._streams[OpKind.H2D].cuda_stream)
@@ -75,20 +75,20 @@ class CudaCopier:
         self._choices: dict[OpKind, CopyChoice] = {}
         if not self._driver.has_batch_copy:
             log_event(
-                logger, logging.INFO, "batch_copy_missing", effect="copies go one by one",
-                remedy="a CUDA driver of 12.8 or later",
+                logger, logging.INFO, "batch_copy_missing", effect="copies are queued one by one",
+                remedy="install a CUDA driver of 12.8 or later",
             )  # fmt: skip
 
     def attach(
         self, segment: HostSegment, after_each_step: Callable[[], None] = lambda: None
     ) -> None:
-        """Pin the segment, test the ways of copying, and time those between which is a choice.
+        """Pin the segment, test the ways of copying, and time them if there is a choice.
 
-        Takes a second per some GB. What is missing is logged and done without. If it raises,
-        nothing stays pinned.
+        Takes about a second per few GB. Missing capabilities are logged and not used. If it
+        raises, nothing stays pinned.
 
         Raises:
-            StorageError: No way of copying passed the self-test. Says what each did.
+            StorageError: No way of copying passed the self-test; the message has all results.
             DeviceLostError: The device no longer works.
         """
         try:
@@ -100,7 +100,7 @@ class CudaCopier:
             raise
 
     def fence(self) -> torch.cuda.Event:
-        """What the calling thread's current stream has been given up to now."""
+        """Record an event after all work queued so far on the calling thread's current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -109,14 +109,14 @@ class CudaCopier:
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
         after: object, way: CopyWay | None = None,
     ) -> torch.cuda.Event:  # fmt: skip
-        """Queue the copies behind ``after``; the event returned fires when they have landed.
+        """Queue the copies after ``after``; the returned event fires when they have landed.
 
         Args:
             way: One that passed the self-test; None for the one that should be quickest.
 
         Raises:
             DeviceLostError: The device no longer works: all other copies will fail too.
-            RuntimeError: These copies failed, and none is under way. Others may succeed.
+            RuntimeError: These copies failed, and none is in flight. Others may succeed.
         """
         assert self._pinned is not None
         stream = self._streams[kind]
@@ -132,7 +132,7 @@ class CudaCopier:
             landed = torch.cuda.Event()
             landed.record(stream)
         except Exception as error:
-            self._settle(kind)  # slots of an op that failed are used again at once
+            self._settle(kind)  # slots of a failed op are reused at once
             if isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(describe(error)) from error
@@ -140,22 +140,22 @@ class CudaCopier:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the attached segment is page-locked; if not, copies are right but slow."""
+        """Whether the attached segment is page-locked; if not, copies are correct but slow."""
         return self._pinned is not None and self._pinned.starts.size > 0
 
     @property
     def ways(self) -> Sequence[CopyWay]:
-        """Ways that ops may take; the kernel copies whole words of 16 bytes only."""
+        """Ways of copying that ops may use; the kernel copies only whole words of 16 bytes."""
         kernel = None if self._kernel is None else CopyWay.KERNEL
         return tuple(way for way in (self._engine, kernel) if way is not None)
 
     def choose(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind
     ) -> CopyWay:
-        """The way that such copies go.
+        """Choose the way of copying for these copies.
 
         Raises:
-            RuntimeError: None takes them.
+            RuntimeError: No way supports them.
         """
         engine, kernel = self._engine, self._kernel
         if engine is not None and (kernel is None or len(sizes) < kernel.MIN_RUNS):
@@ -163,43 +163,43 @@ class CudaCopier:
         assert kernel is not None
         if not kernel.takes(destinations, sources, sizes):
             if engine is None:
-                raise RuntimeError("only the kernel can copy here, and it takes whole words")
+                raise RuntimeError("only the kernel can copy here, and it needs whole words")
             return engine
         if engine is None or self._choices[kind].prefers_kernel(len(sizes), int(sizes.sum())):
             return CopyWay.KERNEL
         return engine
 
     def close(self) -> None:
-        """Wait for what is under way, and unpin. Never raises: errors are logged. Idempotent."""
+        """Wait for copies in flight, and unpin. Never raises: errors are logged. Idempotent."""
         if self._pinned is None:
             return
         pinned, self._pinned = self._pinned, None
         for step in (self._bind, *(s.synchronize for s in self._streams.values()), pinned.close):
             try:
                 step()
-            except Exception as error:  # a device that is lost; what can be undone is
+            except Exception as error:  # a lost device, say; the remaining steps still run
                 log_event(
                     logger, logging.WARNING, "copier_not_closed_cleanly", error=describe(error)
                 )
 
     def _bind(self) -> None:
-        """Have the calling thread work on the device, as torch sees it and as the driver does."""
+        """Set the calling thread's device for torch, and its context for the driver."""
         torch.cuda.set_device(self.device)
         self._driver.bind(self._context)
 
     def _settle(self, kind: OpKind) -> None:
-        """Wait until nothing of the direction is under way."""
+        """Wait until no copy in this direction is in flight."""
         try:
             self._streams[kind].synchronize()
         except Exception as error:
             raise DeviceLostError(f"{self.device} no longer works: {error}") from error
 
     def _queue_as_chosen(self, runs: Runs, kind: OpKind) -> None:
-        """Queue the copies the way that `choose` says. A kernel that fails is given up for good,
-        and the copy engine takes over.
+        """Queue the copies in the way that `choose` returns. If the kernel fails it is abandoned
+        for good, and the copy engine takes over.
 
-        Also if there was no memory for its table: on each further try torch's allocator would
-        empty its cache first, which stalls the model.
+        This includes a lack of memory for its table: on every retry torch's allocator would
+        first empty its cache, which stalls the model.
         """
         way = self.choose(*runs, kind)
         try:
@@ -211,7 +211,7 @@ class CudaCopier:
             self._kernel = None
             log_event(
                 logger, logging.WARNING, "copy_way_given_up", way=way.value,
-                error=describe(error), effect=f"all copies go by {self._engine.value}",
+                error=describe(error), effect=f"all copies use {self._engine.value}",
             )  # fmt: skip
             self._queue(runs, kind, self._engine)
 
@@ -239,7 +239,7 @@ class CudaCopier:
             passed = [verdict.way for verdict in self.verdicts if verdict.passed]
             if not passed:
                 said = "; ".join(map(str, self.verdicts))
-                raise StorageError(f"no way of copying to {self.device} and back is sound: {said}")
+                raise StorageError(f"no way of copying to {self.device} and back works: {said}")
             self._engine = passed[0] if passed[0] is not CopyWay.KERNEL else None
             if CopyWay.KERNEL not in passed:
                 self._kernel = None
@@ -261,7 +261,7 @@ class CudaCopier:
         return verdict
 
     def _missing(self, way: CopyWay, scratch: Scratch) -> str:
-        """Say why a way cannot be tried here; "" if it can. Loads the kernel."""
+        """Return why a way cannot be tested here; "" if it can. Loads the kernel."""
         if way is CopyWay.BATCH and not self._driver.has_batch_copy:
             return "it needs a CUDA driver of 12.8 or later"
         if way is not CopyWay.KERNEL:
@@ -270,13 +270,13 @@ class CudaCopier:
             return "the device cannot map the host pool"
         try:
             from flexcache.transfer.workers import copy_kernel
-        except Exception as error:  # no Triton, or one that does not start
+        except Exception as error:  # Triton is missing or does not start
             return describe(error)
         self._kernel = copy_kernel
         return ""
 
     def _time(self, engine: CopyWay, scratch: Scratch) -> None:
-        """Time the kernel beside the engine; without figures the kernel is not used."""
+        """Time the kernel and the engine; if that fails, the kernel is not used."""
 
         def cost(kind: OpKind, way: CopyWay) -> CopyCost:
             def copy(count: int, size: int) -> None:
@@ -302,7 +302,7 @@ class CudaCopier:
             log_event(logger, logging.INFO, "copy_way_chosen", op=kind.name, choice=choice)
 
     def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
-        """Copy, and wait until nothing is under way, also after an error."""
+        """Copy, and wait until nothing is in flight, even after an error."""
         try:
             self._queue(runs, kind, way)
         finally:

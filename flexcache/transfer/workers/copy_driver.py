@@ -1,9 +1,9 @@
-"""What the copies need of the CUDA driver, called through ctypes on numpy's own arrays.
+"""The CUDA driver functions that copies need, called through ctypes directly on numpy arrays.
 
-Not through NVIDIA's Python bindings: their `cuMemcpyBatchAsync` takes lists, so each of an op's
-thousands of addresses would become a Python object first. Not through the runtime library either:
-which signature its batched copy has depends on which library torch brought, and its errors stay
-behind for the next caller. A failed driver call leaves nothing behind.
+NVIDIA's Python bindings are unsuitable: their `cuMemcpyBatchAsync` takes lists, so each of an op's
+thousands of addresses would first become a Python object. So is the runtime library: the signature
+of its batched copy depends on the library that torch installed, and its errors persist until the
+next call. A failed driver call leaves no error state.
 
 Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 """
@@ -21,7 +21,7 @@ from flexcache.errors import MissingDependencyError
 
 Addresses = npt.NDArray[np.int64]
 
-# By this version the batched copy has the signature below, whatever the driver's own version.
+# Requesting this version gives the batched copy's signature below, whatever the driver's version.
 _BATCH_COPY_VERSION = 12_080
 _CAPTURE_MODE_RELAXED = 2
 _FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
@@ -32,8 +32,8 @@ _NO_INDEX = ctypes.c_size_t(-1).value
 class SourceOrder(IntEnum):
     """When a copy may read its source (CUmemcpySrcAccessOrder). It always writes in stream order.
 
-    ``ANY`` may read before the stream's earlier work has ended: right only for bytes that nothing
-    is still writing.
+    ``ANY`` may read before the stream's earlier work has ended: correct only for bytes that are
+    no longer written.
     """
 
     STREAM = 1
@@ -41,7 +41,7 @@ class SourceOrder(IntEnum):
 
 
 class _MemLocation(ctypes.Structure):
-    """CUmemLocation; a hint that only managed and pageable memory heed."""
+    """CUmemLocation: a hint that matters only for managed and pageable memory."""
 
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
@@ -58,10 +58,10 @@ class _MemcpyAttributes(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver's functions, with errors raised. Thread-safe; what is bound is a thread's own.
+    """The driver's functions, with errors raised. Thread-safe; each thread binds its own context.
 
     Args:
-        library: The loaded driver library: has its functions as attributes.
+        library: The loaded driver library, with its functions as attributes.
     """
 
     def __init__(self, library: Any) -> None:
@@ -81,25 +81,25 @@ class CudaDriver:
 
     @classmethod
     def load(cls) -> CudaDriver:
-        """The driver of this machine.
+        """Load this machine's driver.
 
         Raises:
-            MissingDependencyError: It has none.
+            MissingDependencyError: There is none.
         """
         try:
             return cls(ctypes.CDLL("libcuda.so.1"))
         except OSError as error:
             raise MissingDependencyError(
-                f"KV tensors on cuda need NVIDIA's driver: {error}"
+                f"KV tensors on cuda need the NVIDIA driver: {error}"
             ) from None
 
     @property
     def has_batch_copy(self) -> bool:
-        """Whether all copies of an op are one call (driver 12.8 or later)."""
+        """Whether one call can queue all copies of an op (driver 12.8 or later)."""
         return self._batch_copy is not None
 
     def context_of(self, stream: int) -> int:
-        """The context that a stream belongs to."""
+        """Return the context that a stream belongs to."""
         context = ctypes.c_void_p()
         self._check(
             "cuStreamGetCtx", self._stream_context(ctypes.c_void_p(stream), ctypes.byref(context))
@@ -107,18 +107,18 @@ class CudaDriver:
         return context.value or 0
 
     def bind(self, context: int) -> None:
-        """Make the calling thread work in the context, also while another captures a graph.
+        """Make the calling thread work in the context, even while another captures a graph.
 
         A thread that never called the CUDA runtime has no context, and the functions below would
-        fail. While the engine captures a graph other threads are not to allocate, register or
-        query, unless they say that they have nothing to do with it: else the capture is void.
+        fail. While the engine captures a graph, an allocation, registration or query by another
+        thread invalidates the capture, unless that thread declared itself independent of it.
         """
         self._check("cuCtxSetCurrent", self._set_context(context))
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._check("cuThreadExchangeStreamCaptureMode", self._set_capture_mode(ctypes.byref(mode)))
 
     def register(self, address: int, size: int) -> None:
-        """Page-lock host memory and let devices reach it."""
+        """Page-lock host memory and make it accessible to devices."""
         self._check(
             "cuMemHostRegister", self._register(address, size, _REGISTER_PORTABLE_AND_MAPPED)
         )
@@ -128,7 +128,7 @@ class CudaDriver:
         self._check("cuMemHostUnregister", self._unregister(address))
 
     def device_address(self, address: int) -> int:
-        """Where the device sees registered host memory."""
+        """Return the address at which the device sees registered host memory."""
         seen = ctypes.c_void_p()
         self._check(
             "cuMemHostGetDevicePointer", self._device_pointer(ctypes.byref(seen), address, 0)
@@ -141,7 +141,7 @@ class CudaDriver:
         """Queue copies between host and device on a stream, one call for each.
 
         Raises:
-            RuntimeError: A copy was refused. Those before it may be under way.
+            RuntimeError: A copy was refused. Those before it may be in flight.
         """
         runs = zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True)
         for destination, source, size in runs:
@@ -151,13 +151,13 @@ class CudaDriver:
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder,
         stream: int,
     ) -> None:  # fmt: skip
-        """Queue copies on a stream in one call, in no order among themselves; see `has_batch_copy`.
+        """Queue copies on a stream in one call, unordered among themselves; see `has_batch_copy`.
 
         Raises:
-            RuntimeError: A copy was refused. Those before it may be under way.
+            RuntimeError: A copy was refused. Those before it may be in flight.
         """
         if not len(sizes):
-            return  # it refuses an empty batch
+            return  # the driver refuses an empty batch
         arrays = [np.ascontiguousarray(array, np.int64) for array in (destinations, sources, sizes)]
         attributes = _MemcpyAttributes(order, flags=_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
         first_with_them = ctypes.c_size_t(0)
@@ -179,7 +179,7 @@ class CudaDriver:
         return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address or 0)
 
     def _find_batch_copy(self) -> Any:
-        """`cuMemcpyBatchAsync` as of 12.8, which 13 still has; later ones lost ``failIdx``."""
+        """Find `cuMemcpyBatchAsync` as of 12.8, which 13 still has; later ones lost ``failIdx``."""
         if not hasattr(self._library, "cuGetProcAddress_v2"):  # a driver before 12.0
             return None
         pointer, size = ctypes.c_void_p, ctypes.c_size_t

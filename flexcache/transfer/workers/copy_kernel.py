@@ -1,14 +1,14 @@
-"""Many small copies at once by a kernel that reads and writes pinned host memory itself.
+"""Many small copies at once, by a kernel that reads and writes pinned host memory itself.
 
-The copy engine works through its copies one by one and is handed each by the CPU; below some tens
-of KiB that costs more than the bytes. A kernel takes a table of copies and has many under way, but
-holds multiprocessors meanwhile. It gets four at most: each keeps 32 KiB under way, which covers
-the link's latency (about 1.5 us at 55 GB/s is 80 KB).
+The copy engine works through its copies one by one, each queued by the CPU; below some tens of KiB
+that costs more than moving the bytes. A kernel takes a table of copies and has many in flight, but
+occupies multiprocessors while it runs. It gets four at most: each keeps 32 KiB in flight, which
+covers the link's latency (about 1.5 us at 55 GB/s is 80 KB).
 
     tile     8 copies x 4 KiB, as 512 threads x 4 accesses of 16 bytes
-    program  takes every fourth tile of 8 copies, and goes through them 4 KiB at a time
+    program  takes every fourth tile of 8 copies, and processes them 4 KiB at a time
 
-Needs Triton, which torch brings for CUDA. Not measured yet, and never run on a GPU.
+Needs Triton, which torch installs for CUDA. Not measured yet, and never run on a GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Addresses = npt.NDArray[np.int64]
 WORD_BYTES = 16
 _MOST_PROGRAMS = 4
 _RUNS_PER_TILE = 8
-_LANES_PER_TILE = 512  # of 8 bytes; two make an access
+_LANES_PER_TILE = 512  # of 8 bytes each; two make an access
 _WARPS = 16
 MIN_RUNS = _MOST_PROGRAMS * _RUNS_PER_TILE  # fewer leave programs without work
 _RUNS_PER_LAUNCH = 65_536  # so that a table stays at 1.5 MiB of device memory
 
 
 def takes(destinations: Addresses, sources: Addresses, sizes: Addresses) -> bool:
-    """Whether these are copies of whole, aligned words, as the kernel needs them."""
+    """Whether the kernel supports these copies: they must be of whole, aligned words."""
     bits = np.bitwise_or.reduce(destinations | sources | sizes) if len(sizes) else 0
     return int(bits) % WORD_BYTES == 0
 
@@ -41,9 +41,9 @@ def copy_runs(
 ) -> None:
     """Queue the copies on the calling thread's current stream.
 
-    Host addresses must be of pinned memory that the device sees under the same addresses, and
-    all must be as `takes` wants them. The tables' memory is torch's, which keeps it until the
-    stream has passed.
+    Host addresses must be in pinned memory that the device sees under the same addresses, and
+    all copies must satisfy `takes`. The tables' memory belongs to torch, which keeps it until the
+    stream has used it.
     """
     for first in range(0, len(sizes), _RUNS_PER_LAUNCH):
         part = slice(first, first + _RUNS_PER_LAUNCH)
@@ -60,7 +60,7 @@ def launch(table: torch.Tensor) -> None:
     copy_tiles[(programs,)](table, count, _RUNS_PER_TILE, _LANES_PER_TILE, num_warps=_WARPS)
 
 
-# Not specialized, or each new kind of number would compile again.
+# Not specialized, or each new class of numbers would compile the kernel again.
 @triton.jit(do_not_specialize=["num_runs"])  # type: ignore[untyped-decorator]
 def copy_tiles(table, num_runs, RUNS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     runs = tl.arange(0, RUNS)

@@ -1,8 +1,8 @@
-"""The host pool, page-locked: the device copies to and from it directly, or not at all quickly.
+"""Page-locking of the host pool: without it, the device cannot copy directly and copies are slow.
 
-Pinned once when a rank attaches, a piece at a time, since the driver holds up other calls while it
-registers one. A pool that cannot be pinned is used as it is: copies are right but several times
-slower, and the planner, which measures them, then loads only what is still worth while.
+The pool is pinned when a rank attaches, a piece at a time, since the driver blocks other calls
+while it registers one. A pool that cannot be pinned is used as it is: copies are correct but
+several times slower, and the planner, which measures them, then loads only what still pays.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 class PinnedSegment:
     """A mapped segment as the device sees it. The context must be bound; see `CudaDriver.bind`.
 
-    If the constructor raises, which only ``after_each_step`` makes it do, nothing stays pinned.
+    If the constructor raises, as it does only if ``after_each_step`` does, nothing stays pinned.
 
     Args:
-        step: Bytes to be pinned at a time, about.
-        after_each_step: Called when so many more are.
+        step: Approximate number of bytes to pin at a time.
+        after_each_step: Called after each such piece.
 
     Attributes:
-        starts: Where each registered piece starts; empty where the segment is not pinned. A copy
-            must not reach over two of them, and no block lies across.
+        starts: Start of each registered piece; empty if the segment is not pinned. A copy must
+            not span two pieces, and no block does.
         is_reachable: Whether a kernel may use the segment's own addresses.
     """
 
@@ -59,25 +59,25 @@ class PinnedSegment:
                 pinned_gb=done_gb,
                 error=error,
                 effect="copies are slow",
-                remedy="lower cpu_cache_gb; or look at the container's memory limit (cgroup), the "
-                "IOMMU's settings, and on WSL at what Windows lets be pinned",
+                remedy="lower cpu_cache_gb; or check the container's memory limit (cgroup), the "
+                "IOMMU settings, and on WSL how much memory Windows allows to be pinned",
             )
         self.starts: npt.NDArray[np.int64] = np.array(self._registered, np.int64)
         self.is_reachable = bool(self._registered) and all(map(self._is_seen, self._registered))
 
     def close(self) -> None:
-        """Unpin. Copies must have ended. Never raises: what stays pinned is logged. Idempotent."""
+        """Unpin. Copies must have ended. Never raises: failures are logged. Idempotent."""
         errors = []
         for start in self._registered:
             try:
                 self._driver.unregister(start)
-            except RuntimeError as error:  # the other pieces go all the same
+            except RuntimeError as error:  # go on with the other pieces
                 errors.append(error)
         if errors:
             log_event(
                 logger, logging.WARNING, "host_pool_still_pinned",
                 pieces=f"{len(errors)} of {len(self._registered)}", error=errors[0],
-                effect="its memory is not free before this process ends",
+                effect="its memory is not freed until this process ends",
             )  # fmt: skip
         self._registered = []
         self.starts = np.empty(0, np.int64)
@@ -95,11 +95,11 @@ class PinnedSegment:
         """Whether the device sees registered memory under the same address."""
         try:
             return self._driver.device_address(start) == start
-        except RuntimeError:  # a device that cannot map it copies it all the same
+        except RuntimeError:  # the device cannot map it; the copy engine can still copy it
             return False
 
 
 def _whole_blocks(segment: HostSegment, step: int) -> int:
-    """The step in blocks, and in the system's pages: no page can be registered twice."""
+    """Round the step to whole blocks and whole pages: no page can be registered twice."""
     unit = math.lcm(segment.stride, mmap.PAGESIZE)
     return max(step // unit, 1) * unit

@@ -1,8 +1,8 @@
-"""Joins neighbours in a list of copies: fewer and larger ones, for all ways of copying.
+"""Joins neighbours in a list of copies into fewer, larger ones, for all ways of copying.
 
 An engine that keeps all layers of a block together has one copy per block, and blocks of one
 prompt are often neighbours both in its pool and in ours. With a tensor per layer nothing can be
-joined, since our blocks keep layers together; finding that out is three comparisons per copy.
+joined, since our blocks keep layers together; detecting that takes three comparisons per copy.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _NO_BREAKS = np.empty(0, np.int64)
 def merge_runs(
     destinations: Addresses, sources: Addresses, sizes: Addresses, breaks: Addresses = _NO_BREAKS
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """The same bytes in as few runs as their order allows: ``(destinations, sources, sizes)``.
+    """Merge copies into as few runs as their order allows: ``(destinations, sources, sizes)``.
 
-    A copy joins the one before it in the list if it goes on exactly where that one ends, on both
+    A copy joins the one before it in the list if it continues exactly where that one ends, on both
     sides. O(n), without a loop in Python.
 
     Args:
-        breaks: Addresses, of either side, that no joined run may cross.
+        breaks: Addresses, on either side, that no joined run may cross.
     """
     joined = destinations[1:] == destinations[:-1] + sizes[:-1]
     joined &= sources[1:] == sources[:-1] + sizes[:-1]

@@ -1,15 +1,15 @@
 """Copies of long runs in host memory at the speed of one large memcpy, compiled with numba.
 
-A memcpy of many megabytes writes past the caches. One of 64 KiB does not, so it first reads what it
+A memcpy of many megabytes bypasses the caches. One of 64 KiB does not, so it first reads what it
 is about to overwrite: 6.8 instead of 11.3 GB/s on the machine where this was measured. Here every
-long run goes past the caches, as four streams, a quarter of the run each, which keeps more requests
-to the memory under way: one stream reached 8.9 GB/s, two 10.6, four 11.8. The beginning of the next
-run is asked for while one is copied: 11.5 instead of 9.6 GB/s with scattered runs of 16 KiB.
+long run bypasses the caches, as four streams, a quarter of the run each, which keeps more memory
+requests in flight: one stream reached 8.9 GB/s, two 10.6, four 11.8. The beginning of the next run
+is prefetched while one is copied: 11.5 instead of 9.6 GB/s with scattered runs of 16 KiB.
 
-The next reader of a copied block finds it in memory rather than in a cache. What that costs is less
-than what the copy gains, for ops of 64 KiB to 64 MiB (at 256 KiB it is the same).
+The next reader of a copied block finds it in memory rather than in a cache. That costs less than
+the copy gains, for ops of 64 KiB to 64 MiB (at 256 KiB it is the same).
 
-Importing this module needs numba, and compiles.
+Importing this module requires numba, and compiles the functions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from flexcache.transfer.workers.permit import NUM_WORDS, PIECE_BYTES, WORD_BYTES
 Addresses = npt.NDArray[np.int64]
 
 _NUM_STREAMS = 4
-_LINE = 64  # bytes of a cache line, and of a vector here; LLVM splits it where there is no such one
+_LINE = 64  # bytes of a cache line, and of a vector here; LLVM splits it on CPUs with shorter ones
 _LINES_PER_STEP = 2  # of each stream
 _STEP = _NUM_STREAMS * _LINES_PER_STEP * _LINE
-_SHORTEST = 4 * _STEP  # what is shorter is left to memcpy
+_SHORTEST = 4 * _STEP  # shorter runs are left to memcpy
 
 _BYTES = ir.IntType(8).as_pointer()
 _INT = ir.IntType(64)
@@ -42,7 +42,7 @@ _COPY = types.void(types.int64, types.int64, types.int64)
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _memcpy(typing: Any, destination: Any, source: Any, size: Any) -> Any:
-    """The C library's."""
+    """Copy with the C library's memcpy."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         destination, source, size = arguments
@@ -60,7 +60,7 @@ def _memcpy(typing: Any, destination: Any, source: Any, size: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _stream(typing: Any, destination: Any, source: Any, size: Any) -> Any:
-    """Copy past the caches. ``destination`` is at a line, ``size`` a multiple of `_STEP`."""
+    """Copy past the caches. ``destination`` is line-aligned, ``size`` a multiple of `_STEP`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         destination, source, size = arguments
@@ -86,7 +86,7 @@ def _vector_at(builder: Any, base: Any, offset: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _begin_to_load(typing: Any, source: Any, size: Any) -> Any:
-    """Have the first lines of each stream of a run fetched, and its pages looked up."""
+    """Prefetch the first lines of each stream of a run, and look up its pages."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source, size = arguments
@@ -103,7 +103,7 @@ def _begin_to_load(typing: Any, source: Any, size: Any) -> Any:
 
 
 def _offsets(builder: Any, at: Any, quarter: Any) -> list[Any]:
-    """Return the lines that one step copies, ``at`` bytes into each quarter."""
+    """Return the offsets of the lines that one step copies, ``at`` bytes into each quarter."""
     return [
         builder.add(at, builder.add(builder.mul(quarter, _INT(s)), _INT(line * _LINE)))
         for s in range(_NUM_STREAMS)
@@ -113,7 +113,7 @@ def _offsets(builder: Any, at: Any, quarter: Any) -> list[Any]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _fence(typing: Any) -> Any:
-    """What went past the caches is visible to all before anything that follows."""
+    """Make stores that bypassed the caches visible before anything that follows."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -124,7 +124,7 @@ def _fence(typing: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _shared_word(typing: Any, address: Any) -> Any:
-    """A word that another process may write at any time."""
+    """Load a word that another process may write at any time."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = builder.inttoptr(arguments[0], _INT.as_pointer())
@@ -174,5 +174,5 @@ def _copy_runs(
 copy_runs: Callable[[Addresses, Addresses, Addresses, int, int], bool] = njit(
     types.boolean(_ADDRESSES, _ADDRESSES, _ADDRESSES, types.int64, types.uint64), nogil=True
 )(_copy_runs)
-"""Copy each run of ``sizes[i]`` bytes for a task; False if it was revoked meanwhile, by one of the
-words at ``words`` (`permit`). Runs do not overlap. Needs no interpreter lock."""
+"""Copy each run of ``sizes[i]`` bytes for a task; False if one of the words at ``words`` (`permit`)
+revoked it during the copy. Runs do not overlap. Does not need the interpreter lock."""

@@ -1,18 +1,18 @@
 """The device worker: executes H2D and D2H for one rank, inside the engine's own process.
 
-The process that owns the memory does the copy, so no other process needs a handle to it. Ops are
-taken in turn, loads before stores. An op that is gated waits until the engine's worker thread opens
-the gate of its task; on CUDA it is then ordered after the compute stream as it was at that moment,
-so that a copy never overtakes work that was queued on the same slots.
+The process that owns the memory does the copy, so no other process needs a handle to it. Ops run in
+order, loads before stores. A gated op waits until the engine's worker thread opens the gate of its
+task; on CUDA it is then ordered after the work queued on the compute stream at that moment, so that
+a copy never overtakes queued work on the same slots.
 
 A load that the engine waits for layer by layer (`load_by_layer`) is copied in parts of one or more
-layers, before anything else; several at once take turns, so that all have their first layers first.
+layers, before all other ops; concurrent ones take turns, so that all get their first layers first.
 
 An op of a revoked task ends with nothing moved; a copy on the CPU stops between two pieces
-(`permit`). Of a copy on a GPU all that was started lands, also while the process is stopped.
+(`permit`). On a GPU everything that was started lands, even while the process is stopped.
 
-`DeviceWorker` is driven by one thread (`client.rank`); only what says so may be called from
-another. It has no sockets.
+`DeviceWorker` is driven by one thread (`client.rank`); only methods marked thread-safe may be
+called from another. It has no sockets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 
 Addresses = npt.NDArray[np.int64]
 
-_MIN_PART_BYTES = 4 << 20  # of a load by layer: below that, starting a copy costs what it gains
+_MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Copies:
     destinations: Addresses
     sources: Addresses
     num_started: int = 0
-    """Columns of which copies were started."""
+    """Columns whose copies were started."""
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +67,7 @@ class DeviceWorker:
     Every op given to `execute` yields exactly one `Done`, from `advance` or `abandon`.
 
     Args:
-        permit: Set to the task that is copied for, for the copier too.
+        permit: Set to the task of the current copy; shared with the copier.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DeviceWorker:
         self._copier = copier
         self._permit = permit or CopyPermit()
         self.failure: str | None = None
-        """Why it cannot be known any more what has landed. Then only `close` and `abandon` help."""
+        """Why it is unknown what has landed. After that, only `close` and `abandon` may follow."""
         self._loads_by_layer: deque[Execute] = deque()
         self._loads: deque[Execute] = deque()
         self._stores: deque[Execute] = deque()
@@ -97,12 +97,12 @@ class DeviceWorker:
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` has something to do or to wait for right now."""
+        """Whether `advance` has something to do or to wait for now."""
         return self._has_to_start or bool(self._moving)
 
     @property
     def only_waits(self) -> bool:
-        """Whether nothing is left to do but to see copies land."""
+        """Whether the only work left is waiting for copies to land."""
         return bool(self._moving) and not self._has_to_start
 
     @property
@@ -112,16 +112,16 @@ class DeviceWorker:
         )
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
-        """Let ops of these tasks go, behind what the engine has queued up to now. Thread-safe."""
+        """Let ops of these tasks start, after the work the engine has queued. Thread-safe."""
         fence = self._copier.fence()
         with self._gate_lock:
             for task_id in task_ids:
                 self._gates[task_id] = fence
 
     def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
-        """Let a load go whose layers the caller is going to wait for. Thread-safe.
+        """Let a load start; the caller will wait for its layers. Thread-safe.
 
-        The task must have one op, over all of the ``num_blocks``.
+        The task must have a single op, over all ``num_blocks``.
         """
         fence = self._copier.fence()
         load = LayerLoad(self._layout.layer_ends, num_blocks)
@@ -140,7 +140,7 @@ class DeviceWorker:
                 self._gates.pop(task_id, None)
 
     def end_layer_load(self, task_id: int) -> bool:
-        """The task is over: what of it has not come is lost. Whether it was a load by layer."""
+        """End a load by layer: layers not loaded yet are lost. Returns whether it was one."""
         with self._gate_lock:
             load = self._layer_loads.pop(task_id, None)
             if load is not None:
@@ -152,7 +152,7 @@ class DeviceWorker:
 
     @property
     def layer_loads(self) -> list[int]:
-        """Tasks of loads by layer that have not been ended."""
+        """Tasks of loads by layer that have not ended."""
         with self._gate_lock:
             return list(self._layer_loads)
 
@@ -167,14 +167,14 @@ class DeviceWorker:
             (self._loads if message.kind is OpKind.H2D else self._stores).append(message)
 
     def drop(self, op_id: int) -> None:
-        """The op is not wanted any more; if it has not started, it ends with nothing moved."""
+        """Drop an op: if it has not started, it ends with nothing moved."""
         self._dropped[op_id] = None
 
     def advance(self) -> list[Done]:
-        """Start what may start and return what has ended. Blocks only for a copy on the CPU."""
+        """Start ops that may start and return those that ended. Blocks only to copy on the CPU."""
         self._release_parked()
         done = self._end_dropped()
-        # On the CPU a start is the whole copy: one a turn, so that messages get through.
+        # On the CPU a start is the whole copy: one per turn, so that messages get through.
         if self._loads_by_layer:
             done.extend(self._start(self._loads_by_layer.popleft()))
         elif self._in_parts:
@@ -194,7 +194,7 @@ class DeviceWorker:
     def _has_landed(self, moving: _Moving) -> bool:
         try:
             return moving.landed.query()
-        except Exception as error:  # of any class, as the driver or its wrapper likes
+        except Exception as error:  # the driver or its wrapper may raise any class
             self.failure = f"{type(error).__name__}: {error}"
             return False
 
@@ -242,7 +242,7 @@ class DeviceWorker:
             return self._start_part(copies, by_layer)
         try:
             landed = self._start_columns(copies, len(layout.sizes))
-        except Exception as error:  # of any class, as the driver or a compiler likes
+        except Exception as error:  # the driver or a compiler may raise any class
             return [self._not_started(message, error)]
         return self._started(copies, landed)
 
@@ -251,7 +251,7 @@ class DeviceWorker:
         message, stop = copies.message, self._part_end(copies)
         if load is None or not load.begin_part():
             self._in_parts.remove(copies)
-            return [self._failed(message, "the engine does not wait for it any more")]
+            return [self._failed(message, "the engine no longer waits for it")]
         try:
             landed = self._start_columns(copies, stop)
         except Exception as error:
@@ -264,7 +264,7 @@ class DeviceWorker:
         return self._started(copies, landed)
 
     def _part_end(self, copies: _Copies) -> int:
-        """The first end of a layer that makes the next part large enough, or the last."""
+        """Return the first end of a layer that makes the next part large enough, or the last."""
         offsets, ends = self._layout.offsets, sorted(set(self._layout.layer_ends.values()))
         enough = offsets[copies.num_started] + _MIN_PART_BYTES / max(1, copies.num_blocks)
         inner = (end for end in ends[:-1] if end > copies.num_started and offsets[end] >= enough)
@@ -278,7 +278,7 @@ class DeviceWorker:
         self._permit.check()
         with self._gate_lock:
             after = self._gates.get(message.task_id)
-        if after is None:  # not gated: behind the default stream as it is now
+        if after is None:  # not gated: ordered after the work on the default stream so far
             after = self._copier.fence()
         return self._copier.start(
             copies.destinations[:, columns].ravel(),
@@ -289,7 +289,7 @@ class DeviceWorker:
         )
 
     def _started(self, copies: _Copies, landed: Fence | None) -> list[Done]:
-        """All copies of an op were started; the last of them land with ``landed``."""
+        """Record that all copies of an op were started; the last of them land with ``landed``."""
         if landed is None:
             return [Done(copies.message.op_id, copies.num_blocks)]
         self._moving.append(_Moving(copies.message.op_id, copies.num_blocks, landed))
@@ -313,7 +313,7 @@ class DeviceWorker:
             return self._layer_loads.get(message.task_id)
 
     def close(self) -> None:
-        """Wait for copies under way; none starts any more."""
+        """Wait for copies in flight; no more will start."""
         with self._gate_lock:
             self._is_closed = True
         for task_id in self.layer_loads:
@@ -321,7 +321,7 @@ class DeviceWorker:
         self._copier.close()
 
     def abandon(self, reason: str) -> list[Done]:
-        """End all ops that have not ended. To be called when closed."""
+        """End all unfinished ops. The worker must be closed."""
         queues = (self._loads_by_layer, self._loads, self._stores, *self._parked.values())
         op_ids = [message.op_id for queue in queues for message in queue]
         op_ids += [copies.message.op_id for copies in self._in_parts]

@@ -1,11 +1,11 @@
-"""The disk worker: executes DISK2H and H2DISK in a process of its own.
+"""The disk worker: executes DISK2H and H2DISK in its own process.
 
-Run as ``python -m flexcache.transfer.workers.disk`` by the server, which hands its descriptors
-down, supervises it and restarts it if it dies. It keeps nothing that matters: which block lies
-where, and what its checksum is, comes with each op.
+The server runs it as ``python -m flexcache.transfer.workers.disk``, passes descriptors to it,
+supervises it and restarts it if it dies. It keeps no state that matters: each op brings the places
+of its blocks and their checksums.
 
 Blocks that are written with their names are recorded in the pool's index, and their op is done when
-that is durable (`commit`). The ops that were written while one group was being committed form the
+the record is durable (`commit`). Ops that are written while one group is being committed form the
 next; reads never wait for either.
 
 `DiskWorker` is the logic, without sockets or processes; `main` is the shell around it.
@@ -87,10 +87,10 @@ class _DiskOp:
         )
 
     def check(self, num_host_blocks: int) -> None:
-        """Refuse what would fail in the middle.
+        """Refuse an op that would fail midway.
 
         Raises:
-            ValueError: Says what does not fit.
+            ValueError: The op is malformed; the message says how.
         """
         if len(self.host_blocks) != len(self.slots):
             raise ValueError(f"{len(self.slots)} slots, {len(self.host_blocks)} host blocks")
@@ -109,7 +109,7 @@ class _DiskOp:
 
     @property
     def num_ok(self) -> int:
-        """Blocks that were moved, contiguously from the first on."""
+        """Number of blocks moved, contiguously from the first on."""
         if self.is_void:
             return 0
         return len(self.ok) if self.ok.all() else int(self.ok.argmin())
@@ -119,7 +119,7 @@ class _DiskOp:
         return self.direction is Direction.WRITE and self.names is not None and self.num_ok > 0
 
     def fail(self, error: str) -> None:
-        """None of the blocks counts as moved, whatever becomes of those under way."""
+        """Fail the op: none of its blocks counts as moved, even if I/O in flight succeeds."""
         self.is_void = self.dropped = True
         self.error = error
 
@@ -148,7 +148,7 @@ class _Queue:
     reads_since_write: int = 0
 
     def next(self) -> _DiskOp | None:
-        """The op whose next block is to be moved."""
+        """Return the op whose next block should be moved."""
         write_first = self.writes and self.reads_since_write >= _EAGER_READS
         for queue in (self.writes, self.reads) if write_first else (self.reads, self.writes):
             while queue and (queue[0].dropped or queue[0].next_block == len(queue[0].slots)):
@@ -160,16 +160,16 @@ class _Queue:
 
 
 class DiskWorker:
-    """Keeps a block I/O engine full with the blocks of the ops at hand.
+    """Keeps a block I/O engine full with the blocks of the current ops.
 
-    A block that cannot be read, or whose checksum differs, ends the useful part of its op: what
-    comes after it could not be used. For one thread.
+    A block that cannot be read, or whose checksum differs, ends the useful part of its op: the
+    blocks after it could not be used. Not thread-safe.
 
     Args:
-        locate: Data file and offset of a slot.
-        index: Where the blocks are recorded.
-        commit: Makes them durable.
-        last_generation: The highest that the index holds.
+        locate: Returns the data file and offset of a slot.
+        index: Records the blocks.
+        commit: Makes blocks and records durable.
+        last_generation: The highest generation in the index.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class DiskWorker:
         return not (self._refused or self._moving or self._written or self._group)
 
     def take(self, message: Execute | Drop) -> None:
-        """Begin with an op, or let one go."""
+        """Start an op, or drop one."""
         if isinstance(message, Execute):
             self.execute(message)
         else:
@@ -224,11 +224,11 @@ class DiskWorker:
             self._moving[op_id].dropped = True
 
     def advance(self) -> list[Done]:
-        """Take in completions and start further I/O; returns the ops that are over."""
+        """Process completions and start more I/O; return the ops that ended."""
         blocks_read = self._take_in()
         over = self._take_committed()
         self._fill()
-        for op, position in blocks_read:  # while the device is busy with the next
+        for op, position in blocks_read:  # while the device is busy with the next blocks
             self._verify(op, position)
         for op in [op for op in self._moving.values() if op.is_over]:
             del self._moving[op.op_id]
@@ -238,7 +238,7 @@ class DiskWorker:
         return refused + [op.done() for op in over]
 
     def _commit_written(self) -> list[_DiskOp]:
-        """Start on the next group unless one is under way; returns ops that cannot be recorded."""
+        """Commit the next group unless one is in progress; return ops that cannot be recorded."""
         refused: list[_DiskOp] = []
         if self._group or not self._written:
             return refused
@@ -268,7 +268,7 @@ class DiskWorker:
         group, self._group = self._group, []
         if result.error is None:
             return group
-        # What was written meanwhile may be lost as well, and no later sync would tell.
+        # Later writes may be lost as well, and no later sync would report it.
         written, self._written = self._written, []
         for op in [*group, *written, *self._writes_under_way()]:
             op.fail(f"commit to SSD: {result.error}")
@@ -279,9 +279,9 @@ class DiskWorker:
         return [op for op in writes if op.next_block > 0]
 
     def _forget(self, slots: npt.NDArray[np.int64]) -> None:
-        """Erase the records of slots whose bytes are to change or are bad.
+        """Erase the records of slots whose bytes are bad or about to change.
 
-        Only saves a later start from what the checksums would find out.
+        Only an optimisation for the next restart: the checksums would detect such slots too.
         """
         with contextlib.suppress(OSError):
             self._index.erase(slots)
@@ -300,7 +300,7 @@ class DiskWorker:
             self._in_flight[token] = (op, position)
             started.append((op, position, request))
         self._io.submit([request for _, _, request in started])
-        for op, position, request in started:  # summed while the device is busy writing
+        for op, position, request in started:  # checksum while the device is busy writing
             if op.direction is Direction.WRITE:
                 op.checksums[position] = checksum(request.pieces)
 
@@ -309,7 +309,7 @@ class DiskWorker:
         return [segment.block(block) for segment in self._segments]
 
     def _take_in(self) -> list[tuple[_DiskOp, int]]:
-        """Take in completions; returns the blocks whose bytes are there, and yet to be verified."""
+        """Process completions; return the blocks that were read and must still be verified."""
         blocks_read = []
         size = sum(segment.stride for segment in self._segments)
         for completion in self._io.reap():
@@ -329,7 +329,7 @@ class DiskWorker:
         self._end(op, position, None if is_right else "checksum mismatch")
 
     def _end(self, op: _DiskOp, position: int, problem: str | None = None) -> None:
-        """A block of the op has been moved, or could not be."""
+        """Record that a block of the op was moved, or could not be."""
         op.in_flight -= 1
         if problem is None:
             op.ok[position] = True
@@ -339,7 +339,7 @@ class DiskWorker:
         op.error = op.error or f"{op.direction.value} of slot {op.slots[position]}: {problem}"
         if op.bad_block is None or position < op.bad_block:
             op.bad_block = position
-        op.dropped = True  # nothing behind the gap is of use
+        op.dropped = True  # nothing after the gap is useful
 
 
 class DiskWorkerConfig(WorkerConfig, frozen=True):
@@ -356,7 +356,7 @@ class DiskWorkerConfig(WorkerConfig, frozen=True):
 
 
 def main() -> None:
-    """Serve until told to stop, or until the parent's end of standard input closes."""
+    """Serve until a `Stop` message arrives or the parent closes its end of standard input."""
     config = start_worker_process(DiskWorkerConfig)
     _reserve_files(config)
     io = open_block_io(config.io_engine, config.queue_depth)

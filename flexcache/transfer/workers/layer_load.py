@@ -1,13 +1,13 @@
-"""LayerLoad: a load that the engine computes with while it is still coming in.
+"""LayerLoad: a load whose layers the engine uses while later ones are still being copied.
 
-The thread that copies brings the layers in their order; the engine's thread waits for each before
-it computes with it. On CUDA "come" means queued: the compute stream then waits for the copy, and
-the engine's thread does not.
+The copying thread loads the layers in order; the engine's thread waits for each layer before it
+computes with it. On CUDA "loaded" means queued: the compute stream then waits for the copy, and the
+engine's thread does not.
 
-    AWAITED --end--> LOST, or COMPLETE if all has come        (what is lost stays lost)
+    AWAITED --end--> LOST, or COMPLETE if all layers are loaded    (a lost load stays lost)
        +------give_up--> LOST: no copy runs, and none starts
 
-A load is complete or worth nothing: the engine has computed with all of it.
+A load is complete or worthless: the engine has computed with all of it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flexcache.transfer.workers.copier import Fence
 
 
 class LayerLoad:
-    """Shared by the two threads.
+    """State of one load, shared by the two threads.
 
     Args:
         layer_ends: As `BlockLayout.layer_ends`.
-        num_blocks: Of the load.
+        num_blocks: Number of blocks of the load.
     """
 
     def __init__(self, layer_ends: Mapping[str, int], num_blocks: int) -> None:
@@ -31,28 +31,28 @@ class LayerLoad:
         self._layer_ends = layer_ends
         self._num_segments = max(layer_ends.values(), default=0)
         self._landings: list[tuple[int, Fence | None]] = []
-        """How many segments have come with each part, and the point at which they are there."""
+        """For each part, the number of segments loaded with it, and the fence of their arrival."""
         self._is_copying = False
         self._is_lost = False
         self._changed = threading.Condition()
 
-    # -- the thread that copies ------------------------------------------------------------------
+    # -- the copying thread ----------------------------------------------------------------------
 
     def begin_part(self) -> bool:
-        """A copy is about to start. False: it must not, it is no longer wanted."""
+        """Announce a copy. Returns False if it must not start, because the load was given up."""
         with self._changed:
             self._is_copying = not self._is_lost
             return self._is_copying
 
     def part_started(self, num_segments: int, landed: Fence | None) -> None:
-        """The first ``num_segments`` of all blocks have come; None: they are there already."""
+        """Record that the first ``num_segments`` of all blocks land with ``landed`` (None: now)."""
         with self._changed:
             self._is_copying = False
             self._landings.append((num_segments, landed))
             self._changed.notify_all()
 
     def end(self) -> None:
-        """No more copies start. What has not come is lost. Idempotent."""
+        """End copying: no more copies start; the load is lost if a layer is missing. Idempotent."""
         with self._changed:
             self._is_copying = False
             self._is_lost |= not self._has_come(self._num_segments)
@@ -61,17 +61,17 @@ class LayerLoad:
     # -- the engine's thread ---------------------------------------------------------------------
 
     def wait_layer(self, name: str, timeout: float) -> bool:
-        """Wait for a layer, or for all where it has no name here; whether it has come."""
+        """Wait for a layer, or for all if the name is unknown; return whether it is loaded."""
         return self._wait(self._layer_ends.get(name, self._num_segments), timeout)
 
     def wait_all(self, timeout: float) -> bool:
-        """Wait for all layers; whether they have come."""
+        """Wait for all layers; return whether they are loaded."""
         return self._wait(self._num_segments, timeout)
 
     def give_up(self) -> None:
-        """No copy starts any more, and none is running when this returns.
+        """Give the load up: no copy starts any more, and none is running when this returns.
 
-        On CUDA one may still be queued; the compute stream goes on behind it.
+        On CUDA one may still be queued; the compute stream then continues after it.
         """
         with self._changed:
             self._is_lost = True

@@ -1,4 +1,4 @@
-"""Signs of life while something takes long, such as a compiler."""
+"""Signs of life during slow work, such as compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INTERVAL_S = 0.2
 
 
 def show_life_during(work: Callable[[], T], show_life: Callable[[], None]) -> T:
-    """Run the work on another thread: it may take longer than the server's patience."""
+    """Run work on another thread and show life, since it may outlast the server's patience."""
     with ThreadPoolExecutor(1, "flexcache-setup") as threads:
         done = threads.submit(work)
         while not wait([done], _INTERVAL_S).done:

@@ -1,4 +1,4 @@
-"""What worker processes have in common: how they begin, and how they talk to the server."""
+"""Common parts of worker processes: startup, and the connection to the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """What every worker gets: the server, its own name there, the host pool's segments."""
+    """Configuration of every worker: the server, its name there, the host pool's segments."""
 
     endpoint: str
     identity: str
@@ -38,14 +38,14 @@ Config = TypeVar("Config", bound=WorkerConfig)
 def start_worker_process(config_type: type[Config]) -> Config:
     """Tie this process to its parent and read its config, one line of standard input."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles the terminal's ^C
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
     set_up_logging(config.log_level, config.log_format)
     return config
 
 
 def map_segments(config: WorkerConfig) -> list[HostSegment]:
-    """The host pool, mapped."""
+    """Map the host pool."""
     segments = [
         HostSegment(fd, config.segment_stride, config.num_host_blocks) for fd in config.segment_fds
     ]
@@ -63,15 +63,15 @@ def serve(
     is_idle: Callable[[], bool],
     fds: Sequence[int],
 ) -> None:
-    """Serve until told to stop, or until the parent's end of standard input closes.
+    """Serve until a `Stop` message arrives or the parent closes its end of standard input.
 
     Args:
-        detail: How the worker works, for the server's log.
-        messages: The union of what it takes, besides `Stop`.
-        take: Begins with a message. Must not block.
-        answers: What is to be sent by now. Called after every wake-up.
-        is_idle: Whether it may end once it was told to stop.
-        fds: Readable when there may be answers.
+        detail: Describes how the worker works, for the server's log.
+        messages: Union of the accepted messages, besides `Stop`.
+        take: Starts processing a message. Must not block.
+        answers: Returns the answers to send. Called after every wake-up.
+        is_idle: Whether the worker may end after a `Stop`.
+        fds: Descriptors that are readable when there may be answers.
     """
     decoder = msgspec.msgpack.Decoder(messages | Stop)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:

@@ -1,11 +1,11 @@
 """The remote worker: executes REMOTE2H and H2REMOTE, and answers look-ups, in its own process.
 
-Run as ``python -m flexcache.transfer.workers.remote`` by the server, since a store's native client
-may hang or abort: the server then replaces the process, and nothing else notices. It is up at once,
-whether the store is or not; while it is not, all is answered with an error.
+The server runs it as ``python -m flexcache.transfer.workers.remote``, because a store's native
+client may hang or abort: the server then replaces the process, and nothing else is affected. It is
+up at once, even if the store is not; until then it answers every request with an error.
 
-`RemoteWorker` decides whose turn it is, without threads or sockets; `RemoteService` has the threads
-that do it; `main` is the shell around them.
+`RemoteWorker` decides which op is next, without threads or sockets; `RemoteService` has the threads
+that run them; `main` is the shell around both.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from flexcache.transfer.workers.process import (
 
 logger = logging.getLogger(__name__)
 
-_TRANSFER_THREADS = 3  # more of them only take turns at the processors
+_TRANSFER_THREADS = 3  # more threads would only compete for the processors
 _LOOKUP_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteOp:
-    """What one thread does in one go: some blocks of one prompt, all in one direction."""
+    """Unit of work of one thread: some blocks of one prompt, all in one direction."""
 
     op_id: int
     is_load: bool
@@ -78,13 +78,13 @@ class _Lane:
 
 
 class RemoteWorker:
-    """Hands ops to threads: loads first, and neither loads nor stores to all of them at once.
+    """Assigns ops to threads: loads first, and never all threads to loads or all to stores.
 
-    So a load never waits until some store has ended, and stores never starve. Every op that was
-    taken in is answered once. Not thread-safe; O(1) per call.
+    So a load never waits for a store to end, and stores never starve. Every accepted op is answered
+    once. Not thread-safe; O(1) per call.
 
     Args:
-        num_threads: How many ops may run at once; at least two.
+        num_threads: Number of ops that may run at once; at least two.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -97,10 +97,10 @@ class RemoteWorker:
         return all(not (lane.waiting or lane.num_running) for lane in (self._loads, self._stores))
 
     def execute(self, message: Execute, deadline: float) -> None:
-        """Take in an op.
+        """Accept an op.
 
         Raises:
-            ValueError: It is malformed.
+            ValueError: The op is malformed.
         """
         is_load = message.kind is OpKind.REMOTE2H
         host_blocks = unpack_ids(message.dst if is_load else message.src)
@@ -110,14 +110,14 @@ class RemoteWorker:
         self._lane(op).waiting[op.op_id] = op
 
     def drop(self, op_id: int) -> Done | None:
-        """An op that waits is over at once; one that runs goes on."""
+        """Drop an op: a waiting one ends at once, a running one continues."""
         for lane in (self._loads, self._stores):
             if lane.waiting.pop(op_id, None) is not None:
                 return Done(op_id, 0)
         return None
 
     def next_op(self) -> RemoteOp | None:
-        """What a free thread is to do. `end` must follow."""
+        """Return the next op for a free thread. `end` must follow."""
         for lane in (self._loads, self._stores):
             if lane.waiting and lane.num_running < self._most_running:
                 lane.num_running += 1
@@ -135,7 +135,7 @@ class RemoteWorker:
 class RemoteWorkerConfig(WorkerConfig, frozen=True):
     """The configuration of the process, on the first line of its standard input.
 
-    ``block_bytes`` are those of a block on one rank that mean something; a segment's stride may be
+    ``block_bytes`` is the size of a block on one rank without padding; a segment's stride may be
     padded. ``concurrency`` is for stores that take one request per object.
     """
 
@@ -150,7 +150,7 @@ class RemoteService:
     """Threads that move blocks and look names up; `fileno` is readable when there are answers.
 
     Args:
-        segments: Mapped; they must outlive the service.
+        segments: The mapped segments; they must outlive the service.
         open_store: As `open_remote_store`.
     """
 
@@ -198,8 +198,8 @@ class RemoteService:
             return self._worker.is_idle and not (self._num_lookups or self._answers)
 
     def take(self, message: Execute | Drop | LookUp) -> None:
-        """Begin with what was asked. Never blocks."""
-        deadline = time.monotonic() + self._config.timeout_s  # also for what has to wait its turn
+        """Start processing a message. Never blocks."""
+        deadline = time.monotonic() + self._config.timeout_s  # includes waiting in the queue
         with self._changed:
             if isinstance(message, LookUp):
                 self._num_lookups += 1
@@ -214,7 +214,7 @@ class RemoteService:
                 self._answer(done)
 
     def answers(self) -> list[Done | LookedUp]:
-        """What has ended since the last call. Never blocks."""
+        """Return the answers since the last call. Never blocks."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
         with self._changed:
@@ -223,11 +223,11 @@ class RemoteService:
         return answers
 
     def close(self) -> None:
-        """Let go of the store; its threads must be idle. They end with the process."""
+        """Close the store; the threads must be idle. They end with the process."""
         self._connection.close()
 
     def _start_thread(self, name: str, target: Callable[..., None], *args: BlockMover) -> None:
-        # Daemons, since one that hangs in a native call must not keep the process.
+        # Daemon threads: one that hangs in a native call must not keep the process alive.
         threading.Thread(target=target, args=args, name=name, daemon=True).start()
 
     def _transfer(self, mover: BlockMover) -> None:
@@ -282,7 +282,7 @@ class RemoteService:
 
 
 def main() -> None:
-    """Serve until told to stop, or until the parent's end of standard input closes."""
+    """Serve until a `Stop` message arrives or the parent closes its end of standard input."""
     config = start_worker_process(RemoteWorkerConfig)
     service = RemoteService(config, map_segments(config))
     serve(
@@ -296,8 +296,8 @@ def main() -> None:
     )
     if service.is_idle:  # else a thread is inside the client, which cannot be closed under it
         service.close()
-    # Daemon threads, ours and the client's, may still be on their way out of native code: an
-    # interpreter that finalizes under them aborts the process.
+    # Daemon threads, ours and the client's, may still be leaving native code: finalizing the
+    # interpreter at the same time would abort the process.
     os._exit(0)
 
 

@@ -59,7 +59,7 @@ def test_a_replay_of_an_engines_run_reproduces_its_hits(tmp_path: Path, together
     assert story[0].startswith("get of blocks 0 to")
     assert "launched, to wait for the engine's step" in story
     assert any(text.startswith("DISK2H") for text in story)
-    assert any(text.startswith("over: success") for text in story)
+    assert any(text.startswith("ended: success") for text in story)
 
     assert overlap(trace, DRAM_COPIES, SSD_READS).both_s > 0
     assert any(e["name"].startswith("DISK2H") for e in chrome_trace(trace)["traceEvents"])
