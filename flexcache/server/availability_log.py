@@ -18,18 +18,18 @@ class AvailabilityLog:
         self._breaker_was_closed = True
         self._unavailable: set[TierName] | None = None
 
-    def update(self, engine: KVTaskEngine) -> None:
+    def update(self, tasks: KVTaskEngine) -> None:
         """Log what has changed since the last call. No tier is available before the first one."""
-        breaker = engine.breaker
-        if breaker.is_closed is not self._breaker_was_closed:
-            self._breaker_was_closed = breaker.is_closed
-            if breaker.is_closed:
+        outage = tasks.queries.store_outage
+        if (outage is None) is not self._breaker_was_closed:
+            self._breaker_was_closed = outage is None
+            if outage is None:
                 log_event(logger, logging.INFO, "breaker_closed")
             else:
-                log_event(logger, logging.WARNING, "breaker_opened", reason=breaker.last_reason)
+                log_event(logger, logging.WARNING, "breaker_opened", reason=outage)
         if self._unavailable is None:
-            self._unavailable = {tier.name for tier in engine.cache.tiers.lower}
-        unavailable = engine.cache.tiers.unavailable
+            self._unavailable = {tier.name for tier in tasks.cache.tiers.lower}
+        unavailable = tasks.cache.tiers.unavailable
         if unavailable == self._unavailable:
             return
         for tier in TierName:

@@ -35,7 +35,7 @@ class CacheSlot:
     @property
     def tasks(self) -> KVTaskEngine:
         assert self.cache is not None
-        return self.cache.engine
+        return self.cache.tasks
 
     def open(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
         """The cache; the first call decides what it holds."""

@@ -113,7 +113,7 @@ class EventLoop:
             elif self._idle_exit is not None:
                 times.append(now + _IDLE_POLL_S)
             if self._hub.cache is not None:
-                times.append(self._hub.cache.engine.next_deadline())
+                times.append(self._hub.cache.tasks.next_deadline())
         return min((moment for moment in times if moment is not None), default=None)
 
     def _take_events(self, ended: list[EndReport]) -> None:
@@ -128,9 +128,9 @@ class EventLoop:
                 self._hub.expire(now)
             cache = self._hub.cache
             if cache is not None:
-                cache.engine.tick(now)
+                cache.tasks.tick(now)
                 self._route()
-                self._availability_log.update(cache.engine)
+                self._availability_log.update(cache.tasks)
             to_peers, to_workers, jobs = self._hub.outbox.take()
         for instruction in to_workers:
             self._pool.carry_out(instruction)
@@ -172,7 +172,7 @@ class EventLoop:
         with self._changed:
             cache = self._hub.cache
             if cache is not None:
-                cache.engine.close_down(time.monotonic())
+                cache.tasks.close_down(time.monotonic())
                 self._route()
         if cache is not None:
             self._pool.hurry()  # there is little time for what is dirty
@@ -187,8 +187,8 @@ class EventLoop:
         """Whether bytes move, or dirty blocks wait for a worker or the end of a clearing."""
         with self._changed:
             assert self._hub.cache is not None
-            engine = self._hub.cache.engine
-            return engine.sessions.num_open > 0 or engine.num_held_up > 0
+            queries = self._hub.cache.tasks.queries
+            return queries.num_open_tasks > 0 or queries.num_held_up > 0
 
     def _stop_peers(self) -> None:
         """Send Stop until each peer has hung up: a peer that disconnects first loses what it has

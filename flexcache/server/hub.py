@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from flexcache.config import ModelConfig
-from flexcache.ids import OpId, SessionId, TaskId
+from flexcache.ids import OpId, SessionId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
@@ -63,8 +63,6 @@ from flexcache.tasks.instructions import (
     RunLookUp,
     RunOp,
     TaskAnswered,
-    TaskEnded,
-    TaskResult,
 )
 from flexcache.tasks.stats import CacheIdentity, EngineStats, ServerStats, Stats, to_plain
 from flexcache.transfer.messages import Done, Drop
@@ -147,7 +145,7 @@ class Hub:
         cache = self._slot.cache
         if cache is None:
             return False
-        tasks, has_news = cache.engine, False
+        tasks, has_news = cache.tasks, False
         while instructions := tasks.take_instructions():
             for instruction in instructions:
                 has_news |= isinstance(instruction, LookUpEnded)
@@ -161,11 +159,8 @@ class Hub:
 
     def _deliver(self, instruction: Instruction, now: float) -> None:
         match instruction:
-            case TaskAnswered(task_id, result):
-                self._task_answered(task_id, result)
-            case TaskEnded(task_id, engine, num_ok, gated):
-                if gated:
-                    self._notices.task_ended(engine, task_id, num_ok)
+            case TaskAnswered():
+                self._task_answered(instruction)
             case RunOp(executor) | DropOp(executor) | ReplaceExecutor(executor) if (
                 executor in _WORKERS
             ):
@@ -183,8 +178,11 @@ class Hub:
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "rank_is_late", executor=executor, reason=reason)
 
-    def _task_answered(self, task_id: TaskId, result: TaskResult) -> None:
+    def _task_answered(self, answered: TaskAnswered) -> None:
+        task_id, result = answered.task_id, answered.result
         session = session_of(task_id)
+        if answered.notify_ranks:
+            self._notices.task_ended(answered.engine, task_id, result.num_ok)
         if self.sessions.is_local(session):  # at once: waking the event loop costs a match
             self.sessions.answer_local(session, task_id, result)
         else:
@@ -305,7 +303,7 @@ class Hub:
         cache = self._slot.cache
         if cache is None:
             return Stats(server=server, counters=counters, engines={})
-        tasks = cache.engine
+        tasks = cache.tasks
         identity = CacheIdentity(
             fingerprint=cache.fingerprint,
             layout=cache.layout or "",
@@ -315,7 +313,7 @@ class Hub:
         engines = {
             engine: EngineStats(
                 pid=pid,
-                open_tasks=tasks.sessions.num_open_of(session_id),
+                open_tasks=tasks.queries.num_open_tasks_of(session_id),
                 ranks=len(self.workers(engine)),
             )
             for engine, pid, session_id in self.sessions.engines()
@@ -324,8 +322,8 @@ class Hub:
             server=server,
             counters=counters,
             engines=engines,
-            cache=tasks.stats(identity, now),
-            engine=None if session is None else tasks.sessions.totals_of(session).stats(),
+            cache=tasks.queries.stats(identity, now),
+            engine=None if session is None else tasks.queries.totals_of(session),
         )
 
     def fail(self) -> None:

@@ -51,7 +51,7 @@ class LocalSession:
         if lookup is None or not may_wait:
             return lookup is None
         with self.server.session() as tasks:
-            while tasks.lookups is not None and tasks.lookups.is_open(lookup):
+            while tasks.queries.is_looking_up(lookup):
                 self.server.wait_for_change(None)  # it has a deadline
                 if self.server.stopping:
                     raise ClosedError("the cache was shut down")
@@ -69,4 +69,4 @@ class LocalSession:
 
     def report_prefill(self, blocks_per_s: float) -> None:
         with self.server.session() as tasks:
-            tasks.sessions.report_prefill(self.ids.session, blocks_per_s)
+            tasks.report_prefill(self.ids.session, blocks_per_s)

@@ -41,7 +41,7 @@ class Notices:
         Must be called after every batch of events, once its other notices were sent.
         """
         for session, engine in list(self.ending_sessions.items()):
-            if not tasks.sessions.uses_gpu_of(engine):
+            if not tasks.queries.uses_gpu_of(engine):
                 del self.ending_sessions[session]
                 self._tell(engine, SessionOver(session))
 

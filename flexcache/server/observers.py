@@ -58,7 +58,7 @@ class Observers:
             self.feed = ChangeFeed(config, publisher)
         if config.trace_dir is not None:
             self._tracer = self._start("trace", lambda: self._open_tracer(cache))
-            cache.engine.accounts.recorder = self._tracer
+            cache.tasks.recorder = self._tracer
 
     def _open_publisher(self, cache: ServedCache) -> KVEventPublisher:
         publisher = KVEventPublisher(self._config, cache.model.model_id)
@@ -68,7 +68,7 @@ class Observers:
     def _open_tracer(self, cache: ServedCache) -> Tracer:
         header = make_header(
             cache.config,
-            cache.engine.cache.tiers,
+            cache.tasks.cache.tiers,
             fingerprint=cache.fingerprint,
             block_bytes=cache.block_bytes,
         )

@@ -154,7 +154,7 @@ class Peers:
         holder = self._registry.scheduler_of(hello.engine)
         if not self._may_replace(identity, holder, hello, now):
             return
-        if self._slot.tasks.sessions.uses_gpu_of(hello.engine):
+        if self._slot.tasks.queries.uses_gpu_of(hello.engine):
             reason = f"tasks of the former engine {hello.engine!r} still move bytes"
             self._outbox.send(identity, Refused(reason, final=False))
             return
@@ -276,7 +276,7 @@ class Peers:
         for peer in self._registry.peers:
             if now - peer.heard_s < timeout_s:
                 continue
-            if isinstance(peer, Rank) and self._slot.tasks.executors.is_busy(peer.executor):
+            if isinstance(peer, Rank) and self._slot.tasks.queries.is_busy(peer.executor):
                 peer.heard_s = now
                 continue
             self._counters["expired_clients"] += 1

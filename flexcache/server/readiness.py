@@ -31,9 +31,9 @@ class EngineReadiness:
         names = [
             f"tp_rank {rank}"
             for rank in range(cache.model.tp_size)
-            if not cache.engine.executors.is_up(device(engine, rank))
+            if not cache.tasks.queries.is_up(device(engine, rank))
         ]
-        if cache.store.disk_pool is not None and not cache.engine.executors.is_up(DISK):
+        if cache.store.disk_pool is not None and not cache.tasks.queries.is_up(DISK):
             names.append("disk worker")
         return names + self._claims.places(engine)
 

@@ -184,7 +184,7 @@ class Requests:
     ) -> Matched:
         tasks = self._slot.tasks
         if request.prefill_blocks_per_s > 0:
-            tasks.sessions.report_prefill(caller.session, request.prefill_blocks_per_s)
+            tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
         plan = tasks.match(
             TaskId(request.task_id), request.kind, keys, request.start, request.stop,
             request.num_tokens, now, request.retain_s,
@@ -198,17 +198,20 @@ class Requests:
         """Start a task; what is wrong with the launch becomes the task's answer."""
         try:
             task_id = _check_owner(caller, message.task_id)
-            self._slot.tasks.sessions.was_launched(task_id)
             blocks = unpack_ids(message.gpu_blocks)
-            self._slot.tasks.launch([task_id], [blocks], now, message.gated)
-        except KeyError:  # it has ended: by its deadline, or by a cancel that came first
+            # Its deadline, or a cancel that came first, may have ended it.
+            had_ended = bool(self._slot.tasks.launch([task_id], [blocks], now, message.gated))
+        except KeyError:  # it is of a former session
+            had_ended = True
+        except ValueError as error:
+            answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, str(error), True)
+            self._outbox.send(caller.identity, answer)
+            return
+        if had_ended:
             answer = TaskAnswer(message.task_id, KVStatus.CANCELLED, 0, 0, 0, None, True)
             self._outbox.send(caller.identity, answer)
             if message.gated:
                 self._notices.task_ended(caller.engine, message.task_id, 0)
-        except ValueError as error:
-            answer = TaskAnswer(message.task_id, KVStatus.FAILED, 0, 0, 0, str(error), True)
-            self._outbox.send(caller.identity, answer)
 
     def cancel(self, caller: Scheduler, message: Cancel, now: float) -> bool:
         """Cancel tasks; False if the message is malformed."""
@@ -220,11 +223,9 @@ class Requests:
         for number in np.frombuffer(message.task_ids, dtype="<u8").tolist():
             try:
                 task_id = _check_owner(caller, number)
-                if not tasks.sessions.was_launched(task_id):
-                    self._unasked.add(task_id)
-                tasks.cancel([task_id], now)
+                self._unasked.update(tasks.cancel([task_id], now))
             except KeyError:
-                continue  # it has ended, and its answer is on the way
+                continue  # it is of a former session
         return True
 
     def task_answered(self, task_id: TaskId, result: TaskResult) -> None:
@@ -233,7 +234,11 @@ class Requests:
         if task_id in self._unasked:
             self._unasked.discard(task_id)
         elif scheduler is not None:
-            self._outbox.send(scheduler.identity, TaskAnswer(task_id, *result))
+            answer = TaskAnswer(
+                task_id, status=result.status, start=result.start, num_ok=result.num_ok,
+                num_tokens=result.num_tokens, error=result.error, is_final=result.is_final,
+            )  # fmt: skip
+            self._outbox.send(scheduler.identity, answer)
 
     def check(self) -> None:
         """Raise `InternalError` if the parked matches are miscounted."""

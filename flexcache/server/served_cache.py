@@ -96,7 +96,7 @@ class ServedCache:
             in_control_group=config.hugepages != "reserved",  # those are not counted there
         )
         try:
-            self.engine = self._make_engine(sizes)
+            self.tasks = self._make_engine(sizes)
         except MemoryError:
             raise ConfigError(
                 f"{sizes.num_host_blocks} blocks in DRAM and {sizes.num_slots} on SSD: their index "
@@ -135,10 +135,10 @@ class ServedCache:
 
     def _restore(self, pool: DiskPool) -> None:
         started = time.monotonic()
-        report = self.engine.restore(pool.load())
+        report = self.tasks.restore(pool.load())
         found = pool.identity
         if found is not None and report.num_restored and found.model == self._identity("").model:
-            self.engine.adopt_layout(found.layout, started)  # until a rank registers another one
+            self.tasks.adopt_layout(found.layout, started)  # until a rank registers another one
         if report.num_restored or report.num_dropped:
             log_event(
                 logger, logging.INFO, "ssd_restored", blocks=report.num_restored,
@@ -166,12 +166,12 @@ class ServedCache:
         pool = self.store.disk_pool
         if pool is not None and pool.identity != identity:
             clearing = self._give_ssd_to(identity, pool)
-        self.engine.adopt_layout(identity.layout, now)
+        self.tasks.adopt_layout(identity.layout, now)
         self.layout = layout
         return clearing
 
     def _give_ssd_to(self, identity: KVIdentity, pool: DiskPool) -> Clearing | None:
-        former, ssd = pool.identity, self.engine.cache.tiers.by_name[TierName.SSD]
+        former, ssd = pool.identity, self.tasks.cache.tiers.by_name[TierName.SSD]
         if former is not None and (former.model != identity.model or not ssd.index.num_blocks):
             former = None  # another model's blocks leave as room is needed
         if former is not None and self.config.ssd_on_mismatch == "refuse":
@@ -204,11 +204,11 @@ class ServedCache:
         Raises:
             ValueError: There is no such tier.
         """
-        cache, tiers = self.engine.cache, self.engine.cache.tiers
+        cache, tiers = self.tasks.cache, self.tasks.cache.tiers
         num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
-        if self.engine.accounts.recorder is not None:
-            self.engine.accounts.recorder.cleared(tier, num_dropped)
+        if self.tasks.recorder is not None:
+            self.tasks.recorder.cleared(tier, num_dropped)
         if tier is None:
             cache.stores.is_recording = False
         pool = self.store.disk_pool

@@ -236,7 +236,7 @@ class KVServer:
             self._changed.notify_all()
         feed = self._observers.feed
         if feed is not None and self._cache is not None:
-            journal = self._cache.engine.cache.tiers.journal
+            journal = self._cache.tasks.cache.tiers.journal
             if journal:  # also of matches that had waited for a look-up
                 feed.pass_on(journal.take())
 
@@ -366,7 +366,7 @@ class _EngineUse:
             server._changed.release()
             raise ClosedError("the cache was shut down")
         assert server._cache is not None
-        return server._cache.engine
+        return server._cache.tasks
 
     def __exit__(self, *error: object) -> None:
         server = self._server

@@ -60,21 +60,21 @@ class WorkerMessages:
         worker = self._worker_of(sender)
         assert worker is not None
         assert self._hub.cache is not None
-        engine = self._hub.cache.engine
+        tasks = self._hub.cache.tasks
         match message:
-            case Ready(detail) if not engine.executors.is_up(worker.name):
+            case Ready(detail) if not tasks.queries.is_up(worker.name):
                 log_event(
                     logger, logging.INFO, "worker_began", worker=worker.name, pid=worker.pid,
                     detail=detail,
                 )  # fmt: skip
-                engine.executor_up(worker.name)
+                tasks.executor_up(worker.name)
                 self._hub.readiness.changed()
             case LookedUp(lookup_id, num_present, error) if worker.name == REMOTE:
-                engine.looked_up(lookup_id, num_present, error, now)
+                tasks.looked_up(lookup_id, num_present, error, now)
             case Done(checksums=sums) if len(sums) % _CHECKSUM_BYTES:
                 self._refuse(sender, "malformed", f"{len(sums)} bytes are not whole checksums")
             case Done() as done:
-                engine.op_done(
+                tasks.op_done(
                     worker.name, OpId(done.op_id), done.num_ok, now, error=done.error,
                     bad_block=done.bad_block,
                     checksums=unpack_checksums(done.checksums) if done.checksums else None,

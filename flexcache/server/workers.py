@@ -71,7 +71,7 @@ class WorkerPool:
         return [
             f"{name} worker"
             for name in self._workers
-            if cache is None or not cache.engine.executors.is_up(name)
+            if cache is None or not cache.tasks.queries.is_up(name)
         ]
 
     # -- events ----------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class WorkerPool:
         )  # fmt: skip
         self._hub.counters[f"{worker.name}_worker_deaths"] += 1
         assert self._hub.cache is not None
-        self._hub.cache.engine.executor_down(worker.name, f"{worker.name} worker {how}", now)
+        self._hub.cache.tasks.executor_down(worker.name, f"{worker.name} worker {how}", now)
         self._hub.readiness.changed()
 
     # -- instructions ----------------------------------------------------------------------------

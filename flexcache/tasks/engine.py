@@ -22,28 +22,25 @@ from flexcache.cache.restore import Records, RestoreReport, restore_tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import (
-    KVStatus,
     OpId,
     OpKind,
     SessionId,
     TaskId,
     TaskKind,
-    TaskState,
     TierName,
 )
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.checksums import Checksums, SlotChecksums
 from flexcache.tasks.deadlines import TaskDeadlines
 from flexcache.tasks.executors import Executors
-from flexcache.tasks.instructions import REMOTE, Instruction, TaskResult
+from flexcache.tasks.instructions import REMOTE, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.matching import Matcher
 from flexcache.tasks.model import Session, Task
-from flexcache.tasks.report import cache_stats
-from flexcache.tasks.routes import WORKERS
+from flexcache.tasks.queries import TaskQueries
+from flexcache.tasks.recorder import Recorder
 from flexcache.tasks.runner import TaskRunner
 from flexcache.tasks.sessions import TaskSessions
-from flexcache.tasks.stats import CacheIdentity, CacheStats
 from flexcache.transfer.breaker import CircuitBreaker
 from flexcache.transfer.graph import BlockIds
 
@@ -63,7 +60,8 @@ class KVTaskEngine:
         max_open_tasks: Limit for one session; beyond it a get is a miss and a put is dropped.
 
     Attributes:
-        lookups: Open questions to the remote store; None without one.
+        cache: The planner.
+        queries: Answers questions about tasks, executors and the remote store.
     """
 
     def __init__(
@@ -80,27 +78,32 @@ class KVTaskEngine:
         max_open_tasks: int = 4096,
     ) -> None:
         self.cache = cache
-        self.sessions = TaskSessions(load_ranks, store_ranks)
-        self.accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads.cost)
-        self.breaker = CircuitBreaker()
+        self._sessions = TaskSessions(load_ranks, store_ranks)
+        self._accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads.cost)
+        self._breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
         ssd = cache.tiers.by_name.get(TierName.SSD)
         self._checksums = SlotChecksums(0 if ssd is None else ssd.capacity)
-        self.executors = Executors(
-            cache.tiers, self.breaker, self._checksums, self.accounts, self._instructions,
+        self._executors = Executors(
+            cache.tiers, self._breaker, self._checksums, self._accounts, self._instructions,
             block_bytes=block_bytes, op_timeout_s=op_timeout_s,
             remote_timeout_s=remote_timeout_s,
         )  # fmt: skip
-        self.lookups: RemoteLookUps | None = None
+        self._lookups: RemoteLookUps | None = None
         if cache.tiers.remote is not None:
-            self.lookups = RemoteLookUps(cache.tiers.remote, self.breaker, lookup_timeout_s)
+            self._lookups = RemoteLookUps(cache.tiers.remote, self._breaker, lookup_timeout_s)
         self._runner = TaskRunner(
-            cache, self.sessions, self.executors, self.accounts, self._instructions
+            cache, self._sessions, self._executors, self._accounts, self._instructions
         )
         self._matcher = Matcher(
-            cache, self.sessions, self.executors, self.lookups, self._instructions, max_open_tasks
-        )
+            cache, self._sessions, self._executors, self._lookups, self._instructions,
+            max_open_tasks,
+        )  # fmt: skip
         self._deadlines = TaskDeadlines(match_ttl_s, remote_timeout_s)
+        self.queries = TaskQueries(
+            cache, self._sessions, self._executors, self._accounts, self._deadlines,
+            self._lookups, self._breaker,
+        )  # fmt: skip
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -110,27 +113,31 @@ class KVTaskEngine:
         Args:
             engine: Its name; its ranks' executors are ``device(engine, rank)``.
         """
-        self.sessions.add(session, engine)
-        self.accounts.session_began(session, engine)
+        self._sessions.add(session, engine)
+        self._accounts.session_began(session, engine)
 
     def end_session(self, session: SessionId, now: float) -> None:
         """The engine is gone: its tasks are cancelled, except for what goes on below the GPU.
 
         The session is forgotten once the last of them has ended.
         """
-        owner = self.sessions.get(session)
+        owner = self._sessions.get(session)
         if owner is None:
             return
         owner.is_gone = True
-        self.accounts.session_ended(session)
+        self._accounts.session_ended(session)
         self._cancel_unanswered([owner], now)
-        self.sessions.forget_if_gone(owner)
+        self._sessions.forget_if_gone(owner)
+
+    def report_prefill(self, session: SessionId, blocks_per_s: float) -> None:
+        """How fast the engine computes, for load or recompute."""
+        self._sessions.report_prefill(session, blocks_per_s)
 
     def set_disputed(self, engine: str, is_disputed: bool, now: float) -> None:
         """Cancel what sessions of this name have open, and match nothing for them meanwhile."""
-        self.sessions.set_disputed(engine, is_disputed)
+        self._sessions.set_disputed(engine, is_disputed)
         if is_disputed:
-            self._cancel_unanswered(self.sessions.of_engine(engine), now)
+            self._cancel_unanswered(self._sessions.of_engine(engine), now)
 
     def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
         """Cancel what callers wait for, but not writes below the GPU."""
@@ -143,8 +150,7 @@ class KVTaskEngine:
         """Ask the remote store what it has of a prompt, where that may matter to a `match`.
 
         Returns:
-            The question to wait for (`lookups.is_open`, or `LookUpEnded`); None if nothing is
-            asked.
+            The question to wait for (`is_looking_up`, or `LookUpEnded`); None if nothing is asked.
         """
         return self._matcher.look_up(kind, keys, stop, now)
 
@@ -161,17 +167,17 @@ class KVTaskEngine:
             ValueError: The id is not above all earlier ones of its session.
             KeyError: There is no such session.
         """
-        owner = self.sessions.of(task_id)
+        owner = self._sessions.of(task_id)
         owner.take_id(task_id)
         plan = self._matcher.plan(owner, kind, keys, start, stop, retain_s, now)
         task = Task(task_id, owner, plan, num_tokens)
-        self.accounts.matched(task, keys, start, stop, retain_s, now)
+        self._accounts.matched(task, keys, start, stop, retain_s, now)
         if plan.num_blocks:
-            self.sessions.open(task)
+            self._sessions.open(task)
             self._deadlines.matched(task_id, now)
             return plan
         self.cache.finish(plan)
-        self._runner.end(task, TaskResult(KVStatus.NOT_FOUND, plan.start, 0, num_tokens))
+        self._runner.end_empty(task)
         if kind is TaskKind.PUT and start < stop and not plan.dropped:
             self._runner.store(self._matcher.plan_store(owner, keys, stop, retain_s), now)
         return plan
@@ -179,18 +185,21 @@ class KVTaskEngine:
     def launch(
         self, task_ids: Sequence[TaskId], gpu_blocks: Sequence[BlockIds], now: float,
         gated: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> list[TaskId]:  # fmt: skip
         """Start tasks with the GPU blocks for each. All are checked before any is started.
 
-        A task that has ended, since it was cancelled say, stays as it is.
+        Returns:
+            Those that had ended before: cancelled, say. They stay as they are.
         """
         if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
             raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
         to_start: list[tuple[Task, BlockIds]] = []
+        had_ended: list[TaskId] = []
         for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
-            task = self.sessions.tasks.get(task_id)
+            task = self._sessions.tasks.get(task_id)
             if task is None:
-                self.sessions.of(task_id).require_known(task_id)
+                self._sessions.of(task_id).require_known(task_id)
+                had_ended.append(task_id)
                 continue
             if task.is_launched:
                 raise ValueError(f"task {task_id} was launched before")
@@ -205,31 +214,36 @@ class KVTaskEngine:
             task.plan.graph.bind_gpu_blocks(blocks, task.plan.start)
             self._deadlines.launched(task, now)
             self._runner.run(task, now)
+        return had_ended
 
-    def cancel(self, task_ids: Iterable[TaskId], now: float) -> None:
+    def cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
         """Stop what has not started. Idempotent; a finished task stays as it is.
 
         All ids are checked before any task is cancelled.
+
+        Returns:
+            Those that were never launched and have ended by this.
         """
-        to_cancel = list(task_ids)
+        to_cancel, unlaunched = list(task_ids), []
         for task_id in to_cancel:
-            self.sessions.of(task_id).require_known(task_id)
+            self._sessions.of(task_id).require_known(task_id)
         for task_id in to_cancel:
-            task = self.sessions.tasks.get(task_id)
+            task = self._sessions.tasks.get(task_id)
             if task is None or task.state.is_cancelled:
                 continue
-            was_launched, is_overdue = task.is_launched, task.state.is_overdue
-            task.state = TaskState.CANCELLING_OVERDUE if is_overdue else TaskState.CANCELLING
-            self.accounts.cancelled(task)
-            if was_launched:
+            task.cancel()
+            self._accounts.cancelled(task)
+            if task.is_launched:
                 self._runner.stop(task, now)
             else:
+                unlaunched.append(task_id)
                 self._deadlines.cancelled(task_id)
                 self._runner.end_unmoved(task, now)
+        return unlaunched
 
     def close_down(self, now: float) -> None:
         """Cancel what is open, but not writes below the GPU, and write what is dirty."""
-        self._cancel_unanswered(self.sessions.of_engines(), now)
+        self._cancel_unanswered(self._sessions.of_engines(), now)
         self.cache.stores.begin_closing()
         self._runner.follow(now)
 
@@ -242,7 +256,7 @@ class KVTaskEngine:
         else to the ranks that move them now.
         """
         if self._matcher.adopt_layout(layout):
-            self._cancel_unanswered(self.sessions.of_engines(), now)
+            self._cancel_unanswered(self._sessions.of_engines(), now)
 
     def restore(self, records: Records) -> RestoreReport:
         """Index what the SSD tier was found to hold at startup (`DiskPool.load`)."""
@@ -251,20 +265,20 @@ class KVTaskEngine:
 
     def executor_up(self, executor: str) -> None:
         """An executor serves. What waited for its tier starts with the next `tick`."""
-        self.executors.up(executor)
+        self._executors.up(executor)
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""
-        if executor == REMOTE and self.lookups is not None:
-            self.breaker.trip(reason, now)
-            self.lookups.give_up(now, self._instructions)
-        self._runner.settle(self.executors.down(executor, reason, now), now)
+        if executor == REMOTE and self._lookups is not None:
+            self._breaker.trip(reason, now)
+            self._lookups.give_up(now, self._instructions)
+        self._runner.settle(self._executors.down(executor, reason, now), now)
 
     def looked_up(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
         """The remote worker has answered a question."""
-        if self.lookups is not None:
-            self.lookups.looked_up(lookup_id, max(0, num_present), error, now, self._instructions)
-            self._runner.settle(self.executors.sync(), now)
+        if self._lookups is not None:
+            self._lookups.looked_up(lookup_id, max(0, num_present), error, now, self._instructions)
+            self._runner.settle(self._executors.sync(), now)
 
     def op_done(
         self, executor: str, op_id: OpId, num_ok: int, now: float, *, error: str | None = None,
@@ -276,35 +290,36 @@ class KVTaskEngine:
             bad_block: The block after these is unreadable or has wrong bytes.
             checksums: Those of the blocks written, where the op wrote to a tier that verifies.
         """
-        ended = self.executors.done(executor, op_id, num_ok, now, error, bad_block, checksums)
+        ended = self._executors.done(executor, op_id, num_ok, now, error, bad_block, checksums)
         self._runner.settle(ended, now)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and write what is due to tiers that are available again."""
         while (late := self._deadlines.take_late_load(now)) is not None:
-            task = self.sessions.tasks.get(late)
+            task = self._sessions.tasks.get(late)
             if task is None or task.is_answered or not task.open_ops[OpKind.REMOTE2H]:
                 continue  # else it is answered with what has come; a read under way ends in DRAM
             task.errors.append("the remote store takes longer than computing would")
             self._runner.end_unstarted(task, now)
-        if self.lookups is not None:
-            self.lookups.tick(now, self.executors.is_up(REMOTE), self._instructions)
-        self._runner.settle(self.executors.sync(), now)
+        if self._lookups is not None:
+            self._lookups.tick(now, self._executors.is_up(REMOTE), self._instructions)
+        self._runner.settle(self._executors.sync(), now)
         self._runner.follow(now)
         while (unlaunched := self._deadlines.take_unlaunched(now)) is not None:
             reason = f"not launched within {self._deadlines.match_ttl_s:g} s"
-            self.sessions.tasks[unlaunched].errors.append(reason)
+            self._sessions.tasks[unlaunched].errors.append(reason)
             self.cancel([unlaunched], now)
         self._runner.expire(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
-        times = [self._deadlines.next(), self.executors.next_deadline()]
-        if self.lookups is not None:
-            times.append(self.lookups.next_deadline(self.executors.is_up(REMOTE)))
+        times = [self._deadlines.next(), self._executors.next_deadline()]
+        if self._lookups is not None:
+            times.append(self._lookups.next_deadline(self._executors.is_up(REMOTE)))
         return min((time for time in times if time is not None), default=None)
 
     def take_instructions(self) -> list[Instruction]:
+        # The list itself stays: the parts of the engine that leave instructions share it.
         taken = self._instructions.copy()
         self._instructions.clear()
         return taken
@@ -312,28 +327,21 @@ class KVTaskEngine:
     # -- insight ---------------------------------------------------------------------------------
 
     @property
-    def num_held_up(self) -> int:
-        """Dirty blocks that wait for the worker of their tier, or for the end of its clearing."""
-        return sum(
-            self.cache.stores.num_dirty(tier)
-            for tier, worker in WORKERS.items()
-            if not self.executors.is_up(worker) or self.cache.tiers.is_withheld(tier)
-        )
+    def recorder(self) -> Recorder | None:
+        """Follows what happens to sessions, tasks and ops, if there is one."""
+        return self._accounts.recorder
 
-    def stats(self, identity: CacheIdentity, now: float) -> CacheStats:
-        """Statistics of the tiers and tasks of the cache with this identity."""
-        return cache_stats(
-            identity, self.cache, self.accounts, self.sessions, self.executors.queues(),
-            self._deadlines.num_unlaunched, self.lookups, self.breaker, now,
-        )  # fmt: skip
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._accounts.recorder = recorder
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(everything)."""
-        if self.lookups is not None and not self.lookups.check():
+        if self._lookups is not None and not self._lookups.check():
             raise InternalError("an open question to the store cannot be found or has no deadline")
-        self.executors.check(self.sessions.tasks)
+        self._executors.check(self._sessions.tasks)
         self.cache.check()
         self._runner.check()
-        self.sessions.check()
-        tasks = self.sessions.tasks.items()
+        self._sessions.check()
+        tasks = self._sessions.tasks.items()
         self._deadlines.check([task_id for task_id, task in tasks if not task.is_launched])

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
-from flexcache.ids import OpId, TaskId, TaskState, TierName
+from flexcache.ids import OpId, TaskId, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.availability import Availability
 from flexcache.tasks.checksums import Checksums, SlotChecksums
@@ -44,6 +44,7 @@ _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough th
 # wait behind many writes, and that a deadline means what it says
 _SLOWEST_BYTES_PER_S = 1e8  # a large op gets this much longer than the configured deadline
 _GATE_PATIENCE_S = 600.0  # the engine's worker may be in a long step
+_MAX_STALE_DEADLINES = 64  # and as many as ops run: then those of ended ops are swept out
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +95,7 @@ class Executors:
         self._lanes = {DISK: _WorkerLane(op_timeout_s), REMOTE: _WorkerLane(remote_timeout_s)}
         self._running: dict[OpId, OpRun] = {}
         self._deadlines: list[tuple[float, OpId]] = []
+        """A heap; those of ops that have ended stay until they are due or swept out."""
 
     # -- availability ----------------------------------------------------------------------------
 
@@ -222,9 +224,8 @@ class Executors:
         """Hand the op to its executors; its deadline starts."""
         executors = task.owner.executors[op.kind]
         run = OpRun(task, op, now, dict.fromkeys(executors), len(op))
-        self._running[op.op_id] = task.running[op.op_id] = run
-        if task.state is TaskState.READY:
-            task.state = TaskState.RUNNING
+        self._running[op.op_id] = run
+        task.add_running(run)
         self._accounts.op_started(task, op, now)
         gated = task.gated and op.kind.touches_gpu
         lane = self._lanes.get(executors[0])
@@ -244,13 +245,14 @@ class Executors:
         del run.waiting_for[executor]
         run.num_ok = min(run.num_ok, num_ok)
         run.bad_block |= bad_block
-        run.error = error
+        run.error = run.error or error
         if error is not None:
             run.task.errors.append(error)
         if run.waiting_for:
             return []
         op = run.op
         del self._running[op.op_id], run.task.running[op.op_id]
+        self._sweep_deadlines()
         self._accounts.op_ended(run, now)
         if op.kind in WORKER_OF:
             lane = self._lanes[executor]
@@ -259,6 +261,12 @@ class Executors:
             if executor == REMOTE:
                 return [run, *self._judge_store(run, now)]
         return [run]
+
+    def _sweep_deadlines(self) -> None:
+        """Keep the heap in proportion to the running ops: some deadlines are minutes away."""
+        if len(self._deadlines) > 2 * len(self._running) + _MAX_STALE_DEADLINES:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._running]
+            heapq.heapify(self._deadlines)
 
     def _judge_store(self, run: OpRun, now: float) -> list[OpRun]:
         """Inform the breaker how an op of the store went. A block that is missing or bad is no
@@ -291,6 +299,8 @@ class Executors:
         for tier in self._unavailable:
             if len(self._lanes[WORKERS[tier]].queue):
                 raise InternalError(f"ops wait for {tier.value}, which is unavailable")
+        if len(self._deadlines) > 2 * len(self._running) + _MAX_STALE_DEADLINES:
+            raise InternalError(f"{len(self._deadlines)} deadlines for {len(self._running)} ops")
         for op_id, run in self._running.items():
             if not run.waiting_for:
                 raise InternalError(f"op {op_id} runs without an executor")

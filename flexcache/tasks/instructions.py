@@ -96,23 +96,17 @@ class RevokeTask:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskEnded:
-    """The GPU side of a task is over: notify its callers and, if it is ``gated``, the engine's
-    workers. ``num_ok`` blocks from the task's first on have arrived."""
+class TaskAnswered:
+    """Notify the owner of the task. Comes with the end of the GPU side and, where something goes on
+    after that, once more with the end of everything.
+
+    ``notify_ranks`` too where it is the end of the GPU side of a gated task.
+    """
 
     task_id: TaskId
     engine: str
-    num_ok: int
-    gated: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TaskAnswered:
-    """Notify the owner of the task. Comes with the end of the GPU side and, where something goes on
-    after that, once more with the end of everything."""
-
-    task_id: TaskId
     result: TaskResult
+    notify_ranks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +117,4 @@ class ReplaceExecutor:
     reason: str
 
 
-Instruction = (
-    RunOp
-    | DropOp
-    | RunLookUp
-    | LookUpEnded
-    | RevokeTask
-    | TaskEnded
-    | TaskAnswered
-    | ReplaceExecutor
-)
+Instruction = RunOp | DropOp | RunLookUp | LookUpEnded | RevokeTask | TaskAnswered | ReplaceExecutor

@@ -13,7 +13,7 @@ from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import Session
 from flexcache.tasks.sessions import TaskSessions
 
-_DEVICE_OPS = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
+_GPU_OP_OF = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
 
 
 class Matcher:
@@ -96,8 +96,8 @@ class Matcher:
             return "session_task_limit"
         if self._sessions.is_disputed(owner.engine):
             return "name_disputed"
-        device_op = _DEVICE_OPS.get(kind)
-        if device_op and not self._executors.are_up(owner.executors[device_op]):
+        gpu_op = _GPU_OP_OF.get(kind)
+        if gpu_op and not self._executors.are_up(owner.executors[gpu_op]):
             return "ranks_missing"
         return None
 

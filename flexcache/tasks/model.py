@@ -1,6 +1,6 @@
 """Tasks while they are open, their ops while they run, and the sessions they belong to.
 
-Plain state: `KVTaskEngine` decides what becomes of it.
+`KVTaskEngine` decides what becomes of a task; the task knows which state that puts it in.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ from flexcache.cache.plan import Plan
 from flexcache.ids import KVStatus, OpId, OpKind, SessionId, TaskId, TaskKind, TaskState, TierName
 from flexcache.tasks.ids import id_before
 from flexcache.tasks.instructions import TaskResult
-from flexcache.tasks.routes import DEVICE_OPS, LOAD_TIER
+from flexcache.tasks.routes import GPU_OPS, LOAD_TIER
 from flexcache.tasks.totals import Totals
 from flexcache.transfer.graph import TransferOp
 
+_FINAL_STATE = {
+    KVStatus.SUCCESS: TaskState.COMPLETED,
+    KVStatus.NOT_FOUND: TaskState.COMPLETED,
+    KVStatus.CANCELLED: TaskState.CANCELLED,
+    KVStatus.FAILED: TaskState.FAILED,
+}
 _NONE_OPEN: Counter[OpKind] = Counter()
 _MAX_ERRORS = 8  # that a response names
 
@@ -41,9 +47,37 @@ class Task:
     waiting: set[OpId] = field(default_factory=set)
     """Ops that could start and wait for their turn at a worker. `Executors` keeps both."""
 
+    # -- transitions -----------------------------------------------------------------------------
+
+    def launch(self, now: float) -> None:
+        """Every op of its graph is open from now on."""
+        self.state, self.launched_s = TaskState.READY, now
+        self.open_ops = Counter(op.kind for op in self.plan.graph.ops)
+
+    def add_running(self, run: OpRun) -> None:
+        """One of its ops was given to executors."""
+        self.running[run.op.op_id] = run
+        if self.state is TaskState.READY:
+            self.state = TaskState.RUNNING
+
+    def cancel(self) -> None:
+        """Its caller wants it no more."""
+        is_overdue = self.state.is_overdue
+        self.state = TaskState.CANCELLING_OVERDUE if is_overdue else TaskState.CANCELLING
+
+    def set_overdue(self) -> None:
+        """One of its copies from or to the GPU has missed its deadline."""
+        is_cancelled = self.state.is_cancelled
+        self.state = TaskState.CANCELLING_OVERDUE if is_cancelled else TaskState.OVERDUE
+
+    def end(self, status: KVStatus) -> None:
+        self.state = _FINAL_STATE[status]
+
+    # -- insight ---------------------------------------------------------------------------------
+
     @property
     def is_launched(self) -> bool:
-        return self.state is not TaskState.CREATED
+        return self.launched_s is not None
 
     @property
     def gpu_ops_open(self) -> int:
@@ -88,7 +122,7 @@ class Task:
         elif plan.kind is TaskKind.STORE:
             num_ok = sum(sum(moved.values()) for moved in self.moved.values())
         else:
-            num_ok = self.contiguous(DEVICE_OPS, plan.start)
+            num_ok = self.contiguous(GPU_OPS, plan.start)
         status = KVStatus.SUCCESS if num_ok else KVStatus.FAILED
         return TaskResult(status, plan.start, num_ok, self.num_tokens, error, is_final)
 

@@ -11,4 +11,4 @@ LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
 STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
 LOWER_TIER = {**LOAD_TIER, **STORE_TIER}
 WORKER_OF = {kind: WORKERS[tier] for kind, tier in LOWER_TIER.items()}
-DEVICE_OPS = (OpKind.H2D, OpKind.D2H)
+GPU_OPS = (OpKind.H2D, OpKind.D2H)

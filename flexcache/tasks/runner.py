@@ -10,18 +10,17 @@ nothing follows any more.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.ids import KVStatus, OpKind, TaskKind, TaskState
+from flexcache.ids import KVStatus, OpKind, TaskKind
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import (
     Instruction,
     RevokeTask,
     TaskAnswered,
-    TaskEnded,
     TaskResult,
 )
 from flexcache.tasks.model import OpRun, Task
@@ -29,12 +28,6 @@ from flexcache.tasks.routes import LOAD_TIER, STORE_TIER
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.scheduler import OpEnded, Outcome, TransferScheduler
 
-_FINAL_STATE = {
-    KVStatus.SUCCESS: TaskState.COMPLETED,
-    KVStatus.NOT_FOUND: TaskState.COMPLETED,
-    KVStatus.CANCELLED: TaskState.CANCELLED,
-    KVStatus.FAILED: TaskState.FAILED,
-}
 _FROM_GPU = (OpKind.D2H,)
 _FROM_BELOW = tuple(LOAD_TIER)
 
@@ -43,7 +36,7 @@ class TaskRunner:
     """Runs tasks on the executors.
 
     Args:
-        instructions: Receives `TaskEnded`, `TaskAnswered` and `RevokeTask`.
+        instructions: Receives `TaskAnswered` and `RevokeTask`.
     """
 
     def __init__(
@@ -90,20 +83,14 @@ class TaskRunner:
 
     def end_unmoved(self, task: Task, now: float) -> None:
         """End a task of which no op was ever started."""
-        self._answer(task, now)
-        self._finish(task)
+        self._accounts.answered(task, now)
+        self._finish(task, notify_ranks=task.gated)
 
-    def end(self, task: Task, result: TaskResult) -> None:
-        """The task has come to its final state."""
-        is_awaited = (  # an overdue task was answered already
-            result.status is not KVStatus.NOT_FOUND
-            and task.owner is not self._sessions.internal
-            and not task.state.is_overdue
-        )
-        task.state = _FINAL_STATE[result.status]
+    def end_empty(self, task: Task) -> None:
+        """End a task without blocks. Its caller knows already."""
+        result = TaskResult(KVStatus.NOT_FOUND, task.plan.start, 0, task.num_tokens)
+        task.end(result.status)
         self._accounts.ended(task, result)
-        if is_awaited:
-            self._instructions.append(TaskAnswered(task.task_id, result))
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -122,12 +109,12 @@ class TaskRunner:
         for run in self._executors.expire(now):
             task = run.task
             if run.op.kind.touches_gpu and not task.state.is_overdue:
-                is_cancelled = task.state.is_cancelled
-                late = TaskState.CANCELLING_OVERDUE if is_cancelled else TaskState.OVERDUE
-                task.state = late
+                task.set_overdue()
                 self._instructions.append(RevokeTask(task.task_id, task.owner.engine))
                 self.stop(task, now)
-                self._answer(task, now)
+                self._accounts.answered(task, now)
+                # How long it hangs is unknown: no other answer follows.
+                self._notify(task, task.result(is_final=True), task.gated)
 
     def follow(self, now: float) -> None:
         """Start and end ops until nothing follows any more, and write back what is due."""
@@ -152,8 +139,7 @@ class TaskRunner:
 
     def _submit(self, task: Task, now: float) -> None:
         self._accounts.launched(task)
-        task.state, task.launched_s = TaskState.READY, now
-        task.open_ops = Counter(op.kind for op in task.plan.graph.ops)
+        task.launch(now)
         self._outcomes.extend(self._scheduler.submit(task.task_id, task.plan.graph))
 
     def _submit_store(self, plan: Plan, now: float) -> None:
@@ -188,9 +174,11 @@ class TaskRunner:
         else:
             is_due = is_over and not task.has_gpu_side
         if is_due:
-            self._answer(task, now)
+            self._accounts.answered(task, now)
         if is_over:
-            self._finish(task)
+            self._finish(task, notify_ranks=is_due and task.gated)
+        elif is_due:
+            self._notify(task, task.result(is_final=False), task.gated)
 
     def _publish_what_is_whole(self, task: Task, kind: OpKind) -> None:
         """If an op was the last into its tier, publish there the prefix that has arrived."""
@@ -207,21 +195,19 @@ class TaskRunner:
                 begin = plan.start if is_put else plan.load_start
                 self._cache.publish_staging(plan, task.contiguous(kinds, begin))
 
-    def _answer(self, task: Task, now: float) -> None:
-        """The task's GPU side is over, or it has ended as a whole."""
-        self._accounts.answered(task, now)
-        if task.owner is self._sessions.internal:
-            return  # without a caller
-        result = task.result(is_final=task.state.is_overdue)  # how long it hangs is unknown
-        self._instructions.append(
-            TaskEnded(task.task_id, task.owner.engine, result.num_ok, task.gated)
-        )
-        if task.open_ops.total():
-            self._instructions.append(TaskAnswered(task.task_id, result))
-
-    def _finish(self, task: Task) -> None:
+    def _finish(self, task: Task, notify_ranks: bool) -> None:
         """Every op of the task has ended, or none was ever started."""
         self._sessions.close(task)
         self._cache.finish(task.plan)
-        self.end(task, task.result(is_final=True))
+        result, was_overdue = task.result(is_final=True), task.state.is_overdue
+        task.end(result.status)
+        self._accounts.ended(task, result)
+        if not was_overdue:  # else it was answered for good
+            self._notify(task, result, notify_ranks)
         self._sessions.forget_if_gone(task.owner)
+
+    def _notify(self, task: Task, result: TaskResult, notify_ranks: bool) -> None:
+        owner = task.owner
+        if owner is not self._sessions.internal:  # that has no caller
+            answered = TaskAnswered(task.task_id, owner.engine, result, notify_ranks)
+            self._instructions.append(answered)

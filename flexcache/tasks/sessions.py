@@ -90,10 +90,6 @@ class TaskSessions:
     def num_open(self) -> int:
         return len(self.tasks)
 
-    def was_launched(self, task_id: TaskId) -> bool:
-        """Raises `KeyError` for a task that is not open."""
-        return self.tasks[task_id].is_launched
-
     # -- engines ---------------------------------------------------------------------------------
 
     def report_prefill(self, session: SessionId, blocks_per_s: float) -> None:

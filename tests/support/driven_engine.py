@@ -247,7 +247,7 @@ class Commands(Engine):
         from flexcache.request_info import PromptDetail
 
         transport = self.manager._client.transport
-        tasks = transport.server.hub.cache.engine
+        tasks = transport.server.hub.cache.tasks
         tiers, before = tasks.cache.tiers, (transport.detail, tasks.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
         transport.detail, tasks.recorder = PromptDetail.NOTHING, None

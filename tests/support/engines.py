@@ -88,8 +88,8 @@ class Engine:
         """Wait until what was stored is on SSD too."""
         self.drain()
         server = self.server
-        with server.session() as engine:
-            while engine.sessions.num_open:
+        with server.session() as tasks:
+            while tasks.queries.num_open_tasks:
                 server.wait_for_change(0.05)
 
     def forget_gpu(self) -> None:

@@ -36,11 +36,10 @@ from flexcache.tasks.instructions import (
     RunLookUp,
     RunOp,
     TaskAnswered,
-    TaskEnded,
     TaskResult,
     device,
 )
-from flexcache.tasks.stats import CacheIdentity, CacheStats
+from flexcache.tasks.stats import BreakerStats, CacheIdentity, CacheStats
 from flexcache.transfer.graph import TransferOp
 
 IDENTITY = CacheIdentity(fingerprint="a model", layout="", block_bytes=1, tokens_per_block=16)
@@ -72,7 +71,7 @@ class TaskInfo:
     layout: str = ""
     launched: bool = False
     gated: bool = False
-    answered: TaskEnded | None = None
+    answered: TaskResult | None = None
 
     def content(self, index: int, copy: int) -> Content:
         return self.text[: self.plan.start + index + 1] + self.layout, copy
@@ -150,7 +149,6 @@ class World:
         """Ops that executors were running when they died."""
         self.to_replace: dict[str, str] = {}
         self.revoked: set[TaskId] = set()
-        self.num_answered: Counter[TaskId] = Counter()
         self.answers: dict[TaskId, TaskResult] = {}
         """Last answer that each task's owner received."""
         self.told_early: Counter[TaskId] = Counter()
@@ -202,8 +200,7 @@ class World:
         return lookup
 
     def is_looking_up(self, lookup_id: int | None) -> bool:
-        assert self.engine.lookups is not None
-        return lookup_id is not None and self.engine.lookups.is_open(lookup_id)
+        return lookup_id is not None and self.engine.queries.is_looking_up(lookup_id)
 
     def answer(self, lookup_id: int, error: str | None = None) -> None:
         """Let the remote worker answer what the store has."""
@@ -290,7 +287,13 @@ class World:
         return result
 
     def stats(self) -> CacheStats:
-        return self.engine.stats(IDENTITY, self.now)
+        return self.engine.queries.stats(IDENTITY, self.now)
+
+    @property
+    def breaker(self) -> BreakerStats:
+        remote = self.stats().remote
+        assert remote is not None
+        return remote.breaker
 
     def clear(self, tier: TierName) -> int:
         return len(self.cache.tiers.clear(tier.value)[tier])
@@ -490,13 +493,15 @@ class World:
                     self.num_lookups_ended[lookup_id] += 1
                     assert self.num_lookups_ended[lookup_id] == 1
                     assert not self.is_looking_up(lookup_id)
-                case TaskEnded(task_id) if task_id in self.abandoned:
+                case TaskAnswered(task_id) if task_id in self.abandoned:
                     self._put_to_other_use(self.abandoned[task_id])
-                case TaskEnded():
-                    self._answer(instruction)
-                case TaskAnswered(task_id, result):
-                    if task_id not in self.abandoned:
-                        self._told(task_id, result)
+                case TaskAnswered(task_id, engine, result, notify_ranks):
+                    info = self.tasks[task_id]
+                    assert engine == info.engine
+                    assert notify_ranks == (info.gated and info.answered is None)
+                    if info.answered is None:
+                        self._answer(task_id, result)
+                    self._told(task_id, result)
                 case RevokeTask(task_id):
                     self.revoked.add(task_id)
                 case ReplaceExecutor(executor, reason):
@@ -554,13 +559,11 @@ class World:
         (self.told_final if result.is_final else self.told_early)[task_id] += 1
         assert self.told_early[task_id] <= 1
 
-    def _answer(self, ended: TaskEnded) -> None:
+    def _answer(self, task_id: TaskId, ended: TaskResult) -> None:
         """Answer the task, and let the engine reuse its slots."""
-        info = self.tasks[ended.task_id]
-        self.num_answered[ended.task_id] += 1
+        info = self.tasks[task_id]
         info.answered = ended
-        assert ended.gated == info.gated
-        self._check_slots_are_unused(ended.task_id)
+        self._check_slots_are_unused(task_id)
         for index, slot in enumerate(info.slots.tolist()):
             for rank in self._load_ranks:
                 if info.kind is TaskKind.GET and index < ended.num_ok:
@@ -583,7 +586,7 @@ class World:
         away = {
             tier.name for tier in self.cache.tiers.lower if workers[tier.name] not in self.alive
         }
-        if self.cache.tiers.remote is not None and not self.engine.breaker.is_closed:
+        if self.cache.tiers.remote is not None and self.engine.queries.store_outage is not None:
             away.add(TierName.REMOTE)
         return away
 
@@ -617,7 +620,7 @@ class World:
                 e.run.op.kind.touches_gpu and e.run.executor.split(":")[1] == engine
                 for e in self.at_work.values()
             )
-            assert self.engine.sessions.uses_gpu_of(engine) or not touches
+            assert self.engine.queries.uses_gpu_of(engine) or not touches
         for errand in self.at_work.values():
             for places in _places(errand.run):
                 for name, block in places:
@@ -648,10 +651,9 @@ class World:
         if info.plan.num_blocks == 0:
             assert result is not None
             assert result.status is KVStatus.NOT_FOUND
-            assert self.num_answered[task_id] == 0
+            assert info.answered is None
             return
         assert (result is not None) == (info.answered is not None)
-        assert self.num_answered[task_id] == (info.answered is not None)
         if result is None or info.answered is None:
             return
         self._check_slots_are_unused(task_id)
@@ -677,7 +679,7 @@ class World:
         """Check, at rest, that every task has its answer and no block belongs to one."""
         self.check()
         assert not self.at_work
-        assert self.engine.sessions.num_open == 0
+        assert self.engine.queries.num_open_tasks == 0
         for tier in self.cache.tiers:
             assert tier.num_leased == 0
         for task_id in self.tasks:

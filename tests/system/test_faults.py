@@ -32,8 +32,8 @@ def flip_byte(path: Path, offset: int) -> None:
 
 
 def slot_of(cluster: Cluster, position: int) -> int:
-    with cluster.server.session() as engine:
-        return int(next(iter(engine.cache.tiers.lower[0].index._runs.values())).blocks[position])
+    with cluster.server.session() as tasks:
+        return int(next(iter(tasks.cache.tiers.lower[0].index._runs.values())).blocks[position])
 
 
 def rejected(cluster: Cluster) -> int:

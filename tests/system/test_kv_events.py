@@ -659,7 +659,7 @@ def test_following_the_events_of_a_cache_yields_what_it_holds(tmp_path: Path) ->
         [tmp_path], num_cpu_blocks=24, num_ssd_blocks=40, skip_slow_loads=False, **settings
     ) as cluster:
         publisher = cluster.server._observers.feed._publisher
-        tiers = list(cluster.server.cache.engine.cache.tiers)
+        tiers = list(cluster.server.cache.tasks.cache.tiers)
 
         def held(tier: Any) -> set[int]:
             directories = tier.index._directories.values()

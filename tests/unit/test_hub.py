@@ -246,14 +246,14 @@ def up_with_store(world: World, name: str = "one") -> Engine:
     engine = Engine(world, name)
     engine.register()
     assert world.hub.cache is not None
-    world.hub.cache.engine.executor_up(REMOTE)
+    world.hub.cache.tasks.executor_up(REMOTE)
     return engine
 
 
 def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking: World) -> None:
     engine = up_with_store(asking)
     assert asking.hub.cache is not None
-    tasks = asking.hub.cache.engine
+    tasks = asking.hub.cache.tasks
     for tier in tasks.cache.tiers:
         lost = tier.pool.take(1)
         [failed] = asking.send(engine.calls, CheckInvariants(1))
@@ -269,7 +269,7 @@ def test_a_check_that_a_client_asks_for_compares_counts_and_walks_no_tier(asking
 
 def look_up_answered(world: World, num_present: int) -> None:
     assert world.hub.cache is not None
-    world.hub.cache.engine.looked_up(world.asked.pop(), num_present, None, world.now)
+    world.hub.cache.tasks.looked_up(world.asked.pop(), num_present, None, world.now)
     world.settle()
 
 
@@ -296,7 +296,7 @@ def test_a_match_goes_on_without_an_answer_in_time(asking: World) -> None:
     assert engine.ask("abcd", may_wait=True) == []
     asking.now += 1.0
     assert asking.hub.cache is not None
-    asking.hub.cache.engine.tick(asking.now)
+    asking.hub.cache.tasks.tick(asking.now)
     asking.settle()
     [matched] = asking.inbox[engine.calls]
     assert matched.num_blocks == 0
@@ -312,7 +312,7 @@ def test_a_client_that_left_during_a_look_up_gets_no_task(asking: World) -> None
     [matched] = asking.inbox[other.calls]
     assert matched.num_blocks == 3
     assert asking.hub.cache is not None
-    assert asking.hub.cache.engine.sessions.num_open == 1
+    assert asking.hub.cache.tasks.queries.num_open_tasks == 1
 
 
 def test_one_engine_gets_what_another_put(world: World) -> None:
@@ -449,7 +449,7 @@ def test_a_rank_with_a_different_layout_is_refused_and_its_engine_is_notified(wo
     assert told.missing == ["tp_rank 0"]
     assert "another layout" in told.problems[0]
     assert world.last(one.events).problems == []
-    assert not world.hub.cache.engine.executors.is_up(device("two", 0))  # type: ignore[union-attr]
+    assert not world.hub.cache.tasks.queries.is_up(device("two", 0))  # type: ignore[union-attr]
 
 
 def test_a_rank_that_comes_back_learns_what_ended_while_it_was_away(world: World) -> None:
@@ -532,7 +532,7 @@ def test_request_info_is_passed_on_with_stored_blocks() -> None:
     engine = Engine(world)
     engine.register()
     assert world.hub.cache is not None
-    cache = world.hub.cache.engine.cache
+    cache = world.hub.cache.tasks.cache
     cache.keep_journal(16)
     tokens = np.arange(40, dtype="<i8")  # two blocks and a half
     info = RequestInfo("a-request", 7, "an-adapter", [["x"], ["y"]])
@@ -651,14 +651,14 @@ def test_an_oversized_frame_is_counted_and_answered(world: World) -> None:
 def test_a_failing_handler_is_answered_and_affects_no_other_engine(world: World) -> None:
     one, two = Engine(world, "one"), Engine(world, "two")
     assert world.hub.cache is not None
-    real = world.hub.cache.engine.match
+    real = world.hub.cache.tasks.match
 
     def fail_for_one(task_id: int, *rest: Any) -> Any:
         if task_id in one.ids:
             raise RuntimeError("a bug")
         return real(task_id, *rest)
 
-    world.hub.cache.engine.match = fail_for_one  # type: ignore[assignment, method-assign]
+    world.hub.cache.tasks.match = fail_for_one  # type: ignore[assignment, method-assign]
     _, failed = one.match(TaskKind.GET, "ab")
     assert failed == Failed(5, "internal", "RuntimeError('a bug')")
     assert isinstance(two.match(TaskKind.GET, "ab")[1], Matched)
@@ -690,7 +690,7 @@ def test_a_task_answered_over_a_late_rank_is_revoked_and_the_next_session_is_not
     assert not permit.is_revoked
     world.now += 1000
     assert world.hub.cache is not None
-    world.hub.cache.engine.tick(world.now)
+    world.hub.cache.tasks.tick(world.now)
     world.settle()
     assert world.last(engine.events).status is KVStatus.FAILED
     assert permit.is_revoked
@@ -869,10 +869,10 @@ class HubHistories(RuleBasedStateMachine):
         assert set(hub.stats(self.world.now).engines) == set(self.engines)
         if hub.cache is None:
             return
-        hub.cache.engine.check()
+        hub.cache.tasks.check()
         assert hub.workers() == {device(name, 0): 2 for name in self.ranks}
         for name in NAMES:
-            assert hub.cache.engine.executors.is_up(device(name, 0)) == (name in self.ranks)
+            assert hub.cache.tasks.queries.is_up(device(name, 0)) == (name in self.ranks)
         expected = {e[1] for e in self.engines.values()} | {r[1] for r in self.ranks.values()}
         assert set(hub.peers) == set(self.world.watched) == expected
         tier = self.world.tier()
@@ -926,7 +926,7 @@ def test_no_frame_makes_the_hub_raise_or_hurts_an_engine(data: st.DataObject) ->
             peer = data.draw(st.sampled_from([b"?", engine.events, engine.calls, engine.rank]))
             world.send_raw(peer, [bytes(frame), *extra])
         assert world.hub.cache is not None
-        world.hub.cache.engine.check()
+        world.hub.cache.tasks.check()
         assert "two" in world.hub.stats(world.now).engines
         world.send(other.calls, Cancel(np.array([task_id], dtype="<u8").tobytes()))
         assert world.hub.stats(world.now).engines["two"].open_tasks == 0

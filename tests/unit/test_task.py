@@ -24,7 +24,7 @@ from flexcache.tasks.instructions import (
     ReplaceExecutor,
     RunOp,
     TaskAnswered,
-    TaskEnded,
+    TaskResult,
     device,
 )
 from flexcache.tasks.model import Task
@@ -99,7 +99,7 @@ class TaskHistories(RuleBasedStateMachine):
     def a_session_ends_or_begins(self, engine: str) -> None:
         if engine in self.world.sessions:
             self.world.end_session(engine)
-        elif not self.world.engine.sessions.uses_gpu_of(engine):
+        elif not self.world.engine.queries.uses_gpu_of(engine):
             self.world.begin_session(engine)
 
     def clear_every_tier(self) -> None:
@@ -423,7 +423,7 @@ def test_a_cancel_of_an_answered_put_stops_its_write_through() -> None:
     assert status(world, task_id) == (KVStatus.CANCELLED, 0)
     assert world.cached(CPU, "abcdef") == 6
     assert world.cached(SSD, "abcdef") == 0
-    assert world.num_answered[task_id] == 1
+    assert world.tasks[task_id].answered
 
 
 def test_cancelling_everything_ends_every_task() -> None:
@@ -449,8 +449,8 @@ def test_an_empty_match_ends_at_once_as_not_found() -> None:
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
     world.cancel(task_id)
     assert status(world, task_id) == (KVStatus.NOT_FOUND, 0)
-    assert world.engine.sessions.num_open == 0
-    assert not world.num_answered
+    assert world.engine.queries.num_open_tasks == 0
+    assert not any(info.answered for info in world.tasks.values())
 
 
 @pytest.mark.parametrize("unknown", [0, -1, 2, 10**9])
@@ -546,7 +546,7 @@ def test_a_put_is_answered_when_the_gpu_side_is_done_and_complete_after_the_writ
     assert world.result(task_id, completely=True) is None
     world.finish_all()
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
-    assert world.num_answered[task_id] == 1
+    assert world.tasks[task_id].answered
 
 
 def test_blocks_are_found_only_after_their_bytes_arrived_and_a_second_put_moves_nothing() -> None:
@@ -626,7 +626,7 @@ def test_a_prefetch_brings_blocks_to_dram_and_leaves_the_gpu_alone() -> None:
     assert world.cached(CPU, "abcde") == 5
     again = world.prefetch("abcde")
     assert status(world, again) == (KVStatus.SUCCESS, 5)
-    assert world.num_answered[again] == 1
+    assert world.tasks[again].answered
     world.check_nothing_is_held()
 
 
@@ -637,9 +637,7 @@ def test_only_ops_at_the_gpu_wait_for_a_gate() -> None:
         (OpKind.H2D, True), (OpKind.DISK2H, False),
     }  # fmt: skip
     world.finish_all()
-    answered = world.tasks[task_id].answered
-    assert answered is not None
-    assert answered.gated
+    assert world.tasks[task_id].answered  # and the ranks were notified
 
 
 def test_open_tasks_are_counted_by_state_and_ended_ones_by_how_they_ended() -> None:
@@ -655,7 +653,7 @@ def test_open_tasks_are_counted_by_state_and_ended_ones_by_how_they_ended() -> N
     world.down(device(ENGINE, 0))
     world.launch(late)
     assert world.stats().tasks == dict.fromkeys(STATES, 0) | {"created": 1}
-    assert world.engine.accounts.totals.ended_tasks == {
+    assert world.stats().totals.ended_tasks == {
         "put_success": 1,
         "put_cancelled": 1,
         "put_failed": 2,
@@ -669,10 +667,10 @@ def test_blocks_and_bytes_are_counted_where_they_went() -> None:
     host, ssd = world.stats().tiers.values()
     assert (host.written_bytes, host.read_bytes) == (5 + 5, 5 + 5)
     assert (ssd.written_bytes, ssd.read_bytes) == (5, 5)
-    totals = world.engine.accounts.totals.ops
+    totals = world.stats().totals.ops
     assert {kind: (t.ops, t.failed_ops, t.blocks) for kind, t in totals.items() if t.ops} == {
-        OpKind.D2H: (3, 0, 5), OpKind.H2DISK: (3, 0, 5),
-        OpKind.DISK2H: (3, 0, 5), OpKind.H2D: (3, 0, 5),
+        "D2H": (3, 0, 5), "H2DISK": (3, 0, 5),
+        "DISK2H": (3, 0, 5), "H2D": (3, 0, 5),
     }  # fmt: skip
 
 
@@ -752,14 +750,14 @@ def test_a_late_device_op_is_answered_and_its_blocks_stay_leased_until_it_ends(
     assert (result.status, result.num_ok, result.is_final) == (KVStatus.FAILED, 0, True)
     assert "missed its deadline" in str(result.error)
     assert world.result(task_id, completely=True) == result
-    assert world.num_answered[task_id] == 1  # the waiting caller is woken
+    assert world.tasks[task_id].answered  # the waiting caller is woken
     assert len(world.at_work) == num_at_work  # nothing more is started
     assert all(world.was_dropped(run) for run in world.ops())  # nor may start any more
     world.check()
     assert world.cache.tiers.host.num_leased == leased_before
     world.finish_all()
     assert status(world, task_id) == (KVStatus.FAILED, 0)
-    assert world.num_answered[task_id] == 1
+    assert world.tasks[task_id].answered
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcde"])
 
@@ -824,7 +822,7 @@ def test_a_get_keeps_the_prefix_before_a_lost_block_which_is_dropped_from_its_ti
     assert status(world, task_id) == (expected, position)
     assert world.final(task_id).error == "checksum mismatch"
     assert world.cached(SSD, "abcdef") == position
-    assert world.engine.accounts.totals.dropped_blocks["ssd_bad_block"] == 1
+    assert world.stats().totals.dropped_blocks["ssd_bad_block"] == 1
     world.check_nothing_is_held()
     world.check_every_prompt_can_be_stored(["abcdef"])
     assert world.cached(SSD, "abcdef") == 6
@@ -859,7 +857,7 @@ def test_a_write_that_fails_keeps_the_prefix_before_it_on_the_ssd_and_all_in_dra
     assert status(world, task_id) == (KVStatus.SUCCESS, 6)
     assert world.final(task_id).error == "No space left on device"
     assert (world.cached(CPU, "abcdef"), world.cached(SSD, "abcdef")) == (6, 3)
-    assert world.engine.accounts.totals.dropped_blocks["ssd_write_failed"] == 1
+    assert world.stats().totals.dropped_blocks["ssd_write_failed"] == 1
     world.check_nothing_is_held()
 
 
@@ -922,7 +920,7 @@ def test_without_a_disk_worker_a_put_stays_in_dram_and_a_get_keeps_what_is_there
     task_id = world.put("abc")
     world.finish_all()
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
-    assert world.engine.accounts.totals.dropped_blocks["ssd_unavailable"] == 3
+    assert world.stats().totals.dropped_blocks["ssd_unavailable"] == 3
     assert (world.cached(CPU, "abc"), world.cached(SSD, "abc")) == (3, 0)
     world.check_nothing_is_held()
 
@@ -1014,6 +1012,29 @@ def test_a_lost_rank_affects_only_its_own_engine() -> None:
     assert status(world, task_id) == (KVStatus.SUCCESS, 3)
 
 
+def test_a_launch_and_a_cancel_return_the_tasks_that_did_not_run() -> None:
+    world = World()
+    unlaunched, launched = world.match(TaskKind.PUT, "abc"), world.put("xyz")
+    cancelled = world.engine.cancel([unlaunched, launched], world.now)
+    assert cancelled == [unlaunched]
+    assert world.engine.cancel([unlaunched, launched], world.now) == []
+    slots = world.tasks[unlaunched].slots
+    assert world.engine.launch([unlaunched], [slots], world.now) == [unlaunched]
+    later = world.match(TaskKind.PUT, "uv")
+    assert world.engine.launch([later], [world.tasks[later].slots], world.now) == []
+
+
+def test_the_deadlines_of_ended_ops_are_not_kept() -> None:
+    world = World(ssd=0)
+    world.put("abc")
+    world.finish_all()
+    for _ in range(100):
+        task_id = world.match(TaskKind.GET, "abc")
+        world.launch(task_id, gated=True)
+        world.finish_all()
+        world.check()  # the deadlines are in proportion to the running ops
+
+
 def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> None:
     world = World(cpu=20, ssd=20)
     copied, copying = world.put("abc"), world.put("xyz")
@@ -1021,10 +1042,10 @@ def test_when_an_engine_dies_its_copies_end_and_its_write_through_goes_on() -> N
         world.finish(run)
     assert world.ops(OpKind.H2DISK, copied)
     world.end_session(ENGINE)
-    assert world.engine.sessions.uses_gpu_of(ENGINE)
+    assert world.engine.queries.uses_gpu_of(ENGINE)
     for run in world.ops(OpKind.D2H, copying):
         world.finish(run)
-    assert not world.engine.sessions.uses_gpu_of(ENGINE)
+    assert not world.engine.queries.uses_gpu_of(ENGINE)
     world.begin_session(ENGINE)
     world.finish_all()
     assert world.cached(SSD, "abc") == 3
@@ -1044,10 +1065,11 @@ def test_each_session_has_its_own_task_limit() -> None:
         for text in "abc"
     ]
     assert [plan.num_blocks for plan in plans] == [1, 1, 0]
-    assert engine.accounts.totals.dropped_blocks == {"session_task_limit": 1}
+    limited = engine.queries.totals_of(sessions[0].session)
+    assert limited.dropped_blocks == {"session_task_limit": 1}
     other = engine.match(sessions[1].next(), TaskKind.PUT, keys_of("c"), 0, 1, 16, 0.0)
     assert other.num_blocks == 1
-    assert engine.sessions.totals_of(sessions[1].session).dropped_blocks == {}
+    assert engine.queries.totals_of(sessions[1].session).dropped_blocks == {}
 
 
 def test_an_engine_without_all_its_ranks_hits_and_stores_nothing() -> None:
@@ -1057,7 +1079,7 @@ def test_an_engine_without_all_its_ranks_hits_and_stores_nothing() -> None:
     world.down(device(ENGINE, 0))
     get, put = world.match(TaskKind.GET, "abc"), world.match(TaskKind.PUT, "xyz")
     assert [status(world, task)[0] for task in (get, put)] == [KVStatus.NOT_FOUND] * 2
-    assert world.engine.accounts.totals.dropped_blocks == {"ranks_missing": 3}
+    assert world.stats().totals.dropped_blocks == {"ranks_missing": 3}
     world.up(device(ENGINE, 0))
     assert world.tasks[world.match(TaskKind.GET, "abc")].plan.num_blocks == 3
 
@@ -1089,7 +1111,7 @@ def test_an_id_is_used_once_and_only_in_a_session() -> None:
 
 
 def the_open_task(world: World) -> Task:
-    (task,) = world.engine.sessions.tasks.values()
+    (task,) = world.engine._sessions.tasks.values()
     return task
 
 
@@ -1098,7 +1120,7 @@ def run_an_op_without_executors(world: World) -> None:
 
 
 def forget_a_task_that_runs(world: World) -> None:
-    world.engine.sessions.close(the_open_task(world))
+    world.engine._sessions.close(the_open_task(world))
 
 
 def end_a_task_that_goes_on(world: World) -> None:
@@ -1106,7 +1128,7 @@ def end_a_task_that_goes_on(world: World) -> None:
 
 
 def forget_the_launch(world: World) -> None:
-    the_open_task(world).state = TaskState.CREATED
+    the_open_task(world).launched_s = None
 
 
 @pytest.mark.parametrize(
@@ -1140,8 +1162,9 @@ def test_tasks_are_answered_in_the_order_they_end() -> None:
     engine.op_done(device(ENGINE, 0), second.op.op_id, 1, 0.0)
     engine.op_done(device(ENGINE, 0), first.op.op_id, 1, 0.0)
     told = engine.take_instructions()
-    assert [i for i in told if isinstance(i, TaskEnded)] == [
-        TaskEnded(tasks[1], ENGINE, 1, False), TaskEnded(tasks[0], ENGINE, 1, False),
-    ]  # fmt: skip
-    assert [i.task_id for i in told if isinstance(i, TaskAnswered)] == tasks[::-1]
+    result = TaskResult(KVStatus.SUCCESS, 0, 1, 16)
+    assert [i for i in told if isinstance(i, TaskAnswered)] == [
+        TaskAnswered(tasks[1], ENGINE, result, notify_ranks=False),
+        TaskAnswered(tasks[0], ENGINE, result, notify_ranks=False),
+    ]
     assert engine.take_instructions() == []

@@ -10,7 +10,6 @@ from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import DISK, REMOTE, device
-from flexcache.transfer.breaker import BreakerState
 
 CPU, SSD = TierName.CPU, TierName.SSD
 
@@ -38,7 +37,7 @@ def test_what_another_node_stored_is_loaded_and_promoted() -> None:
     world.stored_by_another("abcdef")
     assert get_after_asking(world, "abcdef") == (KVStatus.SUCCESS, 6)
     assert world.cached(CPU, "abcdef") == 6
-    assert world.engine.accounts.totals.hit_blocks == {"REMOTE": 6}
+    assert world.stats().totals.hit_blocks == {"REMOTE": 6}
     world.check_nothing_is_held()
 
 
@@ -116,7 +115,7 @@ def test_a_block_that_the_store_has_lost_costs_the_blocks_behind_it_only() -> No
     world.finish_all()
     assert (world.final(task_id).status, world.final(task_id).num_ok) == (KVStatus.SUCCESS, 3)
     assert world.cached(TierName.REMOTE, "abcdef") == 3
-    assert world.engine.breaker.is_closed, "a block that is missing is no failure of the store"
+    assert world.breaker.state == "closed", "a block that is missing is no failure of the store"
 
 
 def test_a_cleared_store_is_no_longer_read_by_the_server_that_cleared_it() -> None:
@@ -157,19 +156,19 @@ def late_answers(world: World, count: int) -> None:
 def test_a_store_that_answers_too_late_is_avoided_and_tried_again() -> None:
     world = with_store()
     late_answers(world, 6)
-    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.breaker.state == "open"
     assert world.look_up("zzz") is None
     before = dict(world.store)
     world.put("abcd")
     world.finish_all()
     assert world.store == before
-    assert world.engine.accounts.totals.dropped_blocks["remote_unavailable"] == 4
+    assert world.stats().totals.dropped_blocks["remote_unavailable"] == 4
     world.asked.clear()
     for _ in range(20):
         world.tick(0.2)
         for lookup in list(world.asked):
             world.answer(lookup)
-    assert world.engine.breaker.is_closed
+    assert world.breaker.state == "closed"
     assert world.look_up("zzz") is not None
 
 
@@ -182,8 +181,8 @@ def test_failing_trials_keep_the_breaker_open_and_delay_no_match() -> None:
         for lookup in list(world.asked):
             assert not world.is_looking_up(lookup) or world.look_up("zzz") is None
             world.answer(lookup, "still down")
-    assert not world.engine.breaker.is_closed
-    assert world.engine.breaker.num_openings > 1
+    assert world.breaker.state != "closed"
+    assert world.breaker.openings > 1
     assert not world.num_lookups_ended.keys() & set(world.asked)
 
 
@@ -196,7 +195,7 @@ def test_ops_waiting_for_the_store_end_when_its_breaker_opens() -> None:
     while world.at_work:
         world.finish(world.ops(OpKind.H2REMOTE)[0], 0, error="HTTP 503")
         num_failed += 1
-    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.breaker.state == "open"
     assert num_failed < 20, "the others never went to the store"
     assert world.final(task_id).num_ok == 20, "DRAM has it all the same"
     world.check_nothing_is_held()
@@ -208,14 +207,14 @@ def test_a_worker_that_dies_opens_the_breaker_and_ends_its_look_ups() -> None:
     assert lookup is not None
     world.down(REMOTE)
     assert not world.is_looking_up(lookup)
-    assert world.engine.breaker.state is BreakerState.OPEN
+    assert world.breaker.state == "open"
     assert world.look_up("xyz") is None
     world.up(REMOTE)
     for _ in range(20):
         world.tick(0.2)
         for trial in list(world.asked):
             world.answer(trial)
-    assert world.engine.breaker.is_closed
+    assert world.breaker.state == "closed"
     assert world.look_up("xyz") is not None
 
 
@@ -258,13 +257,13 @@ def test_blocks_slower_to_load_than_to_recompute_are_not_loaded() -> None:
         world.finish_all()
         assert world.final(task_id).num_ok == 3
     world.clear(CPU)
-    world.engine.sessions.report_prefill(world.ids.session, 0.01)
+    world.engine.report_prefill(world.ids.session, 0.01)
     assert world.tasks[world.get("aaa")].plan.num_blocks == 3
     world.finish_all()
     world.clear(CPU)
-    world.engine.sessions.report_prefill(world.ids.session, 100.0)
+    world.engine.report_prefill(world.ids.session, 100.0)
     assert world.final(world.get("aaa")).status is KVStatus.NOT_FOUND
-    assert world.engine.accounts.totals.skipped_blocks == {"remote_slower_than_recompute": 3}
+    assert world.stats().totals.skipped_blocks == {"remote_slower_than_recompute": 3}
 
 
 # -- tiers whose worker is away --------------------------------------------------------------------
@@ -327,7 +326,7 @@ def test_a_put_skips_an_unavailable_tier_and_a_later_one_catches_up(
     task_id = world.put("xyz")
     world.finish_all()
     assert world.final(task_id).num_ok == 3
-    assert world.engine.accounts.totals.dropped_blocks == {f"{tier.value.lower()}_unavailable": 3}
+    assert world.stats().totals.dropped_blocks == {f"{tier.value.lower()}_unavailable": 3}
     back(world, worker)
     world.put("xyz")
     world.finish_all()
@@ -368,14 +367,14 @@ def test_with_write_back_dirty_blocks_stay_dirty_until_the_worker_is_back(
         world.put(text)
         world.finish_all()
     assert world.cache.stores.num_dirty(tier) == 6
-    assert world.engine.num_held_up == 6
+    assert world.engine.queries.num_held_up == 6
     world.engine.close_down(world.now)
     assert world.cache.stores.num_dirty(tier) == 6, "the worker may be back in time"
     back(world, worker)
     world.finish_all()
     assert [world.cached(tier, text) for text in ("ab", "xy", "pq")] == [2, 2, 2]
-    assert world.engine.num_held_up == 0
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert world.engine.queries.num_held_up == 0
+    assert not world.stats().totals.dropped_blocks
     world.check_nothing_is_held()
 
 
@@ -396,7 +395,7 @@ def test_with_write_back_blocks_a_dying_worker_did_not_write_are_dirty_again(
     world.down(worker)
     assert world.cached(tier, "abcd") == num_done
     assert world.cache.stores.num_dirty(tier) == 4 - num_done
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
     back(world, worker)
     world.engine.close_down(world.now)
     world.tick()
@@ -433,7 +432,7 @@ def test_with_write_back_only_blocks_evicted_from_dram_are_forgotten_while_a_tie
     num_lost = 10 - sum(world.cached(tier, text) for text in ("ab", "cd", "ef", "gh", "ij"))
     assert num_lost
     reason = f"{tier.value.lower()}_never_written"
-    assert world.engine.accounts.totals.dropped_blocks == {reason: num_lost}
+    assert world.stats().totals.dropped_blocks == {reason: num_lost}
     world.check_nothing_is_held()
 
 
@@ -482,7 +481,7 @@ def test_with_write_back_a_prompt_longer_than_the_backlog_is_written_in_parts() 
     world.tick()
     world.finish_all()
     assert world.cached(SSD, "abcdefgh") == 8
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
 
 
 def test_blocks_cleared_before_they_were_written_are_not_counted_as_lost() -> None:
@@ -491,7 +490,7 @@ def test_blocks_cleared_before_they_were_written_are_not_counted_as_lost() -> No
     world.finish_all()
     world.clear(CPU)
     assert world.cache.stores.num_dirty(SSD) == 0
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
 
 
 # -- writes on the cache's own account -------------------------------------------------------------
@@ -634,7 +633,7 @@ def reading_from_store(world: World, text: str = "abcdef") -> TaskId:
 
 def test_a_get_waits_for_the_store_no_longer_than_recomputing_would_take() -> None:
     world = with_store()
-    world.engine.sessions.report_prefill(world.ids.session, 6.0)  # a second for the whole prompt
+    world.engine.report_prefill(world.ids.session, 6.0)  # a second for the whole prompt
     task_id = reading_from_store(world)
     world.finish(world.ops(OpKind.REMOTE2H)[0])
     world.finish(world.ops(OpKind.H2D)[0])
@@ -651,7 +650,7 @@ def test_a_get_waits_for_the_store_no_longer_than_recomputing_would_take() -> No
 
 def test_a_get_of_which_nothing_arrived_fails_in_time() -> None:
     world = with_store()
-    world.engine.sessions.report_prefill(world.ids.session, 1e6)
+    world.engine.report_prefill(world.ids.session, 1e6)
     task_id = reading_from_store(world)
     world.tick(0.3)
     result = world.result(task_id)
@@ -663,7 +662,7 @@ def test_a_get_of_which_nothing_arrived_fails_in_time() -> None:
 
 def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
     world = with_store()
-    world.engine.sessions.report_prefill(world.ids.session, 6.0)
+    world.engine.report_prefill(world.ids.session, 6.0)
     task_id = reading_from_store(world)
     for run in world.ops(OpKind.REMOTE2H):
         world.finish(run)
@@ -675,11 +674,11 @@ def test_what_has_arrived_in_dram_still_goes_to_the_gpu() -> None:
 
 def test_a_load_that_is_given_up_does_not_count_against_the_store() -> None:
     world = with_store(cpu=40)
-    world.engine.sessions.report_prefill(world.ids.session, 1e6)
+    world.engine.report_prefill(world.ids.session, 1e6)
     for text in ("abc", "bcd", "cde", "def", "efg"):
         reading_from_store(world, text)
         world.tick(0.3)
-    assert world.engine.breaker.is_closed, "it may be only slower than the engine"
+    assert world.breaker.state == "closed", "it may be only slower than the engine"
 
 
 # -- what a review found ---------------------------------------------------------------------------
@@ -713,7 +712,8 @@ def test_nothing_but_trials_goes_to_a_store_whose_breaker_is_open() -> None:
     world.answer(lookup)
     get = world.match(TaskKind.GET, "xyz")
     put = world.put("abc")
-    world.engine.breaker.trip("down", world.now)
+    world.down(REMOTE)
+    world.up(REMOTE)
     world.tick()
     world.launch(get)
     for run in world.ops(OpKind.D2H):
@@ -721,7 +721,7 @@ def test_nothing_but_trials_goes_to_a_store_whose_breaker_is_open() -> None:
     assert world.ops() == []
     assert world.final(get).status is KVStatus.FAILED
     assert world.final(put).num_ok == 3
-    assert world.engine.accounts.totals.dropped_blocks["remote_unavailable"] == 3
+    assert world.stats().totals.dropped_blocks["remote_unavailable"] == 3
 
 
 def test_an_open_breaker_sets_no_deadline_while_the_worker_is_down() -> None:
@@ -738,7 +738,7 @@ def test_blocks_that_had_to_wait_for_a_worker_that_died_are_counted() -> None:
     for run in world.ops(OpKind.D2H):
         world.finish(run)
     world.down(REMOTE)
-    dropped = world.engine.accounts.totals.dropped_blocks
+    dropped = world.stats().totals.dropped_blocks
     assert dropped["remote_unavailable"] + dropped["remote_write_failed"] == 16
 
 
@@ -791,7 +791,8 @@ def test_an_orderly_stop_writes_the_blocks_of_answered_puts() -> None:
 
 def test_write_back_waits_for_an_unavailable_store() -> None:
     world = with_store(policy="write_back", cpu=12, ssd=0)
-    world.engine.breaker.trip("down", world.now)
+    world.down(REMOTE)
+    world.up(REMOTE)
     world.tick()
     for text in ("ab", "xyz", "pqr"):
         world.put(text)
@@ -802,7 +803,7 @@ def test_write_back_waits_for_an_unavailable_store() -> None:
         world.tick(0.2)
         for trial in list(world.asked):
             world.answer(trial)
-    assert world.engine.breaker.is_closed
+    assert world.breaker.state == "closed"
     world.put("uv")
     world.finish_all()
     assert (ROOT, b"ab") in world.store
@@ -814,7 +815,7 @@ def test_with_write_back_dirty_blocks_stay_dirty_while_the_tier_is_being_cleared
     for text in ("ab", "xyz", "pqr"):
         world.put(text)
         world.finish_all()
-    assert world.cache.stores.num_dirty(SSD) == world.engine.num_held_up == 8
+    assert world.cache.stores.num_dirty(SSD) == world.engine.queries.num_held_up == 8
     for clearing in clearings:
         assert world.cache.stores.num_dirty(SSD) == 8
         world.cache.tiers.give_back(SSD, clearing)
@@ -822,8 +823,8 @@ def test_with_write_back_dirty_blocks_stay_dirty_while_the_tier_is_being_cleared
     world.engine.close_down(world.now)
     world.finish_all()
     assert [world.cached(SSD, text) for text in ("ab", "xyz", "pqr")] == [2, 3, 3]
-    assert world.engine.num_held_up == 0
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert world.engine.queries.num_held_up == 0
+    assert not world.stats().totals.dropped_blocks
     world.check_nothing_is_held()
 
 
@@ -837,15 +838,15 @@ def test_with_write_back_blocks_a_failing_store_does_not_take_stay_dirty(num_ok:
             world.finish(run)
         for run in world.ops(OpKind.H2REMOTE):
             world.finish(run, min(num_ok, len(run.op) - 1), error="connection refused")
-    assert not world.engine.breaker.is_closed, "it bounds the retries"
+    assert world.breaker.state != "closed", "it bounds the retries"
     assert not world.ops()
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
     back(world, REMOTE)
     world.finish_all()
     world.engine.close_down(world.now)
     world.finish_all()
     assert [world.cached(TierName.REMOTE, text) for text in texts] == [3] * 6
-    assert not world.engine.accounts.totals.dropped_blocks
+    assert not world.stats().totals.dropped_blocks
     world.check_nothing_is_held()
 
 

@@ -28,11 +28,9 @@ def used_world() -> World:
 
 
 def stats_of(world: World) -> Stats:
-    ours = world.engine.sessions.totals_of(world.ids.session)
+    ours = world.engine.queries.totals_of(world.ids.session)
     engines = {"an engine": EngineStats(pid=6, open_tasks=1, ranks=2)}
-    return Stats(
-        server=SERVER, counters={}, engines=engines, cache=world.stats(), engine=ours.stats()
-    )
+    return Stats(server=SERVER, counters={}, engines=engines, cache=world.stats(), engine=ours)
 
 
 @pytest.mark.parametrize("has_engine", [True, False])

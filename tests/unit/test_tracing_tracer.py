@@ -49,7 +49,7 @@ def make_tracer(directory: Path, **settings: object) -> Tracer:
 
 def traced_world(directory: Path, **options: object) -> tuple[World, Tracer]:
     world = World(**options)  # type: ignore[arg-type]
-    world.engine.accounts.recorder = tracer = make_tracer(directory)
+    world.engine.recorder = tracer = make_tracer(directory)
     return world, tracer
 
 
@@ -92,6 +92,18 @@ def test_a_put_and_a_get_are_recorded_with_all_their_ops(tmp_path: Path) -> None
     assert missed.match is not None and missed.end is not None
     assert missed.end.status is KVStatus.NOT_FOUND
     assert missed.launch is None and missed.ops == []
+
+
+def test_the_error_of_one_rank_is_recorded_whatever_the_others_report(tmp_path: Path) -> None:
+    world, tracer = traced_world(tmp_path, load_ranks=(0, 1), store_ranks=(0, 1))
+    stored = world.put("ab")
+    first, second = world.ops(OpKind.D2H)
+    world.finish(first, 0, error="out of memory")
+    world.finish(second)
+    world.finish_all()
+    tracer.close()
+    (copied,) = read(tmp_path)[stored].ops
+    assert (copied.num_ok, copied.error) == (0, "out of memory")
 
 
 def test_failures_and_cancels_are_recorded(tmp_path: Path) -> None:
@@ -201,7 +213,7 @@ def test_the_oldest_files_are_removed_and_the_others_read_in_order(tmp_path: Pat
 def test_a_file_can_be_read_without_those_before_it(tmp_path: Path) -> None:
     config = CacheConfig(num_cpu_blocks=1, trace_dir=str(tmp_path), trace_file_mb=0.002)
     world = World()
-    world.engine.accounts.recorder = tracer = Tracer(config, HEADER)
+    world.engine.recorder = tracer = Tracer(config, HEADER)
     task_ids = []
     for _ in range(40):  # of one prompt, that every line but the first refers to
         task_ids.append(world.ids.next())

@@ -57,7 +57,7 @@ class Scene:
     @property
     def is_up(self) -> bool:
         assert self.world.hub.cache is not None
-        return self.world.hub.cache.engine.executors.is_up(REMOTE)
+        return self.world.hub.cache.tasks.queries.is_up(REMOTE)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_no_message_makes_the_workers_socket_raise(data: st.DataObject) -> None:
             scene.world.settle()
         assert scene.world.hub.counters["failed_messages"] == 0
         assert scene.world.hub.cache is not None
-        scene.world.hub.cache.engine.check()
+        scene.world.hub.cache.tasks.check()
         scene.engine.match(TaskKind.PUT, "xyz")
     finally:
         scene.world.close()

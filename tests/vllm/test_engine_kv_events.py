@@ -181,7 +181,7 @@ def readers(engine: Engine) -> Iterator[tuple[Reader, Reader]]:
 
 
 def held_by_tiers(engine: Engine) -> dict[str, set[int]]:
-    tiers = engine.server.cache.engine.cache.tiers
+    tiers = engine.server.cache.tasks.cache.tiers
     held = [
         {maybe_convert_block_hash(key) for keys in tier.index._directories.values() for key in keys}
         for tier in tiers
