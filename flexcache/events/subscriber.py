@@ -169,7 +169,7 @@ class KVEventSubscriber:
         if number < self._next:
             if self._replayed.pop(number, None) == hash(payload):
                 return  # the replay was faster
-            self._begin_anew()
+            self._note_restart()
         if number > self._next:
             self._take_replay()
         if number >= self._next:
@@ -178,7 +178,7 @@ class KVEventSubscriber:
         else:
             self._replayed.pop(number, None)
 
-    def _begin_anew(self) -> None:
+    def _note_restart(self) -> None:
         self.counters.restarts += 1
         self._next, self._last_payload = 0, None
         self._replayed.clear()
@@ -230,7 +230,7 @@ class KVEventSubscriber:
         has_other = bool(again) and again[0][0] == first and again[0][2] != known
         has_none = is_whole and not again
         if known is not None and (has_other or has_none):
-            self._begin_anew()
+            self._note_restart()
             again, _ = self._ask_again(0)
         for number, topic, payload in again:
             if number >= self._next:

@@ -111,7 +111,7 @@ class Peers:
         """Let a greeted rank serve, or refuse it for its layout or its own problem."""
         problem, final = message.problem, True
         if problem is None and (problem := self._layout_conflict(message.layout)) is not None:
-            final = False  # it may come when the others have left
+            final = False  # it may register once the others have left
         problem = problem or self._slot.adopt_layout(message.layout, now)
         if problem is not None:
             self._refuse_rank(rank, f"tp_rank {rank.tp_rank}: {problem}", final)
@@ -133,8 +133,10 @@ class Peers:
         self._forget(rank)
 
     def _layout_conflict(self, layout: str) -> str | None:
-        """Why a rank of this layout cannot serve now. Ranks that serve agree on one layout; ranks
-        that have left decide nothing."""
+        """Return why a rank of this layout cannot serve now, if so.
+
+        Ranks that serve agree on one layout; ranks that have left do not count.
+        """
         assert self._slot.cache is not None
         current = self._slot.cache.layout
         if layout == current or not any(rank.serving for rank in self._registry.ranks):

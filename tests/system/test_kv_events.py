@@ -577,7 +577,7 @@ def stored(hashes: list[int], medium: str) -> BlockStored:
 
 def test_the_events_of_engine_and_cache_are_merged_by_a_process() -> None:
     with publishing() as engine, publishing() as cache, consolidating(engine, cache) as process:
-        words = re.findall(r"tcp://\S+", process.stdout.readline())  # type: ignore[union-attr]
+        words = re.findall(r"tcp://[^\s,]+", process.stdout.readline())  # type: ignore[union-attr]
         with KVEventSubscriber(*words) as merged:
 
             def tell(publisher: BatchPublisher[Event], event: Event) -> None:

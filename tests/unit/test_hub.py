@@ -879,7 +879,7 @@ class HubHistories(RuleBasedStateMachine):
         assert tier.free + tier.indexed + tier.leased == BLOCKS
 
     @invariant()
-    def nobody_is_told_of_tasks_that_are_not_theirs(self) -> None:
+    def only_owners_are_notified_of_tasks(self) -> None:
         for _, peer, _, ids in self.engines.values():
             for message in self.world.inbox.get(peer, []):
                 if isinstance(message, TaskAnswer):
