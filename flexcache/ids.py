@@ -93,7 +93,7 @@ class TaskState(str, Enum):
 
 
 class KVStatus(str, Enum):
-    """How a task ended, as its caller sees it."""
+    """Outcome of a task, as its caller sees it."""
 
     SUCCESS = "success"
     NOT_FOUND = "not_found"

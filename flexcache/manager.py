@@ -23,7 +23,7 @@ from flexcache.tasks.instructions import MatchedTask, TaskResult
 
 @dataclass(frozen=True, eq=False)
 class KVResponse:
-    """How a task ended.
+    """Outcome of a task.
 
     Attributes:
         status: SUCCESS if anything arrived, for a get possibly less than was matched.

@@ -29,7 +29,7 @@ NO_INFO = RequestInfo()
 
 
 class PromptDetail(IntEnum):
-    """How much of a prompt's metadata its observers need."""
+    """Amount of a prompt's metadata that its observers need."""
 
     NOTHING = 0
     INFO = 1

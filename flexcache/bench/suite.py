@@ -78,7 +78,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class CaseReport:
-    """How a case ended; ``reason`` says why it is unsupported, or how it failed."""
+    """Outcome of a case; ``reason`` says why it is unsupported, or how it failed."""
 
     section: str
     title: str

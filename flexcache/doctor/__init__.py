@@ -1,4 +1,4 @@
-"""What `flexcache doctor` examines, one module per subject.
+"""Checks of `flexcache doctor`, one module per subject.
 
 findings     one line of the report: ok, warning or error, with a remedy
 subject      what is examined: settings, directories, vLLM's options

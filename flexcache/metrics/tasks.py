@@ -32,7 +32,7 @@ def _ended_tasks(cache: CacheStats) -> Iterator[Sample]:
     ended = cache.totals.ended_tasks
     for kind in TaskKind:
         for status in KVStatus:
-            if status is not KVStatus.TIMEOUT:  # the caller stopped waiting; the task goes on
+            if status is not KVStatus.TIMEOUT:  # the caller stopped waiting; the task continues
                 yield (kind.value, status.value), ended.get(f"{kind.value}_{status.value}", 0)
 
 

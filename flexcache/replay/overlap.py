@@ -1,4 +1,4 @@
-"""How long ops of two groups ran, and how long both ran at the same time."""
+"""Measures how long ops of two groups ran, and how long both ran at the same time."""
 
 from __future__ import annotations
 

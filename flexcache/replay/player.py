@@ -39,7 +39,7 @@ _SETTLE_LOOK_S = 0.01
 
 
 class TraceOutline:
-    """What a replay must know about a trace in advance.
+    """Facts about a trace that a replay must know in advance.
 
     Attributes:
         num_fills: Number of ops that brought blocks to DRAM, by task.

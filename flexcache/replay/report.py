@@ -1,4 +1,4 @@
-"""What a replay found, compared with its trace."""
+"""Report of what a replay found, compared with its trace."""
 
 from __future__ import annotations
 

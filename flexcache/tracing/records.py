@@ -25,7 +25,7 @@ SETTINGS = (
 """Fields of `CacheConfig` that decide what is moved and kept."""
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding an untrusted line may raise."""
+"""Errors that decoding an untrusted line may raise."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 _Size = Annotated[int, msgspec.Meta(gt=0, le=2**40)]
