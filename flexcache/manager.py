@@ -81,7 +81,7 @@ class KVManager:
         )
         size = cache_config.tokens_per_block
         self._prompts = PromptMaker(
-            model_config.fingerprint(size), size, lambda: self._client.transport.detail
+            model_config.fingerprint(size), size, lambda: self._client.transport.prompt_detail
         )
 
     @property
@@ -92,7 +92,7 @@ class KVManager:
     @property
     def wants_request_info(self) -> bool:
         """Whether KV events or traces are on: only then does a ``request_info`` have an effect."""
-        return self._client.transport.detail is not PromptDetail.NOTHING
+        return self._client.transport.prompt_detail is not PromptDetail.NOTHING
 
     def start(self) -> None:
         """Start serving; returns at once. `wait_ready` waits for the ranks."""
@@ -257,7 +257,8 @@ class KVManager:
                 before. None is started in this case.
             KeyError: An id was never issued.
         """
-        blocks = [gpu_blocks(slots, self._prompts.tokens_per_block) for slots in slot_mappings]
+        size = self._prompts.tokens_per_block
+        blocks = [gpu_blocks(as_slots(slots), size) for slots in slot_mappings]
         self._client.launch(task_ids, blocks, gated)
 
     def report_prefill(self, tokens_per_s: float) -> None:
@@ -352,16 +353,15 @@ def _start(
     token_mask: Mask | None,
 ) -> tuple[int, Mask]:
     slots = as_slots(slot_mapping)
-
-    def mask_of(task: MatchedTask) -> Mask:
-        return prompts.token_mask(prompt.num_tokens, task.start, task.num_blocks)
+    mask: Mask
 
     def blocks_of(task: MatchedTask) -> BlockIds:
-        chosen = matched_slots(slots, mask_of(task), token_mask)
-        return gpu_blocks(chosen, prompts.tokens_per_block)
+        nonlocal mask
+        mask = prompts.token_mask(prompt.num_tokens, task.start, task.num_blocks)
+        return gpu_blocks(matched_slots(slots, mask, token_mask), prompts.tokens_per_block)
 
     task = client.match_and_launch(kind, prompt, blocks_of)
-    return task.task_id, mask_of(task)
+    return task.task_id, mask
 
 
 def _response(prompts: PromptMaker, result: TaskResult) -> KVResponse:

@@ -53,14 +53,14 @@ class PromptMaker:
     Args:
         fingerprint: Identifies model and block size: prompts of another model have other keys.
         tokens_per_block: The block size.
-        detail: Returns how much of a prompt the cache's observers need. It may change.
+        prompt_detail: Returns how much of a prompt the cache's observers need. It may change.
     """
 
     def __init__(
-        self, fingerprint: str, tokens_per_block: int, detail: Callable[[], PromptDetail]
+        self, fingerprint: str, tokens_per_block: int, prompt_detail: Callable[[], PromptDetail]
     ) -> None:
         self.tokens_per_block = tokens_per_block
-        self._detail = detail
+        self._prompt_detail = prompt_detail
         self._fingerprint = fingerprint
         self._roots: dict[tuple[Namespace, str], RootId] = {}
 
@@ -85,7 +85,7 @@ class PromptMaker:
         if token_mask is not None:
             start, stop = self._block_range(num_tokens, token_mask)
         content = None
-        if detail := self._detail():
+        if detail := self._prompt_detail():
             tokens = _own_copy(token_ids) if detail is PromptDetail.TOKENS else ()
             content = PromptContent(tokens, info or NO_INFO)
         keys = self._keys(token_ids, namespace, block_keys, content)

@@ -56,7 +56,7 @@ class Calls:
 
     def __init__(self, endpoint: str, timeout_s: float, on_lost: Callable[[], None]) -> None:
         self.scratch = Scratch.create(MAX_FRAME_BYTES)
-        self.detail = PromptDetail.NOTHING
+        self.prompt_detail = PromptDetail.NOTHING
         """How much of a prompt the server's observers need."""
         self.prefill_blocks_per_s = 0.0
         """How fast the engine computes; goes along with every match."""
@@ -81,7 +81,7 @@ class Calls:
         socket: zmq.Socket[bytes],
         session: SessionId,
         uses_scratch: bool,
-        detail: PromptDetail,
+        prompt_detail: PromptDetail,
     ) -> None:
         """Serve callers by ``socket``, which `end` closes."""
         socket.rcvtimeo = _SLICE_MS
@@ -89,7 +89,7 @@ class Calls:
             self._socket = socket
             self._ids = TaskIds(session)
             self._uses_scratch = uses_scratch
-            self.detail = detail
+            self.prompt_detail = prompt_detail
             self._is_lost.clear()
 
     def end(self, reason: str) -> None:
@@ -168,7 +168,7 @@ class Calls:
         """The token ids of a prompt, where the server's observers need them, its keys do not tell,
         and they fit."""
         content = prompt.keys.content
-        if content is None or self.detail is not PromptDetail.TOKENS or not key_bytes:
+        if content is None or self.prompt_detail is not PromptDetail.TOKENS or not key_bytes:
             return b""
         if num_bytes + 8 * len(content.token_ids) > _MAX_PROMPT_BYTES:
             return b""

@@ -26,7 +26,7 @@ class LocalTransport(LocalSession):
         super().__init__(
             KVServer(config, endpoint, model=model, engine=engine, open_http=open_http)
         )
-        self.detail: PromptDetail = config.wanted
+        self.prompt_detail: PromptDetail = config.prompt_detail
         self._engine = engine
 
     @property

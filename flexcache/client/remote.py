@@ -100,8 +100,8 @@ class RemoteTransport:
         self._thread: threading.Thread | None = None
 
     @property
-    def detail(self) -> PromptDetail:
-        return self._calls.detail
+    def prompt_detail(self) -> PromptDetail:
+        return self._calls.prompt_detail
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class RemoteTransport:
             raise ServerLostError(str(error)) from None
         session = SessionId(welcome.session)
         self._tasks.begin(session)
-        self._calls.begin(socket, session, welcome.uses_scratch, welcome.wanted)
+        self._calls.begin(socket, session, welcome.uses_scratch, welcome.prompt_detail)
         if self._launcher is not None:
             self._launcher.succeeded()
         with self._changed:

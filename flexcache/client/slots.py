@@ -36,13 +36,12 @@ def matched_slots(
     return slots[mask] if token_mask is None else slots[mask[token_mask]]
 
 
-def gpu_blocks(slot_mapping: Slots, tokens_per_block: int) -> BlockIds:
+def gpu_blocks(slots: npt.NDArray[np.int64], tokens_per_block: int) -> BlockIds:
     """The GPU blocks that slots make up.
 
     Raises:
         ValueError: They are not whole blocks of consecutive slots.
     """
-    slots = as_slots(slot_mapping)
     size = tokens_per_block
     if len(slots) % size:
         raise ValueError(f"{len(slots)} slots are not whole blocks of {size} tokens")

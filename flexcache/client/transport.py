@@ -26,7 +26,7 @@ class Transport(Protocol):
         """Address for a `KVTPClient`."""
 
     @property
-    def detail(self) -> PromptDetail:
+    def prompt_detail(self) -> PromptDetail:
         """How much of a prompt the cache's observers need."""
 
     def start(self, tasks: ClientTasks) -> None:

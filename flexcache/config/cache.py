@@ -264,7 +264,7 @@ class CacheConfig:
         return self.kv_events or self.kv_events_endpoint is not None
 
     @property
-    def wanted(self) -> PromptDetail:
+    def prompt_detail(self) -> PromptDetail:
         """How much of each prompt observers need."""
         if self.records_changes:
             return PromptDetail.TOKENS

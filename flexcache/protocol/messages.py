@@ -149,7 +149,7 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     fence: str
     missing: list[str]
     uses_scratch: bool
-    wanted: PromptDetail = PromptDetail.NOTHING
+    prompt_detail: PromptDetail = msgspec.field(default=PromptDetail.NOTHING, name="wanted")
     """How much detail about prompts the server passes on."""
 
 
@@ -168,8 +168,8 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     `Matched`: at once, unless the remote store must be asked (``look_up``) and the client
     ``may_wait``.
 
-    If `WelcomeEngine.wanted` asks for them, the prompt's token ids (int64, ``token_bytes``) follow
-    the keys, and ``info`` describes the request.
+    If `WelcomeEngine.prompt_detail` asks for them, the prompt's token ids (int64, ``token_bytes``)
+    follow the keys, and ``info`` describes the request.
 
     ``retain_s``: stored blocks of a put count as used this many seconds later.
     ``prefill_blocks_per_s``: how fast the engine computes, if known.

@@ -211,8 +211,6 @@ class Peers:
 
     def _may_greet(self, identity: bytes, hello: HelloRank | HelloEngine) -> bool:
         """Whether a Hello can be considered; if not, answers it."""
-        if self._registry.is_known(identity):
-            return False  # an impatient repetition
         refused = refuse_version(hello.version, self._counters)
         if refused is None and (problem := name_problem(hello, self._config.owner)) is not None:
             refused = Refused(problem)

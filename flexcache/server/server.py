@@ -102,7 +102,7 @@ class KVServer:
             server_pid=os.getpid(),
             client_timeout_s=config.client_timeout_s,
             owner=engine,
-            prompt_detail=config.wanted,
+            prompt_detail=config.prompt_detail,
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
         self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)

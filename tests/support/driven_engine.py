@@ -248,15 +248,15 @@ class Commands(Engine):
 
         transport = self.manager._client.transport
         tasks = transport.server.hub.cache.tasks
-        tiers, before = tasks.cache.tiers, (transport.detail, tasks.recorder)
+        tiers, before = tasks.cache.tiers, (transport.prompt_detail, tasks.recorder)
         followers = [(tier.on_stored, tier.index.on_removed) for tier in tiers]
-        transport.detail, tasks.recorder = PromptDetail.NOTHING, None
+        transport.prompt_detail, tasks.recorder = PromptDetail.NOTHING, None
         for tier in tiers:
             tier.on_stored, tier.index.on_removed = [], []
         try:
             yield
         finally:
-            transport.detail, tasks.recorder = before
+            transport.prompt_detail, tasks.recorder = before
             for tier, (on_stored, on_removed) in zip(tiers, followers, strict=True):
                 tier.on_stored, tier.index.on_removed = on_stored, on_removed
 

@@ -114,7 +114,7 @@ def test_client_and_server_hash_tokens_alike() -> None:
 
 
 def test_keys_of_different_sizes_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="one size"):
+    with pytest.raises(ValueError, match="same size"):
         EngineBlockKeys(RootId(b""), [b"a", b"bc"], 2).packed(2)
     with pytest.raises(ValueError, match="whole items"):
         unpack_keys(b"", memoryview(b"abc"), 2, 16)
