@@ -21,12 +21,14 @@ Every setting is a field of `CacheConfig`, an environment variable, a key of the
 `kv_connector_extra_config`.
 Later sources override earlier ones: default, file, environment, arguments. An unknown name is
 refused, with the closest known ones. vLLM sets `tokens_per_block` itself. `flexcache server` takes
-the same settings; its file may also have a table `model` and `idle_exit_s` (see protocol.md).
+the same settings; its file may also have a table `model` and `idle_exit_s`
+([protocol](protocol.md)).
 
 `flexcache config` shows the values in effect and where each comes from (default, file,
 environment). Secrets are masked. `--config FILE` reads another file, `--describe` adds variables
-and meanings, `--json` is for programs. The exit status is 1 if an engine would refuse the settings.
-What vLLM is given in `kv_connector_extra_config` comes on top.
+and meanings, `--json` is for programs. The exit status is 1 if a setting is unknown or invalid.
+What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a missing size
+is no error here, though an engine needs a size or an endpoint.
 
 This table is generated from the code by `scripts/make_docs.py`.
 

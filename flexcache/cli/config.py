@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +32,7 @@ def config(
 ) -> None:
     """Show the settings in effect and where each comes from. Secrets are masked.
 
-    Exits with status 1 if an engine or a server would refuse them. Settings given to vLLM in
+    Exits with status 1 if a setting is unknown or invalid. Settings given to vLLM in
     kv_connector_extra_config override these; this command does not see them.
     """
     from flexcache.config.settings import read_effective_settings
@@ -40,13 +40,30 @@ def config(
     console = Console()
     with user_errors(console):
         found = read_effective_settings(path=None if file is None else str(file))
+    if found.error is None:
+        found = replace(found, error=_endpoint_error(found))
     if as_json:
-        typer.echo(json.dumps(_as_table(found), indent=1, default=str))
+        typer.echo(json.dumps(_as_table(found, describe), indent=1, default=str))
     else:
         wide = console if console.is_terminal else Console(width=_PIPE_WIDTH)
         _show(wide, found, describe)
     if found.error is not None:
         raise typer.Exit(1)
+
+
+def _endpoint_error(found: EffectiveSettings) -> str | None:
+    """Why the endpoint could not be used; layers above the settings know its rules."""
+    from flexcache.errors import ConfigError
+    from flexcache.protocol.runtime import check_endpoint
+
+    values = {setting.name: setting.value for setting in found.settings}
+    if values["endpoint"] is None:
+        return None
+    try:
+        check_endpoint(values["endpoint"], has_keys=values["curve_keys"] is not None)
+    except ConfigError as problem:
+        return str(problem)
+    return None
 
 
 def _show(console: Console, found: EffectiveSettings, describe: bool) -> None:
@@ -78,9 +95,19 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _as_table(found: EffectiveSettings) -> dict[str, Any]:
+def _as_table(found: EffectiveSettings, describe: bool) -> dict[str, Any]:
+    from flexcache.config.settings import describe_settings
+
+    settings: dict[str, dict[str, Any]] = {
+        s.name: {"value": s.value, "source": s.source} for s in found.settings
+    }
+    if describe:
+        for row in describe_settings():
+            settings[row.name] |= {
+                "unit": row.unit, "environment": row.environment, "meaning": row.meaning,
+            }  # fmt: skip
     return {
-        "settings": {s.name: {"value": s.value, "source": s.source} for s in found.settings},
+        "settings": settings,
         "unknown": [asdict(name) for name in found.unknown],
         "error": found.error,
     }

@@ -51,7 +51,7 @@ def doctor(
     found and not repaired.
     """
     from flexcache.doctor.examination import examine
-    from flexcache.doctor.findings import Level
+    from flexcache.doctor.findings import Level, error
     from flexcache.doctor.pools import PoolDoctor
     from flexcache.doctor.subject import Subject, VllmOptions
 
@@ -66,6 +66,9 @@ def doctor(
 
     def findings() -> Iterator[tuple[str, Finding]]:
         yield from examine(subject)
+        if (verify or repair or clear) and not subject.directories:
+            remedy = "name all directories of the pool, or set ssd_cache_dirs"
+            yield "pool", error("no directory to verify, repair or clear", remedy)
         pools = PoolDoctor(verify=verify, repair=repair, clear=clear, progress=progress)
         for finding in pools.examine(subject.directories):
             yield "pool", finding

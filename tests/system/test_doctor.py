@@ -73,6 +73,13 @@ def test_a_pool_is_described(filled: Path) -> None:
     assert "all recorded slots match their checksums" in said
 
 
+@pytest.mark.parametrize("option", ["--verify", "--repair", "--clear"])
+def test_nothing_to_verify_repair_or_clear_is_an_error(option: str) -> None:
+    code, said = doctor(option)
+    assert code == 1
+    assert "no directory to verify, repair or clear" in said
+
+
 def test_a_pool_in_use_is_left_alone(filled: Path) -> None:
     pool = open_pool(filled)
     try:

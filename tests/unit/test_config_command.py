@@ -118,3 +118,19 @@ def test_a_file_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch)
     result = run(monkeypatch, "--config", "/not/there.json")
     assert result.exit_code == 1
     assert "cannot be read" in result.output
+
+
+@pytest.mark.parametrize("endpoint", ["somewhere", "ipc://relative.sock", "tcp://10.0.0.1:5570"])
+def test_an_endpoint_that_engines_refuse_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    result = run(monkeypatch, "--json", ENDPOINT=endpoint)
+    assert result.exit_code == 1
+    assert endpoint in json.loads(result.stdout)["error"]
+
+
+def test_json_can_describe_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_of(run(monkeypatch, "--json", "--describe", ENDPOINT="ipc:///run/cache"))
+    assert settings["endpoint"]["environment"] == "FLEXCACHE_ENDPOINT"
+    assert settings["match_ttl_s"]["unit"] == "s"
+    assert all(setting["meaning"] for setting in settings.values())
