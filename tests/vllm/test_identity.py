@@ -295,5 +295,5 @@ def test_sleep_mode_is_refused_by_name() -> None:
 def test_equal_values_have_equal_digests_however_they_are_spelled() -> None:
     assert digest({"a": 1, "b": [2.0, None]}) == digest({"b": (2, None), "a": 1.0, "c": None})
     assert digest({torch.float16, torch.bfloat16}) == digest({torch.bfloat16, torch.float16})
-    with pytest.raises(ConfigError, match="cannot be named"):
+    with pytest.raises(ConfigError, match="cannot be identified"):
         digest({"a": object()})
