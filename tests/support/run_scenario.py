@@ -44,7 +44,9 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
     extra = {"num_cpu_blocks": options.get("cpu_blocks", 64), "ssd_cache_dirs": [ssd_dir]}
     extra["num_ssd_blocks"] = options.get("ssd_blocks", 1024)
     extra["skip_slow_loads"] = False  # tiny models compute faster than a busy disk reads
-    extra["http_endpoint"] = address = f"127.0.0.1:{free_port()}"
+    settles, address = options.get("settle", False), f"127.0.0.1:{free_port()}"
+    if settles:
+        extra["http_endpoint"] = address
     extra.update(options.get("extra", {}))
     overrides = dict(options.get("engine", {}))
     llm = LLM(**engine_arguments(options["model"], extra, **overrides))
@@ -71,7 +73,7 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
             assert time.monotonic() < deadline, "the puts did not end"
             llm.generate([{"prompt_token_ids": [5, 6, 7]}], sampling, use_tqdm=False)
 
-    cold = run(options.get("together", False), options.get("settle", False))
+    cold = run(options.get("together", False), settles)
     step_until(llm.reset_prefix_cache)
     warm = run(options.get("together", False))
     metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
