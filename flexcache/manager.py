@@ -136,7 +136,7 @@ class KVManager:
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
         task = self._client.match(TaskKind.GET, prompt)
-        mask = self._prompts.token_mask(prompt.num_tokens, task.start, task.num_blocks)
+        mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
 
     def get_match_by_tier(
@@ -158,7 +158,7 @@ class KVManager:
         task = self._client.match_nowait(TaskKind.GET, prompt, look_up)
         if task is None:
             return None
-        mask = self._prompts.token_mask(prompt.num_tokens, task.start, task.num_blocks)
+        mask = _mask(self._prompts, prompt, task)
         size = self._prompts.tokens_per_block
         return task.task_id, mask, {tier: count * size for tier, count in task.sources.items()}
 
@@ -188,7 +188,7 @@ class KVManager:
             token_ids, token_mask, namespace, block_keys, request_info, retain_s
         )
         task = self._client.match(TaskKind.PUT, prompt)
-        mask = self._prompts.token_mask(prompt.num_tokens, task.start, task.num_blocks)
+        mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
 
     def get_async(
@@ -344,6 +344,10 @@ class KVManager:
         self.shutdown()
 
 
+def _mask(prompts: PromptMaker, prompt: Prompt, task: MatchedTask) -> Mask:
+    return prompts.token_mask(prompt.num_tokens, task.start, task.num_blocks)
+
+
 def _start(
     client: EngineClient,
     prompts: PromptMaker,
@@ -357,7 +361,7 @@ def _start(
 
     def blocks_of(task: MatchedTask) -> BlockIds:
         nonlocal mask
-        mask = prompts.token_mask(prompt.num_tokens, task.start, task.num_blocks)
+        mask = _mask(prompts, prompt, task)
         return gpu_blocks(matched_slots(slots, mask, token_mask), prompts.tokens_per_block)
 
     task = client.match_and_launch(kind, prompt, blocks_of)

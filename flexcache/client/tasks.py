@@ -18,6 +18,7 @@ from flexcache.errors import ClosedError
 from flexcache.ids import KVStatus, SessionId, TaskKind
 from flexcache.tasks.ids import session_of
 from flexcache.tasks.instructions import MatchedTask, TaskResult
+from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
 
 _NUM_REMEMBERED = 16_384
 
@@ -90,21 +91,14 @@ class ClientTasks:
             ValueError: A number is wrong, or a task was launched before.
             KeyError: An id was never given out.
         """
-        if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
-            raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
+        check_slot_mappings(task_ids, gpu_blocks)
         to_start = []
         with self._lock:
             for position, (task_id, blocks) in enumerate(zip(task_ids, gpu_blocks, strict=True)):
                 task = self._known(task_id)
-                if task.launched:
-                    raise ValueError(f"task {task_id} was launched before")
-                if task.result is not None:
+                if task.result is not None and not task.launched:
                     continue  # it was cancelled, or had nothing to move
-                if task.kind is not TaskKind.PREFETCH and len(blocks) != task.num_blocks:
-                    raise ValueError(
-                        f"task {task_id} needs slots for {task.num_blocks} blocks, "
-                        f"{len(blocks)} were given"
-                    )
+                check_launchable(task_id, task.kind, task.launched, task.num_blocks, blocks)
                 to_start.append(position)
             for position in to_start:
                 self._tasks[task_ids[position]].launched = True

@@ -34,6 +34,7 @@ from flexcache.tasks.checksums import Checksums, SlotChecksums
 from flexcache.tasks.deadlines import TaskDeadlines
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
+from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.matching import Matcher
 from flexcache.tasks.model import Session, Task
@@ -191,8 +192,7 @@ class KVTaskEngine:
         Returns:
             Those that had ended before: cancelled, say. They stay as they are.
         """
-        if len(task_ids) != len(gpu_blocks) or len(set(task_ids)) != len(task_ids):
-            raise ValueError(f"{len(task_ids)} distinct tasks need {len(task_ids)} slot mappings")
+        check_slot_mappings(task_ids, gpu_blocks)
         to_start: list[tuple[Task, BlockIds]] = []
         had_ended: list[TaskId] = []
         for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
@@ -201,13 +201,8 @@ class KVTaskEngine:
                 self._sessions.of(task_id).require_known(task_id)
                 had_ended.append(task_id)
                 continue
-            if task.is_launched:
-                raise ValueError(f"task {task_id} was launched before")
-            if task.plan.kind is not TaskKind.PREFETCH and len(blocks) != task.plan.num_blocks:
-                raise ValueError(
-                    f"task {task_id} needs slots for {task.plan.num_blocks} blocks, "
-                    f"{len(blocks)} were given"
-                )
+            plan = task.plan
+            check_launchable(task_id, plan.kind, task.is_launched, plan.num_blocks, blocks)
             to_start.append((task, blocks))
         for task, blocks in to_start:
             task.gated = gated
