@@ -40,6 +40,7 @@ LAYERS = (
     ("server",),
     ("client",),
     ("manager",),
+    ("router",),
     ("replay", "status", "doctor", "bench", "integration"),
     ("cli",),
 )
