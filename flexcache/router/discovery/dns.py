@@ -18,14 +18,17 @@ Resolve = Callable[[str, int], Awaitable[tuple[str, ...]]]
 
 
 async def resolve(name: str, port: int) -> tuple[str, ...]:
-    """Return the addresses of a name, sorted.
+    """Return the addresses of a name, sorted. A host of two families counts once, by IPv4.
 
     Raises:
         OSError: It has none, or no resolver answers.
     """
     loop = asyncio.get_running_loop()
     infos = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return tuple(sorted({str(info[4][0]) for info in infos}))
+    by_family: dict[int, set[str]] = {}
+    for family, *_, address in infos:
+        by_family.setdefault(family, set()).add(str(address[0]))
+    return tuple(sorted(by_family.get(socket.AF_INET) or by_family[socket.AF_INET6]))
 
 
 async def members(
