@@ -24,6 +24,7 @@ from flexcache import CacheConfig
 from flexcache.cache.journal import Medium, Removed, Stored
 from flexcache.errors import ConfigError
 from flexcache.events.batch_publisher import END_OF_REPLAY, Address, BatchPublisher, is_bound
+from flexcache.events.batch_subscriber import BatchSubscriber
 from flexcache.events.publisher import KVEventPublisher
 from flexcache.events.subscriber import KVEventSubscriber, Lost, News, PublisherRestarted, Received
 from flexcache.events.wire import BatchEncoder, BlockRemoved, BlockStored, Event
@@ -470,6 +471,23 @@ def test_invalid_messages_are_counted_and_an_unreadable_batch_is_lost() -> None:
         assert numbers(take(subscriber, 2)) == [Lost(0, 1), 1]
         assert subscriber.counters.malformed == 3
     socket.close()
+
+
+def test_batches_of_any_payload_can_be_followed() -> None:
+    publisher: BatchPublisher[int] = BatchPublisher(
+        Address(ANY_PORT, ANY_PORT, "numbers"),
+        lambda ts, items: msgspec.json.encode(list(items)),
+        num_kept=9,
+        num_queued=9,
+    )
+    publisher.start()
+    publisher.publish([1, 2])
+    settle(publisher)
+    endpoint, replay = publisher.address.endpoint, publisher.address.replay_endpoint
+    read = msgspec.json.Decoder(list[int]).decode
+    with BatchSubscriber(endpoint, read, replay, "numbers") as subscriber:
+        assert subscriber.receive(PATIENCE_S) == Received(0, [1, 2], "numbers")
+    publisher.close()
 
 
 def test_a_closed_publisher_has_sent_its_queue_and_drops_later_batches() -> None:
