@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flexcache.config.settings import describe_settings
+from flexcache.config.settings import Setting, describe_router_settings, describe_settings
 from flexcache.metrics import catalog as server_metrics
 from flexcache.metrics import page
 from flexcache.router.metrics import catalog as router_metrics
@@ -32,9 +32,20 @@ and meanings, `--json` is for programs. The exit status is 1 if a setting is unk
 What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a missing size
 is no error here, though an engine needs a size or an endpoint.
 
-This table is generated from the code by `scripts/make_docs.py`.
+The tables are generated from the code by `scripts/make_docs.py`.
 
-| setting | environment | default | unit | meaning |
+"""
+
+ROUTER = """
+## Router
+
+`flexcache router` has settings of its own: options of the command, the variables below, and keys of
+the file that `--config` or `FLEXCACHE_ROUTER_CONFIG` names. In a variable, items of a list are
+separated by spaces.
+
+"""
+
+COLUMNS = """| setting | environment | default | unit | meaning |
 | --- | --- | --- | --- | --- |
 """
 
@@ -53,11 +64,15 @@ This page is generated from the code by `scripts/make_docs.py`.
 
 
 def render_settings() -> str:
+    return HEAD + _table(describe_settings()) + ROUTER + _table(describe_router_settings())
+
+
+def _table(settings: list[Setting]) -> str:
     rows = [
         f"| `{row.name}` | `{row.environment}` | {row.default_text} | {row.unit} | {row.meaning} |"
-        for row in describe_settings()
+        for row in settings
     ]
-    return HEAD + "\n".join(rows) + "\n"
+    return COLUMNS + "\n".join(rows) + "\n"
 
 
 def render_metrics() -> str:
