@@ -9,6 +9,7 @@ from flexcache.cli.config import config
 from flexcache.cli.doctor import doctor
 from flexcache.cli.events import app as events
 from flexcache.cli.replay import replay
+from flexcache.cli.router import app as router
 from flexcache.cli.server import server
 from flexcache.cli.status import status
 from flexcache.cli.trace import app as trace
@@ -21,3 +22,4 @@ for command in (server, status, config, doctor, bench, replay):
     app.command()(command)
 app.add_typer(trace, name="trace")
 app.add_typer(events, name="events")
+app.add_typer(router, name="router")

@@ -1,6 +1,6 @@
 """Settings: what the model's KV looks like, how much of it is kept where, and how it moves.
 
-The three classes are frozen and validated at construction; a bad value is a `ConfigError` that
+The classes are frozen and validated at construction; a bad value is a `ConfigError` that
 names the field, the value and what is allowed. Only `sources` reads the environment. The classes
 are imported on first use, because worker processes read URLs and addresses without torch.
 """
@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flexcache.config.cache import CacheConfig
     from flexcache.config.model import ModelConfig
+    from flexcache.config.router import RouterConfig
     from flexcache.config.server import ServerConfig
 
 _HOMES = {
     "CacheConfig": "flexcache.config.cache",
     "ModelConfig": "flexcache.config.model",
+    "RouterConfig": "flexcache.config.router",
     "ServerConfig": "flexcache.config.server",
 }
 
-__all__ = ["CacheConfig", "ModelConfig", "ServerConfig"]
+__all__ = ["CacheConfig", "ModelConfig", "RouterConfig", "ServerConfig"]
 
 
 def __getattr__(name: str) -> Any:

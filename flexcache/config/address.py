@@ -42,10 +42,14 @@ def check_http_endpoint(endpoint: str, has_token: bool) -> tuple[str, int]:
     host = host.strip("[]") or "127.0.0.1"
     if not port.isdecimal() or int(port) > 65_535:
         raise reject("http_endpoint", endpoint, "must be HOST:PORT, or a port on loopback")
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback and not has_token:
+    if not is_loopback(host) and not has_token:
         raise reject("http_endpoint", endpoint, "beyond loopback http_token must be set")
     return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address is this machine, for this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

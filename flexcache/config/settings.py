@@ -10,6 +10,7 @@ from typing import Any
 from flexcache.config import sources
 from flexcache.config.cache import CacheConfig
 from flexcache.config.remote_url import presentable
+from flexcache.config.router import RouterConfig
 from flexcache.errors import ConfigError
 
 DEFAULT = "default"
@@ -18,7 +19,7 @@ _MASK = "***"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of `CacheConfig`."""
+    """One field of a config."""
 
     name: str
     environment: str
@@ -65,17 +66,26 @@ class EffectiveSettings:
 
 
 def describe_settings() -> list[Setting]:
-    """List every setting, in the order of the documentation."""
+    """List every setting of a cache, in the order of the documentation."""
+    return _describe(CacheConfig, sources.ENV_PREFIX)
+
+
+def describe_router_settings() -> list[Setting]:
+    """List every setting of a router, in the order of the documentation."""
+    return _describe(RouterConfig, sources.ROUTER_PREFIX)
+
+
+def _describe(config: type[CacheConfig | RouterConfig], prefix: str) -> list[Setting]:
     return [
         Setting(
             spec.name,
-            sources.ENV_PREFIX + spec.name.upper(),
+            prefix + spec.name.upper(),
             spec.default,
             spec.metadata["unit"],
             spec.metadata["help"],
             spec.metadata["is_secret"],
         )
-        for spec in fields(CacheConfig)
+        for spec in fields(config)
     ]
 
 

@@ -19,6 +19,8 @@ from flexcache.errors import ConfigError, MissingDependencyError
 
 ENV_PREFIX = "FLEXCACHE_"
 CONFIG_FILE_ENV = ENV_PREFIX + "CONFIG"
+ROUTER_PREFIX = ENV_PREFIX + "ROUTER_"
+"""Variables of `flexcache router`, whose settings are apart from a cache's."""
 SERVER_ONLY = ("model", "idle_exit_s")
 """Settings of `ServerConfig` itself. A server and its engines may share one file."""
 LISTS = ("ssd_cache_dirs",)
@@ -29,28 +31,31 @@ Layer = Mapping[str, Any]
 
 
 def read_layers(
-    environ: Mapping[str, str] | None = None, path: str | None = None
+    environ: Mapping[str, str] | None = None, path: str | None = None, prefix: str = ENV_PREFIX
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read the settings file and the environment, in this order of precedence.
 
     Args:
         environ: The process's own if None.
-        path: The file; if None, the one that ``FLEXCACHE_CONFIG`` names, if any.
+        path: The file; if None, the one that the variable ``<prefix>CONFIG`` names, if any.
+        prefix: Beginning of the variables.
 
     Raises:
         ConfigError: The file cannot be read.
     """
     env = os.environ if environ is None else environ
-    path = path or env.get(CONFIG_FILE_ENV)
-    return read_file(path) if path else {}, read_environment(env)
+    path = path or env.get(prefix + "CONFIG")
+    return read_file(path) if path else {}, read_environment(env, prefix)
 
 
-def read_environment(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the ``FLEXCACHE_*`` variables that are not empty, by setting, known or not."""
+def read_environment(env: Mapping[str, str], prefix: str = ENV_PREFIX) -> dict[str, Any]:
+    """Return the variables with the prefix that are not empty, by setting, known or not."""
     found: dict[str, Any] = {}
     for variable, text in env.items():
-        if variable.startswith(ENV_PREFIX) and variable != CONFIG_FILE_ENV and text:
-            name = variable.removeprefix(ENV_PREFIX).lower()
+        if variable.startswith(ROUTER_PREFIX) and prefix != ROUTER_PREFIX:
+            continue
+        if variable.startswith(prefix) and variable != prefix + "CONFIG" and text:
+            name = variable.removeprefix(prefix).lower()
             found[name] = text.split(":") if name in LISTS else text
     return found
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import socket
 import threading
@@ -28,9 +27,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from flexcache.config.address import check_http_endpoint
+from flexcache.config.address import check_http_endpoint, is_loopback
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
 from flexcache.logs import log_event
+from flexcache.metrics.catalog import CATALOG
 from flexcache.metrics.collector import Exposition
 from flexcache.tasks.stats import Stats, to_plain
 
@@ -123,7 +123,7 @@ class HttpService:
         self._endpoint = endpoint
         self._host, self._port = check_http_endpoint(endpoint, has_token=token is not None)
         self._patience_s = patience_s
-        self._app = _make_app(server, _Gate(_is_loopback(self._host), token), patience_s)
+        self._app = _make_app(server, _Gate(is_loopback(self._host), token), patience_s)
         self._socket: socket.socket | None = None
         self._loop: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
@@ -206,16 +206,9 @@ class _Gate:
         return await answer(request)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _names_loopback(host_header: str) -> bool:
     try:
-        return _is_loopback(urlsplit(f"//{host_header}").hostname or "")
+        return is_loopback(urlsplit(f"//{host_header}").hostname or "")
     except ValueError:
         return False
 
@@ -224,7 +217,7 @@ def _names_loopback(host_header: str) -> bool:
 
 
 def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
-    exposition = Exposition(server.stats)
+    exposition = Exposition(CATALOG, server.stats)
 
     def metrics(request: Request) -> Response:
         text, content_type = exposition.render(request.headers.get("accept", ""))

@@ -1,0 +1,218 @@
+"""RouterConfig: the settings of `flexcache router`. Part of ``docs/configuration.md``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from flexcache.config import sources
+from flexcache.config.address import is_loopback
+from flexcache.config.values import Count, Megabytes, Seconds, parse, reject, setting
+
+Port = Annotated[int, Meta(ge=0, le=65_535)]
+_LISTS = ("workers", "events", "allowed_workers", "peers")
+_LISTING = ("workers", "shared_events")
+"""Keys of a file that list workers, in tables. They are read again when the file changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Where a router listens, which engines it knows, and how it chooses among them.
+
+    Every field is also the environment variable ``FLEXCACHE_ROUTER_<FIELD>``, where lists are
+    separated by spaces.
+    """
+
+    host: str = setting("127.0.0.1", "Address that clients connect to.")
+    port: Port = setting(8000, "Port that clients connect to.")
+    workers: Sequence[str] = setting(
+        (),
+        "Engines: `http://HOST:PORT`, or `http+dns://NAME:PORT` and "
+        "`http+k8s://SERVICE.NAMESPACE:PORT` for all addresses of a name or service; with "
+        "`,data_parallel_size=N` each of N ranks. In a file: tables `[[workers]]` with `url`, "
+        "`data_parallel_size`, `events`, `shared_events`.",
+    )
+    events: Sequence[str] = setting(
+        (),
+        "Publishers of KV events: `URL=ENDPOINT[,REPLAY]` for an engine's, `*=ENDPOINT[,REPLAY]` "
+        "for a cache that all engines share.",
+    )
+    worker_file: str | None = setting(
+        None,
+        "File with tables `[[workers]]` and `shared_events`, read again when it changes. Unset: "
+        "the file of the settings, if it has them.",
+    )
+    allowed_workers: Sequence[str] = setting(
+        (),
+        "Regular expressions; `POST /workers` takes only URLs that one of them matches whole. "
+        "Listed engines are always allowed.",
+    )
+    engine_key_file: str | None = setting(
+        None,
+        "File with the API key that the engines require. Unset: the client's key is passed on.",
+    )
+    policy: str = setting("ours", "How an engine is chosen; see `flexcache router simulate`.")
+    temperature: Annotated[float, Meta(ge=0)] = setting(
+        0.0, "Randomness of the choice. 0: always the engine with the lowest cost."
+    )
+    approximate: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Assume that an engine holds the prompts that were sent to it. auto: for engines without "
+        "KV events.",
+    )
+    max_blocks: Count = setting(
+        10_000_000, "Blocks in the index at most, about 180 bytes each.", "blocks"
+    )
+    tokenizer: str | None = setting(
+        None,
+        "Directory or name of the model's tokenizer. Unset: as the engines report their model.",
+    )
+    max_requests_per_worker: Count | None = setting(
+        None, "An engine with this many requests is busy. Unset: no limit.", "requests"
+    )
+    max_wait_s: Seconds | None = setting(
+        None, "An engine with a longer predicted wait is busy. Unset: no limit.", "s"
+    )
+    queue_size: Count = setting(
+        1024, "Requests that wait while every engine is busy; others get 429.", "requests"
+    )
+    queue_timeout_s: Seconds = setting(30.0, "Longest wait for an engine, then 429.", "s")
+    health_interval_s: Seconds = setting(2.0, "How often each engine's `/health` is read.", "s")
+    health_timeout_s: Seconds = setting(2.0, "How long `/health` may take.", "s")
+    metrics_interval_s: Seconds = setting(
+        15.0, "How often each engine's `/metrics` and `/v1/models` are read.", "s"
+    )
+    connect_timeout_s: Seconds = setting(2.0, "How long connecting to an engine may take.", "s")
+    max_retries: Annotated[int, Meta(ge=0)] = setting(
+        2, "Other engines tried before the first byte of an answer.", "engines"
+    )
+    max_body_mb: Megabytes = setting(64.0, "Largest body of a request.", "1e6 bytes")
+    idle_timeout_s: Seconds = setting(
+        75.0, "How long a client's connection may idle, or a request's body may pause.", "s"
+    )
+    drain_timeout_s: Seconds = setting(
+        30.0, "How long running requests may take to end after SIGTERM.", "s"
+    )
+    api_key_file: str | None = setting(
+        None, "File with the keys that clients must present, one per line. Unset: none is needed."
+    )
+    tls_cert: str | None = setting(None, "Certificate chain (PEM). Unset: plain HTTP.")
+    tls_key: str | None = setting(None, "Private key of the certificate (PEM).")
+    proxies: Annotated[int, Meta(ge=0)] = setting(
+        0, "Proxy processes beside the deciding one. 0: one process does both.", "processes"
+    )
+    control_host: str = setting(
+        "127.0.0.1", "Address of the control API: workers, decisions, metrics, `/ui`."
+    )
+    control_port: Port = setting(8090, "Port of the control API.")
+    control_token: str | None = setting(
+        None, "Bearer token of the control API. Required beyond loopback.", is_secret=True
+    )
+    sync_endpoint: str | None = setting(
+        None, "`ENDPOINT,REPLAY` where other routers follow this one's requests, unencrypted."
+    )
+    peers: Sequence[str] = setting((), "`ENDPOINT,REPLAY` of each other router before the engines.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = setting(
+        "INFO", "Level of the `flexcache` logger."
+    )
+    log_format: Literal["text", "json"] = setting("text", "Format of the log.")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if spec.name in _LISTS:
+                value = _texts(spec.name, value)
+            else:
+                hint, is_secret = _hints()[spec.name], spec.metadata["is_secret"]
+                value = parse(spec.name, value, hint, is_secret=is_secret)
+            object.__setattr__(self, spec.name, value)
+        _check_patterns(self)
+        _check_access(self)
+        _check_sync(self)
+
+    @classmethod
+    def load(
+        cls, path: str | None, environ: Mapping[str, str] | None = None, **overrides: Any
+    ) -> RouterConfig:
+        """Read a file, then ``FLEXCACHE_ROUTER_*`` variables, then ``overrides``; later ones win.
+
+        Args:
+            path: The file; if None, the one that ``FLEXCACHE_ROUTER_CONFIG`` names, if any. Its
+                list of workers is left to `worker_file`.
+        """
+        env = os.environ if environ is None else environ
+        path = path or env.get(sources.ROUTER_PREFIX + "CONFIG")
+        file, variables = sources.read_layers(env, path, sources.ROUTER_PREFIX)
+        listing = [file.pop(name, None) for name in _LISTING]
+        if any(listing):
+            file.setdefault("worker_file", path)
+        return cls.from_layers(file, variables, overrides)
+
+    @classmethod
+    def from_layers(cls, *layers: Mapping[str, Any]) -> RouterConfig:
+        """Make a config from tables of settings; later ones win."""
+        known = [spec.name for spec in fields(cls)]
+        for layer in layers:
+            sources.require_known(layer, known)
+        return cls(**sources.merge(*layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, secrets included, to be sent to a process of this router."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return {k: msgspec.to_builtins(v) for k, v in values.items() if v is not None}
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(RouterConfig, include_extras=True)
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(value.split())
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise reject(name, value, "must be a list of texts")
+    return tuple(value)
+
+
+def _check_patterns(config: RouterConfig) -> None:
+    for pattern in config.allowed_workers:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise reject("allowed_workers", pattern, f"is no regular expression: {error}") from None
+
+
+def _check_access(config: RouterConfig) -> None:
+    token = config.control_token
+    if token is not None and not (token and all("!" <= character <= "~" for character in token)):
+        allowed = "must be visible ASCII characters, no spaces; one at least"
+        raise reject("control_token", "...", allowed)
+    if token is None and not is_loopback(config.control_host):
+        raise reject("control_host", config.control_host, "beyond loopback set control_token")
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise reject("tls_cert", config.tls_cert, "set both tls_cert and tls_key, or neither")
+    for name in ("worker_file", "api_key_file", "engine_key_file", "tls_cert", "tls_key"):
+        path = getattr(config, name)
+        if path is not None and not Path(path).is_file():
+            raise reject(name, path, "is not a file")
+
+
+def _check_sync(config: RouterConfig) -> None:
+    if config.peers and config.sync_endpoint is None:
+        raise reject("sync_endpoint", None, "with peers, they must be able to follow this router")
+    for name, pair in (
+        *(("peers", peer) for peer in config.peers),
+        *([("sync_endpoint", config.sync_endpoint)] if config.sync_endpoint else []),
+    ):
+        endpoint, _, replay = pair.partition(",")
+        if not endpoint or not replay:
+            raise reject(name, pair, "must be ENDPOINT,REPLAY")
