@@ -167,7 +167,7 @@ class Exchange:
         if choice is None:
             raise InternalError("an answer to a request without a worker")
         headers = message.response_headers
-        served = messages.served_by(message.metadata_context)
+        served = messages.served_by(message)
         was_moved = served is not None and served != self._destinations[0]
         status = messages.read_headers(headers.headers).get(":status")
         is_refused = was_moved or status in _REFUSALS

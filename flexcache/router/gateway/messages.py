@@ -25,6 +25,7 @@ try:
         HeadersResponse,
         HttpBody,
         ImmediateResponse,
+        ProcessingRequest,
         ProcessingResponse,
         StreamedBodyResponse,
         TrailersResponse,
@@ -42,6 +43,7 @@ _LB = "envoy.lb"
 _SUBSET_SPACE = "envoy.lb.subset_hint"
 _SUBSET = "x-gateway-destination-endpoint-subset"
 _SERVED = "x-gateway-destination-endpoint-served"
+_UPSTREAM = "upstream.address"
 
 
 # -- what Envoy sends ------------------------------------------------------------------------------
@@ -64,10 +66,15 @@ def subset_of(metadata: Metadata) -> tuple[str, ...] | None:
     return tuple(text.strip() for text in texts if isinstance(text, str) and text.strip())
 
 
-def served_by(metadata: Metadata) -> str | None:
-    """Return the endpoint that served the request; None if Envoy is not configured to report it."""
-    value = _entry(metadata, _LB, _SERVED)
-    return value if isinstance(value, str) else None
+def served_by(message: ProcessingRequest) -> str | None:
+    """Return the endpoint that an answer comes from: as the protocol has it in the metadata, or as
+    Envoy alone can report it, as an attribute; None if neither is configured."""
+    value = _entry(message.metadata_context, _LB, _SERVED)
+    if value is None:
+        for attributes in message.attributes.values():
+            if _UPSTREAM in attributes.fields:
+                value = attributes.fields[_UPSTREAM].string_value
+    return value if isinstance(value, str) and value else None
 
 
 def _entry(metadata: Metadata, space: str, key: str) -> str | list[object] | None:

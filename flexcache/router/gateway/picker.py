@@ -60,18 +60,22 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
             self.num_streams -= 1
 
     async def _follow(self, exchange: Exchange, context: Any) -> None:
-        reading = None
-        while not exchange.is_over:
-            message = await (reading or context.read())
-            reading = None
-            if message is grpc.aio.EOF:
-                return
-            replies = exchange.take(message)
-            if exchange.is_whole:
-                reading = asyncio.ensure_future(context.read())
-                replies = await self._place(exchange, reading)
-            for reply in replies:
-                await context.write(reply)
+        reading: asyncio.Future[Any] = asyncio.ensure_future(context.read())
+        try:
+            while (message := await reading) is not grpc.aio.EOF:
+                replies = exchange.take(message)
+                if exchange.is_whole:
+                    reading = asyncio.ensure_future(context.read())
+                    replies = await self._place(exchange, reading)
+                for reply in replies:
+                    await context.write(reply)
+                if exchange.is_over:
+                    return
+                if reading.done():
+                    reading = asyncio.ensure_future(context.read())
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def _place(
         self, exchange: Exchange, reading: asyncio.Future[Any]
