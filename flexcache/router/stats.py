@@ -73,9 +73,9 @@ class RoutingStats(_Part, frozen=True, kw_only=True):
     decisions: dict[str, int]
     """By reason."""
     prompt_tokens: int
-    """Of all decisions, also where the tokens themselves were unknown."""
+    """Over all decisions, also where the tokens themselves were unknown."""
     matched_tokens: dict[str, int]
-    """Of all decisions, by tier that supplies them at the chosen worker."""
+    """Over all decisions, by tier that supplies them at the chosen worker."""
     cached_tokens: CachedTokensStats
     ttft: TTFTStats
     service_time: ServiceTimeStats
@@ -192,7 +192,7 @@ class QueueStats(_Part, frozen=True, kw_only=True):
     waiting: int
     capacity: int
     waits_s: HistogramStats
-    """Of those that were routed in the end, also at once."""
+    """Waits of those that were routed in the end, mostly 0."""
     refused: dict[str, int]
     """By reason: ``full``, ``expired``, ``no_worker``."""
 
