@@ -1,4 +1,4 @@
-"""Publishes KV events as it is told on stdin: a process that a test can kill.
+"""Publishes the KV events that it reads from stdin: a process that a test can kill.
 
 Each line is a JSON array: a command, ``store`` or ``remove``, and block hashes. After each, the
 number of the batch is printed.
