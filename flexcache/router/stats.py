@@ -1,7 +1,8 @@
 """Statistics of a router as one typed, frozen tree.
 
 `KVRouter.stats` fills ``routing``, ``index`` and ``workers``; the process around it adds the rest.
-Metrics, `flexcache status` and the live page read the tree; ``GET /stats`` serves it as JSON.
+Metrics, `flexcache status` and the live page read the tree; ``GET /stats`` serves it as JSON (see
+`report`).
 Counts are since startup, ages and durations are in seconds. All numbers are finite.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import msgspec
 
-from flexcache.errors import FlexCacheError
 from flexcache.tasks.stats import HistogramStats
 
 
@@ -234,19 +234,5 @@ class RouterStats(_Part, frozen=True, kw_only=True):
     queue: QueueStats | None = None
     proxy: ProxyStats | None = None
     peers: dict[str, PeerStats] = {}
-
-
-def to_json(stats: RouterStats) -> bytes:
-    return msgspec.json.encode(stats)
-
-
-def from_json(data: bytes) -> RouterStats:
-    """Invert `to_json`.
-
-    Raises:
-        FlexCacheError: It is no router's, or a router's of another version.
-    """
-    try:
-        return msgspec.json.decode(data, type=RouterStats)
-    except msgspec.MsgspecError as error:
-        raise FlexCacheError(f"statistics of a router cannot be read: {error}") from None
+    trouble: list[str] = []
+    """Sentences for an operator; `report.to_json` adds them."""
