@@ -173,6 +173,8 @@ class TokenizerStats(_Part, frozen=True, kw_only=True):
     requests: dict[str, int]
     """By way: ``ids`` (the request has them), ``local``, ``render`` (an engine was asked),
     ``unknown``."""
+    unknown: dict[str, int]
+    """Those that are unknown, by reason."""
     tokens: int
     remembered_tokens: int
     """Those of them that were taken from the memo."""
@@ -181,7 +183,12 @@ class TokenizerStats(_Part, frozen=True, kw_only=True):
     """Comparisons with an engine's own rendering."""
     mismatches: int
     models: dict[str, str]
-    """How each served model's prompts are converted: ``local``, ``render`` or ``unknown``."""
+    """How prompts are converted, by served model and kind of prompt (``NAME chat``, ``NAME tools``,
+    ``NAME completion``): ``local``, ``render`` or ``unknown``."""
+    reasons: dict[str, str]
+    """Why so, by the same names: ``checked``, ``differs from the engine``, ..."""
+    memo_bytes: int
+    """Memory of the memos."""
 
 
 class QueueStats(_Part, frozen=True, kw_only=True):
