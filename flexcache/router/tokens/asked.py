@@ -19,7 +19,7 @@ class AskedTokens:
     """Asks engines, and remembers what they said.
 
     Args:
-        seed: Of the memo's hash.
+        seed: Seed of the memo's hash.
     """
 
     def __init__(self, engines: Engines, limits: TokenLimits, seed: int) -> None:

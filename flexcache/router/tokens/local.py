@@ -34,7 +34,7 @@ class LocalTokens:
     """Renders, splits, looks up, encodes.
 
     Args:
-        seed: Of the memo's hash.
+        seed: Seed of the memo's hash.
     """
 
     def __init__(self, limits: TokenLimits, seed: int) -> None:

@@ -10,7 +10,7 @@ import xxhash
 from flexcache.errors import InternalError
 
 _ENTRY_BYTES = 300
-"""Of an entry beside its ids: key, array, place in the table."""
+"""What an entry takes beside its ids: key, array, place in the table."""
 
 
 class TokenMemo:
@@ -20,7 +20,7 @@ class TokenMemo:
 
     Args:
         max_bytes: Bound on the memory of all entries.
-        seed: Of the hash. A client that does not know it cannot make texts that collide.
+        seed: Seed of the hash. A client that does not know it cannot make texts that collide.
     """
 
     def __init__(self, max_bytes: int, seed: int) -> None:
