@@ -152,6 +152,8 @@ class SourceStats(_Part, frozen=True, kw_only=True):
     is_connected: bool
     is_silent: bool
     """Its workers answer requests, and it has published nothing for too long."""
+    is_unmatched: bool
+    """Its workers report cached tokens, and the index predicted none of them."""
     last_batch_age_s: float | None
     """None: there was no batch yet."""
     batches: int
