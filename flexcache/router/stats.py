@@ -152,6 +152,8 @@ class SourceStats(_Part, frozen=True, kw_only=True):
     is_connected: bool
     is_silent: bool
     """Its workers answer requests, and it has published nothing for too long."""
+    is_unmatched: bool
+    """Its workers report cached tokens, and the index predicted none of them."""
     last_batch_age_s: float | None
     """None: there was no batch yet."""
     batches: int
@@ -173,6 +175,8 @@ class TokenizerStats(_Part, frozen=True, kw_only=True):
     requests: dict[str, int]
     """By way: ``ids`` (the request has them), ``local``, ``render`` (an engine was asked),
     ``unknown``."""
+    unknown: dict[str, int]
+    """Those that are unknown, by reason."""
     tokens: int
     remembered_tokens: int
     """Those of them that were taken from the memo."""
@@ -181,7 +185,12 @@ class TokenizerStats(_Part, frozen=True, kw_only=True):
     """Comparisons with an engine's own rendering."""
     mismatches: int
     models: dict[str, str]
-    """How each served model's prompts are converted: ``local``, ``render`` or ``unknown``."""
+    """How prompts are converted, by served model and kind of prompt (``NAME chat``, ``NAME tools``,
+    ``NAME completion``): ``local``, ``render`` or ``unknown``."""
+    reasons: dict[str, str]
+    """Why so, by the same names: ``checked``, ``differs from the engine``, ..."""
+    memo_bytes: int
+    """Memory of the memos."""
 
 
 class QueueStats(_Part, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from flexcache.router.stats import RouterStats
 
 UNSHOWN = {
     "workers.*.url", "workers.*.sources", "process.pid", "process.address",
-    "tokens.models.a-model", "peers.*.last_batch_age_s",
+    "tokens.models.a-model chat", "tokens.reasons.a-model chat", "peers.*.last_batch_age_s",
 }  # fmt: skip
 """Statistics for people and programs that are not metrics."""
 
