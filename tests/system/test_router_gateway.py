@@ -202,7 +202,7 @@ def open_stream(envoy: Envoy) -> Iterator[socket.socket]:
         yield connection
 
 
-# -- requests and answers -------------------------------------------------------------------------
+# -- requests and answers ---------------------------------------------------------------------
 
 
 def test_a_request_goes_to_the_chosen_engine_and_its_end_is_noted(
@@ -258,7 +258,7 @@ def test_an_answer_streams_through_while_the_engine_writes_it(
         assert [outcome for outcome, _ in side.chooser.ends] == [Outcome.ABORTED]
         for engine in engines:
             engine.behave(fail="none")
-        answer, content = request(envoy, prompt(stream=True))
+        _, content = request(envoy, prompt(stream=True))
         assert content.count(b"data: ") == 4 + 2, "tokens, usage, [DONE]"
         wait_until(side.settled)
         assert side.chooser.ends[-1] == (
@@ -311,7 +311,7 @@ def test_large_answers_arrive_unchanged(
 ) -> None:
     for engine in engines:
         engine.behave(tokens=8, token_bytes=250_000)
-    answer, content = request(envoy, prompt())
+    _, content = request(envoy, prompt())
     assert json.loads(content)["choices"][0]["text"] == "x" * 2_000_000
     wait_until(side.settled)
     assert side.chooser.ends[-1][1]["output_tokens"] == 8
@@ -342,7 +342,7 @@ def test_headers_of_the_choice_replace_those_of_the_client(
     assert sorted(destinations) == sorted(urlsplit(each.url).netloc for each in engines)
 
 
-# -- no engine --------------------------------------------------------------------------------------
+# -- no engine --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -415,7 +415,7 @@ def test_an_answer_that_breaks_off_ends_its_request(side: Side, tmp_path: Path) 
     assert [outcome for outcome, _ in side.chooser.ends] == [Outcome.ABORTED]
 
 
-# -- subsets ----------------------------------------------------------------------------------------
+# -- subsets ----------------------------------------------------------------------------------
 
 
 def subset_hint(*endpoints: str) -> dict[str, Any]:
@@ -457,7 +457,7 @@ def test_a_subset_without_an_engine_is_unavailable(
     wait_until(side.settled)
 
 
-# -- clients that leave -----------------------------------------------------------------------------
+# -- clients that leave -----------------------------------------------------------------------
 
 
 def test_a_client_that_leaves_the_queue_leaves_nothing(side: Side, envoy: Envoy) -> None:
@@ -491,7 +491,7 @@ def test_clients_that_leave_at_any_time_leave_nothing(
     assert request(envoy, prompt())[0].status == 200
 
 
-# -- a picker that fails ----------------------------------------------------------------------------
+# -- a picker that fails ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("allow", [True, False])
