@@ -35,7 +35,7 @@ class Holdings:
     def __init__(self, max_blocks: int, approximate: Approximate) -> None:
         self.index = KVIndexer(max_blocks)
         self.applier = EventApplier(self.index)
-        self._table = WorkerTable(self.index)
+        self._table = WorkerTable(self.index.holders)
         self._approximate = approximate
         self._num_workers = 0
         self._sources: set[str] = set()

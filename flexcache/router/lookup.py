@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.router.events import EventApplier
-from flexcache.router.holders import Holder
-from flexcache.router.index import KVIndexer
+from flexcache.router.holders import Holder, Holders
 from flexcache.router.keys import Space, Tokens
 from flexcache.router.workers import Tier, WorkerSpec
 
@@ -31,10 +30,13 @@ class WorkerTable:
 
     A worker uses all tiers of its sources. If a source publishes for several data-parallel ranks, a
     worker with a rank uses those of its own and those without any.
+
+    Args:
+        holders: The index's.
     """
 
-    def __init__(self, index: KVIndexer) -> None:
-        self._index = index
+    def __init__(self, holders: Holders) -> None:
+        self._holders = holders
         self._workers: list[tuple[frozenset[str], int | None]] = []
         self._version = -1
         self._columns: dict[Tier, npt.NDArray[np.intp]] = {}
@@ -63,17 +65,16 @@ class WorkerTable:
         Args:
             depths: Tokens of each holder, by position of its bit; the last entry is 0.
         """
-        self._refresh()
+        if self._version != self._holders.version:
+            self._refresh()
         gpu, dram, disk = (depths[self._columns[tier]].max(axis=1) for tier in Tier)
         dram = np.maximum(gpu, dram)
         disk = np.maximum(dram, disk)
         return Matched(gpu, dram - gpu, disk - dram)
 
     def _refresh(self) -> None:
-        """Recompute which holders belong to which worker, if holders came or went."""
-        holders = self._index.holders
-        if self._version == holders.version:
-            return
+        """Find the holders of each worker."""
+        holders = self._holders
         self._version = holders.version
         by_source: dict[str, list[Holder]] = {}
         for holder in holders:
