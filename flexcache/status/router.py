@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from rich.console import Group
 from rich.table import Table
@@ -25,6 +25,8 @@ from flexcache.status.tables import (
     titled,
 )
 from flexcache.tasks.stats import HistogramStats
+
+_OPENER = build_opener(ProxyHandler({}))  # the token is for the router only
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,12 @@ def read_router(url: str, token: str | None, timeout_s: float) -> RouterStats:
         ServerLostError: There is no answer.
         FlexCacheError: The answer is a refusal, or no router's.
     """
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = Request(f"{url.rstrip('/')}/stats")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
     try:
-        with urlopen(
-            Request(f"{url.rstrip('/')}/stats", headers=headers), timeout=timeout_s
-        ) as got:
-            return from_json(got.read())
+        with _OPENER.open(request, timeout=timeout_s) as answer:
+            return from_json(answer.read())
     except HTTPError as error:
         error.close()
         if error.code == 401:
