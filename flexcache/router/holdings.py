@@ -71,7 +71,8 @@ class Holdings:
         if request.token_ids is None or not self.applier.block_sizes:
             return np.zeros((len(Tier), self._num_workers))
         known, _ = find(
-            self.applier,
+            self.index,
+            self.applier.block_sizes,
             request.token_ids,
             adapter=request.adapter,
             salt=request.cache_salt,
