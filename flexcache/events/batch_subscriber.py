@@ -124,7 +124,7 @@ class BatchSubscriber(Generic[T]):
         self._snapshot: SnapshotReader | None = None
         """The snapshot that is being read."""
         self._covered = 0
-        """Batches before this one are in a snapshot; they may also arrive regularly."""
+        """Batches before this one are in a snapshot, or lost; they may also arrive late."""
         self._next = 0
         self._last_payload: bytes | None = None
         """Payload of the batch before ``_next``."""
@@ -234,9 +234,9 @@ class BatchSubscriber(Generic[T]):
         if self._snapshot is not None:
             return  # a replay follows it
         if number >= self._next:
+            self._deliver(number, payload, topic)
             self._replayed.clear()  # this batch comes after all replayed ones
             self._covered = 0
-            self._deliver(number, payload, topic)
         else:
             self._replayed.pop(number, None)
 
@@ -280,6 +280,7 @@ class BatchSubscriber(Generic[T]):
 
     def _lose(self, stop: int) -> None:
         self.counters.lost += stop - self._next
+        self._covered = stop
         self._news.append(Lost(self._next, stop))
         self._next = stop
 
@@ -304,22 +305,27 @@ class BatchSubscriber(Generic[T]):
         return True
 
     def _continue_snapshot(self, reader: SnapshotReader) -> None:
-        """Deliver the next part, or what was published since the first one."""
-        found = None if reader.is_done else reader.read()
+        """Deliver the next part."""
+        found = reader.read()
         if found is not None:
             self._deliver_part(*found, is_first=False)
-            return
-        reader.close()
-        self._snapshot = None
-        if reader.is_done:
-            self._take_replay(may_begin_snapshot=False)
         else:  # the publisher is away, or another: the next connect begins a new one
+            self._end_snapshot(reader)
             self._news.append(Lost(0, self._next))
 
+    def _end_snapshot(self, reader: SnapshotReader) -> None:
+        reader.close()
+        self._snapshot = None
+
     def _deliver_part(self, page: Page, topic: bytes, is_first: bool) -> None:
+        """Deliver a part and, after the last one, what was published since the first."""
+        assert self._snapshot is not None
         batch = self._read(page.batch, "a snapshot")
         if batch is not None:
             self._news.append(SnapshotPart(batch, topic.decode(errors="replace"), is_first))
+        if page.cursor is None:
+            self._end_snapshot(self._snapshot)
+            self._take_replay(may_begin_snapshot=False)
 
     # -- replay ----------------------------------------------------------------------------------
 

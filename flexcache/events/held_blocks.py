@@ -125,7 +125,11 @@ class HeldBlocks:
         if not self.is_whole:
             return
         run_id, self._next_id = self._next_id, self._next_id + 1
-        run = _Run(replace(stored, token_ids=()), _pack(stored.token_ids), len(stored.keys))
+        bare = Stored(
+            stored.medium, stored.root, stored.parent, stored.keys, stored.block_size, (),
+            stored.info, stored.extra_keys,
+        )  # fmt: skip
+        run = _Run(bare, _pack(stored.token_ids), len(stored.keys))
         self._runs[run_id] = run
         places = self._places.setdefault((stored.medium, stored.root), {})
         places.update(dict.fromkeys(stored.keys, run_id))

@@ -95,11 +95,6 @@ class SnapshotReader:
         self._publisher: bytes | None = None
         self._socket = _connected(endpoint)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the last page was read."""
-        return self._cursor is None
-
     def read(self) -> tuple[Page, bytes] | None:
         """Return the next page and its topic; None if the publisher makes none, or is not the one
         that made the pages before."""
