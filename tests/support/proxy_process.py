@@ -33,7 +33,7 @@ _KEPT = 1000
 
 
 class InTurn:
-    """Chooses workers in turn, those that were tried last; remembers what it is told.
+    """Chooses workers in turn, those that were tried last; remembers each call.
 
     Args:
         headers: Added to every request.

@@ -51,6 +51,7 @@ def make_source(**changes: object) -> SourceStats:
     source = {
         "is_connected": True,
         "is_silent": False,
+        "is_unmatched": False,
         "last_batch_age_s": 0.5,
         "batches": 900,
         "waiting_batches": 4,
@@ -146,12 +147,15 @@ def make_stats(**changes: object) -> RouterStats:
         },
         "tokens": TokenizerStats(
             requests={"ids": 1, "local": 90, "render": 7, "unknown": 2},
+            unknown={"media": 2},
             tokens=99_000,
             remembered_tokens=88_000,
             seconds=histogram(90, 6, 2, 1, total=0.6),
             checks=24,
             mismatches=25,
-            models={"a-model": "local"},
+            models={"a-model chat": "local"},
+            reasons={"a-model chat": "checked"},
+            memo_bytes=1 << 20,
         ),
         "queue": QueueStats(
             waiting=17,

@@ -38,6 +38,12 @@ def _conversions(stats: RouterStats) -> Iterator[Sample]:
             yield (way,), stats.tokens.requests.get(way, 0)
 
 
+def _unknown_prompts(stats: RouterStats) -> Iterator[Sample]:
+    if stats.tokens is not None:
+        for reason, count in stats.tokens.unknown.items():
+            yield (reason,), count
+
+
 def _refused(stats: RouterStats) -> Iterator[Sample]:
     if stats.queue is not None:
         for reason in ("full", "expired", "no_worker"):
@@ -110,6 +116,17 @@ REQUESTS = (
         "Requests by how their token ids were found; unknown: routed by load.",
         _conversions,
         "way",
+    ),
+    counter(
+        "router_unknown_prompts",
+        "Requests whose token ids were not found, by reason.",
+        _unknown_prompts,
+        "reason",
+    ),
+    gauge(
+        "router_tokenizer_memo_bytes",
+        "Memory of remembered token ids.",
+        _of_tokens(lambda tokens: tokens.memo_bytes),
     ),
     counter(
         "router_converted_tokens",
