@@ -18,7 +18,7 @@ from flexcache.config.address import is_loopback
 from flexcache.config.values import Count, Megabytes, Seconds, parse, reject, setting
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
-_LISTS = ("workers", "events", "allowed_workers", "peers")
+_LISTS = ("workers", "events", "allowed_workers", "api_keys", "peers")
 _LISTING = ("workers", "shared_events")
 """Keys of a file that list workers, in tables. They are read again when the file changes."""
 
@@ -101,9 +101,10 @@ class RouterConfig:
     drain_timeout_s: Seconds = setting(
         30.0, "How long running requests may take to end after SIGTERM.", "s"
     )
-    api_key_file: str | None = setting(
-        None, "File with the keys that clients must present, one per line. Unset: none is needed."
+    api_keys: Sequence[str] = setting(
+        (), "Keys, one of which clients must present. Unset, also the file: none.", is_secret=True
     )
+    api_key_file: str | None = setting(None, "File with further keys of clients, one per line.")
     tls_cert: str | None = setting(None, "Certificate chain (PEM). Unset: plain HTTP.")
     tls_key: str | None = setting(None, "Private key of the certificate (PEM).")
     proxies: Annotated[int, Meta(ge=0)] = setting(
@@ -129,7 +130,7 @@ class RouterConfig:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if spec.name in _LISTS:
-                value = _texts(spec.name, value)
+                value = _texts(spec.name, value, is_secret=spec.metadata["is_secret"])
             else:
                 hint, is_secret = _hints()[spec.name], spec.metadata["is_secret"]
                 value = parse(spec.name, value, hint, is_secret=is_secret)
@@ -175,11 +176,11 @@ def _hints() -> dict[str, Any]:
     return get_type_hints(RouterConfig, include_extras=True)
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
+def _texts(name: str, value: Any, *, is_secret: bool) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(value.split())
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise reject(name, value, "must be a list of texts")
+        raise reject(name, "..." if is_secret else value, "must be a list of texts")
     return tuple(value)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.router.events import EventApplier
-from flexcache.router.holders import Holder
+from flexcache.router.holders import Holder, Holders
 from flexcache.router.index import KVIndexer
-from flexcache.router.keys import Space, Tokens
+from flexcache.router.keys import Space, Tokens, chain_of
 from flexcache.router.workers import Tier, WorkerSpec
 
 TokenCounts = npt.NDArray[np.int64]
@@ -31,10 +30,13 @@ class WorkerTable:
 
     A worker uses all tiers of its sources. If a source publishes for several data-parallel ranks, a
     worker with a rank uses those of its own and those without any.
+
+    Args:
+        holders: The index's.
     """
 
-    def __init__(self, index: KVIndexer) -> None:
-        self._index = index
+    def __init__(self, holders: Holders) -> None:
+        self._holders = holders
         self._workers: list[tuple[frozenset[str], int | None]] = []
         self._version = -1
         self._columns: dict[Tier, npt.NDArray[np.intp]] = {}
@@ -63,17 +65,16 @@ class WorkerTable:
         Args:
             depths: Tokens of each holder, by position of its bit; the last entry is 0.
         """
-        self._refresh()
+        if self._version != self._holders.version:
+            self._refresh()
         gpu, dram, disk = (depths[self._columns[tier]].max(axis=1) for tier in Tier)
         dram = np.maximum(gpu, dram)
         disk = np.maximum(dram, disk)
         return Matched(gpu, dram - gpu, disk - dram)
 
     def _refresh(self) -> None:
-        """Recompute which holders belong to which worker, if holders came or went."""
-        holders = self._index.holders
-        if self._version == holders.version:
-            return
+        """Find the holders of each worker."""
+        holders = self._holders
         self._version = holders.version
         by_source: dict[str, list[Holder]] = {}
         for holder in holders:
@@ -120,27 +121,28 @@ class Found(NamedTuple):
 
 
 def find(
-    applier: EventApplier,
+    index: KVIndexer,
+    block_sizes: Iterable[int],
     tokens: Tokens,
     *,
     adapter: str | None = None,
     salt: str | None = None,
     limit: int | None = None,
 ) -> Found:
-    """Look a prompt up in all block sizes.
+    """Look a prompt up.
 
     Args:
+        block_sizes: Sizes of the blocks that may be found.
         limit: Tokens at most that an engine takes from a cache: one less than the prompt has,
             because the last one must be computed.
 
     Raises:
         ValueError: A token id is out of range.
     """
-    index = applier.index
     known = np.zeros(index.holders.num_bits + 1, np.int64)
     by_size = {}
-    for size in applier.block_sizes:
-        keys = applier.chain(Space(size, adapter)).block_keys(tokens, salt=salt)
+    for size in block_sizes:
+        keys = chain_of(Space(size, adapter)).block_keys(tokens, salt=salt)
         by_size[size] = keys
         usable = keys if limit is None else keys[: limit // size]
         np.maximum(known, index.depths(index.match(usable)) * size, out=known)

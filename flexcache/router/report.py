@@ -44,9 +44,10 @@ def find_trouble(stats: RouterStats) -> Iterator[str]:
             stats.tokens.requests.get("unknown", 0),
         )
         if total >= _ENOUGH_REQUESTS and unknown > total / 2:
+            reason = max(stats.tokens.unknown.items(), key=lambda each: each[1], default=("", 0))[0]
             yield (
                 f"The tokens of {unknown:,} of {total:,} prompts are unknown, so these requests go "
-                "by load: set the model's tokenizer."
+                f"by load. Most frequent reason: {reason}."
             )
     if stats.proxy is not None and stats.proxy.processes == 0:
         yield "No proxy process is up."
@@ -75,6 +76,11 @@ def _of_sources(stats: RouterStats) -> Iterator[str]:
             yield (
                 f"Publisher {endpoint} is silent although its engines answer requests: check its "
                 "endpoint, topic and whether prefix caching is on."
+            )
+        elif source.is_unmatched:
+            yield (
+                f"Engines of publisher {endpoint} report cached tokens, and none was predicted: "
+                "check that it publishes their blocks, and the tokenizer."
             )
 
 

@@ -51,6 +51,7 @@ def make_source(**changes: object) -> SourceStats:
     source = {
         "is_connected": True,
         "is_silent": False,
+        "is_unmatched": False,
         "last_batch_age_s": 0.5,
         "batches": 900,
         "waiting_batches": 4,

@@ -74,6 +74,7 @@ PEER = PeerStats(is_up=False, requests=0, batches=0, gaps=0, last_batch_age_s=No
         ({"workers": {A: make_worker(), B: make_worker(circuit="open")}}, f"{B} gets no requests"),
         ({"workers": {A: make_worker(state="draining")}}, "No engine is up"),
         ({"sources": {SOURCE_A: make_source(is_silent=True)}}, f"{SOURCE_A} is silent"),
+        ({"sources": {SOURCE_A: make_source(is_unmatched=True)}}, "none was predicted"),
         ({"sources": {SOURCE_A: make_source(is_connected=False)}}, f"{SOURCE_A} cannot be"),
         ({"routing": routing(cached_tokens=cached(unreported=20))}, "No answer reports"),
         ({"routing": routing(cached_tokens=cached(exact=10, over=10))}, "Only 10 of 20"),

@@ -78,6 +78,12 @@ SOURCES = (
         "source",
     ),
     gauge(
+        "router_source_unmatched",
+        "1 if its workers report cached tokens and none of them was predicted.",
+        per_source(lambda source: int(source.is_unmatched)),
+        "source",
+    ),
+    gauge(
         "router_source_last_batch_age_seconds",
         "Time since its last batch; no sample before the first.",
         per_source(lambda source: source.last_batch_age_s),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,24 +61,20 @@ class ProxyConfig:
                 raise ConfigError("api_keys: a key has characters that cannot be sent in a header")
 
 
-def read_api_keys(path: Path | None, variable: str = "FLEXCACHE_ROUTER_API_KEYS") -> list[str]:
+def read_api_keys(path: Path) -> list[str]:
     """Return the keys of clients.
 
     Args:
         path: File with a key per line; empty lines and lines that start with ``#`` do not count.
-        variable: Name of the environment variable that has further keys, separated by commas.
 
     Raises:
         ConfigError: The file cannot be read, or has no key: it would let everyone in.
     """
-    keys = [key.strip() for key in os.environ.get(variable, "").split(",")]
-    if path is not None:
-        try:
-            lines = [line.strip() for line in path.read_text().splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file = {str(path)!r}: {error}") from None
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
-            raise ConfigError(f"api_key_file = {str(path)!r}: contains no key")
-        keys += found
-    return [key for key in keys if key]
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file = {str(path)!r}: {error}") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"api_key_file = {str(path)!r}: contains no key")
+    return keys

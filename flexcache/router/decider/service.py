@@ -1,0 +1,229 @@
+"""Everything that a decider is made of, started and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from flexcache.config.router import RouterConfig
+from flexcache.errors import ConfigError
+from flexcache.logs import log_event
+from flexcache.router.decider.decider import Decider
+from flexcache.router.decider.health import Probe
+from flexcache.router.decider.line import WaitingLine
+from flexcache.router.decider.prober import Capacity, Prober
+from flexcache.router.decider.roster import Roster
+from flexcache.router.discovery.discovery import Discovery
+from flexcache.router.feed import Feed
+from flexcache.router.link.messages import ProxyCounters
+from flexcache.router.link.server import LinkServer
+from flexcache.router.router import KVRouter
+from flexcache.router.settings import engine_headers, listing_of
+from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
+from flexcache.router.tokens import Tokenizers
+from flexcache.router.workers import WorkerSpec
+from flexcache.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.05
+_SWEPT_A_TICK = 2000
+
+
+class DeciderService:
+    """A decider with what it reads from: discovery, probes, tokenizers, KV events.
+
+    Args:
+        address: Where clients connect, for people.
+        link: Endpoint for proxies in other processes; None: there are none.
+
+    Attributes:
+        count_own_proxy: Returns the counters of a proxy in this process, if there is one.
+
+    Raises:
+        ConfigError: The list of workers or a file is wrong.
+    """
+
+    def __init__(self, config: RouterConfig, address: str = "", link: str | None = None) -> None:
+        self.config = config
+        self._address = address
+        self._started_s = time.monotonic()
+        listing, file = listing_of(config)
+        self.routing = KVRouter(
+            policy=config.policy,
+            temperature=config.temperature,
+            max_blocks=config.max_blocks,
+            approximate=config.approximate,
+            max_requests=config.max_requests_per_worker,
+            max_wait_s=config.max_wait_s,
+        )
+        self.line = WaitingLine(config.queue_size, config.queue_timeout_s)
+        self.roster = Roster(
+            self.routing,
+            on_change=self._workers_changed,
+            on_state=self._states_changed,
+            on_doubt=self._doubt,
+        )
+        self.engine_headers = engine_headers(config)
+        self.tokenizers = Tokenizers(tokenizer=config.tokenizer)
+        self.decider = Decider(
+            self.routing, self.roster, self.tokenizers.read, self.line,
+            engine_headers=self.engine_headers,
+        )  # fmt: skip
+        self.discovery = Discovery(listing, self.roster.set_listed, file=file)
+        self._feed: Feed | None = None
+        self._prober: Prober | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._link_endpoint = link
+        self._link: LinkServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._known = asyncio.Event()
+        self.count_own_proxy: Callable[[], ProxyCounters] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a proxy accepts requests, the engines are known, and one takes requests."""
+        if self._link is not None and not any(each.is_serving for each in self._link.counters):
+            return False
+        return self.roster.is_known and self.roster.num_up > 0
+
+    async def start(self) -> None:
+        """Start all parts; returns when every listed engine was probed."""
+        await self.tokenizers.start()
+        self._feed = Feed(self.routing, asyncio.get_running_loop())
+        self._session = aiohttp.ClientSession(headers=self.engine_headers)
+        self._prober = Prober(
+            self._session,
+            interval_s=self.config.health_interval_s,
+            timeout_s=self.config.health_timeout_s,
+            details_interval_s=self.config.metrics_interval_s,
+            on_probe=self._probed,
+            on_details=self._details_read,
+        )
+        self._tasks = [
+            asyncio.create_task(self._run("discovery", self.discovery.run())),
+            asyncio.create_task(self._tick()),
+        ]
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._known.wait(), 2 * self.config.health_timeout_s)
+        if self._link_endpoint is not None:
+            self._link = LinkServer(self.decider, self._link_endpoint)
+            self._link.start()
+
+    async def close(self) -> None:
+        """Stop all parts. Idempotent."""
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._prober is not None and self._session is not None:
+            await self._prober.close()
+            await self._session.close()
+            self._prober = None
+        if self._feed is not None:
+            await self._feed.close()
+            self._feed = None
+            await self.tokenizers.close()
+
+    # -- what the parts tell each other ------------------------------------------------------------
+
+    def _workers_changed(self, specs: tuple[WorkerSpec, ...]) -> None:
+        assert self._prober is not None and self._feed is not None
+        urls = self.roster.urls
+        self._prober.follow(urls)
+        self.tokenizers.set_engines(dict.fromkeys(urls, self.engine_headers))
+        try:
+            self._feed.set_sources(
+                dict.fromkeys(source for spec in specs for source in spec.sources)
+            )
+        except ConfigError as error:  # requests are routed without these events
+            log_event(logger, logging.ERROR, "kv_events_not_followed", error=str(error))
+
+    def _states_changed(self) -> None:
+        self.line.wake()
+        if self._link is not None:
+            self._link.announce()
+
+    def _doubt(self, url: str) -> None:
+        if self._prober is not None:
+            self._prober.hurry(url)
+
+    def _probed(self, url: str, probe: Probe) -> None:
+        self.roster.probed(url, probe, time.monotonic())
+        if self.roster.is_known:
+            self._known.set()
+
+    def _details_read(self, url: str, models: list[str], capacities: list[Capacity]) -> None:
+        for spec in self.roster.specs:
+            if spec.url != url:
+                continue
+            self.routing.set_models(spec.name, models)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.decider.expire()
+            if self._link is not None:
+                self._link.expire()
+            self.routing.sweep(_SWEPT_A_TICK)
+
+    async def _run(self, name: str, work: object) -> None:
+        """Run a part; should it fail, routing goes on with what is known."""
+        try:
+            await work  # type: ignore[misc]
+        except Exception as error:
+            log_event(
+                logger, logging.ERROR, "router_part_failed", part=name, error=repr(error),
+                exc_info=True,
+            )  # fmt: skip
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def stats(self) -> RouterStats:
+        now = time.monotonic()
+        stats = self.routing.stats(now)
+        workers = {
+            name: msgspec.structs.replace(
+                worker,
+                circuit=self.roster.health(name).circuit.state.value,
+                health_failures=self.roster.health(name).num_failures,
+            )
+            for name, worker in stats.workers.items()
+        }
+        return msgspec.structs.replace(
+            stats,
+            workers=workers,
+            process=ProcessStats(
+                version=__version__, pid=os.getpid(), uptime_s=now - self._started_s,
+                ready=self.is_ready, address=self._address,
+            ),
+            sources={} if self._feed is None else self._feed.stats(),
+            tokens=self.tokenizers.stats(),
+            queue=self.decider.queue_stats(),
+            proxy=self._proxy_stats(),
+        )  # fmt: skip
+
+    def _proxy_stats(self) -> ProxyStats:
+        proxies = [] if self._link is None else self._link.counters
+        if self.count_own_proxy is not None:
+            proxies.append(self.count_own_proxy())
+        return ProxyStats(
+            processes=len(proxies),
+            restarts=0 if self._link is None else self._link.num_lost,
+            open_requests=sum(proxy.open_requests for proxy in proxies),
+            ended={outcome.value: n for outcome, n in self.decider.num_ended.items()},
+            retries=sum(proxy.retries for proxy in proxies),
+            rejected=dict(sum((Counter(proxy.rejected) for proxy in proxies), Counter())),
+            unsupervised_requests=sum(proxy.unsupervised for proxy in proxies),
+        )
