@@ -37,10 +37,18 @@ class ReadRequest(Protocol):
     async def __call__(self, arrival: Arrival) -> RouteRequest: ...
 
 
+class AnswerObserver(Protocol):
+    """Compares what was predicted of answers with what the engines reported."""
+
+    def __call__(
+        self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
+    ) -> None: ...
+
+
 class LifeObserver(Protocol):
     """Follows the requests of a decider, to tell its peers."""
 
-    def added(self, request: RouteRequest, decision: Decision) -> None: ...
+    def began(self, request: RunningRequest) -> None: ...
 
     def first_token(self, request_id: str) -> None: ...
 
@@ -54,6 +62,7 @@ class Running:
     Attributes:
         owner: Process that will report its end; empty: this one.
         expires_s: When it is given up; None: never.
+        num_tokens: Length of the prompt.
         predicted_tokens: Predicted cached tokens; None if its tokens are unknown.
         ttft_s: Predicted; None if it is unknown.
     """
@@ -61,6 +70,7 @@ class Running:
     worker: str
     owner: str
     since_s: float
+    num_tokens: int
     predicted_tokens: int | None = None
     ttft_s: float | None = None
     expires_s: float | None = None
@@ -76,8 +86,11 @@ class Decider:
         read: Finds tokens. Whatever it raises, the request goes by load.
         line: Where requests wait while every worker is busy.
         engine_headers: Added to every request to an engine, its key for example.
-        observer: Is notified of the life of requests.
         clock: Monotonic, in seconds.
+
+    Attributes:
+        observer: Is notified of the life of requests.
+        on_answer: Called with each complete answer to a prompt whose tokens are known.
     """
 
     def __init__(
@@ -88,7 +101,6 @@ class Decider:
         line: WaitingLine,
         *,
         engine_headers: Mapping[str, str] | None = None,
-        observer: LifeObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.routing = routing
@@ -100,7 +112,8 @@ class Decider:
         self.clock = clock
         self._read = read
         self._engine_headers = dict(engine_headers or {})
-        self._observer = observer
+        self.observer: LifeObserver | None = None
+        self.on_answer: AnswerObserver | None = None
         self._num_without_worker = 0
         self._waits_s = Histogram(_WAITS_S)
         self._is_reading = True
@@ -163,11 +176,10 @@ class Decider:
         self._waits_s.observe(now - arrived_s)
         predicted = None if request.token_ids is None else decision.matched_tokens
         self.running[request.request_id] = Running(
-            decision.worker, owner, now, predicted, decision.ttft_s,
+            decision.worker, owner, now, request.num_tokens, predicted, decision.ttft_s,
             expires_s=None if lease_s is None else now + lease_s,
         )  # fmt: skip
-        if self._observer is not None:
-            self._observer.added(request, decision)
+        self._note_begin(request.request_id)
         if self.watchers:
             self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
         return self.choice(decision, predicted)
@@ -208,8 +220,8 @@ class Decider:
             return
         running.first_token_s = self.clock()
         self.routing.first_token(request_id, running.first_token_s)
-        if self._observer is not None:
-            self._observer.first_token(request_id)
+        if self.observer is not None:
+            self.observer.first_token(request_id)
         self.line.wake()
 
     def ended(
@@ -229,14 +241,17 @@ class Decider:
         self.num_ended[outcome] += 1
         self.routing.ended(request_id, now, cached_tokens=cached_tokens)
         self.roster.ended(running.worker, outcome, now)
-        if self._observer is not None:
-            self._observer.ended(request_id)
+        if self.observer is not None:
+            self.observer.ended(request_id)
         self.line.wake()
+        predicted = running.predicted_tokens
+        if self.on_answer and outcome is Outcome.DONE and predicted is not None:
+            self.on_answer(running.worker, running.num_tokens, predicted, cached_tokens)
         if self.watchers:
             ttft_s = _since(running.first_token_s, running.since_s)
             event = Ended(
                 time=time.time(), request_id=request_id, worker=running.worker,
-                outcome=outcome.value, predicted_tokens=running.predicted_tokens,
+                outcome=outcome.value, predicted_tokens=predicted,
                 cached_tokens=cached_tokens, prompt_tokens=prompt_tokens,
                 output_tokens=output_tokens, predicted_ttft_s=running.ttft_s,
                 ttft_s=ttft_s, total_s=now - running.since_s,
@@ -252,12 +267,17 @@ class Decider:
         has_first_token = running.first_token_s is not None
         return RunningRequest(request_id, running.worker, work, has_first_token)
 
+    def _note_begin(self, request_id: str) -> None:
+        if self.observer is not None:
+            self.observer.began(self.describe(request_id))
+
     def adopt(self, request: RunningRequest, owner: str) -> None:
         """Count a request that was sent to a worker without this decider."""
         now = self.clock()
         name = request.request_id
-        self.running[name] = Running(request.worker, owner, now)
+        self.running[name] = Running(request.worker, owner, now, request.work.num_tokens)
         self.routing.follow(owner, name, request.worker, request.work, now)
+        self._note_begin(name)
         if request.has_first_token:
             self.first_token(name)
 
