@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 from flexcache.config.settings import Setting, describe_router_settings, describe_settings
-from flexcache.metrics import page as metrics_page
+from flexcache.metrics import catalog as server_metrics
+from flexcache.metrics import page
+from flexcache.router.metrics import catalog as router_metrics
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -48,6 +50,19 @@ COLUMNS = """| setting | environment | default | unit | meaning |
 """
 
 
+METRICS_HEAD = """# Metrics
+
+What `/metrics` serves to Prometheus ([operations](operations.md) explains how to scrape it, and has
+a dashboard and alerts). A server and an engine read every metric from `KVManager.stats()` during a
+scrape; a [router](router.md) has metrics of its own, on its control port. Between scrapes there is
+no cost. Sizes are in bytes, times in seconds. A part that is switched off (no remote store, no
+events, no trace) has no samples. `tier` is `CPU`, `SSD` or `REMOTE`; of a router `gpu`, `dram` or
+`disk`.
+
+This page is generated from the code by `scripts/make_docs.py`.
+"""
+
+
 def render_settings() -> str:
     return HEAD + _table(describe_settings()) + ROUTER + _table(describe_router_settings())
 
@@ -60,13 +75,17 @@ def _table(settings: list[Setting]) -> str:
     return COLUMNS + "\n".join(rows) + "\n"
 
 
-PAGES = {"configuration.md": render_settings, "metrics.md": metrics_page.render}
+def render_metrics() -> str:
+    return page.render(METRICS_HEAD, server_metrics.SECTIONS, router_metrics.SECTIONS)
+
+
+PAGES = {"configuration.md": render_settings, "metrics.md": render_metrics}
 
 
 if __name__ == "__main__":
     for name, render in PAGES.items():
-        page = DOCS / name
+        path = DOCS / name
         if "--check" not in sys.argv[1:]:
-            page.write_text(render())
-        elif not page.exists() or page.read_text() != render():
+            path.write_text(render())
+        elif not path.exists() or path.read_text() != render():
             sys.exit(f"docs/{name} is out of date: run scripts/make_docs.py")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -18,22 +18,9 @@ from flexcache.config.address import is_loopback
 from flexcache.config.values import Count, Megabytes, Seconds, parse, reject, setting
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
-_LISTS = ("events", "allowed_workers", "peers")
-
-
-class WorkerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine, as a user names it.
-
-    Attributes:
-        url: Base URL: scheme, host and port.
-        data_parallel_size: Ranks behind the URL, each of which is a worker of its own.
-        events: ``ENDPOINT`` or ``ENDPOINT,REPLAY`` of the KV events of its blocks. With ranks, the
-            port of each is the rank's distance from the first, as in vLLM.
-    """
-
-    url: str
-    data_parallel_size: Count = 1
-    events: tuple[str, ...] = ()
+_LISTS = ("workers", "events", "allowed_workers", "api_keys", "peers")
+_LISTING = ("workers", "shared_events")
+"""Keys of a file that list workers, in tables. They are read again when the file changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,27 +33,27 @@ class RouterConfig:
 
     host: str = setting("127.0.0.1", "Address that clients connect to.")
     port: Port = setting(8000, "Port that clients connect to.")
-    workers: Sequence[WorkerTable] = setting(
+    workers: Sequence[str] = setting(
         (),
-        "Engines: URLs or, in a file, tables `[[workers]]` with `url`, `data_parallel_size` and "
-        "`events`.",
+        "Engines: `http://HOST:PORT`, or `http+dns://NAME:PORT` and "
+        "`http+k8s://SERVICE.NAMESPACE:PORT` for all addresses of a name or service; with "
+        "`,data_parallel_size=N` each of N ranks. In a file: tables `[[workers]]` with `url`, "
+        "`data_parallel_size`, `events`, `shared_events`.",
     )
     events: Sequence[str] = setting(
         (),
         "Publishers of KV events: `URL=ENDPOINT[,REPLAY]` for an engine's, `*=ENDPOINT[,REPLAY]` "
         "for a cache that all engines share.",
     )
-    worker_dns: str | None = setting(
-        None, "`http://NAME:PORT`: every address that the name resolves to is an engine."
-    )
-    worker_dns_interval_s: Seconds = setting(5.0, "How often the name is resolved again.", "s")
-    kubernetes_service: str | None = setting(
-        None, "`NAMESPACE/SERVICE:PORT`: the ready endpoints of the service are the engines."
+    worker_file: str | None = setting(
+        None,
+        "File with tables `[[workers]]` and `shared_events`, read again when it changes. Unset: "
+        "the file of the settings, if it has them.",
     )
     allowed_workers: Sequence[str] = setting(
         (),
         "Regular expressions; `POST /workers` takes only URLs that one of them matches whole. "
-        "Configured engines are always allowed.",
+        "Listed engines are always allowed.",
     )
     engine_key_file: str | None = setting(
         None,
@@ -114,9 +101,10 @@ class RouterConfig:
     drain_timeout_s: Seconds = setting(
         30.0, "How long running requests may take to end after SIGTERM.", "s"
     )
-    api_key_file: str | None = setting(
-        None, "File with the keys that clients must present, one per line. Unset: none is needed."
+    api_keys: Sequence[str] = setting(
+        (), "Keys, one of which clients must present. Unset, also the file: none.", is_secret=True
     )
+    api_key_file: str | None = setting(None, "File with further keys of clients, one per line.")
     tls_cert: str | None = setting(None, "Certificate chain (PEM). Unset: plain HTTP.")
     tls_key: str | None = setting(None, "Private key of the certificate (PEM).")
     proxies: Annotated[int, Meta(ge=0)] = setting(
@@ -141,15 +129,13 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.name == "workers":
-                value = _worker_tables(value)
-            elif spec.name in _LISTS:
-                value = _texts(spec.name, value)
+            if spec.name in _LISTS:
+                value = _texts(spec.name, value, is_secret=spec.metadata["is_secret"])
             else:
                 hint, is_secret = _hints()[spec.name], spec.metadata["is_secret"]
                 value = parse(spec.name, value, hint, is_secret=is_secret)
             object.__setattr__(self, spec.name, value)
-        _check_workers(self)
+        _check_patterns(self)
         _check_access(self)
         _check_sync(self)
 
@@ -160,9 +146,15 @@ class RouterConfig:
         """Read a file, then ``FLEXCACHE_ROUTER_*`` variables, then ``overrides``; later ones win.
 
         Args:
-            path: The file; if None, the one that ``FLEXCACHE_ROUTER_CONFIG`` names, if any.
+            path: The file; if None, the one that ``FLEXCACHE_ROUTER_CONFIG`` names, if any. Its
+                list of workers is left to `worker_file`.
         """
-        file, variables = sources.read_layers(environ, path, sources.ROUTER_PREFIX)
+        env = os.environ if environ is None else environ
+        path = path or env.get(sources.ROUTER_PREFIX + "CONFIG")
+        file, variables = sources.read_layers(env, path, sources.ROUTER_PREFIX)
+        listing = [file.pop(name, None) for name in _LISTING]
+        if any(listing):
+            file.setdefault("worker_file", path)
         return cls.from_layers(file, variables, overrides)
 
     @classmethod
@@ -178,74 +170,21 @@ class RouterConfig:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return {k: msgspec.to_builtins(v) for k, v in values.items() if v is not None}
 
-    def admits(self, url: str) -> bool:
-        """Return whether a worker with this URL may be added while the router runs."""
-        configured = {worker.url for worker in self.workers}
-        return url in configured or any(re.fullmatch(each, url) for each in self.allowed_workers)
-
 
 @cache
 def _hints() -> dict[str, Any]:
     return get_type_hints(RouterConfig, include_extras=True)
 
 
-def _texts(name: str, value: Any) -> tuple[str, ...]:
+def _texts(name: str, value: Any, *, is_secret: bool) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(value.split())
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise reject(name, value, "must be a list of texts")
+        raise reject(name, "..." if is_secret else value, "must be a list of texts")
     return tuple(value)
 
 
-def _worker_tables(value: Any) -> tuple[WorkerTable, ...]:
-    items = value.split() if isinstance(value, str) else value
-    if not isinstance(items, Sequence):
-        raise reject("workers", value, "must be a list of URLs or tables")
-    tables = [{"url": item} if isinstance(item, str) else item for item in items]
-    try:
-        return tuple(msgspec.convert(tables, list[WorkerTable]))
-    except msgspec.ValidationError as error:
-        raise reject("workers", value, str(error)) from None
-
-
-def check_worker_url(url: str) -> str:
-    """Return the URL without a trailing slash.
-
-    Raises:
-        ConfigError: It is not an address ``http(s)://HOST[:PORT]``.
-    """
-    try:
-        parts = urlsplit(url)
-        is_valid = (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and parts.port != 0  # raises ValueError beyond 65535
-            and parts.path in ("", "/")
-            and not (parts.query or parts.fragment or parts.username or parts.password)
-            and url.isascii()
-            and not any(character.isspace() for character in url)
-        )
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise reject("workers", url, "must be http://HOST:PORT or https://HOST:PORT")
-    return url.rstrip("/")
-
-
-def _check_workers(config: RouterConfig) -> None:
-    workers = tuple(
-        msgspec.structs.replace(worker, url=check_worker_url(worker.url))
-        for worker in config.workers
-    )
-    object.__setattr__(config, "workers", workers)
-    urls = [worker.url for worker in workers]
-    for url in urls:
-        if urls.count(url) > 1:
-            raise reject("workers", url, "is named twice")
-    for entry in config.events:
-        url, _, endpoint = entry.partition("=")
-        if not endpoint or (url != "*" and url.rstrip("/") not in urls):
-            raise reject("events", entry, "must be URL=ENDPOINT[,REPLAY] of a worker, or *=...")
+def _check_patterns(config: RouterConfig) -> None:
     for pattern in config.allowed_workers:
         try:
             re.compile(pattern)
@@ -262,7 +201,7 @@ def _check_access(config: RouterConfig) -> None:
         raise reject("control_host", config.control_host, "beyond loopback set control_token")
     if (config.tls_cert is None) != (config.tls_key is None):
         raise reject("tls_cert", config.tls_cert, "set both tls_cert and tls_key, or neither")
-    for name in ("api_key_file", "engine_key_file", "tls_cert", "tls_key"):
+    for name in ("worker_file", "api_key_file", "engine_key_file", "tls_cert", "tls_key"):
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
             raise reject(name, path, "is not a file")

@@ -8,14 +8,17 @@ with different content means that the publisher restarted. For one thread.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from flexcache.errors import ConfigError
 from flexcache.events.batch_publisher import END_OF_REPLAY, NUMBER_BYTES
@@ -27,6 +30,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound="BatchSubscriber[Any]")
 
 _RECEIVE_QUEUE = 100_000  # batches queued here while the caller is busy
+_MAX_SOCKETS = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,11 @@ News = Received[T] | Lost | PublisherRestarted
 
 @dataclass(slots=True)
 class SubscriberCounters:
-    """Counts of batches; ``malformed`` counts messages that were not batches."""
+    """Counts of batches; ``malformed`` counts messages that were not batches, ``gaps`` how often
+    batches were missing, whether or not they were replayed."""
 
     received: int = 0
+    gaps: int = 0
     replayed: int = 0
     lost: int = 0
     restarts: int = 0
@@ -75,6 +81,10 @@ class BatchSubscriber(Generic[T]):
         topic: Prefix of the topics to receive.
         replay_timeout_s: A replay ends when the publisher is silent this long.
 
+    Attributes:
+        num_connects: How often a connection to the publisher was made.
+        is_connected: Whether there is one, as far as `receive` has noticed.
+
     Raises:
         ConfigError: An address cannot be used.
     """
@@ -89,7 +99,10 @@ class BatchSubscriber(Generic[T]):
     ) -> None:
         self.endpoint = endpoint
         self.counters = SubscriberCounters()
+        self.num_connects = 0
+        self.is_connected = False
         self._decode = decode
+        self._topic = topic.encode()
         self._replay_endpoint = replay_endpoint
         self._replay_timeout_s = replay_timeout_s
         self._next = 0
@@ -101,7 +114,13 @@ class BatchSubscriber(Generic[T]):
         self._socket = _make_socket(zmq.SUB, endpoint)
         self._socket.rcvhwm = _RECEIVE_QUEUE
         self._socket.subscribe(topic)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        # A subscriber sends nothing: without probes it would not notice that a host has gone.
+        self._socket.tcp_keepalive = 1
+        self._socket.tcp_keepalive_idle, self._socket.tcp_keepalive_intvl = 2, 1  # seconds
+        self._socket.tcp_keepalive_cnt = 3
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         try:
             (self._socket.bind if "*" in endpoint else self._socket.connect)(endpoint)
         except zmq.ZMQError as error:
@@ -138,8 +157,7 @@ class BatchSubscriber(Generic[T]):
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = dict(self._poller.poll(None if wait_s is None else int(wait_s * 1000)))
             if self._monitor in ready:
-                self._monitor.recv_multipart()
-                self.catch_up()
+                self._take_monitor_event()
             elif self._socket in ready:
                 self._take_message(self._socket.recv_multipart())
             elif deadline is not None and time.monotonic() >= deadline:
@@ -163,6 +181,13 @@ class BatchSubscriber(Generic[T]):
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
+    def _take_monitor_event(self) -> None:
+        event = recv_monitor_message(self._monitor)["event"]
+        self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self.is_connected:
+            self.num_connects += 1
+            self.catch_up()
+
     # -- numbers ---------------------------------------------------------------------------------
 
     def _take_message(self, frames: list[bytes]) -> None:
@@ -176,6 +201,7 @@ class BatchSubscriber(Generic[T]):
                 return  # the replay was faster
             self._note_restart()
         if number > self._next:
+            self.counters.gaps += 1
             self._take_replay()
         if number >= self._next:
             self._replayed.clear()  # this batch comes after all replayed ones
@@ -264,7 +290,8 @@ class BatchSubscriber(Generic[T]):
                 if number_bytes == END_OF_REPLAY:
                     return batches, True
                 topic = frames[1] if len(frames) == 4 else b""
-                batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
+                if not topic or topic.startswith(self._topic):
+                    batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"address of KV events {self._replay_endpoint!r}: {error.strerror}"
@@ -278,8 +305,15 @@ class BatchSubscriber(Generic[T]):
         return batches, False
 
 
+@cache
+def _context(pid: int) -> zmq.Context[zmq.Socket[bytes]]:
+    """Return the context of this process. The default one allows for 300 subscribers."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context
+
+
 def _make_socket(kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-    socket = context.socket(kind)
+    socket = _context(os.getpid()).socket(kind)
     socket.ipv6 = "[" in endpoint
     return socket

@@ -157,12 +157,29 @@ _OPTIONAL = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_n
 """Fields that older publishers omit."""
 
 
+class _CurrentBatch(msgspec.Struct, array_like=True, frozen=True):
+    ts: float
+    events: list[Event]
+    data_parallel_rank: int | None = None
+
+
+_decode_current = msgspec.msgpack.Decoder(_CurrentBatch).decode
+
+
 def decode_batch(payload: bytes) -> EventBatch:
     """Read a batch of any version: batch and events are arrays or maps with any number of fields.
 
     Raises:
         ValueError: The payload is not a batch.
     """
+    try:
+        batch = _decode_current(payload)  # a sixth of the time, for what publishers send today
+    except (msgspec.MsgspecError, RecursionError):
+        return _decode_any(payload)
+    return EventBatch(batch.ts, batch.events, batch.data_parallel_rank)
+
+
+def _decode_any(payload: bytes) -> EventBatch:
     try:
         content = msgspec.msgpack.decode(payload)
         if isinstance(content, list):

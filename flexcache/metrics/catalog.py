@@ -1,4 +1,4 @@
-"""Catalog of all metrics: name, meaning, and where the statistics have the value.
+"""Catalog of a server's metrics: name, meaning, and where the statistics have the value.
 
 The collector serves them, `docs/metrics.md` is generated from them, and a test changes each of
 them. Names begin with ``flexcache_``, units are bytes, seconds, tokens and blocks, and the names of
@@ -9,13 +9,15 @@ nothing from a request becomes a label.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flexcache.metrics.metric import Metric
 from flexcache.metrics.server import EVENTS_AND_TRACES, PROCESSES, SERVER
 from flexcache.metrics.tasks import OPS, REMOTE, TASKS
 from flexcache.metrics.tiers import HITS_AND_MISSES, REMOTE_COST, TIERS
+from flexcache.tasks.stats import Stats
 
-SECTIONS: Mapping[str, Sequence[Metric]] = {
+SECTIONS: Mapping[str, Sequence[Metric[Stats]]] = {
     "Hits and misses": HITS_AND_MISSES,
     "Tiers": TIERS,
     "Ops": OPS,
@@ -25,10 +27,10 @@ SECTIONS: Mapping[str, Sequence[Metric]] = {
     "Events and traces": EVENTS_AND_TRACES,
     "Server": SERVER,
 }
-CATALOG: Sequence[Metric] = [metric for section in SECTIONS.values() for metric in section]
+CATALOG: Sequence[Metric[Stats]] = [metric for section in SECTIONS.values() for metric in section]
 
 
-def describe_metrics() -> list[dict[str, str]]:
+def describe_metrics(sections: Mapping[str, Sequence[Metric[Any]]]) -> list[dict[str, str]]:
     """Return section, name, type, labels and meaning of each metric, for the documentation."""
     return [
         {
@@ -38,6 +40,6 @@ def describe_metrics() -> list[dict[str, str]]:
             "labels": ", ".join(metric.labels),
             "meaning": metric.help,
         }
-        for title, section in SECTIONS.items()
+        for title, section in sections.items()
         for metric in section
     ]

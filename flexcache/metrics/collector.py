@@ -1,16 +1,15 @@
-"""Serves the catalog's metrics with prometheus-client. Nothing is counted here: a scrape reads the
+"""Serves a catalog's metrics with prometheus-client. Nothing is counted here: a scrape reads the
 statistics once, and between scrapes there is no cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic
 
 from flexcache.errors import MissingDependencyError
-from flexcache.metrics.catalog import CATALOG
-from flexcache.metrics.metric import Metric, MetricType
-from flexcache.tasks.stats import HistogramStats, Stats
+from flexcache.metrics.metric import Metric, MetricType, Tree
+from flexcache.tasks.stats import HistogramStats
 
 try:
     from prometheus_client import CollectorRegistry
@@ -23,7 +22,8 @@ try:
     from prometheus_client.utils import floatToGoString
 except ImportError:
     raise MissingDependencyError(
-        "metrics need the package prometheus-client: pip install 'flexcache[http]'"
+        "metrics need the package prometheus-client: pip install 'flexcache[http]', "
+        "or 'flexcache[router]' for a router"
     ) from None
 
 _FAMILIES = {
@@ -33,31 +33,34 @@ _FAMILIES = {
 }
 
 
-class StatsCollector:
+class StatsCollector(Generic[Tree]):
     """A collector of prometheus-client.
 
     Args:
+        catalog: The metrics.
         read_stats: Returns the statistics as they are now.
     """
 
-    def __init__(self, read_stats: Callable[[], Stats]) -> None:
+    def __init__(self, catalog: Sequence[Metric[Tree]], read_stats: Callable[[], Tree]) -> None:
+        self._catalog = catalog
         self._read_stats = read_stats
 
     def collect(self) -> Iterator[Any]:
         stats = self._read_stats()
-        return (_family(metric, stats) for metric in CATALOG)
+        return (_family(metric, stats) for metric in self._catalog)
 
 
-class Exposition:
+class Exposition(Generic[Tree]):
     """The metrics as text.
 
     Args:
+        catalog: The metrics.
         read_stats: Returns the statistics as they are now.
     """
 
-    def __init__(self, read_stats: Callable[[], Stats]) -> None:
+    def __init__(self, catalog: Sequence[Metric[Tree]], read_stats: Callable[[], Tree]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(StatsCollector(read_stats))
+        self._registry.register(StatsCollector(catalog, read_stats))
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return all metrics as they are now, and their content type, for an ``Accept`` header."""
@@ -65,7 +68,7 @@ class Exposition:
         return encode(self._registry), content_type
 
 
-def _family(metric: Metric, stats: Stats) -> Any:
+def _family(metric: Metric[Tree], stats: Tree) -> Any:
     family = _FAMILIES[metric.type](metric.name, metric.help, labels=metric.labels)
     for labels, value in metric.read(stats):
         if isinstance(value, HistogramStats):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from flexcache.tasks.stats import CacheStats, HistogramStats, ServerStats, Stats
 
@@ -17,7 +17,10 @@ Labels = tuple[str, ...]
 Value = float | HistogramStats
 Sample = tuple[Labels, Value]
 """Values of the labels, and value of the metric."""
-Reader = Callable[[Stats], Iterable[Sample]]
+Tree = TypeVar("Tree")
+"""Statistics: of a server, or of a router."""
+ReaderOf = Callable[[Tree], Iterable[Sample]]
+Reader = ReaderOf[Stats]
 Entry = TypeVar("Entry")
 
 
@@ -28,30 +31,30 @@ class MetricType(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(Generic[Tree]):
     """One metric.
 
     Args:
         labels: Names of the labels.
-        read: Returns the samples; none if the cache lacks the part that they describe.
+        read: Returns the samples; none if the part that they describe is missing.
     """
 
     name: str
     type: MetricType
     labels: Labels
     help: str
-    read: Reader
+    read: ReaderOf[Tree]
 
 
-def counter(name: str, help: str, read: Reader, *labels: str) -> Metric:
+def counter(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> Metric[Tree]:
     return Metric(f"flexcache_{name}_total", MetricType.COUNTER, labels, help, read)
 
 
-def gauge(name: str, help: str, read: Reader, *labels: str) -> Metric:
+def gauge(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> Metric[Tree]:
     return Metric(f"flexcache_{name}", MetricType.GAUGE, labels, help, read)
 
 
-def histogram(name: str, help: str, read: Reader, *labels: str) -> Metric:
+def histogram(name: str, help: str, read: ReaderOf[Tree], *labels: str) -> Metric[Tree]:
     return Metric(f"flexcache_{name}", MetricType.HISTOGRAM, labels, help, read)
 
 
@@ -122,7 +125,9 @@ def _single(value: float | None) -> Iterable[Sample]:
 # -- the same count in two units -----------------------------------------------------------------
 
 
-def in_blocks_and_tokens(name: str, help: str, read: Reader, *labels: str) -> tuple[Metric, ...]:
+def in_blocks_and_tokens(
+    name: str, help: str, read: Reader, *labels: str
+) -> tuple[Metric[Stats], ...]:
     """Make two counters: in blocks, like capacities, and in tokens, as operators count."""
     return (
         counter(f"{name}_blocks", help.format("Blocks"), read, *labels),

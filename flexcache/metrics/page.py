@@ -1,26 +1,20 @@
-"""Renders the documentation page of the metrics from the catalog."""
+"""Renders the documentation page of metrics from their catalogs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from flexcache.metrics.catalog import describe_metrics
-
-_HEAD = """# Metrics
-
-What `/metrics` serves to Prometheus ([operations](operations.md) explains how to scrape it, and has
-a dashboard and alerts). Every metric is read from `KVManager.stats()` during a scrape, and costs
-nothing in between. Sizes are in bytes, times in seconds. A part that is switched off (no remote
-store, no events, no trace) has no samples. `tier` is `CPU`, `SSD` or `REMOTE`.
-
-This page is generated from the code by `scripts/make_docs.py`.
-"""
+from flexcache.metrics.metric import Metric
 
 
-def render() -> str:
-    """Return the page as Markdown."""
+def render(head: str, *catalogs: Mapping[str, Sequence[Metric[Any]]]) -> str:
+    """Return the page as Markdown: its head, then one table per section of the catalogs."""
+    described = [row for catalog in catalogs for row in describe_metrics(catalog)]
     sections = []
-    for title, rows in groupby(describe_metrics(), lambda row: row["section"]):
+    for title, rows in groupby(described, lambda row: row["section"]):
         lines = [
             f"\n## {title}\n",
             "| metric | type | labels | meaning |",
@@ -31,4 +25,4 @@ def render() -> str:
             for row in rows
         ]
         sections.append("\n".join(lines) + "\n")
-    return _HEAD + "".join(sections)
+    return head + "".join(sections)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from flexcache.metrics.metric import Reader, Sample, counter, gauge, one, one_of_server
+from flexcache.metrics.metric import Metric, Reader, Sample, counter, gauge, one, one_of_server
 from flexcache.tasks.stats import EngineStats, EventStats, Stats, TraceStats
 
 _WHY_REJECTED = (
@@ -58,7 +58,7 @@ def _of_trace(value: Callable[[TraceStats], float]) -> Reader:
     return one_of_server(lambda server: None if server.trace is None else value(server.trace))
 
 
-PROCESSES = (
+PROCESSES: tuple[Metric[Stats], ...] = (
     gauge("engines", "Engines with a session.", lambda stats: [((), len(stats.engines))]),
     gauge(
         "engine_ranks",

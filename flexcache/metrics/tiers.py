@@ -47,7 +47,7 @@ def _without_store(read: Reader) -> Reader:
 
 def _in_blocks_and_bytes(
     name: str, help: str, value: Callable[[TierStats], float]
-) -> tuple[Metric, ...]:
+) -> tuple[Metric[Stats], ...]:
     read = _per_tier(value)
     read_bytes = in_bytes(_without_store(read))
     return (

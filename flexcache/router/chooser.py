@@ -32,6 +32,8 @@ class Arrival:
         headers: Names in lower case: those that matter for routing, at least ``x-session-id``.
         body: Raw body; empty for methods without one.
         tried: Names of the workers that were tried already; they come last.
+        only: ``HOST:PORT`` of the engines that may be chosen, as in their URLs; None: all. If none
+            of them takes requests, the request is not routed (503).
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class Arrival:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
     tried: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

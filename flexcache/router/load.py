@@ -165,6 +165,11 @@ class Load:
         self.held_tokens[request.worker] -= request.work.num_tokens
         return True
 
+    def work(self, request_id: str) -> Work | None:
+        """Return what a request in flight is expected to cost; None if it is unknown."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.work
+
     def renew(self, request_id: str, now: float) -> None:
         """Extend the lease of a request."""
         request = self._requests.get(request_id)

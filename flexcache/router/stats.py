@@ -1,7 +1,8 @@
 """Statistics of a router as one typed, frozen tree.
 
 `KVRouter.stats` fills ``routing``, ``index`` and ``workers``; the process around it adds the rest.
-Metrics, `flexcache status` and the live page read the tree; ``GET /stats`` serves it as JSON.
+Metrics, `flexcache status` and the live page read the tree; ``GET /stats`` serves it as JSON (see
+`report`).
 Counts are since startup, ages and durations are in seconds. All numbers are finite.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import msgspec
 
-from flexcache.errors import FlexCacheError
 from flexcache.tasks.stats import HistogramStats
 
 
@@ -73,9 +73,9 @@ class RoutingStats(_Part, frozen=True, kw_only=True):
     decisions: dict[str, int]
     """By reason."""
     prompt_tokens: int
-    """Of all decisions, also where the tokens themselves were unknown."""
+    """Over all decisions, also where the tokens themselves were unknown."""
     matched_tokens: dict[str, int]
-    """Of all decisions, by tier that supplies them at the chosen worker."""
+    """Over all decisions, by tier that supplies them at the chosen worker."""
     cached_tokens: CachedTokensStats
     ttft: TTFTStats
     service_time: ServiceTimeStats
@@ -152,6 +152,8 @@ class SourceStats(_Part, frozen=True, kw_only=True):
     is_connected: bool
     is_silent: bool
     """Its workers answer requests, and it has published nothing for too long."""
+    is_unmatched: bool
+    """Its workers report cached tokens, and the index predicted none of them."""
     last_batch_age_s: float | None
     """None: there was no batch yet."""
     batches: int
@@ -173,6 +175,8 @@ class TokenizerStats(_Part, frozen=True, kw_only=True):
     requests: dict[str, int]
     """By way: ``ids`` (the request has them), ``local``, ``render`` (an engine was asked),
     ``unknown``."""
+    unknown: dict[str, int]
+    """Those that are unknown, by reason."""
     tokens: int
     remembered_tokens: int
     """Those of them that were taken from the memo."""
@@ -181,7 +185,12 @@ class TokenizerStats(_Part, frozen=True, kw_only=True):
     """Comparisons with an engine's own rendering."""
     mismatches: int
     models: dict[str, str]
-    """How each served model's prompts are converted: ``local``, ``render`` or ``unknown``."""
+    """How prompts are converted, by served model and kind of prompt (``NAME chat``, ``NAME tools``,
+    ``NAME completion``): ``local``, ``render`` or ``unknown``."""
+    reasons: dict[str, str]
+    """Why so, by the same names: ``checked``, ``differs from the engine``, ..."""
+    memo_bytes: int
+    """Memory of the memos."""
 
 
 class QueueStats(_Part, frozen=True, kw_only=True):
@@ -190,7 +199,7 @@ class QueueStats(_Part, frozen=True, kw_only=True):
     waiting: int
     capacity: int
     waits_s: HistogramStats
-    """Of those that were routed in the end, also at once."""
+    """Waits of those that were routed in the end, mostly 0."""
     refused: dict[str, int]
     """By reason: ``full``, ``expired``, ``no_worker``."""
 
@@ -234,19 +243,5 @@ class RouterStats(_Part, frozen=True, kw_only=True):
     queue: QueueStats | None = None
     proxy: ProxyStats | None = None
     peers: dict[str, PeerStats] = {}
-
-
-def to_json(stats: RouterStats) -> bytes:
-    return msgspec.json.encode(stats)
-
-
-def from_json(data: bytes) -> RouterStats:
-    """Invert `to_json`.
-
-    Raises:
-        FlexCacheError: It is no router's, or a router's of another version.
-    """
-    try:
-        return msgspec.json.decode(data, type=RouterStats)
-    except msgspec.MsgspecError as error:
-        raise FlexCacheError(f"statistics of a router cannot be read: {error}") from None
+    trouble: list[str] = []
+    """Sentences for an operator; `report.to_json` adds them."""

@@ -30,6 +30,7 @@ import msgspec
 from flexcache.config.address import check_http_endpoint, is_loopback
 from flexcache.errors import ConfigError, FlexCacheError, MissingDependencyError
 from flexcache.logs import log_event
+from flexcache.metrics.catalog import CATALOG
 from flexcache.metrics.collector import Exposition
 from flexcache.tasks.stats import Stats, to_plain
 
@@ -216,7 +217,7 @@ def _names_loopback(host_header: str) -> bool:
 
 
 def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
-    exposition = Exposition(server.stats)
+    exposition = Exposition(CATALOG, server.stats)
 
     def metrics(request: Request) -> Response:
         text, content_type = exposition.render(request.headers.get("accept", ""))

@@ -14,7 +14,7 @@ pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexcache.ids import OpKind
-from flexcache.metrics.catalog import CATALOG, describe_metrics
+from flexcache.metrics.catalog import CATALOG, SECTIONS, describe_metrics
 from flexcache.metrics.collector import Exposition
 from flexcache.metrics.metric import MetricType
 from flexcache.metrics.page import render
@@ -78,7 +78,7 @@ NEW_SERVER = {"version": "1.2", "uptime_s": 0.1, "endpoint": "ipc:///a/socket", 
 
 def samples(stats: dict[str, Any]) -> dict[str, float]:
     """Return the samples as Prometheus reads them: name and labels to value."""
-    text = Exposition(lambda: from_plain(stats)).render()[0].decode()
+    text = Exposition(CATALOG, lambda: from_plain(stats)).render()[0].decode()
     return {
         sample.name + str(sample.labels): sample.value
         for family in text_string_to_metric_families(text)
@@ -88,7 +88,10 @@ def samples(stats: dict[str, Any]) -> dict[str, float]:
 
 def test_a_scrape_reads_the_statistics_once() -> None:
     reads = []
-    exposition = Exposition(lambda: reads.append(1) or from_plain(STATS))  # type: ignore[func-returns-value]
+    exposition = Exposition(
+        CATALOG,
+        lambda: reads.append(1) or from_plain(STATS),  # type: ignore[func-returns-value]
+    )
     assert not reads
     exposition.render()
     assert len(reads) == 1
@@ -170,12 +173,12 @@ def test_names_follow_the_conventions() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_promtool_accepts_the_metrics() -> None:
-    text = Exposition(lambda: from_plain(STATS)).render()[0]
+    text = Exposition(CATALOG, lambda: from_plain(STATS)).render()[0]
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
 
 
 def test_the_page_has_every_metric_once() -> None:
-    page = render()
-    for row in describe_metrics():
+    page = render("Head", SECTIONS)
+    for row in describe_metrics(SECTIONS):
         assert page.count(f"| `{row['name']}` | {row['type']} | {row['labels']} |") == 1

@@ -1,0 +1,191 @@
+"""The control API: workers, decisions, statistics.
+
+    GET    /healthz, /readyz       200, or 503; need no token
+    GET    /metrics                Prometheus' text format
+    GET    /stats                  `RouterStats` as JSON
+    GET    /decisions              events as they happen (server-sent events)
+    GET    /dump                   the index: one JSON object per line
+    GET    /workers                what is known of each
+    POST   /workers                {"url": ..., "data_parallel_size": 1, "events": [...]}
+    DELETE /workers?worker=NAME    the name, or the URL for all ranks
+    POST   /workers/drain          {"worker": NAME, "draining": true}
+    GET    /ui/                    live page
+
+`selection` has the rest. `access` says who may use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import msgspec
+from aiohttp import web
+
+from flexcache.config.router import RouterConfig
+from flexcache.errors import ConfigError
+from flexcache.metrics.collector import Exposition
+from flexcache.router import ui
+from flexcache.router.control.access import make_gate
+from flexcache.router.control.bodies import Draining, as_json, read
+from flexcache.router.control.selection import SelectionApi
+from flexcache.router.decider.service import DeciderService
+from flexcache.router.decisions import to_server_sent
+from flexcache.router.discovery.listing import WorkerEntry, WorkerUrl
+from flexcache.router.metrics.catalog import CATALOG
+from flexcache.router.stats import RouterStats
+
+_MAX_BODY_BYTES = 64 << 20
+_IDLE_S = 30.0
+_CLOSE_S = 1.0
+_COMMENT = b": \n\n"
+"""Sent while no event happens, so that a stream whose reader left ends."""
+_MAX_WATCHERS = 16
+
+
+class ControlApi:
+    """Serves one decider's API.
+
+    Raises:
+        ConfigError: On `start`: the address cannot be used.
+    """
+
+    def __init__(self, service: DeciderService) -> None:
+        self._service = service
+        self._config: RouterConfig = service.config
+        self._exposition: Exposition[RouterStats] = Exposition(CATALOG, service.stats)
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen."""
+        config = self._config
+        app = web.Application(
+            middlewares=[make_gate(config.control_host, config.control_token)],
+            client_max_size=_MAX_BODY_BYTES,
+        )
+        app.add_routes(self._routes() + SelectionApi(self._service.decider).routes())
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, keepalive_timeout=_IDLE_S,
+            shutdown_timeout=_CLOSE_S,
+        )  # fmt: skip
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, config.control_host, config.control_port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"control_port = {config.control_port}: {error.strerror or error}"
+            ) from None
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        assert self._runner is not None
+        port: int = self._runner.addresses[0][1]
+        return port
+
+    async def close(self) -> None:
+        """Stop. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/healthz", self._healthz),
+            web.get("/readyz", self._readyz),
+            web.get("/metrics", self._metrics),
+            web.get("/stats", self._stats),
+            web.get("/decisions", self._decisions),
+            web.get("/workers", self._workers),
+            web.post("/workers", self._add_worker),
+            web.delete("/workers", self._remove_worker),
+            web.post("/workers/drain", self._drain_worker),
+            web.get("/ui", self._page),
+            web.get("/ui/{name:[a-z.]*}", self._page),
+        ]
+
+    # -- state -------------------------------------------------------------------------------------
+
+    async def _healthz(self, _: web.Request) -> web.Response:
+        return as_json({"status": "ok"})
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        is_ready = self._service.is_ready
+        return as_json({"ready": is_ready}, 200 if is_ready else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        text, content_type = self._exposition.render(request.headers.get("Accept", ""))
+        return web.Response(body=text, headers={"Content-Type": content_type})
+
+    async def _stats(self, _: web.Request) -> web.Response:
+        return as_json(self._service.stats())
+
+    async def _decisions(self, request: web.Request) -> web.StreamResponse:
+        watchers = self._service.decider.watchers
+        if len(watchers) >= _MAX_WATCHERS:
+            raise web.HTTPServiceUnavailable(text="too many watch already")
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
+        await response.prepare(request)
+        events = watchers.watch()
+        with contextlib.suppress(ConnectionError):
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    await response.write(_COMMENT if event is None else to_server_sent(event))
+        return response
+
+    async def _page(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("name")
+        if name is None:
+            raise web.HTTPFound("/ui/")
+        try:
+            content, content_type = ui.read(name)
+        except KeyError:
+            raise web.HTTPNotFound from None
+        return web.Response(body=content, headers={**ui.HEADERS, "Content-Type": content_type})
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    async def _workers(self, _: web.Request) -> web.Response:
+        stats = self._service.stats().workers
+        return as_json({"workers": {name: msgspec.to_builtins(w) for name, w in stats.items()}})
+
+    async def _add_worker(self, request: web.Request) -> web.Response:
+        entry = await read(request, WorkerEntry)
+        try:
+            url = WorkerUrl.parse(entry.url)
+            if url.group:
+                raise web.HTTPBadRequest(text="groups are listed in options or the file")
+            if not self._is_allowed(str(url)):
+                raise web.HTTPForbidden(text=f"{url} is not in allowed_workers")
+            specs = entry.specs(url, self._service.discovery.listing.shared_events)
+        except ConfigError as error:
+            raise web.HTTPBadRequest(text=str(error)) from None
+        self._service.roster.add(specs)
+        return as_json({"workers": [spec.name for spec in specs]}, 201)
+
+    def _is_allowed(self, url: str) -> bool:
+        """Whether a worker may have this URL: no caller can have the router send requests, with the
+        engines' key, to an address of its own choice."""
+        listed = {str(WorkerUrl.parse(e.url)) for e in self._service.discovery.listing.workers}
+        return url in listed or any(re.fullmatch(p, url) for p in self._config.allowed_workers)
+
+    async def _remove_worker(self, request: web.Request) -> web.Response:
+        names = self._named(request.query.get("worker", ""))
+        self._service.roster.remove(names)
+        return as_json({"workers": names})
+
+    async def _drain_worker(self, request: web.Request) -> web.Response:
+        draining = await read(request, Draining)
+        names = self._named(draining.worker)
+        self._service.roster.drain(names, draining.draining)
+        return as_json({"workers": names})
+
+    def _named(self, text: str) -> list[str]:
+        names = self._service.roster.named(text)
+        if not names:
+            raise web.HTTPNotFound(text=f"no worker {text!r}")
+        return names

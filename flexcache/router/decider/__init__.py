@@ -1,0 +1,1 @@
+"""The process that decides: it knows the workers, their caches and their load."""

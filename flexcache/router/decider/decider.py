@@ -1,0 +1,318 @@
+"""The decider: reads tokens, waits for room, chooses a worker, follows the request to its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from flexcache.errors import InternalError
+from flexcache.logs import log_event
+from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.decider.line import WaitingLine
+from flexcache.router.decider.roster import Roster
+from flexcache.router.decider.watchers import Watchers
+from flexcache.router.decisions import Decided, Ended
+from flexcache.router.link.messages import RunningRequest, WorkerAddress
+from flexcache.router.load import Work
+from flexcache.router.request import Decision, RouteRequest
+from flexcache.router.router import KVRouter
+from flexcache.router.stats import QueueStats
+from flexcache.router.workers import WorkerSpec, WorkerState
+from flexcache.tasks.histogram import Histogram
+
+logger = logging.getLogger(__name__)
+
+RANK_HEADER = "X-data-parallel-rank"
+_RETRY_S = 2.0
+_BYTES_PER_TOKEN = 4
+_WAITS_S = (0.001, 0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class ReadRequest(Protocol):
+    """Finds the tokens of a request."""
+
+    async def __call__(self, arrival: Arrival) -> RouteRequest: ...
+
+
+class LifeObserver(Protocol):
+    """Follows the requests of a decider, to tell its peers."""
+
+    def added(self, request: RouteRequest, decision: Decision) -> None: ...
+
+    def first_token(self, request_id: str) -> None: ...
+
+    def ended(self, request_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Running:
+    """A request at a worker.
+
+    Attributes:
+        owner: Process that will report its end; empty: this one.
+        expires_s: When it is given up; None: never.
+        predicted_tokens: Predicted cached tokens; None if its tokens are unknown.
+        ttft_s: Predicted; None if it is unknown.
+    """
+
+    worker: str
+    owner: str
+    since_s: float
+    predicted_tokens: int | None = None
+    ttft_s: float | None = None
+    expires_s: float | None = None
+    first_token_s: float | None = None
+
+
+class Decider:
+    """Implements `Chooser`. For one event loop.
+
+    Args:
+        routing: Knows caches and load.
+        roster: Knows which workers take requests.
+        read: Finds tokens. Whatever it raises, the request goes by load.
+        line: Where requests wait while every worker is busy.
+        engine_headers: Added to every request to an engine, its key for example.
+        observer: Is notified of the life of requests.
+        clock: Monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        routing: KVRouter,
+        roster: Roster,
+        read: ReadRequest,
+        line: WaitingLine,
+        *,
+        engine_headers: Mapping[str, str] | None = None,
+        observer: LifeObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.routing = routing
+        self.roster = roster
+        self.line = line
+        self.watchers = Watchers()
+        self.running: dict[str, Running] = {}
+        self.num_ended = dict.fromkeys(Outcome, 0)
+        self.clock = clock
+        self._read = read
+        self._engine_headers = dict(engine_headers or {})
+        self._observer = observer
+        self._num_without_worker = 0
+        self._waits_s = Histogram(_WAITS_S)
+        self._is_reading = True
+
+    # -- the contract ------------------------------------------------------------------------------
+
+    async def choose(
+        self, arrival: Arrival, *, owner: str = "", lease_s: float | None = None
+    ) -> Choice:
+        """Choose a worker; waits while all are busy.
+
+        Args:
+            owner: Process that will report the end.
+            lease_s: The request is given up after this long; None: never.
+
+        Raises:
+            NotRouted: There is none.
+            ValueError: A request with this id is running.
+        """
+        request = await self.read(arrival)
+        return await self.place(
+            request, arrival.tried, owner=owner, lease_s=lease_s, attempt=len(arrival.tried)
+        )
+
+    async def read(self, arrival: Arrival) -> RouteRequest:
+        """Return what decides where a request goes; without tokens if they cannot be found."""
+        try:
+            request = await self._read(arrival)
+        except Exception as error:  # a fault in a tokenizer must not stop routing
+            if self._is_reading:
+                log_event(
+                    logger, logging.ERROR, "tokens_failed", error=repr(error),
+                    effect="requests go by load", exc_info=True,
+                )  # fmt: skip
+            self._is_reading = False
+            num_tokens = len(arrival.body) // _BYTES_PER_TOKEN
+            return RouteRequest(request_id=arrival.request_id, num_tokens=num_tokens)
+        self._is_reading = True
+        return request
+
+    async def place(
+        self,
+        request: RouteRequest,
+        tried: tuple[str, ...] = (),
+        *,
+        owner: str = "",
+        lease_s: float | None = None,
+        attempt: int = 0,
+    ) -> Choice:
+        """Choose a worker for a request whose tokens are known; see `choose`.
+
+        Args:
+            attempt: How often it was sent to a worker before.
+        """
+        arrived_s = self.clock()
+        decision = await self.line.place(lambda: self._try(request, tried))
+        now = self.clock()
+        self._waits_s.observe(now - arrived_s)
+        predicted = None if request.token_ids is None else decision.matched_tokens
+        self.running[request.request_id] = Running(
+            decision.worker, owner, now, predicted, decision.ttft_s,
+            expires_s=None if lease_s is None else now + lease_s,
+        )  # fmt: skip
+        if self._observer is not None:
+            self._observer.added(request, decision)
+        if self.watchers:
+            self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
+        return self.choice(decision, predicted)
+
+    def _try(self, request: RouteRequest, tried: tuple[str, ...]) -> Decision | None:
+        """Choose and reserve; None while every worker is busy."""
+        if request.request_id in self.running:
+            raise ValueError(f"request {request.request_id!r} is running")
+        if not self.roster.num_up:
+            self._num_without_worker += 1
+            raise NotRouted(503, "no worker is up", _RETRY_S)
+        return self.routing.choose(request, self.clock(), tried=tried)
+
+    def choice(self, decision: Decision, matched_tokens: int | None) -> Choice:
+        """Return how to reach the worker of a decision."""
+        spec = self.roster.spec(decision.worker)
+        others = [self.roster.spec(name).url for name in decision.others if name in self.roster]
+        return Choice(
+            worker=decision.worker, url=spec.url, headers=self._headers_for(spec),
+            matched_tokens=matched_tokens, others=tuple(dict.fromkeys(others)),
+        )  # fmt: skip
+
+    def _headers_for(self, spec: WorkerSpec) -> dict[str, str]:
+        if spec.data_parallel_rank is None:
+            return dict(self._engine_headers)
+        return {**self._engine_headers, RANK_HEADER: str(spec.data_parallel_rank)}
+
+    def first_token(self, request_id: str) -> None:
+        """Note the first byte of an answer's body."""
+        running = self.running.get(request_id)
+        if running is None or running.first_token_s is not None:
+            return
+        running.first_token_s = self.clock()
+        self.routing.first_token(request_id, running.first_token_s)
+        if self._observer is not None:
+            self._observer.first_token(request_id)
+        self.line.wake()
+
+    def ended(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        *,
+        cached_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """Note that a request ended at its worker; an unknown one is ignored."""
+        running = self.running.pop(request_id, None)
+        if running is None:
+            return
+        now = self.clock()
+        self.num_ended[outcome] += 1
+        self.routing.ended(request_id, now, cached_tokens=cached_tokens)
+        self.roster.ended(running.worker, outcome, now)
+        if self._observer is not None:
+            self._observer.ended(request_id)
+        self.line.wake()
+        if self.watchers:
+            ttft_s = _since(running.first_token_s, running.since_s)
+            event = Ended(
+                time=time.time(), request_id=request_id, worker=running.worker,
+                outcome=outcome.value, predicted_tokens=running.predicted_tokens,
+                cached_tokens=cached_tokens, prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens, predicted_ttft_s=running.ttft_s,
+                ttft_s=ttft_s, total_s=now - running.since_s,
+            )  # fmt: skip
+            self.watchers.publish(event)
+
+    # -- requests of proxies -----------------------------------------------------------------------
+
+    def describe(self, request_id: str) -> RunningRequest:
+        """Return a running request as its proxy may announce it again."""
+        running = self.running[request_id]
+        work = self.routing.work(request_id) or Work(0, 0)
+        has_first_token = running.first_token_s is not None
+        return RunningRequest(request_id, running.worker, work, has_first_token)
+
+    def adopt(self, request: RunningRequest, owner: str) -> None:
+        """Count a request that was sent to a worker without this decider."""
+        now = self.clock()
+        name = request.request_id
+        self.running[name] = Running(request.worker, owner, now)
+        self.routing.follow(owner, name, request.worker, request.work, now)
+        if request.has_first_token:
+            self.first_token(name)
+
+    def addresses(self) -> list[WorkerAddress]:
+        """Return the workers that take requests."""
+        return [
+            WorkerAddress(spec.name, spec.url, self._headers_for(spec))
+            for spec in self.roster.specs
+            if self.roster.state(spec.name) is WorkerState.UP
+        ]
+
+    def end_all(self, owner: str) -> int:
+        """End the requests of a process that is gone; returns their number."""
+        theirs = [name for name, running in self.running.items() if running.owner == owner]
+        for name in theirs:
+            self.ended(name, Outcome.ABORTED)
+        return len(theirs)
+
+    def expire(self) -> None:
+        """End requests whose lease is over, and let the first in line try: waits have shortened."""
+        now = self.clock()
+        late = [
+            name
+            for name, running in self.running.items()
+            if running.expires_s is not None and running.expires_s <= now
+        ]
+        for name in late:
+            self.ended(name, Outcome.ABORTED)
+        self.routing.expire(now)
+        self.line.wake()
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def queue_stats(self) -> QueueStats:
+        return QueueStats(
+            waiting=len(self.line),
+            capacity=self.line.size,
+            waits_s=self._waits_s.stats(),
+            refused={**self.line.refused, "no_worker": self._num_without_worker},
+        )
+
+    def check(self) -> None:
+        """
+        Raises:
+            InternalError: Its parts do not fit together.
+        """
+        self.routing.check()
+        self.roster.check()
+        self.line.check()
+        for name, running in self.running.items():
+            if running.expires_s is not None and running.expires_s < running.since_s:
+                raise InternalError(f"request {name!r} expired before it began")
+
+
+def _since(moment_s: float | None, start_s: float) -> float | None:
+    return None if moment_s is None else moment_s - start_s
+
+
+def _decided(request: RouteRequest, decision: Decision, queued_s: float, attempt: int) -> Decided:
+    matched = {tier.value: tokens for tier, tokens in decision.matched.items()}
+    return Decided(
+        time=time.time(), request_id=request.request_id, worker=decision.worker,
+        reason=decision.reason, num_tokens=decision.num_tokens,
+        matched=None if request.token_ids is None else matched, ttft_s=decision.ttft_s,
+        queued_s=queued_s, attempt=attempt,
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Asks engines over HTTP: whether they are healthy, and what they serve with how many blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from flexcache.logs import log_event
+from flexcache.router.decider.health import Probe
+from flexcache.router.tokens.engines import Engines
+
+logger = logging.getLogger(__name__)
+
+_CAPACITY_METRIC = "vllm:cache_config_info"
+
+
+class Capacity(NamedTuple):
+    """GPU blocks of an engine, or of one of its ranks.
+
+    Attributes:
+        rank: Data-parallel rank; None if the engine does not say.
+    """
+
+    rank: int | None
+    num_gpu_blocks: int
+    block_size: int
+
+
+class Prober:
+    """Probes engines until told to forget them.
+
+    Args:
+        session: For requests to engines; headers of its own carry the engines' key.
+        on_probe: Called with URL and result.
+        on_details: Called with URL, names of models and adapters, and capacities; empty if the
+            engine does not say.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        details_interval_s: float,
+        on_probe: Callable[[str, Probe], None],
+        on_details: Callable[[str, list[str], list[Capacity]], None],
+    ) -> None:
+        self._session = session
+        self._engines = Engines(session, timeout_s)
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._details_interval_s = details_interval_s
+        self._on_probe = on_probe
+        self._on_details = on_details
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._wake: dict[str, asyncio.Event] = {}
+
+    def follow(self, urls: tuple[str, ...]) -> None:
+        """Probe these engines from now on, new ones at once, and no others."""
+        for url in self._tasks.keys() - set(urls):
+            self._tasks.pop(url).cancel()
+            del self._wake[url]
+        for url in urls:
+            if url not in self._tasks:
+                self._wake[url] = asyncio.Event()
+                self._tasks[url] = asyncio.create_task(self._probe_on(url, self._wake[url]))
+
+    def hurry(self, url: str) -> None:
+        """Probe an engine now."""
+        if url in self._wake:
+            self._wake[url].set()
+
+    async def close(self) -> None:
+        """Stop probing."""
+        tasks = list(self._tasks.values())
+        self.follow(())
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _probe_on(self, url: str, wake: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+        details_due, was_up = 0.0, False
+        while True:
+            wake.clear()
+            probe = await self._probe(url)
+            self._on_probe(url, probe)
+            is_up = probe is Probe.GOOD
+            if is_up and (not was_up or loop.time() >= details_due):
+                details_due = loop.time() + self._details_interval_s
+                await self._read_details(url)
+            was_up = is_up
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(wake.wait(), self._interval_s)
+
+    async def _probe(self, url: str) -> Probe:
+        try:
+            await self._get(url, "/health")
+        except (asyncio.TimeoutError, aiohttp.ServerTimeoutError):
+            return Probe.LATE
+        except (aiohttp.ClientError, OSError, ValueError):
+            return Probe.BAD
+        return Probe.GOOD
+
+    async def _read_details(self, url: str) -> None:
+        """Read models and capacities; what cannot be read is left out."""
+        cards = await self._engines.models(url, {}) or []
+        capacities: list[Capacity] = []
+        try:
+            capacities = list(parse_capacities((await self._get(url, "/metrics")).decode()))
+        except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError) as error:
+            log_event(logger, logging.DEBUG, "capacity_unknown", url=url, error=repr(error))
+        self._on_details(url, [card.id for card in cards], capacities)
+
+    async def _get(self, url: str, path: str) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with self._session.get(url + path, timeout=timeout, allow_redirects=False) as answer:
+            if answer.status != 200:
+                raise ValueError(f"status {answer.status}")
+            return await answer.read()
+
+
+def parse_capacities(text: str) -> Iterator[Capacity]:
+    """Parse the capacities in vLLM's metrics.
+
+    Raises:
+        ValueError: The text is malformed.
+    """
+    lines = [line for line in text.splitlines() if line.startswith(_CAPACITY_METRIC)]
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            labels: dict[str, Any] = sample.labels
+            blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+            if blocks.isdecimal() and size.isdecimal():
+                rank = labels.get("engine", "")
+                yield Capacity(int(rank) if rank.isdecimal() else None, int(blocks), int(size))

@@ -1,0 +1,193 @@
+"""The workers of a decider: which there are, and which take requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from flexcache.errors import InternalError
+from flexcache.logs import log_event
+from flexcache.router.chooser import Outcome
+from flexcache.router.decider.health import Health, Probe
+from flexcache.router.workers import WorkerSpec, WorkerState
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerBook(Protocol):
+    """The part of `KVRouter` that needs to know the workers."""
+
+    def set_workers(self, specs: Sequence[WorkerSpec]) -> None: ...
+
+    def set_state(self, worker: str, state: WorkerState) -> None: ...
+
+
+class Roster:
+    """Workers that are listed, those added and removed by hand, and the health of their engines.
+
+    Ranks of one URL share an engine, and its health. If no engine is both up and trusted, those
+    that are merely up get requests: a circuit must not turn an overload into an outage.
+
+    Args:
+        book: Is kept up to date.
+        on_change: Called with all workers when there are others than before.
+        on_room: Called when a worker may take requests that could not before.
+        on_doubt: Called with the URL of an engine that should be probed at once.
+    """
+
+    def __init__(
+        self,
+        book: WorkerBook,
+        *,
+        on_change: Callable[[tuple[WorkerSpec, ...]], None] = lambda specs: None,
+        on_room: Callable[[], None] = lambda: None,
+        on_doubt: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        self._book = book
+        self._on_change = on_change
+        self._on_room = on_room
+        self._on_doubt = on_doubt
+        self._listed: dict[str, WorkerSpec] = {}
+        self._added: dict[str, WorkerSpec] = {}
+        self._removed: set[str] = set()
+        self._draining: set[str] = set()
+        self._health: dict[str, Health] = {}
+        self._states: dict[str, WorkerState] = {}
+        self._specs: dict[str, WorkerSpec] = {}
+
+    @property
+    def specs(self) -> tuple[WorkerSpec, ...]:
+        return tuple(self._specs.values())
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(self._health)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every engine was probed."""
+        return all(health.was_probed for health in self._health.values())
+
+    @property
+    def num_up(self) -> int:
+        return sum(state is WorkerState.UP for state in self._states.values())
+
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._specs
+
+    def spec(self, worker: str) -> WorkerSpec:
+        return self._specs[worker]
+
+    def state(self, worker: str) -> WorkerState:
+        return self._states[worker]
+
+    def health(self, worker: str) -> Health:
+        return self._health[self._specs[worker].url]
+
+    # -- which there are ---------------------------------------------------------------------------
+
+    def set_listed(self, specs: Iterable[WorkerSpec]) -> None:
+        """Replace the workers that were found by listing; those added by hand stay."""
+        self._listed = {spec.name: spec for spec in specs}
+        self._removed &= self._listed.keys()
+        self._update()
+
+    def add(self, specs: Iterable[WorkerSpec]) -> None:
+        """Add workers by hand, or change them."""
+        for spec in specs:
+            self._added[spec.name] = spec
+            self._removed.discard(spec.name)
+            self._draining.discard(spec.name)
+        self._update()
+
+    def remove(self, workers: Iterable[str]) -> None:
+        """Remove workers, listed ones too; those stay away until they are added."""
+        for worker in workers:
+            self._added.pop(worker, None)
+            self._draining.discard(worker)
+            if worker in self._listed:
+                self._removed.add(worker)
+        self._update()
+
+    def drain(self, workers: Iterable[str], is_draining: bool = True) -> None:
+        """Give workers no new requests, or give them some again."""
+        change = self._draining.add if is_draining else self._draining.discard
+        for worker in workers:
+            change(worker)
+        self._update_states()
+
+    def named(self, text: str) -> list[str]:
+        """Return the workers with this name or URL."""
+        return [spec.name for spec in self.specs if text in (spec.name, spec.url)]
+
+    def _update(self) -> None:
+        specs = {k: v for k, v in self._listed.items() if k not in self._removed} | self._added
+        if specs == self._specs:
+            return
+        for name in self._specs.keys() - specs.keys():
+            log_event(logger, logging.INFO, "worker_removed", worker=name)
+        for name in specs.keys() - self._specs.keys():
+            log_event(logger, logging.INFO, "worker_added", worker=name)
+        self._specs = specs
+        self._draining &= specs.keys()
+        urls = dict.fromkeys(spec.url for spec in specs.values())
+        self._health = {url: self._health.get(url) or Health() for url in urls}
+        self._states = {k: v for k, v in self._states.items() if k in specs}
+        self._book.set_workers(self.specs)
+        for name in specs.keys() - self._states.keys():
+            self._states[name] = WorkerState.DOWN
+            self._book.set_state(name, WorkerState.DOWN)
+        self._update_states()
+        self._on_change(self.specs)
+
+    # -- which take requests -----------------------------------------------------------------------
+
+    def probed(self, url: str, probe: Probe, now: float) -> None:
+        """Take note of a probe of an engine; one that is gone is ignored."""
+        if url in self._health:
+            self._health[url].probed(probe, now)
+            self._update_states()
+
+    def ended(self, worker: str, outcome: Outcome, now: float) -> None:
+        """Take note of how a request ended."""
+        if worker not in self._specs:
+            return
+        url = self._specs[worker].url
+        if self._health[url].ended(outcome, now):
+            self._update_states()
+            self._on_doubt(url)
+
+    def _update_states(self) -> None:
+        up = {name: self.health(name) for name in self._specs if self.health(name).is_up}
+        takes = {name for name in up if name not in self._draining}
+        trusted = {name for name in takes if up[name].is_trusted} or takes
+        has_room = False
+        for name in self._specs:
+            state = WorkerState.UP if name in trusted else WorkerState.DOWN
+            if name in up and name in self._draining:
+                state = WorkerState.DRAINING
+            if state is self._states[name]:
+                continue
+            log_event(
+                logger, logging.INFO, "worker_changed", worker=name, state=state.value,
+                circuit=self.health(name).circuit.state.value,
+            )  # fmt: skip
+            self._states[name] = state
+            self._book.set_state(name, state)
+            has_room = has_room or state is WorkerState.UP
+        if has_room:
+            self._on_room()
+
+    def check(self) -> None:
+        """
+        Raises:
+            InternalError: Its tables do not fit together.
+        """
+        urls = {spec.url for spec in self.specs}
+        if self._states.keys() != self._specs.keys() or self._health.keys() != urls:
+            raise InternalError(f"roster: {self._states.keys()}, {self._health.keys()}")
+        if not self._draining <= self._specs.keys() or not self._removed <= self._listed.keys():
+            raise InternalError(f"roster: draining {self._draining}, removed {self._removed}")
+        for health in self._health.values():
+            health.check()

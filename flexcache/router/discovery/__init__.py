@@ -1,0 +1,1 @@
+"""Where the router learns its workers from: options, a file, DNS, Kubernetes."""

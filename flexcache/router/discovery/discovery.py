@@ -1,0 +1,114 @@
+"""Follows all that workers are learned from, and hands out their complete set when it changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from flexcache.router.discovery import dns
+from flexcache.router.discovery.file import WorkerFile
+from flexcache.router.discovery.listing import Listing, WorkerEntry, WorkerUrl
+from flexcache.router.workers import WorkerSpec
+
+FILE_INTERVAL_S = 1.0
+
+Members = Callable[[WorkerUrl], AsyncIterator[tuple[str, ...]]]
+"""Yields the complete set of a group's addresses at first and after each change, and never ends."""
+
+_Group = tuple[WorkerEntry, WorkerUrl]
+
+
+def _kubernetes_members(url: WorkerUrl) -> AsyncIterator[tuple[str, ...]]:
+    from flexcache.router.discovery.endpoint_slices import members  # needs aiohttp
+
+    return members(url)
+
+
+LOOKUPS: Mapping[str, Members] = {"dns": dns.members, "k8s": _kubernetes_members}
+"""How the members of a group are found, by the kind of its URL."""
+
+
+class Discovery:
+    """Follows the workers of the options, of a file, and of the groups that they name.
+
+    An entry that both have is the one of the options. Caches that all workers share may be named in
+    either.
+
+    Args:
+        options: What the command line lists.
+        on_change: Called with the complete set at first and after each change.
+        file: Read again when it changes.
+        lookups: See `LOOKUPS`.
+    """
+
+    def __init__(
+        self,
+        options: Listing,
+        on_change: Callable[[tuple[WorkerSpec, ...]], None],
+        *,
+        file: WorkerFile | None = None,
+        lookups: Mapping[str, Members] = LOOKUPS,
+        file_interval_s: float = FILE_INTERVAL_S,
+    ) -> None:
+        self._options = options
+        self._on_change = on_change
+        self._file = file
+        self._lookups = lookups
+        self._file_interval_s = file_interval_s
+        self._followers: dict[_Group, asyncio.Task[None]] = {}
+        self._addresses: dict[_Group, tuple[str, ...]] = {}
+        self._published: tuple[WorkerSpec, ...] | None = None
+
+    @property
+    def listing(self) -> Listing:
+        """What options and file list now."""
+        return self._options if self._file is None else self._options.joined(self._file.listing)
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        try:
+            while True:
+                self._follow_groups()
+                self._publish()
+                await asyncio.sleep(self._file_interval_s)
+                for follower in self._followers.values():
+                    if follower.done():
+                        follower.result()
+                if self._file is not None:
+                    await asyncio.to_thread(self._file.reread)
+        finally:
+            await _cancel(list(self._followers.values()))
+
+    def _follow_groups(self) -> None:
+        """Start to follow the groups that are new, and stop for those no longer listed."""
+        groups = self.listing.groups()
+        for group in self._followers.keys() - set(groups):
+            self._followers.pop(group).cancel()
+            self._addresses.pop(group, None)
+        for group in groups:
+            if group not in self._followers:
+                self._followers[group] = asyncio.create_task(self._follow(group))
+
+    async def _follow(self, group: _Group) -> None:
+        url = group[1]
+        async for addresses in self._lookups[url.group](url):
+            self._addresses[group] = addresses
+            self._publish()
+
+    def _publish(self) -> None:
+        listing = self.listing
+        found = {spec.name: spec for spec in listing.specs()}
+        for (entry, url), addresses in self._addresses.items():
+            for address in addresses:
+                for spec in entry.specs(url.member(address), listing.shared_events):
+                    found.setdefault(spec.name, spec)
+        specs = tuple(found.values())
+        if specs != self._published:
+            self._published = specs
+            self._on_change(specs)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

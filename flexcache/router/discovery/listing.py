@@ -1,0 +1,287 @@
+"""Workers as a person lists them, in options or in a file, and the `WorkerSpec`s that they mean.
+
+A URL names one engine, or a group whose members are looked up and change:
+
+    http://HOST:PORT                        one engine; https likewise
+    http+dns://NAME:PORT                    every address of a DNS name (a headless service)
+    http+k8s://SERVICE.NAMESPACE:PORT       every ready endpoint of a Kubernetes service
+
+Events are given as ``ENDPOINT`` or ``ENDPOINT,REPLAY``; ``{host}`` stands for the worker's host.
+Data-parallel ranks of vLLM publish on ports of their own, PORT + rank; a cache that the ranks share
+has one endpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from flexcache.config.sources import closest
+from flexcache.config.values import reject
+from flexcache.errors import ConfigError
+from flexcache.router.workers import EventSource, WorkerSpec
+
+SCHEMES = ("http", "https", "http+dns", "https+dns", "http+k8s", "https+k8s")
+_SIZE = "data_parallel_size"
+_MAX_PORT = 65_535
+
+
+class WorkerUrl(msgspec.Struct, frozen=True):
+    """A worker's URL in its parts.
+
+    Attributes:
+        scheme: ``http`` or ``https``.
+        group: How the members are looked up: ``dns`` or ``k8s``; empty for one engine.
+        host: An IPv6 address without brackets.
+    """
+
+    scheme: str
+    group: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str, name: str = "url") -> WorkerUrl:
+        """
+        Args:
+            name: Of the setting, for the error.
+
+        Raises:
+            ConfigError: It is none, or has more than scheme, host and port.
+        """
+        try:
+            parts = urlsplit(text)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise reject(name, text, str(error)) from None
+        if parts.scheme not in SCHEMES or not host:
+            raise reject(name, text, f"must be URL://HOST:PORT with one of {', '.join(SCHEMES)}")
+        if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+            raise reject(name, text, "must have no path, query, fragment or user")
+        scheme, _, group = parts.scheme.partition("+")
+        if group and not port:
+            raise reject(name, text, "needs the port of the engines")
+        return cls(scheme, group, host, port or (443 if scheme == "https" else 80))
+
+    def __str__(self) -> str:
+        scheme = f"{self.scheme}+{self.group}" if self.group else self.scheme
+        return f"{scheme}://{bracketed(self.host)}:{self.port}"
+
+    def member(self, address: str) -> WorkerUrl:
+        """Return the URL of a member of this group."""
+        return WorkerUrl(self.scheme, "", address, self.port)
+
+
+class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine, or a group of like engines. Also the body of ``POST /workers``.
+
+    Attributes:
+        url: See the module.
+        data_parallel_size: Ranks of each engine.
+        events: Publishers of an engine; those of rank R are R ports further.
+        shared_events: Publishers of caches that the ranks of an engine share.
+    """
+
+    url: str
+    data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    events: tuple[str, ...] = ()
+    shared_events: tuple[str, ...] = ()
+
+    def specs(self, url: WorkerUrl, shared: Iterable[str] = ()) -> tuple[WorkerSpec, ...]:
+        """Return the workers of one engine, one for each rank.
+
+        Args:
+            url: The engine's.
+            shared: Publishers of caches that all workers share.
+
+        Raises:
+            ConfigError: Events are malformed.
+        """
+        host, base = bracketed(url.host), str(url)
+        common = [parse_source(text, host) for text in (*self.shared_events, *shared)]
+        own = [parse_source(text, host) for text in self.events]
+        if self.data_parallel_size == 1:
+            return (WorkerSpec(name=base, url=base, sources=unique([*own, *common])),)
+        return tuple(
+            WorkerSpec(
+                name=f"{base}#{rank}",
+                url=base,
+                data_parallel_rank=rank,
+                sources=unique([*(of_rank(source, rank) for source in own), *common]),
+            )
+            for rank in range(self.data_parallel_size)
+        )
+
+
+class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A list of workers. As a file: ``[[workers]]`` and ``shared_events``.
+
+    Attributes:
+        workers: Engines and groups.
+        shared_events: Publishers of caches that all of them share.
+
+    Raises:
+        ConfigError: A URL or an endpoint is malformed, or a worker is listed twice.
+    """
+
+    workers: tuple[WorkerEntry, ...] = ()
+    shared_events: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: set[WorkerUrl] = set()
+        for number, entry in enumerate(self.workers):
+            name = f"workers[{number}].url"
+            url = WorkerUrl.parse(entry.url, name)
+            if url in seen:
+                raise reject(name, entry.url, "is listed twice")
+            seen.add(url)
+            entry.specs(url, self.shared_events)
+
+    def joined(self, other: Listing) -> Listing:
+        """Return the entries of both; of a URL in both, the entry of this listing."""
+        known = {url for _, url in self._urls()}
+        added = (entry for entry, url in other._urls() if url not in known)
+        shared = dict.fromkeys((*self.shared_events, *other.shared_events))
+        return Listing((*self.workers, *added), tuple(shared))
+
+    def specs(self) -> tuple[WorkerSpec, ...]:
+        """Return the workers whose addresses are listed, without those of groups."""
+        return tuple(
+            spec
+            for entry, url in self._urls()
+            if not url.group
+            for spec in entry.specs(url, self.shared_events)
+        )
+
+    def groups(self) -> tuple[tuple[WorkerEntry, WorkerUrl], ...]:
+        """Return the entries whose members must be looked up."""
+        return tuple((entry, url) for entry, url in self._urls() if url.group)
+
+    def _urls(self) -> list[tuple[WorkerEntry, WorkerUrl]]:
+        return [(entry, WorkerUrl.parse(entry.url)) for entry in self.workers]
+
+
+LISTING_KEYS = Listing.__struct_fields__
+"""Keys of a settings file that belong to the listing."""
+
+
+def parse_options(workers: Sequence[str], events: Sequence[str]) -> Listing:
+    """Parse the options ``--worker`` and ``--events``.
+
+    Args:
+        workers: ``URL`` or ``URL,data_parallel_size=N``.
+        events: ``URL=ENDPOINT[,REPLAY]``, each rank R ports further; with ``URL#*`` of a cache that
+            the ranks of this engine share; with ``*`` of a cache that all workers share.
+
+    Raises:
+        ConfigError: One is malformed, or is for a worker that is not listed.
+    """
+    entries: dict[str, WorkerEntry] = {}
+    for text in workers:
+        url, _, rest = text.partition(",")
+        key = str(WorkerUrl.parse(url, "--worker"))
+        if key in entries:
+            raise reject("--worker", text, "is listed twice")
+        entries[key] = WorkerEntry(url=key, data_parallel_size=_parse_size(text, rest))
+    shared: list[str] = []
+    for text in events:
+        target, separator, source = text.partition("=")
+        if not separator:
+            raise reject("--events", text, "must be URL=ENDPOINT[,REPLAY] or *=ENDPOINT[,REPLAY]")
+        parse_source(source, "host", "--events")
+        if target == "*":
+            shared.append(source)
+            continue
+        url = target.removesuffix("#*")
+        key = str(WorkerUrl.parse(url, "--events"))
+        if key not in entries:
+            close = closest(key, entries)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise reject("--events", text, f"{key} is no --worker{hint}")
+        field = "events" if url == target else "shared_events"
+        entry = entries[key]
+        entries[key] = msgspec.structs.replace(entry, **{field: (*getattr(entry, field), source)})
+    return Listing(tuple(entries.values()), tuple(shared))
+
+
+def _parse_size(text: str, rest: str) -> int:
+    """Parse what follows a worker's URL."""
+    name, _, number = rest.partition("=")
+    if not rest:
+        return 1
+    if name != _SIZE or not number.isdecimal() or not 1 <= int(number) <= 4096:
+        raise reject("--worker", text, f"must be URL or URL,{_SIZE}=N with N from 1 to 4096")
+    return int(number)
+
+
+def parse_table(table: Mapping[str, Any]) -> Listing:
+    """Parse a settings file's table; keys other than `LISTING_KEYS` are ignored.
+
+    Raises:
+        ConfigError: A value is wrong. Names its place.
+    """
+    try:
+        return msgspec.convert({key: table[key] for key in LISTING_KEYS if key in table}, Listing)
+    except msgspec.ValidationError as error:
+        cause = error.__cause__
+        raise ConfigError(str(cause if isinstance(cause, ConfigError) else error)) from None
+
+
+def parse_source(text: str, host: str, name: str = "events") -> EventSource:
+    """Parse ``ENDPOINT`` or ``ENDPOINT,REPLAY``.
+
+    Args:
+        host: What ``{host}`` stands for.
+        name: Of the setting, for the error.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    endpoints = [each.strip().replace("{host}", host) for each in text.split(",")]
+    if len(endpoints) > 2 or not all(_is_endpoint(each) for each in endpoints):
+        allowed = "must be ENDPOINT or ENDPOINT,REPLAY, each tcp://HOST:PORT or ipc://PATH"
+        raise reject(name, text, allowed)
+    return EventSource(*endpoints)
+
+
+def _is_endpoint(text: str) -> bool:
+    transport, _, address = text.partition("://")
+    if transport == "ipc":
+        return bool(address)
+    host, _, port = address.rpartition(":")
+    return transport == "tcp" and bool(host) and port.isdecimal() and 0 < int(port) <= _MAX_PORT
+
+
+def of_rank(source: EventSource, rank: int) -> EventSource:
+    """Return the endpoints of a data-parallel rank: vLLM adds the rank to the port.
+
+    Raises:
+        ConfigError: There is no port, or no further one.
+    """
+    if rank == 0:
+        return source
+    replay = None if source.replay is None else _port_of_rank(source.replay, rank)
+    return EventSource(_port_of_rank(source.endpoint, rank), replay, source.topic)
+
+
+def _port_of_rank(endpoint: str, rank: int) -> str:
+    host, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://"):
+        raise reject("events", endpoint, "needs a TCP port, to which ranks are added")
+    if int(port) + rank > _MAX_PORT:
+        raise reject("events", endpoint, f"leaves no port for rank {rank}")
+    return f"{host}:{int(port) + rank}"
+
+
+def unique(sources: Iterable[EventSource]) -> tuple[EventSource, ...]:
+    """Drop sources that occur twice, keeping the order."""
+    return tuple(dict.fromkeys(sources))
+
+
+def bracketed(host: str) -> str:
+    """Write a host as in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,321 @@
+"""Applies the KV events of all sources to the index. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from flexcache.events.wire import (
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    low_64_bits,
+)
+from flexcache.router.holders import Holder
+from flexcache.router.index import IndexPart, KVIndexer
+from flexcache.router.keys import KeyChain, Space, pack
+from flexcache.router.names import BlockNames, NamesPart, Run
+from flexcache.router.workers import Tier
+
+TIER_OF: Mapping[str | None, Tier] = {
+    None: Tier.GPU,
+    "GPU": Tier.GPU,
+    "CPU": Tier.DRAM,
+    "CPU_PINNED": Tier.DRAM,
+    "CPU_TIER1": Tier.DRAM,
+    "CPU_TIER2": Tier.DISK,
+    "STORAGE": Tier.DISK,
+    "DISK": Tier.DISK,
+    "EXTERNAL": Tier.DISK,
+    "FS": Tier.DISK,
+}
+"""Tiers of the media that vLLM, SGLang, TensorRT-LLM, Dynamo and FlexCache publish."""
+
+_WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""Kinds of cache that need all blocks of a prefix. A group of another kind (sliding window, state)
+publishes the same names for its own blocks."""
+_UNNAMED_KINDS = frozenset({None, "unknown"})
+_LOW_64_BITS = (1 << 64) - 1
+_MAX_SIZES = 8
+_MAX_CHAINS = 10_000
+_MAX_MEDIA = 16
+
+
+class SourcePart(msgspec.Struct, frozen=True, tag=True):
+    """Groups of layers of a source, and whether each needs whole prefixes."""
+
+    source: str
+    groups: dict[int | None, bool]
+
+
+class SizePart(msgspec.Struct, frozen=True, tag=True):
+    """Names of blocks of one size, or holdings that are known by name only."""
+
+    block_size: int
+    part: NamesPart | IndexPart
+
+
+SnapshotPart = SourcePart | IndexPart | SizePart
+
+
+class EventApplier:
+    """Keeps an index equal to what its sources publish.
+
+    Args:
+        index: Changed by this applier, and by others under other sources' names.
+
+    Attributes:
+        applied: Events, by kind: ``stored``, ``removed``, ``cleared``.
+        blocks: Blocks in them, by kind.
+        ignored: Events that were not applied, by reason: ``type`` or ``medium`` is unknown, the
+            ``group`` is not one of full attention, there are too many ``block_size``s, or the
+            event is ``malformed``.
+        unknown_media: Media that were ignored.
+    """
+
+    def __init__(self, index: KVIndexer) -> None:
+        self.index = index
+        self.applied: Counter[str] = Counter()
+        self.blocks: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
+        self.unknown_media: set[str] = set()
+        self._names: dict[int, BlockNames] = {}
+        """By block size."""
+        self._chains: dict[Space, KeyChain] = {}
+        self._holders: dict[str, set[Holder]] = {}
+        """By source."""
+        self._groups: dict[str, dict[int | None, bool]] = {}
+        """By source: which groups of layers need whole prefixes."""
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Block sizes of the sources, in tokens."""
+        return list(self._names)
+
+    @property
+    def num_waiting(self) -> int:
+        """Holdings whose tokens are not known yet."""
+        return sum(names.waiting.num_blocks for names in self._names.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of index and names."""
+        names = sum(names.num_bytes for names in self._names.values())
+        return self.index.num_bytes + names
+
+    def chain(self, space: Space) -> KeyChain:
+        """Return the space's chain of keys."""
+        chain = self._chains.get(space)
+        if chain is None:
+            if len(self._chains) >= _MAX_CHAINS:
+                self._chains.clear()
+            chain = self._chains[space] = KeyChain(space)
+        return chain
+
+    def holders(self, source: str) -> set[Holder]:
+        """Return the holders of a source that published blocks."""
+        return self._holders.get(source, set())
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def apply(self, source: str, batch: EventBatch) -> None:
+        """Apply a batch that ``source`` published."""
+        rank = batch.data_parallel_rank
+        if batch.num_unknown:
+            self.ignored["type"] += batch.num_unknown
+        for place, events in groupby(batch.events, _place_of_removal):
+            if place is not None:
+                removals = [event for event in events if isinstance(event, BlockRemoved)]
+                self._removed(source, rank, removals)
+                continue
+            for event in events:
+                if isinstance(event, BlockStored):
+                    self._stored(source, rank, event)
+                else:
+                    self._cleared(source, rank)
+
+    def forget(self, source: str) -> None:
+        """Drop all blocks of a source: it restarted, its events were lost, or it is gone."""
+        for holder in self._holders.pop(source, ()):
+            self._forget(holder)
+        self._groups.pop(source, None)
+
+    def sweep(self, num_blocks: int) -> bool:
+        """Free the memory of forgotten blocks, a slice at a time.
+
+        Args:
+            num_blocks: Visit about this many blocks.
+
+        Returns:
+            Whether there is more to do.
+        """
+        if self.index.sweep(num_blocks):
+            return True
+        return sum(names.sweep(num_blocks) for names in self._names.values()) > 0
+
+    def _stored(self, source: str, rank: int | None, event: BlockStored) -> None:
+        names = _low_64_bits(event.block_hashes)
+        holder = self._holder(source, rank, event.medium)
+        if holder is None or not names:
+            return
+        if not self._is_wanted(source, event):
+            self.ignored["group"] += 1
+            return
+        table = self._table(event.block_size)
+        if table is None:
+            return
+        self._holders.setdefault(source, set()).add(holder)
+        self.applied["stored"] += 1
+        self.blocks["stored"] += len(names)
+        run = self._run(event, names)
+        if run is None:
+            table.stored_by_name(holder, names)
+        else:
+            table.stored(holder, run)
+
+    def _removed(self, source: str, rank: int | None, events: list[BlockRemoved]) -> None:
+        """Apply consecutive removals from one place: vLLM sends one per block."""
+        medium, group = events[0].medium, events[0].group_idx
+        holder = self._holder(source, rank, medium)
+        if holder is None:
+            return
+        if not self._groups.get(source, {}).get(group, not group):
+            self.ignored["group"] += len(events)
+            return
+        names = _low_64_bits([name for event in events for name in event.block_hashes])
+        self.applied["removed"] += len(events)
+        self.blocks["removed"] += len(names)
+        for table in self._names.values():
+            table.removed(holder, names)
+
+    def _cleared(self, source: str, rank: int | None) -> None:
+        """Forget a publisher's blocks.
+
+        An engine means its GPU; the tiers below, reported in the same stream, keep their blocks. A
+        source without a GPU means all.
+        """
+        self.applied["cleared"] += 1
+        held = {holder for holder in self.holders(source) if holder.rank == rank}
+        gpu = {holder for holder in held if holder.tier is Tier.GPU}
+        for holder in gpu or held:
+            self.blocks["cleared"] += self.index.num_held(holder)
+            self._forget(holder)
+
+    def _forget(self, holder: Holder) -> None:
+        self.index.forget(holder)
+        for table in self._names.values():
+            table.forget(holder)
+
+    # -- reading events --------------------------------------------------------------------------
+
+    def _holder(self, source: str, rank: int | None, medium: str | None) -> Holder | None:
+        tier = TIER_OF.get(medium)
+        if tier is None:
+            self.ignored["medium"] += 1
+            if len(self.unknown_media) < _MAX_MEDIA:
+                self.unknown_media.add(str(medium))
+            return None
+        return Holder(source, tier, rank)
+
+    def _is_wanted(self, source: str, event: BlockStored) -> bool:
+        """Return whether the blocks are of a group that needs whole prefixes.
+
+        Publishers that do not say so mean their first group.
+        """
+        kind, group = event.kv_cache_spec_kind, event.group_idx
+        is_wanted = not group if kind in _UNNAMED_KINDS else kind in _WHOLE_PREFIX
+        self._groups.setdefault(source, {})[group] = is_wanted
+        return is_wanted
+
+    def _table(self, block_size: int) -> BlockNames | None:
+        table = self._names.get(block_size)
+        if table is None:
+            if block_size < 1 or len(self._names) >= _MAX_SIZES:
+                self.ignored["malformed" if block_size < 1 else "block_size"] += 1
+                return None
+            table = self._names[block_size] = BlockNames(self.index)
+        return table
+
+    def _run(self, event: BlockStored, names: list[int]) -> Run | None:
+        """Return what the event says of its blocks' content; None unless it says all."""
+        size, tokens, extra_keys = event.block_size, event.token_ids, event.extra_keys
+        if len(tokens) != size * len(names):
+            return None
+        if extra_keys is not None:
+            if len(extra_keys) != len(names):
+                return None
+            extra_keys = [_without_adapter(keys, event.lora_name) for keys in extra_keys]
+        try:
+            packed = pack(tokens)
+        except ValueError:
+            self.ignored["malformed"] += 1
+            return None
+        parent = event.parent_block_hash
+        return Run(
+            chain=self.chain(Space(size, event.lora_name or event.lora_id)),
+            names=names,
+            parent=None if parent is None else low_64_bits(parent),
+            packed=packed,
+            extra_keys=extra_keys,
+        )
+
+    # -- snapshots -------------------------------------------------------------------------------
+
+    def snapshot(self) -> Iterator[SnapshotPart]:
+        """Yield everything in parts of up to some thousands of blocks.
+
+        Events may be applied in between. A reader that restores all parts into an empty index and
+        then applies all events since the first part has the same index.
+        """
+        for source, groups in list(self._groups.items()):
+            yield SourcePart(source, groups)
+        yield from self.index.snapshot(self._holders)
+        for size, names in list(self._names.items()):
+            for part in names.snapshot(self._holders):
+                yield SizePart(size, part)
+
+    def restore(self, part: SnapshotPart) -> None:
+        """Add a part, in the order in which they came."""
+        match part:
+            case SourcePart():
+                self._groups[part.source] = dict(part.groups)
+            case IndexPart():
+                self.index.restore(part)
+                self._note_holders(part)
+            case SizePart():
+                table = self._table(part.block_size)
+                if table is not None:
+                    table.restore(part.part)
+                if isinstance(part.part, IndexPart):
+                    self._note_holders(part.part)
+
+    def _note_holders(self, part: IndexPart) -> None:
+        for holder in part.holders:
+            self._holders.setdefault(holder.source, set()).add(Holder(*holder))
+
+    def check(self) -> None:
+        """Raise `InternalError` if index and names disagree with themselves."""
+        self.index.check()
+        for names in self._names.values():
+            names.check()
+
+
+def _place_of_removal(event: Event) -> tuple[str | None, int | None] | None:
+    return (event.medium, event.group_idx) if isinstance(event, BlockRemoved) else None
+
+
+def _low_64_bits(hashes: list[BlockHash]) -> list[int]:
+    return [name & _LOW_64_BITS if type(name) is int else low_64_bits(name) for name in hashes]
+
+
+def _without_adapter(extra_keys: Any, adapter: str | None) -> Any:
+    """Drop the adapter's name, which vLLM puts first in each block: it is part of the space."""
+    if adapter is not None and extra_keys and extra_keys[0] == adapter:
+        return extra_keys[1:]
+    return extra_keys

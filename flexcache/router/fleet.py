@@ -1,0 +1,165 @@
+"""The workers by number: their addresses, states and served models.
+
+Load, service time and policy keep arrays with an entry per worker, so each worker has a number. The
+number of a removed worker is given to the next new one. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flexcache.errors import ConfigError, InternalError
+from flexcache.router.workers import WorkerSpec, WorkerState
+
+_MAX_MASKS = 1000
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker.
+
+    Attributes:
+        models: Names of the models and adapters that it serves; empty: unknown.
+    """
+
+    number: int
+    spec: WorkerSpec
+    state: WorkerState = WorkerState.UP
+    models: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Changes:
+    """What `Fleet.set_workers` changed, as numbers.
+
+    Attributes:
+        changed: Workers that stay and have other sources.
+    """
+
+    added: list[int] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
+
+
+class Fleet:
+    """Numbers workers and tells which of them may be chosen."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self._by_number: list[Member | None] = []
+        self._free: list[int] = []
+        self._masks: dict[str | None, np.ndarray] = {}
+        """By model: which workers may be chosen."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def __getitem__(self, name: str) -> Member:
+        return self._members[name]
+
+    @property
+    def num_numbers(self) -> int:
+        """Numbers given out so far, those of removed workers included."""
+        return len(self._by_number)
+
+    def by_number(self) -> list[WorkerSpec | None]:
+        """Return the worker of each number; None: it is free."""
+        return [None if member is None else member.spec for member in self._by_number]
+
+    def name(self, number: int) -> str:
+        member = self._by_number[number]
+        if member is None:
+            raise InternalError(f"worker {number} is gone")
+        return member.spec.name
+
+    def set_workers(self, specs: Sequence[WorkerSpec]) -> Changes:
+        """Replace the set of workers. Those that stay keep number, state and models.
+
+        Raises:
+            ConfigError: Two have one name; nothing is changed.
+        """
+        wanted = {spec.name: spec for spec in specs}
+        if len(wanted) < len(specs):
+            raise ConfigError(f"workers = {[spec.name for spec in specs]!r}: a name is there twice")
+        self._masks.clear()
+        changes = Changes()
+        for name in [name for name in self._members if name not in wanted]:
+            number = self._members.pop(name).number
+            self._by_number[number] = None
+            self._free.append(number)
+            changes.removed.append(number)
+        for name, spec in wanted.items():
+            member = self._members.get(name)
+            if member is None:
+                changes.added.append(self._add(spec))
+            elif member.spec != spec:
+                member.spec = spec
+                changes.changed.append(member.number)
+        return changes
+
+    def _add(self, spec: WorkerSpec) -> int:
+        if self._free:
+            number = self._free.pop()
+        else:
+            number = len(self._by_number)
+            self._by_number.append(None)
+        self._members[spec.name] = self._by_number[number] = Member(number, spec)
+        return number
+
+    def set_state(self, name: str, state: WorkerState) -> None:
+        self._members[name].state = state
+        self._masks.clear()
+
+    def set_models(self, name: str, models: Collection[str]) -> None:
+        self._members[name].models = frozenset(models)
+        self._masks.clear()
+
+    def eligible(self, model: str | None, tried: Collection[str] = ()) -> np.ndarray | None:
+        """Return which numbers may be chosen, as booleans not to be changed; None: there is none.
+
+        A model that no worker serves is left to the engines to refuse. Workers that were tried are
+        chosen again only if there are no others.
+        """
+        mask = self._masks.get(model)
+        if mask is None:
+            if len(self._masks) >= _MAX_MASKS:
+                self._masks.clear()  # clients may ask for any model
+            mask = self._masks[model] = self._able(model)
+        if not mask.any():
+            return None
+        numbers = [self._members[name].number for name in tried if name in self._members]
+        if numbers:
+            fresh = mask.copy()
+            fresh[numbers] = False
+            mask = fresh if fresh.any() else mask
+        return mask
+
+    def _able(self, model: str | None) -> np.ndarray:
+        up = [member for member in self._members.values() if member.state is WorkerState.UP]
+        serving = [member for member in up if not member.models or model in member.models]
+        able = serving if model is not None and serving else up
+        mask = np.zeros(len(self._by_number), dtype=bool)
+        mask[[member.number for member in able]] = True
+        return mask
+
+    def check(self) -> None:
+        """Verify that each number is free or belongs to one worker.
+
+        Raises:
+            InternalError: It is not so.
+        """
+        numbers = sorted([*self._free, *(member.number for member in self._members.values())])
+        if numbers != list(range(len(self._by_number))):
+            raise InternalError(f"numbers {numbers} of {len(self._by_number)}")
+        for member in self._members.values():
+            if self._by_number[member.number] is not member:
+                raise InternalError(f"{member.spec.name} has the number of another worker")

@@ -1,0 +1,220 @@
+"""A request and its answer, as Envoy reports them piece by piece. No I/O: takes messages and
+returns those to answer with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flexcache.errors import InternalError, MissingDependencyError
+from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
+from flexcache.router.gateway import messages
+from flexcache.router.proxy.headers import MATCHED_TOKENS, ROUTING_HEADERS, WORKER
+from flexcache.router.proxy.usage import UsageReader
+
+try:
+    from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+    from envoy.service.ext_proc.v3.external_processor_pb2 import (
+        HttpBody,
+        ProcessingRequest,
+        ProcessingResponse,
+    )
+except ImportError as error:
+    raise MissingDependencyError(
+        f"the endpoint picker needs the package {error.name}: pip install 'flexcache[gateway]'"
+    ) from None
+
+_REFUSALS = ("429", "502", "503")
+_Replies = Sequence[ProcessingResponse]
+
+
+class UnsupportedMode(Exception):
+    """Envoy is configured to send bodies in a way that the picker cannot work with."""
+
+
+class Exchange:
+    """Collects a request until it is whole, then follows its answer to the end.
+
+    Every call of `Chooser.choose` that returned, noted with `placed`, is followed by one of
+    `Chooser.ended`, at the latest in `close`.
+
+    Args:
+        request_id: See `Arrival`.
+        max_body_bytes: Larger requests are refused with 413.
+
+    Attributes:
+        is_whole: The request is complete and waits for `placed` or `refused`.
+        is_over: No further message is to be answered.
+    """
+
+    def __init__(self, chooser: Chooser, request_id: str, max_body_bytes: int) -> None:
+        self.is_whole = False
+        self.is_over = False
+        self._chooser = chooser
+        self._request_id = request_id
+        self._max_body_bytes = max_body_bytes
+        self._headers: dict[str, str] = {}
+        self._subset: tuple[str, ...] | None = None
+        self._body: list[HttpBody] = []
+        self._num_bytes = 0
+        self._has_trailers = False
+        self._answer_mode = ProcessingMode.FULL_DUPLEX_STREAMED
+        self._choice: Choice | None = None
+        self._destinations: tuple[str, ...] = ()
+        self._outcome = Outcome.ABORTED
+        self._usage = UsageReader()
+        self._has_first_token = False
+        self._has_ended = False
+        self._takers: dict[str, Callable[[ProcessingRequest], _Replies]] = {
+            "request_headers": self._take_headers,
+            "request_body": self._take_body,
+            "request_trailers": self._take_trailers,
+            "response_headers": self._take_answer_headers,
+            "response_body": self._take_answer_body,
+            "response_trailers": self._take_answer_trailers,
+        }
+
+    def take(self, message: ProcessingRequest) -> _Replies:
+        """Take the next message and return the answers to it; those to the request follow from
+        `placed` or `refused`.
+
+        Raises:
+            UnsupportedMode: Bodies are sent in another mode than the picker needs.
+        """
+        return self._takers[message.WhichOneof("request")](message)
+
+    # -- the request -------------------------------------------------------------------------------
+
+    def _take_headers(self, message: ProcessingRequest) -> _Replies:
+        headers = message.request_headers
+        self._headers = messages.read_headers(headers.headers)
+        self._subset = messages.subset_of(message.metadata_context)
+        if message.HasField("protocol_config"):
+            config = message.protocol_config
+            self._answer_mode = config.response_body_mode
+            if (
+                not headers.end_of_stream
+                and config.request_body_mode != ProcessingMode.FULL_DUPLEX_STREAMED
+            ):
+                raise UnsupportedMode("request_body_mode must be FULL_DUPLEX_STREAMED")
+        if headers.end_of_stream:
+            self.is_whole = True
+        return ()
+
+    def _take_body(self, message: ProcessingRequest) -> _Replies:
+        chunk = message.request_body
+        self._body.append(chunk)
+        self._num_bytes += len(chunk.body)
+        if self._num_bytes > self._max_body_bytes:
+            return self.refused(NotRouted(413, f"the body exceeds {self._max_body_bytes} bytes"))
+        if chunk.end_of_stream:
+            self.is_whole = True
+        return ()
+
+    def _take_trailers(self, message: ProcessingRequest) -> _Replies:
+        self._has_trailers = True
+        self.is_whole = True
+        return ()
+
+    def arrival(self) -> Arrival:
+        """Return the whole request."""
+        headers = self._headers
+        return Arrival(
+            request_id=self._request_id,
+            method=headers.get(":method", "GET"),
+            path=headers.get(":path", "/"),
+            headers={name: headers[name] for name in ROUTING_HEADERS if name in headers},
+            body=b"".join(chunk.body for chunk in self._body),
+            only=self._subset,
+        )
+
+    def reserved(self, choice: Choice) -> None:
+        """Note what `Chooser.choose` returned: from now on the request is load of a worker."""
+        self._choice = choice
+
+    def placed(self, destinations: Sequence[str]) -> _Replies:
+        """Return the answers to a request that goes to an engine.
+
+        Args:
+            destinations: ``IP:PORT`` of the chosen engine, then of others to fall back to.
+        """
+        if self._choice is None:
+            raise InternalError("destinations for a request without a worker")
+        self.is_whole = False
+        self._destinations = tuple(destinations)
+        text = ",".join(destinations)
+        added = {**self._choice.headers, messages.DESTINATION: text}
+        has_key = any(name.lower() == "authorization" for name in self._choice.headers)
+        headers = messages.mutation(added, ["x-api-key"] if has_key else [])
+        replies = [messages.destined(headers, text)]
+        replies += [
+            ProcessingResponse(request_body=messages.streamed(chunk)) for chunk in self._body
+        ]
+        if self._has_trailers:
+            replies.append(messages.REQUEST_TRAILERS)
+        self._body.clear()
+        return replies
+
+    def refused(self, error: NotRouted) -> _Replies:
+        """Return the answer to a request that goes to no engine."""
+        self.is_over, self.is_whole = True, False
+        self._body.clear()
+        return [messages.refusal(error)]
+
+    # -- the answer --------------------------------------------------------------------------------
+
+    def _take_answer_headers(self, message: ProcessingRequest) -> _Replies:
+        choice = self._choice
+        if choice is None:
+            raise InternalError("an answer to a request without a worker")
+        headers = message.response_headers
+        served = messages.served_by(message)
+        was_moved = served is not None and served != self._destinations[0]
+        status = messages.read_headers(headers.headers).get(":status")
+        is_refused = was_moved or status in _REFUSALS
+        self._outcome = Outcome.REFUSED if is_refused else Outcome.DONE
+        if self._answer_mode == ProcessingMode.NONE:
+            self._note_first_token()
+        if headers.end_of_stream or self._answer_mode == ProcessingMode.NONE or was_moved:
+            self._end(self._outcome)
+        added = {} if was_moved else {WORKER: choice.worker}
+        if choice.matched_tokens is not None and not was_moved:
+            added[MATCHED_TOKENS] = str(choice.matched_tokens)
+        return [messages.headers_of_answer(messages.mutation(added))]
+
+    def _take_answer_body(self, message: ProcessingRequest) -> _Replies:
+        chunk = message.response_body
+        if chunk.body:
+            self._note_first_token()
+            self._usage.feed(chunk.body)
+        if chunk.end_of_stream:
+            self._end(self._outcome)
+        if self._answer_mode == ProcessingMode.FULL_DUPLEX_STREAMED:
+            return [ProcessingResponse(response_body=messages.streamed(chunk))]
+        return [messages.RESPONSE_BODY]
+
+    def _take_answer_trailers(self, message: ProcessingRequest) -> _Replies:
+        self._end(self._outcome)
+        return [messages.RESPONSE_TRAILERS]
+
+    def close(self) -> None:
+        """End the request if it has not ended: its client left, or the engine."""
+        self.is_over = True
+        self._end(Outcome.ABORTED)
+
+    def _note_first_token(self) -> None:
+        if not self._has_first_token and not self._has_ended and self._outcome is Outcome.DONE:
+            self._has_first_token = True
+            self._chooser.first_token(self._request_id)
+
+    def _end(self, outcome: Outcome) -> None:
+        if self._choice is None or self._has_ended:
+            return
+        self._has_ended = True
+        cached, prompt, output = self._usage.read()
+        self._chooser.ended(
+            self._request_id,
+            outcome,
+            cached_tokens=cached,
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )

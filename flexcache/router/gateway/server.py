@@ -1,0 +1,150 @@
+"""Serves the endpoint picker, and the health of its process, by gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexcache.errors import ConfigError, MissingDependencyError
+from flexcache.logs import log_event
+from flexcache.router.chooser import Chooser
+from flexcache.router.gateway.picker import Picker
+
+try:
+    import grpc
+    from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+        add_ExternalProcessorServicer_to_server,
+    )
+    from grpc_health.v1 import health
+    from grpc_health.v1.health_pb2 import HealthCheckResponse
+    from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+except ImportError as error:
+    raise MissingDependencyError(
+        f"the endpoint picker needs the package {error.name}: pip install 'flexcache[gateway]'"
+    ) from None
+
+logger = logging.getLogger(__name__)
+
+LIVENESS = "liveness"
+READINESS = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
+"""Health services that are served once the router is ready."""
+_READY_INTERVAL_S = 0.5
+_MAX_MESSAGE_BYTES = 16 << 20  # Envoy sends at most what its buffers hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Where the picker listens, and its limits.
+
+    Attributes:
+        port: 0: any.
+        tls_cert: Certificate chain (PEM); None: plain text.
+        tls_key: Its private key.
+        max_body_bytes: Larger requests are refused with 413.
+        drain_timeout_s: Time that running requests have to end when the picker stops.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 9002
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    max_body_bytes: int = 64 << 20
+    drain_timeout_s: float = 30.0
+
+
+class Gateway:
+    """A running picker.
+
+    Args:
+        is_ready: Whether the router can choose; reported by the health services.
+
+    Attributes:
+        port: Where it listens, once it was started.
+    """
+
+    def __init__(
+        self, chooser: Chooser, config: GatewayConfig, is_ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.port = config.port
+        self._config = config
+        self._is_ready = is_ready
+        self._picker = Picker(chooser, max_body_bytes=config.max_body_bytes)
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._reporting: asyncio.Task[None] | None = None
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that Envoy has at the picker."""
+        return self._picker.num_streams
+
+    async def start(self) -> None:
+        """
+        Raises:
+            ConfigError: The port is taken, or the certificate cannot be used.
+        """
+        config = self._config
+        server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+            ]
+        )
+        add_ExternalProcessorServicer_to_server(self._picker, server)
+        add_HealthServicer_to_server(self._health, server)
+        address = f"{config.host}:{config.port}"
+        try:
+            if config.tls_cert is None or config.tls_key is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
+                credentials = grpc.ssl_server_credentials([pair])
+                self.port = server.add_secure_port(address, credentials)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"gateway {address}: {error}") from None
+        await self._report()
+        await server.start()
+        self._server = server
+        self._reporting = asyncio.create_task(self._report_always())
+        log_event(logger, logging.INFO, "gateway_started", host=config.host, port=self.port)
+
+    async def stop(self) -> None:
+        """Refuse new requests, let running ones end, then stop."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+        await self._health.enter_graceful_shutdown()
+        if self._server is not None:
+            await self._server.stop(self._config.drain_timeout_s)
+
+    async def _report_always(self) -> None:
+        while True:
+            await asyncio.sleep(_READY_INTERVAL_S)
+            await self._report()
+
+    async def _report(self) -> None:
+        """Tell the health services how the router is."""
+        statuses = HealthCheckResponse
+        status = statuses.SERVING if self._is_ready() else statuses.NOT_SERVING
+        await self._health.set(LIVENESS, statuses.SERVING)
+        for service in READINESS:
+            await self._health.set(service, status)
+
+
+async def serve_gateway(
+    chooser: Chooser, config: GatewayConfig, is_ready: Callable[[], bool] = lambda: True
+) -> None:
+    """Serve until cancelled.
+
+    Raises:
+        ConfigError: See `Gateway.start`.
+    """
+    gateway = Gateway(chooser, config, is_ready)
+    await gateway.start()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await gateway.stop()

@@ -1,0 +1,289 @@
+"""Index of blocks: which holders have which block, for all engines and tiers together.
+
+A dictionary from block key to the mask of its holders, in shards, so that no operation takes long:
+neither growing a dictionary, nor a step of a sweep, nor a part of a snapshot.
+
+A match relies on prefixes: who holds a block holds all before it. Each holder's depth is found by
+bisection, in O(log blocks) probes for each depth that differs. Publishers may break that rule:
+vLLM reports a block as removed when one of its copies goes. Such a hole is stepped over unless a
+probe hits it. A depth is therefore at least the number of blocks before the holder's first hole,
+and the last block within it is always held.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Container, Iterator, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.errors import InternalError
+from flexcache.router.holders import Holder, Holders, Mask
+
+_NUM_SHARDS = 1024
+_SHIFT = 64 - 10
+_NEVER = object()
+_KEY_BYTES = 48
+
+Depths = npt.NDArray[np.int64]
+
+Segments = list[tuple[int, Mask]]
+"""``(depth, holders)``: these holders have at least the first ``depth`` blocks. Depths ascend, and
+each set is a subset of the one before."""
+
+
+class IndexPart(msgspec.Struct, frozen=True, tag=True):
+    """A part of an index's snapshot.
+
+    Attributes:
+        holders: Holders that the sets refer to by position.
+        sets: Sets of holders.
+        keys: Block keys, 8 bytes each.
+        set_of: For each key, the position of its set, 4 bytes each.
+    """
+
+    holders: list[Holder]
+    sets: list[list[int]]
+    keys: bytes
+    set_of: bytes
+
+
+class KVIndexer:
+    """Which holders have which blocks.
+
+    When the index is full, new blocks are refused, and with them those that follow in the same
+    call: what it knows of a prompt stays a prefix. Removals make room.
+
+    Args:
+        max_blocks: Different blocks at most.
+    """
+
+    def __init__(self, max_blocks: int = 10_000_000) -> None:
+        self.max_blocks = max_blocks
+        self.holders = Holders()
+        self.num_blocks = 0
+        """Different blocks, including those that only a sweep removes."""
+        self.num_refused = 0
+        """Blocks that were not taken because the index was full."""
+        self._shards: list[dict[int, Mask]] = [{} for _ in range(_NUM_SHARDS)]
+        self._num_held: list[int] = []
+        """By bit."""
+        self._hand = 0
+        """The shard that a sweep is at."""
+
+    def __contains__(self, key: int) -> bool:
+        return self.mask(key) != 0
+
+    def mask(self, key: int) -> Mask:
+        """Return the holders of a block."""
+        return self._shards[key >> _SHIFT].get(key, 0) & self.holders.alive
+
+    def num_held(self, holder: Holder) -> int:
+        """Return how many blocks a holder has."""
+        bit = self.holders.bit(holder)
+        return 0 if bit is None else self._num_held[bit]
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of dictionaries and keys; masks are few and shared."""
+        return sum(map(sys.getsizeof, self._shards)) + _KEY_BYTES * self.num_blocks
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def stored(self, holder: Holder, keys: Sequence[int]) -> int:
+        """Note that a holder has consecutive blocks.
+
+        Returns:
+            How many of them were taken; fewer only if the index is full.
+        """
+        bit = self.holders.make_bit(holder)
+        if bit == len(self._num_held):
+            self._num_held.append(0)
+        shards, room = self._shards, self.max_blocks - self.num_blocks
+        before: object = _NEVER
+        after = num_new = num_added = 0
+        taken = len(keys)
+        for position, key in enumerate(keys):
+            shard = shards[key >> _SHIFT]
+            mask = shard.get(key)
+            if mask is None:
+                if num_new >= room:
+                    taken = position
+                    break
+                num_new += 1
+            if mask is not before:
+                before, after = mask, self._with(mask, bit)
+            if after is not mask:
+                shard[key] = after
+                num_added += 1
+        self.num_blocks += num_new
+        self._num_held[bit] += num_added
+        self.num_refused += len(keys) - taken
+        return taken
+
+    def _with(self, mask: Mask | None, bit: int) -> Mask:
+        if mask is None:
+            return self.holders.one(1 << bit)
+        if mask >> bit & 1:
+            return mask
+        return self.holders.one(mask & self.holders.alive | 1 << bit)
+
+    def removed(self, holder: Holder, keys: Sequence[int]) -> list[int]:
+        """Note that a holder no longer has these blocks.
+
+        Returns:
+            Those of them that no holder has any more.
+        """
+        bit = self.holders.bit(holder)
+        if bit is None:
+            return []
+        gone = []
+        num_removed = 0
+        for key in keys:
+            shard = self._shards[key >> _SHIFT]
+            mask = shard.get(key)
+            if mask is None or not mask >> bit & 1:
+                continue
+            num_removed += 1
+            after = mask & self.holders.alive & ~(1 << bit)
+            if after:
+                shard[key] = self.holders.one(after)
+            else:
+                del shard[key]
+                gone.append(key)
+        self.num_blocks -= len(gone)
+        self._num_held[bit] -= num_removed
+        return gone
+
+    def forget(self, holder: Holder) -> None:
+        """Drop all blocks of a holder. O(1); `sweep` frees their memory later."""
+        bit = self.holders.retire(holder)
+        if bit is not None:
+            self._num_held[bit] = 0
+
+    def sweep(self, num_blocks: int) -> bool:
+        """Free the memory of forgotten holders' blocks, a slice at a time.
+
+        Args:
+            num_blocks: Visit about this many blocks: one shard at least.
+
+        Returns:
+            Whether there is more to do.
+        """
+        if self._hand == 0 and not self.holders.begin_sweep():
+            return False
+        while num_blocks > 0:
+            num_blocks -= len(self._shards[self._hand]) + 1
+            self._sweep_shard()
+            self._hand += 1
+            if self._hand == _NUM_SHARDS:
+                self._hand = 0
+                self.holders.end_sweep()
+                return self.holders.has_retired
+        return True
+
+    def _sweep_shard(self) -> None:
+        shard, alive = self._shards[self._hand], self.holders.alive
+        stale = [(key, mask & alive) for key, mask in shard.items() if mask & ~alive]
+        num_gone = 0
+        for key, mask in stale:
+            if mask:
+                shard[key] = self.holders.one(mask)
+            else:
+                del shard[key]
+                num_gone += 1
+        self.num_blocks -= num_gone
+        if num_gone > len(shard):
+            self._shards[self._hand] = dict(shard)  # deleting alone frees no memory
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[int]) -> Segments:
+        """Find how many leading blocks of a prompt each holder has.
+
+        Args:
+            keys: The prompt's blocks, first to last.
+        """
+        segments: Segments = []
+        if not keys:
+            return segments
+        shards, alive = self._shards, self.holders.alive
+        last = len(keys)
+        key = keys[0]
+        mask = shards[key >> _SHIFT].get(key, 0) & alive
+        while mask:
+            low, high = (segments[-1][0] if segments else 0) + 1, last + 1
+            middle = last  # mostly, all holders that have more have it all
+            while low < high - 1:
+                key = keys[middle - 1]
+                if shards[key >> _SHIFT].get(key, 0) & mask == mask:
+                    low = middle
+                else:
+                    high = middle
+                middle = (low + high) >> 1
+            segments.append((low, mask))
+            if low == last:
+                break
+            key = keys[low]
+            mask &= shards[key >> _SHIFT].get(key, 0)
+        return segments
+
+    def depths(self, segments: Segments) -> Depths:
+        """Return the depth of each holder in blocks, by position of its bit; the last entry is 0
+        and belongs to none."""
+        depths = np.zeros(self.holders.num_bits + 1, np.int64)
+        for depth, mask in segments:
+            depths[self.holders.positions(mask)] = depth
+        return depths
+
+    # -- snapshots -------------------------------------------------------------------------------
+
+    def snapshot(self, sources: Container[str]) -> Iterator[IndexPart]:
+        """Yield the blocks of some sources in parts of up to some thousands.
+
+        The index may change in between. A reader that restores all parts and then applies all
+        changes since the first one has the index as it is then.
+        """
+        for at in range(_NUM_SHARDS):
+            chosen = [holder for holder in self.holders if holder.source in sources]
+            position = {self.holders.bit(holder): at for at, holder in enumerate(chosen)}
+            wanted = sum(1 << bit for bit in position if bit is not None)
+            held = {key: mask & wanted for key, mask in self._shards[at].items() if mask & wanted}
+            sets = {mask: number for number, mask in enumerate(dict.fromkeys(held.values()))}
+            if held:
+                yield IndexPart(
+                    chosen,
+                    [[position[int(bit)] for bit in self.holders.positions(mask)] for mask in sets],
+                    np.fromiter(held, np.uint64, len(held)).tobytes(),
+                    np.fromiter(map(sets.__getitem__, held.values()), np.uint32).tobytes(),
+                )
+
+    def restore(self, part: IndexPart) -> None:
+        """Add the blocks of a part."""
+        keys = np.frombuffer(part.keys, np.uint64)
+        set_of = np.frombuffer(part.set_of, np.uint32)
+        for number, positions in enumerate(part.sets):
+            chosen = keys[set_of == number].tolist()
+            for position in positions:
+                self.stored(Holder(*part.holders[position]), chosen)
+
+    def check(self) -> None:
+        """Raise `InternalError` if masks, counts and shards disagree."""
+        self.holders.check()
+        num_held = [0] * self.holders.num_bits
+        for number, shard in enumerate(self._shards):
+            for key, mask in shard.items():
+                if key >> _SHIFT != number or not mask:
+                    raise InternalError(f"block {key:x} with the holders {mask:b} is misplaced")
+                for bit in self.holders.positions(mask & self.holders.alive):
+                    num_held[int(bit)] += 1
+                if mask & self.holders.free_bits:
+                    raise InternalError(f"block {key:x} is held by nothing: {mask:b}")
+        if num_held != self._num_held or self.num_blocks != sum(map(len, self._shards)):
+            raise InternalError("the numbers of blocks are wrong")
+        if self.num_blocks > self.max_blocks:
+            raise InternalError(f"{self.num_blocks} blocks, more than {self.max_blocks}")

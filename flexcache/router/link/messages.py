@@ -1,0 +1,153 @@
+"""Messages between proxies and the decider, msgpack over ZMQ (DEALER to ROUTER).
+
+    proxy                          decider
+    Hello(pid, running)       ->
+                              <-   Welcome(pid, workers)
+    Choose(request)           ->
+                              <-   Chosen | Refused
+    FirstToken, End           ->
+    Beat(counters)            ->
+                              <-   Workers, when they change; Alive after each beat
+
+Every `Choose` is answered, unless `End` comes first. A proxy says hello again when the decider was
+replaced, and names its running requests; the new decider counts them as load.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flexcache.router.load import Work
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, gc=False):
+    pass
+
+
+class RunningRequest(msgspec.Struct, frozen=True, gc=False):
+    """A request at a worker.
+
+    Attributes:
+        work: What it is expected to cost.
+        has_first_token: Whether its answer has begun.
+    """
+
+    request_id: str
+    worker: str
+    work: Work
+    has_first_token: bool = False
+
+
+class WorkerAddress(msgspec.Struct, frozen=True):
+    """A worker as a proxy needs it while the decider is away."""
+
+    name: str
+    url: str
+    headers: dict[str, str]
+
+
+class ProxyCounters(msgspec.Struct, frozen=True):
+    """What a proxy counts, since its start."""
+
+    open_requests: int = 0
+    retries: int = 0
+    rejected: dict[str, int] = {}
+    unsupervised: int = 0
+
+
+class Hello(_Message, frozen=True):
+    """
+    Attributes:
+        pid: Process to watch.
+    """
+
+    pid: int
+    running: list[RunningRequest]
+
+
+class Choose(_Message, frozen=True):
+    """Fields of an `Arrival`."""
+
+    request_id: str
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    tried: tuple[str, ...]
+
+
+class FirstToken(_Message, frozen=True):
+    request_id: str
+
+
+class End(_Message, frozen=True):
+    """A request ended, or is no longer wanted. Fields of `Chooser.ended`."""
+
+    request_id: str
+    outcome: str
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class Moved(_Message, frozen=True):
+    """A request that runs elsewhere than the decider said, since its answer came too late."""
+
+    running: RunningRequest
+
+
+class Beat(_Message, frozen=True):
+    counters: ProxyCounters
+
+
+class Welcome(_Message, frozen=True):
+    """
+    Attributes:
+        pid: Process to watch.
+        workers: Those that take requests.
+    """
+
+    pid: int
+    workers: list[WorkerAddress]
+
+
+class Workers(_Message, frozen=True):
+    workers: list[WorkerAddress]
+
+
+class Chosen(_Message, frozen=True):
+    """Fields of a `Choice`, and what to name the request with in a later `Hello`."""
+
+    running: RunningRequest
+    url: str
+    headers: dict[str, str]
+    matched_tokens: int | None
+    others: tuple[str, ...]
+
+
+class Refused(_Message, frozen=True):
+    """Fields of `NotRouted`."""
+
+    request_id: str
+    status: int
+    message: str
+    retry_after_s: float | None
+
+
+class Alive(_Message, frozen=True):
+    pass
+
+
+ToDecider = Hello | Choose | FirstToken | End | Moved | Beat
+ToProxy = Welcome | Workers | Chosen | Refused | Alive
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_decider = msgspec.msgpack.Decoder(ToDecider).decode
+decode_to_proxy = msgspec.msgpack.Decoder(ToProxy).decode
+
+BEAT_S = 0.5
+"""Time between beats."""
+DECIDER_TIMEOUT_S = 3.0
+"""A decider silent for this long is considered away."""
+PROXY_LEASE_S = 10.0
+"""The requests of a proxy that is silent for this long are ended."""

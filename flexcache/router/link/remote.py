@@ -1,0 +1,294 @@
+"""A proxy's end of the link: a chooser that asks the decider, and does without while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from flexcache.errors import UntrustedError
+from flexcache.logs import log_event
+from flexcache.protocol.trust import find_listener
+from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.link.messages import (
+    BEAT_S,
+    DECIDER_TIMEOUT_S,
+    Alive,
+    Beat,
+    Choose,
+    Chosen,
+    End,
+    FirstToken,
+    Hello,
+    Moved,
+    ProxyCounters,
+    Refused,
+    RunningRequest,
+    ToDecider,
+    Welcome,
+    WorkerAddress,
+    Workers,
+    decode_to_proxy,
+    encode,
+)
+from flexcache.router.load import Work
+
+logger = logging.getLogger(__name__)
+
+_SHUN_S = 2.0
+"""While the decider is away, a worker that failed is avoided for this long."""
+_RETRY_S = 1.0
+_RECONNECT_S = 0.1
+_BYTES_PER_TOKEN = 4
+
+Answer = Chosen | Refused | None
+"""None: the decider is away."""
+
+
+class RemoteChooser:
+    """Implements `Chooser` in a proxy process. For one event loop, between `open` and `close`.
+
+    While the decider is away, requests go to the worker with the fewest requests of this proxy.
+
+    Args:
+        endpoint: Of the decider's `LinkServer`.
+        count: Returns what this proxy counts, for the decider's statistics.
+    """
+
+    def __init__(self, endpoint: str, count: Callable[[], ProxyCounters] = ProxyCounters) -> None:
+        self._endpoint = endpoint
+        self._count = count
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._linking: asyncio.Task[None] | None = None
+        self._pidfd = -1
+        self._heard_s = 0.0
+        self._is_linked = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._workers: list[WorkerAddress] = []
+        self._failed_s: dict[str, float] = {}
+        self._asked: dict[str, asyncio.Future[Answer]] = {}
+        self._running: dict[str, RunningRequest] = {}
+        self._distrusted = ""
+        self.num_unsupervised = 0
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the decider answers."""
+        return self._is_linked.is_set()
+
+    async def open(self) -> None:
+        """Connect, and wait until the decider has welcomed this proxy."""
+        self._linking = asyncio.create_task(self._keep_linked())
+        await self._is_linked.wait()
+
+    async def close(self) -> None:
+        """Disconnect. Running requests must have ended."""
+        if self._linking is not None:
+            self._linking.cancel()
+            await asyncio.gather(self._linking, return_exceptions=True)
+        self._context.term()
+
+    # -- the contract ------------------------------------------------------------------------------
+
+    async def choose(self, arrival: Arrival) -> Choice:
+        """Have a worker chosen; see `Chooser`."""
+        name = arrival.request_id
+        answer = await self._ask(arrival) if self.is_linked else None
+        if isinstance(answer, Refused):
+            raise NotRouted(answer.status, answer.message, answer.retry_after_s)
+        if answer is None:
+            return self._choose_alone(arrival)
+        self._running[name] = answer.running
+        return Choice(
+            worker=answer.running.worker, url=answer.url, headers=answer.headers,
+            matched_tokens=answer.matched_tokens, others=answer.others,
+        )  # fmt: skip
+
+    async def _ask(self, arrival: Arrival) -> Answer:
+        name = arrival.request_id
+        future: asyncio.Future[Answer]
+        future = self._asked[name] = asyncio.get_running_loop().create_future()
+        self._send(
+            Choose(
+                name,
+                arrival.method,
+                arrival.path,
+                dict(arrival.headers),
+                arrival.body,
+                arrival.tried,
+            )
+        )
+        try:
+            return await future
+        except asyncio.CancelledError:  # the client left
+            self._send(End(name, Outcome.ABORTED.value))
+            raise
+        finally:
+            self._asked.pop(name, None)
+
+    def first_token(self, request_id: str) -> None:
+        """See `Chooser`."""
+        running = self._running.get(request_id)
+        if running is not None and not running.has_first_token:
+            self._running[request_id] = msgspec.structs.replace(running, has_first_token=True)
+            self._send(FirstToken(request_id))
+
+    def ended(
+        self,
+        request_id: str,
+        outcome: Outcome,
+        *,
+        cached_tokens: int | None = None,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """See `Chooser`."""
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return
+        if outcome in (Outcome.REFUSED, Outcome.BROKEN):
+            self._failed_s[running.worker] = time.monotonic()
+        self._send(End(request_id, outcome.value, cached_tokens, prompt_tokens, output_tokens))
+
+    # -- without the decider -----------------------------------------------------------------------
+
+    def _choose_alone(self, arrival: Arrival) -> Choice:
+        """Choose the worker with the fewest of this proxy's requests."""
+        if not self._workers:
+            raise NotRouted(503, "no worker is known and the decider is away", _RETRY_S)
+        load = dict.fromkeys((worker.name for worker in self._workers), 0)
+        for running in self._running.values():
+            if running.worker in load:
+                load[running.worker] += 1
+        now = time.monotonic()
+
+        def rank(worker: WorkerAddress) -> tuple[bool, bool, int, float]:
+            is_shunned = now - self._failed_s.get(worker.name, -_SHUN_S) < _SHUN_S
+            return worker.name in arrival.tried, is_shunned, load[worker.name], random.random()
+
+        best, *others = sorted(self._workers, key=rank)
+        num_tokens = len(arrival.body) // _BYTES_PER_TOKEN
+        running = RunningRequest(arrival.request_id, best.name, Work(num_tokens, num_tokens))
+        self._running[arrival.request_id] = running
+        self.num_unsupervised += 1
+        return Choice(
+            worker=best.name, url=best.url, headers=best.headers, matched_tokens=None,
+            others=tuple(dict.fromkeys(each.url for each in others)),
+        )  # fmt: skip
+
+    # -- the connection ----------------------------------------------------------------------------
+
+    async def _keep_linked(self) -> None:
+        """Connect, stay connected while the decider lives, and start over."""
+        while True:
+            socket = self._connect()
+            if socket is not None:
+                receiving = asyncio.create_task(self._receive(socket))
+                try:
+                    await self._beat(receiving)
+                finally:
+                    self._lose("silent or gone")
+                    self._socket = None
+                    receiving.cancel()
+                    await asyncio.gather(receiving, return_exceptions=True)
+                    socket.close()
+            await asyncio.sleep(_RECONNECT_S)
+
+    def _connect(self) -> zmq.asyncio.Socket | None:
+        """Connect to the decider if it is there, under an unguessable identity."""
+        try:
+            if find_listener(self._endpoint, has_keys=False) is None:
+                return None
+        except UntrustedError as error:
+            if str(error) != self._distrusted:
+                self._distrusted = str(error)
+                log_event(logger, logging.ERROR, "decider_not_trusted", reason=error)
+            return None
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.identity = uuid.uuid4().hex.encode()
+        socket.connect(self._endpoint)
+        self._socket = socket
+        self._heard_s = time.monotonic()
+        self._gone.clear()
+        self._send(Hello(os.getpid(), list(self._running.values())))
+        return socket
+
+    async def _beat(self, receiving: asyncio.Task[None]) -> None:
+        """Send beats until the decider has died or is silent."""
+        while not receiving.done() and time.monotonic() - self._heard_s < DECIDER_TIMEOUT_S:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), BEAT_S)
+                return
+            self._send(Beat(self._count()))
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            message = decode_to_proxy(await socket.recv())
+            self._heard_s = time.monotonic()
+            self._take(message)
+
+    def _take(self, message: Welcome | Workers | Chosen | Refused | Alive) -> None:
+        if isinstance(message, (Welcome, Workers)):
+            self._workers = message.workers
+            if isinstance(message, Welcome):
+                self._watch(message.pid)
+                log_event(logger, logging.INFO, "decider_linked", decider=message.pid)
+                self._is_linked.set()
+        elif isinstance(message, Refused):
+            self._resolve(message.request_id, message)
+        elif isinstance(message, Chosen):
+            name = message.running.request_id
+            if self._resolve(name, message):
+                return
+            actual = self._running.get(name)  # the answer came too late
+            self._send(End(name, Outcome.ABORTED.value) if actual is None else Moved(actual))
+
+    def _resolve(self, name: str, answer: Answer) -> bool:
+        future = self._asked.get(name)
+        if future is None or future.done():
+            return False
+        future.set_result(answer)
+        return True
+
+    def _watch(self, pid: int) -> None:
+        """Notice the decider's death at once. In another pid namespace its silence shows it."""
+        self._unwatch()
+        with contextlib.suppress(OSError):
+            self._pidfd = os.pidfd_open(pid)
+            asyncio.get_running_loop().add_reader(self._pidfd, self._lose, "died")
+
+    def _unwatch(self) -> None:
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _lose(self, reason: str) -> None:
+        """Give the decider up: those who wait for its answer do without."""
+        if self.is_linked:
+            log_event(
+                logger, logging.WARNING, "decider_lost", reason=reason,
+                effect="requests go to the worker with the fewest",
+            )  # fmt: skip
+        self._is_linked.clear()
+        self._gone.set()
+        self._unwatch()
+        for name in list(self._asked):
+            self._resolve(name, None)
+
+    def _send(self, message: ToDecider) -> None:
+        """Send without waiting; while the decider is away nothing is sent."""
+        if self._socket is not None:
+            self._socket.send(encode(message))  # the queue is unbounded, so this is done at once

@@ -1,0 +1,298 @@
+"""Names of blocks: the hashes by which engines and caches call them, and what they stand for.
+
+Equal content mostly has equal names, so the names of one block size are shared by all publishers;
+one that hashes with another seed just adds names. A holder may have blocks whose keys are unknown:
+a cache restored them from SSD without tokens, or the events before them were lost. Such holdings
+are kept by name until any publisher tells tokens and parent. Pure.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from flexcache.errors import InternalError
+from flexcache.router.holders import Holder
+from flexcache.router.index import IndexPart, KVIndexer
+from flexcache.router.keys import KeyChain
+
+_NUM_SHARDS = 1024
+_SHIFT = 32
+_MASK = _NUM_SHARDS - 1
+_NAME_BYTES = 48
+_SLACK = 10_000
+"""Names without blocks that are not worth a sweep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks of a prompt as a publisher tells them.
+
+    Attributes:
+        names: One per block.
+        parent: Name of the block before them; None: a prompt's start.
+        packed: All of their tokens, from `keys.pack`.
+        extra_keys: As for `KeyChain.extend`.
+    """
+
+    chain: KeyChain
+    names: Sequence[int]
+    parent: int | None
+    packed: bytes
+    extra_keys: Sequence[Any] | None = None
+
+
+class NamesPart(msgspec.Struct, frozen=True, tag=True):
+    """A part of a snapshot: names and their keys, 8 bytes each.
+
+    Attributes:
+        holder: The only holder for which they stand for these keys; None: all.
+    """
+
+    names: bytes
+    keys: bytes
+    holder: Holder | None = None
+
+
+class BlockNames:
+    """Names of the blocks of one size.
+
+    Args:
+        index: Where the holders of blocks are noted once their keys are known.
+        max_waiting: Holdings with unknown keys at most; further ones are refused.
+        max_loose: Blocks with tokens and an unknown parent at most; the oldest are dropped.
+    """
+
+    def __init__(
+        self, index: KVIndexer, *, max_waiting: int = 1_000_000, max_loose: int = 100_000
+    ) -> None:
+        self._index = index
+        self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self._own: dict[Holder, dict[int, int]] = {}
+        """Names that stand for another block than they do elsewhere."""
+        self.waiting = KVIndexer(max_waiting)
+        """Holdings by name instead of key."""
+        self._loose: OrderedDict[tuple[int, int], Run] = OrderedDict()
+        """Runs by the names of their parent and their first block."""
+        self._loose_after: dict[int, list[int]] = {}
+        """By parent: the first names of its loose runs."""
+        self._num_loose = 0
+        self._max_loose = max_loose
+        self._hand = 0
+        """The shard that a sweep is at."""
+        self._has_stale = False
+        self._sweep_at = _SLACK
+
+    @property
+    def num_names(self) -> int:
+        return sum(map(len, self._shards)) + sum(map(len, self._own.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory of names and holdings; keys are the index's."""
+        shards = sum(map(sys.getsizeof, self._shards))
+        return shards + _NAME_BYTES * self.num_names + self.waiting.num_bytes
+
+    def key(self, holder: Holder, name: int) -> int | None:
+        """Return the key of the block that a holder calls ``name``; None if unknown."""
+        if self._own:
+            own = self._own.get(holder, {}).get(name)
+            if own is not None:
+                return own
+        return self._shards[name >> _SHIFT & _MASK].get(name)
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def stored(self, holder: Holder, run: Run) -> None:
+        """Note that a holder has a run of blocks."""
+        parent = None if run.parent is None else self.key(holder, run.parent)
+        if run.parent is not None and parent is None:
+            self._keep_loose(run.parent, run)
+            self.stored_by_name(holder, run.names)
+            return
+        keys = run.chain.extend(parent, run.packed, run.extra_keys)
+        taken = self._index.stored(holder, keys)
+        pairs = list(zip(run.names[:taken], keys, strict=False))
+        self._learn(holder, pairs)
+        if self._loose or self.waiting.num_blocks:
+            self._settle(holder, pairs)
+
+    def stored_by_name(self, holder: Holder, names: Sequence[int]) -> None:
+        """Note that a holder has blocks of which only names are told."""
+        known, unknown = [], []
+        for name in names:
+            key = self.key(holder, name)
+            if key is None:
+                unknown.append(name)
+            else:
+                known.append(key)
+        if known:
+            self._index.stored(holder, known)
+        if unknown:
+            self.waiting.stored(holder, unknown)
+
+    def removed(self, holder: Holder, names: Sequence[int]) -> None:
+        """Note that a holder no longer has these blocks."""
+        keys = {name: key for name in names if (key := self.key(holder, name)) is not None}
+        if len(keys) < len(names):
+            self.waiting.removed(holder, [name for name in names if name not in keys])
+        gone = set(self._index.removed(holder, list(keys.values())))
+        own = self._own.get(holder)
+        for name, key in keys.items():
+            if own is not None:
+                own.pop(name, None)
+            if key in gone:
+                shard = self._shards[name >> _SHIFT & _MASK]
+                if shard.get(name) == key:
+                    del shard[name]
+
+    def forget(self, holder: Holder) -> None:
+        """Drop what only concerns a holder whose blocks the index forgets."""
+        self.waiting.forget(holder)
+        self._own.pop(holder, None)
+        self._has_stale = True
+
+    def _learn(self, holder: Holder, pairs: Iterable[tuple[int, int]]) -> None:
+        """Note the keys of names."""
+        shards, own = self._shards, self._own.get(holder)
+        for name, key in pairs:
+            shard = shards[name >> _SHIFT & _MASK]
+            known = shard.get(name)
+            if known is None or (known != key and known not in self._index):
+                shard[name] = key
+            elif known != key:
+                own = self._own.setdefault(holder, {})
+                own[name] = key
+                continue
+            if own:
+                own.pop(name, None)
+
+    def _settle(self, holder: Holder, pairs: Iterable[tuple[int, int]]) -> None:
+        """Attach what waited for these names, and for those that become known thereby."""
+        todo = deque(pairs)
+        while todo:
+            name, key = todo.popleft()
+            for waiter in self.waiting.holders.of(self.waiting.mask(name)):
+                self._index.stored(waiter, [key])
+                self.waiting.removed(waiter, [name])
+                self._learn(waiter, [(name, key)])
+            for run in self._take_loose(name):
+                keys = run.chain.extend(key, run.packed, run.extra_keys)
+                todo.extend(zip(run.names, keys, strict=False))
+
+    def _keep_loose(self, parent: int, run: Run) -> None:
+        """Keep a run until its parent is known, in place of a shorter one."""
+        first = run.names[0]
+        known = self._loose.get((parent, first))
+        if known is not None and len(known.names) >= len(run.names):
+            return
+        if known is None:
+            self._loose_after.setdefault(parent, []).append(first)
+        else:
+            self._num_loose -= len(known.names)
+        self._loose[parent, first] = run
+        self._num_loose += len(run.names)
+        while self._num_loose > self._max_loose:
+            self._drop_loose(next(iter(self._loose)))
+
+    def _take_loose(self, parent: int) -> list[Run]:
+        firsts = list(self._loose_after.get(parent, ()))
+        return [self._drop_loose((parent, first)) for first in firsts]
+
+    def _drop_loose(self, at: tuple[int, int]) -> Run:
+        run = self._loose.pop(at)
+        self._num_loose -= len(run.names)
+        parent, first = at
+        firsts = self._loose_after[parent]
+        firsts.remove(first)
+        if not firsts:
+            del self._loose_after[parent]
+        return run
+
+    def sweep(self, num_blocks: int) -> bool:
+        """Free the memory of names whose blocks no holder has any more, a slice at a time.
+
+        Args:
+            num_blocks: Visit about this many names: one shard at least.
+
+        Returns:
+            Whether there is more to do.
+        """
+        has_waiting = self.waiting.sweep(num_blocks)
+        if self._hand == 0:
+            if not self._has_stale and self.num_names <= self._sweep_at:
+                return has_waiting
+            self._has_stale = False
+        while num_blocks > 0:
+            num_blocks -= len(self._shards[self._hand]) + 1
+            self._shards[self._hand] = self._living(self._shards[self._hand])
+            self._hand += 1
+            if self._hand == _NUM_SHARDS:
+                self._hand = 0
+                self._own = {holder: self._living(own) for holder, own in self._own.items()}
+                self._sweep_at = 2 * self.num_names + _SLACK
+                return has_waiting or self._has_stale
+        return True
+
+    def _living(self, names: dict[int, int]) -> dict[int, int]:
+        index = self._index
+        stale = [name for name, key in names.items() if key not in index]
+        for name in stale:
+            del names[name]
+        return dict(names) if len(stale) > len(names) else names  # deleting frees no memory
+
+    # -- snapshots -------------------------------------------------------------------------------
+
+    def snapshot(self, sources: Container[str]) -> Iterator[NamesPart | IndexPart]:
+        """Yield names, then the holdings that wait, as `KVIndexer.snapshot` does."""
+        for at in range(_NUM_SHARDS):
+            if self._shards[at]:
+                yield _part(self._shards[at], None)
+        for holder in list(self._own):
+            yield _part(self._own.get(holder, {}), holder)
+        yield from self.waiting.snapshot(sources)
+
+    def restore(self, part: NamesPart | IndexPart) -> None:
+        """Add a part. The index's own parts come first."""
+        if isinstance(part, IndexPart):
+            self.waiting.restore(part)
+            return
+        names = np.frombuffer(part.names, np.uint64).tolist()
+        keys = np.frombuffer(part.keys, np.uint64).tolist()
+        if part.holder is not None:
+            holder = Holder(*part.holder)
+            self._own.setdefault(holder, {}).update(zip(names, keys, strict=True))
+            return
+        for name, key in zip(names, keys, strict=True):
+            self._shards[name >> _SHIFT & _MASK].setdefault(name, key)
+
+    def check(self) -> None:
+        """Raise `InternalError` if names are misplaced or the bounds are exceeded."""
+        self.waiting.check()
+        for number, shard in enumerate(self._shards):
+            if any(name >> _SHIFT & _MASK != number for name in shard):
+                raise InternalError(f"a name is misplaced in shard {number}")
+            if any(self.waiting.mask(name) and key in self._index for name, key in shard.items()):
+                raise InternalError("a holder waits for a name whose key is known")
+        after = {
+            (parent, first) for parent, firsts in self._loose_after.items() for first in firsts
+        }
+        if after != set(self._loose):
+            raise InternalError("runs without a parent and their parents disagree")
+        num_loose = sum(len(run.names) for run in self._loose.values())
+        if num_loose != self._num_loose or num_loose > self._max_loose:
+            raise InternalError(f"{num_loose} blocks without a parent, counted {self._num_loose}")
+
+
+def _part(names: dict[int, int], holder: Holder | None) -> NamesPart:
+    return NamesPart(
+        np.fromiter(names, np.uint64, len(names)).tobytes(),
+        np.fromiter(names.values(), np.uint64, len(names)).tobytes(),
+        holder,
+    )

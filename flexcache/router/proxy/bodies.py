@@ -1,0 +1,105 @@
+"""Reads the bodies of requests, within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from flexcache.errors import InternalError
+
+
+class BodyRefused(Exception):
+    """A body was not read.
+
+    Args:
+        status: What the client is answered.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Body:
+    """The part of a body that has arrived."""
+
+    __slots__ = ("chunks", "size")
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.size = 0
+
+    def joined(self) -> bytes:
+        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+
+
+class Bodies:
+    """The bodies of all requests in flight.
+
+    Args:
+        max_bytes: Of one body.
+        max_held_bytes: Of all of them.
+        timeout_s: For one body.
+    """
+
+    def __init__(self, max_bytes: int, max_held_bytes: int, timeout_s: float) -> None:
+        self._max_bytes = max_bytes
+        self._max_held_bytes = max_held_bytes
+        self._timeout_s = timeout_s
+        self._held_bytes = 0
+
+    @asynccontextmanager
+    async def read(self, request: web.Request) -> AsyncIterator[bytes]:
+        """Hold the body of a request while the context lasts.
+
+        Raises:
+            BodyRefused: It is too large or too slow, or there is no room for it.
+        """
+        body = _Body()
+        try:
+            if not request.content.is_eof():
+                await self._collect(request, body)
+            elif request.body_exists:
+                self._take(request.content.read_nowait(), body)
+            yield body.joined()
+        finally:
+            self._held_bytes -= body.size
+
+    def check(self, *, is_idle: bool) -> None:
+        """Check invariants.
+
+        Args:
+            is_idle: There is no request in flight.
+
+        Raises:
+            InternalError: One does not hold.
+        """
+        if self._held_bytes < 0 or (is_idle and self._held_bytes):
+            raise InternalError(f"{self._held_bytes} bytes held, is_idle={is_idle}")
+
+    async def _collect(self, request: web.Request, body: _Body) -> None:
+        if (request.content_length or 0) > self._max_bytes:
+            raise self._too_large()
+        try:
+            await asyncio.wait_for(self._read_all(request, body), self._timeout_s)
+        except asyncio.TimeoutError:
+            raise BodyRefused(408, "the body did not arrive in time") from None
+
+    async def _read_all(self, request: web.Request, body: _Body) -> None:
+        while chunk := await request.content.readany():
+            self._take(chunk, body)
+
+    def _take(self, chunk: bytes, body: _Body) -> None:
+        body.chunks.append(chunk)
+        body.size += len(chunk)
+        self._held_bytes += len(chunk)
+        if body.size > self._max_bytes:
+            raise self._too_large()
+        if self._held_bytes > self._max_held_bytes:
+            raise BodyRefused(503, "too many large requests at once")
+
+    def _too_large(self) -> BodyRefused:
+        return BodyRefused(413, f"the body is larger than {self._max_bytes} bytes")

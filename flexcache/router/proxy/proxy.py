@@ -1,0 +1,227 @@
+"""Takes requests of clients, sends each to the engine that the chooser names, and passes the answer
+back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+from aiohttp import ClientResponse, web
+
+from flexcache.errors import InternalError
+from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
+from flexcache.router.proxy import answers, headers
+from flexcache.router.proxy.access import ApiKeys
+from flexcache.router.proxy.bodies import Bodies, BodyRefused
+from flexcache.router.proxy.config import ProxyConfig
+from flexcache.router.proxy.engines import Engines, NoAnswer, NotTaken
+from flexcache.router.proxy.life import RequestLife
+from flexcache.router.proxy.relay import ClientStalled, EngineBroke, relay
+from flexcache.router.proxy.retries import RetryBudget
+from flexcache.router.proxy.usage import UsageReader
+
+HEALTH = "/health"
+_BROKE = "the connection to the engine broke before the answer was complete"
+
+
+class Proxy:
+    """Handles requests. Every choice is ended exactly once, whatever happens.
+
+    Args:
+        is_ready: What ``GET /health`` reports.
+    """
+
+    def __init__(
+        self, chooser: Chooser, config: ProxyConfig, is_ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._chooser = chooser
+        self._config = config
+        self._is_ready = is_ready
+        self._keys = ApiKeys(config.api_keys)
+        self._bodies = Bodies(config.max_body_bytes, config.max_held_bytes, config.body_timeout_s)
+        self._budget = RetryBudget(config.retry_ratio, config.retry_burst)
+        self._engines = Engines(config)
+        self._prefix = secrets.token_hex(8)
+        self._numbers = count()
+        self._num_running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def open(self) -> None:
+        """Start: must run on the loop that handles requests."""
+        await self._engines.open()
+
+    async def close(self) -> None:
+        """Close the connections to engines."""
+        await self._engines.close()
+
+    async def drain(self) -> None:
+        """Wait until no request is in flight, for the configured time at most."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), self._config.stop_deadline_s)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request of a client."""
+        self._num_running += 1
+        self._idle.clear()
+        try:
+            return await self._serve(request)
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
+
+    def check(self) -> None:
+        """Check invariants.
+
+        Raises:
+            InternalError: One does not hold.
+        """
+        self._budget.check()
+        self._bodies.check(is_idle=not self._num_running)
+        if self._idle.is_set() != (self._num_running == 0):
+            raise InternalError(f"{self._num_running} running, idle={self._idle.is_set()}")
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return refusal
+        unique_id = f"{self._prefix}-{next(self._numbers)}"
+        shown_id = request.headers.get(headers.REQUEST_ID, unique_id)
+        with RequestLife(self._chooser, unique_id) as life:
+            try:
+                sent = await self._send(request, life, shown_id)
+            except BodyRefused as refused:
+                sent = answers.error(refused.status, str(refused))
+                sent.force_close()
+            if isinstance(sent, web.Response):
+                sent.headers[headers.REQUEST_ID] = shown_id
+                return sent
+            return await self._pass_on(request, life, sent, shown_id)
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        """Return the answer to a request that goes to no engine."""
+        target, fields = request.raw_path, request.headers
+        if not target.startswith("/") or "#" in target:
+            return answers.error(400, "the request's target must be a path")
+        if "Upgrade" in fields and "websocket" in fields["Upgrade"].lower():
+            return answers.error(400, "WebSockets are not supported")
+        size = sum(len(name) + len(value) for name, value in request.raw_headers)
+        if size > self._config.max_header_bytes:
+            return answers.error(431, "the header is too large")
+        request_id = fields.get(headers.REQUEST_ID)
+        if request_id is not None and not headers.is_request_id(request_id):
+            return answers.error(400, f"{headers.REQUEST_ID}: not printable, or too long")
+        if target.partition("?")[0] == HEALTH and request.method in ("GET", "HEAD"):
+            status = 200 if self._is_ready() else 503
+            return web.Response(status=status, headers={"Server": answers.SERVER})
+        if not self._keys.admit(fields):
+            return answers.error(401, "a valid API key is required")
+        return None
+
+    async def _send(
+        self, request: web.Request, life: RequestLife, shown_id: str
+    ) -> ClientResponse | web.Response:
+        """Send a request to engines until one answers. Its body is held only meanwhile.
+
+        Raises:
+            BodyRefused: See `Bodies.read`.
+        """
+        fields, method, target = request.headers, request.method, request.raw_path
+        async with self._bodies.read(request) as body:
+            self._budget.add_request()
+            arrival = Arrival(
+                request_id=life.request_id,
+                method=method,
+                path=target,
+                headers={n: fields[n] for n in headers.ROUTING_HEADERS if n in fields},
+                body=body,
+            )
+            data = body if body or request.body_exists else None
+            failure: NotTaken | None = None
+            while True:
+                try:
+                    choice = await self._chooser.choose(arrival)
+                except NotRouted as refused:
+                    return _not_routed(refused) if failure is None else _not_taken(failure)
+                life.begin(choice)
+                if failure and choice.worker in arrival.tried and not failure.may_be_stale:
+                    return _not_taken(failure)  # no other engine is left
+                added = {**choice.headers, headers.REQUEST_ID: shown_id}
+                try:
+                    return await self._engines.send(
+                        choice, method, target, headers.to_engine(fields, added), data
+                    )
+                except NoAnswer as error:
+                    life.end(Outcome.BROKEN)
+                    return answers.error(502, str(error))
+                except NotTaken as error:
+                    life.end(Outcome.REFUSED)
+                    if error.retry_after is None and failure is not None:
+                        error.retry_after = failure.retry_after
+                    failure = error
+                arrival = replace(arrival, tried=(*arrival.tried, choice.worker))
+                if len(arrival.tried) > self._config.max_retries or not self._budget.take_retry():
+                    return _not_taken(failure)
+
+    async def _pass_on(
+        self, request: web.Request, life: RequestLife, answer: ClientResponse, shown_id: str
+    ) -> web.StreamResponse:
+        """Pass the answer of an engine on."""
+        assert life.choice is not None
+        fields = headers.to_client(answer.headers)
+        fields.setdefault("Server", answers.SERVER)
+        fields.update(_of_choice(life.choice), **{headers.REQUEST_ID: shown_id})
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=fields)
+        usage = UsageReader()
+        transport = request.transport
+        if transport is None:  # the client left
+            answer.close()
+            return response
+        try:
+            await response.prepare(request)
+            await relay(
+                answer,
+                response,
+                transport,
+                usage=usage,
+                first_byte=life.first_byte,
+                stall_s=self._config.client_idle_s,
+            )
+            await response.write_eof()
+            life.end(Outcome.DONE, usage.read())
+        except EngineBroke:
+            life.end(Outcome.BROKEN)
+            if response.content_type == "text/event-stream":
+                with contextlib.suppress(ConnectionError):
+                    await response.write(answers.broken_stream(_BROKE))
+            transport.close()  # without the end of the body, so that the client notices
+        except ClientStalled:
+            transport.abort()
+        except ConnectionError:
+            pass  # the client left
+        finally:
+            answer.close()
+        return response
+
+
+def _of_choice(choice: Choice) -> dict[str, str]:
+    shown = {headers.WORKER: choice.worker}
+    if choice.matched_tokens is not None:
+        shown[headers.MATCHED_TOKENS] = str(choice.matched_tokens)
+    return shown
+
+
+def _not_routed(refused: NotRouted) -> web.Response:
+    retry_after = answers.in_whole_seconds(refused.retry_after_s)
+    return answers.error(refused.status, str(refused), retry_after)
+
+
+def _not_taken(failure: NotTaken) -> web.Response:
+    """Return 503 if engines are busy, and 502 if they are out of order."""
+    status = 503 if failure.status in (429, 503) else 502
+    return answers.error(status, f"no engine took the request: {failure}", failure.retry_after)

@@ -1,0 +1,64 @@
+"""Passes an answer on, piece by piece as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import ClientError, ClientResponse, web
+
+from flexcache.router.proxy.usage import UsageReader
+
+
+class EngineBroke(Exception):
+    """The connection to the engine broke, or it was silent for too long."""
+
+
+class ClientStalled(Exception):
+    """The client has not read its answer for too long."""
+
+
+async def relay(
+    answer: ClientResponse,
+    response: web.StreamResponse,
+    transport: asyncio.WriteTransport,
+    *,
+    usage: UsageReader,
+    first_byte: Callable[[], None],
+    stall_s: float,
+) -> None:
+    """Pass the body of an answer on.
+
+    Args:
+        response: Prepared.
+        transport: The client's.
+        usage: Is given all of it.
+        first_byte: Called when the first piece has come.
+        stall_s: How long the client may leave data unread.
+
+    Raises:
+        EngineBroke: The body is incomplete.
+        ClientStalled: See ``stall_s``.
+        ConnectionError: The client is gone.
+    """
+    read, write, feed = answer.content.readany, response.write, usage.feed
+    _, most_unread = transport.get_write_buffer_limits()
+    is_first = True
+    while True:
+        try:
+            chunk = await read()
+        except (ClientError, asyncio.TimeoutError) as error:
+            raise EngineBroke(type(error).__name__) from error
+        if not chunk:
+            return
+        if is_first:
+            first_byte()
+            is_first = False
+        feed(chunk)
+        if transport.get_write_buffer_size() <= most_unread:
+            await write(chunk)
+            continue
+        try:
+            await asyncio.wait_for(write(chunk), stall_s)
+        except asyncio.TimeoutError:
+            raise ClientStalled from None

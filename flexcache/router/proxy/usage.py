@@ -1,0 +1,76 @@
+"""Reads the token counts that an engine reports at the end of its answer, without holding it."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any, NamedTuple
+
+_KEY = b'"usage"'
+_TAIL_BYTES = 4096  # more than the usage of any API and what follows it
+_decode_first = json.JSONDecoder().raw_decode
+
+
+class Usage(NamedTuple):
+    """Token counts of a request; None where the engine reported none."""
+
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+UNKNOWN = Usage()
+
+
+class UsageReader:
+    """Keeps the last bytes of an answer: usage is the end of a JSON answer, and in one of the last
+    events of a stream."""
+
+    __slots__ = ("_chunks", "_size")
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next bytes of the answer. Takes well below a microsecond."""
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        while self._size - len(self._chunks[0]) >= _TAIL_BYTES:
+            self._size -= len(self._chunks.popleft())
+
+    def read(self) -> Usage:
+        """Return the last usage that the answer reports."""
+        tail = b"".join(self._chunks)
+        end = len(tail)
+        while (start := tail.rfind(_KEY, 0, end)) >= 0:
+            usage = _read_at(tail, start + len(_KEY))
+            if usage is not None:
+                return usage
+            end = start
+        return UNKNOWN
+
+
+def _read_at(tail: bytes, position: int) -> Usage | None:
+    """Return the usage behind the key; None if there is none: ``null``, or text of the model."""
+    text = tail[position:].decode(errors="replace").lstrip()
+    if not text.startswith(":"):
+        return None
+    try:
+        usage, _ = _decode_first(text[1:].lstrip())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details", usage.get("input_tokens_details"))
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return Usage(
+        _count(cached if cached is not None else usage.get("cache_read_input_tokens")),
+        _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
+        _count(usage.get("completion_tokens", usage.get("output_tokens"))),
+    )
+
+
+def _count(value: Any) -> int | None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return value if is_count else None

@@ -1,0 +1,333 @@
+"""`KVRouter`: chooses the worker that will answer a request soonest.
+
+Joins what the workers' caches hold (index, filled by KV events or by its own decisions) with what
+they are busy with (dispatcher), by name instead of number. Pure: the caller passes the time, in
+seconds of one monotonic clock, and calls from one thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from flexcache.events.wire import EventBatch
+from flexcache.router.accuracy import CachedTokensAccuracy, TTFTAccuracy
+from flexcache.router.decision_counts import DecisionCounts
+from flexcache.router.dispatcher import Dispatcher, Prompt
+from flexcache.router.fleet import Fleet
+from flexcache.router.holdings import Holdings
+from flexcache.router.load import Load, Work
+from flexcache.router.peer_policies import make_policy
+from flexcache.router.policy import Pick
+from flexcache.router.request import Decision, RouteRequest
+from flexcache.router.routing_stats import (
+    by_tier_name,
+    index_stats,
+    service_time_stats,
+    worker_stats,
+)
+from flexcache.router.service_time import ServiceTime
+from flexcache.router.stats import RouterStats, RoutingStats
+from flexcache.router.workers import Tier, WorkerSpec, WorkerState
+
+_MAX_SESSIONS = 100_000
+_MAX_OTHERS = 8
+
+
+class WorkerScore(NamedTuple):
+    """What a request would find at a worker.
+
+    Attributes:
+        cost: The policy's, the lower the better; None: the worker may not be chosen.
+        ttft_s: Predicted; None before the service time is known.
+    """
+
+    worker: str
+    cost: float | None
+    matched: dict[Tier, int]
+    ttft_s: float | None
+
+
+@dataclass(slots=True)
+class _Running:
+    worker: int
+    num_tokens: int
+    predicted_tokens: int | None
+    ttft_s: float | None
+    since: float
+
+
+class KVRouter:
+    """Chooses workers and follows requests.
+
+    Args:
+        policy: ``ours``, or another of `peer_policies.make_policy`, to compare.
+        temperature: Of a softmax over the costs; 0: always the lowest.
+        seed: Of the choice among equals.
+        max_blocks: Different blocks in the index at most.
+        approximate: When a worker's blocks are guessed from the router's own decisions: ``auto``,
+            if it publishes no events; ``always``; ``never``.
+        max_requests: A worker with so many requests in flight gets no more; None: unbounded.
+        max_wait_s: Nor does one with a longer backlog; None: unbounded.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: str = "ours",
+        temperature: float = 0.0,
+        seed: int = 0,
+        max_blocks: int = 10_000_000,
+        approximate: Literal["auto", "always", "never"] = "auto",
+        max_requests: int | None = None,
+        max_wait_s: float | None = None,
+    ) -> None:
+        self.policy = policy
+        self.fleet = Fleet()
+        self.holdings = Holdings(max_blocks, approximate)
+        self.dispatcher = Dispatcher(
+            make_policy(policy, temperature), Load(), ServiceTime(), seed=seed
+        )
+        self.cached_tokens = CachedTokensAccuracy()
+        self.ttft = TTFTAccuracy()
+        self.counts = DecisionCounts()
+        self.num_expired = 0
+        self._max_requests = max_requests
+        self._max_wait_s = max_wait_s
+        self._running: dict[str, _Running] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        """Worker of each session's last request."""
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def set_workers(self, specs: Sequence[WorkerSpec], now: float = 0.0) -> None:
+        """Replace the set of workers; those that stay keep what is known of them.
+
+        Raises:
+            ConfigError: Two have one name.
+        """
+        changes = self.fleet.set_workers(specs)
+        for number in changes.removed:
+            self.dispatcher.forget_worker(number, now)
+        self.dispatcher.resize(self.fleet.num_numbers)
+        self.holdings.set_workers(self.fleet.by_number())
+        self.counts.keep([spec.name for spec in specs])
+
+    def set_state(self, worker: str, state: WorkerState) -> None:
+        """Say whether a worker may be chosen."""
+        self.fleet.set_state(worker, state)
+
+    def set_models(self, worker: str, models: Collection[str]) -> None:
+        """Say which models and adapters a worker serves; empty: any."""
+        self.fleet.set_models(worker, models)
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def apply(self, source: str, batch: EventBatch) -> None:
+        """Apply a batch of events that a source published."""
+        self.holdings.apply(source, batch)
+
+    def lost(self, source: str) -> None:
+        """Note that events of a source were lost for good: what it holds is unknown."""
+        self.holdings.forget(source)
+
+    def restarted(self, source: str) -> None:
+        """Note that a source began again, with nothing."""
+        self.holdings.forget(source)
+
+    def sweep(self, num_blocks: int) -> bool:
+        """Free memory of forgotten blocks, a slice at a time; returns whether there is more."""
+        return self.holdings.sweep(num_blocks)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def choose(
+        self, request: RouteRequest, now: float, *, tried: Collection[str] = ()
+    ) -> Decision | None:
+        """Choose a worker; the request counts as its load from now on, until `ended`.
+
+        Args:
+            tried: Workers that failed this request: chosen only if there are no others.
+
+        Returns:
+            None: no worker may be chosen, or all are busy.
+        """
+        eligible = self._eligible(request, now, tried)
+        if eligible is None:
+            return None
+        prompt = self._prompt(request)
+        pick, _ = self.dispatcher.choose(request.request_id, prompt, now, eligible)
+        decision = self._decision(request, prompt, pick, now)
+        self._running[request.request_id] = _Running(
+            pick.worker,
+            request.num_tokens,
+            None if request.token_ids is None else decision.matched_tokens,
+            decision.ttft_s,
+            now,
+        )
+        self.counts.add(decision)
+        if request.session_id is not None:
+            self._remember_session(request.session_id, decision.worker)
+        return decision
+
+    def scores(self, request: RouteRequest, now: float) -> list[WorkerScore]:
+        """Return what the request would find at each worker, best first; nothing is reserved."""
+        eligible = self._eligible(request, now, ())
+        if eligible is None:
+            return []
+        prompt = self._prompt(request)
+        pick = self.dispatcher.score(prompt, now, eligible)
+        ttft_s = self._ttft_s(prompt, now)
+        scores = [
+            WorkerScore(
+                member.spec.name,
+                cost if np.isfinite(cost := float(pick.costs[member.number])) else None,
+                _by_tier(prompt, member.number),
+                None if ttft_s is None else float(ttft_s[member.number]),
+            )
+            for member in self.fleet
+        ]
+        return sorted(scores, key=lambda score: (score.cost is None, score.cost or 0.0))
+
+    def first_token(self, request_id: str, now: float) -> None:
+        """Note the first token of a request's answer."""
+        self.dispatcher.first_token(request_id, now)
+        running = self._running.get(request_id)
+        if running is not None and running.ttft_s is not None:
+            self.ttft.add(running.ttft_s, now - running.since)
+            running.ttft_s = None
+
+    def ended(self, request_id: str, now: float, *, cached_tokens: int | None = None) -> None:
+        """Note the end of a request, for whatever reason; unknown ones are ignored.
+
+        Args:
+            cached_tokens: What the engine reported; None if it did not.
+        """
+        self.dispatcher.ended(request_id, now)
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return
+        self.cached_tokens.add(running.predicted_tokens, cached_tokens, running.num_tokens)
+
+    def expire(self, now: float) -> None:
+        """Forget requests whose end was never reported, and guesses that did not come true."""
+        for request_id in self.dispatcher.expire(now):
+            self.num_expired += 1
+            self._running.pop(request_id, None)
+
+    # -- requests of other routers -----------------------------------------------------------------
+
+    def work(self, request_id: str) -> Work | None:
+        """Return what a request in flight is expected to cost, for other routers."""
+        return self.dispatcher.load.work(request_id)
+
+    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> None:
+        """Count a request that another router sent; `first_token` and `ended` follow.
+
+        Args:
+            owner: The other router.
+            request_id: Unique among the requests of all routers.
+        """
+        if worker in self.fleet:
+            number = self.fleet[worker].number
+            self.dispatcher.load.add(request_id, number, now, work, owner)
+
+    def forget_owner(self, owner: str, now: float) -> int:
+        """Forget the requests of another router; returns their number."""
+        return self.dispatcher.load.forget_owner(owner, now)
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def stats(self, now: float) -> RouterStats:
+        wait_s = self.dispatcher.load.wait_s(now)
+        total = self.counts.total
+        routing = RoutingStats(
+            policy=self.policy,
+            decisions=dict(self.counts.reasons),
+            prompt_tokens=total.prompt_tokens,
+            matched_tokens=by_tier_name(total.matched_tokens),
+            cached_tokens=self.cached_tokens.stats(),
+            ttft=self.ttft.stats(),
+            service_time=service_time_stats(self.dispatcher.service_time),
+            expired_requests=self.num_expired,
+        )
+        workers = {
+            member.spec.name: worker_stats(
+                member,
+                self.dispatcher,
+                self.counts.of_worker(member.spec.name),
+                float(wait_s[member.number]),
+                is_approximate=self.holdings.is_guessed(member.spec),
+            )
+            for member in self.fleet
+        }
+        return RouterStats(routing=routing, index=index_stats(self.holdings), workers=workers)
+
+    def check(self) -> None:
+        """Verify all parts.
+
+        Raises:
+            InternalError: They do not hold together.
+        """
+        self.fleet.check()
+        self.holdings.check()
+        self.dispatcher.check()
+
+    # -- parts of a choice -------------------------------------------------------------------------
+
+    def _eligible(
+        self, request: RouteRequest, now: float, tried: Collection[str]
+    ) -> np.ndarray | None:
+        eligible = self.fleet.eligible(request.model, tried)
+        if eligible is None:
+            return None
+        load = self.dispatcher.load
+        if self._max_requests is not None:
+            eligible = eligible & (load.num_requests < self._max_requests)
+        if self._max_wait_s is not None:
+            eligible = eligible & (load.wait_s(now) <= self._max_wait_s)
+        return eligible if eligible.any() else None
+
+    def _prompt(self, request: RouteRequest) -> Prompt:
+        last = None
+        if request.session_id is not None:
+            name = self._sessions.get(request.session_id)
+            last = self.fleet[name].number if name is not None and name in self.fleet else None
+        return Prompt(request.num_tokens, self.holdings.matched(request), last)
+
+    def _decision(self, request: RouteRequest, prompt: Prompt, pick: Pick, now: float) -> Decision:
+        others = pick.next_best(_MAX_OTHERS)
+        is_known = self.dispatcher.service_time.is_known
+        # The request is part of the backlog by now.
+        ttft_s = float(self.dispatcher.load.wait_s(now)[pick.worker]) if is_known else None
+        return Decision(
+            worker=self.fleet.name(pick.worker),
+            others=tuple(self.fleet.name(number) for number in others),
+            num_tokens=request.num_tokens,
+            matched=_by_tier(prompt, pick.worker),
+            ttft_s=ttft_s,
+            reason="load" if request.token_ids is None else pick.reason,
+        )
+
+    def _ttft_s(self, prompt: Prompt, now: float) -> np.ndarray | None:
+        """Return the predicted time to the first token at each worker."""
+        times = self.dispatcher.service_time
+        if not times.is_known:
+            return None
+        ttft_s: np.ndarray = self.dispatcher.load.wait_s(now)
+        ttft_s += times.predict(prompt.num_tokens, prompt.matched)
+        return ttft_s
+
+    def _remember_session(self, session_id: str, worker: str) -> None:
+        self._sessions[session_id] = worker
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+
+
+def _by_tier(prompt: Prompt, number: int) -> dict[Tier, int]:
+    return {tier: int(n) for tier, n in zip(Tier, prompt.matched[:, number], strict=True)}

@@ -1,0 +1,124 @@
+"""Has engines make the tokens of prompts, within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from flexcache.router.tokens.body import ChatBody, CompletionBody, UnknownPrompt
+from flexcache.router.tokens.engines import Engines, NotRendered
+from flexcache.router.tokens.limits import TokenLimits
+from flexcache.router.tokens.memo import TokenMemo
+from flexcache.router.tokens.prompt import Prompt
+from flexcache.router.tokens.rendered import RenderedMemo
+from flexcache.router.tokens.served import ServedModel
+
+
+class AskedTokens:
+    """Asks engines, and remembers what they said.
+
+    Args:
+        seed: Seed of the memo's hash.
+    """
+
+    def __init__(self, engines: Engines, limits: TokenLimits, seed: int) -> None:
+        self._engines = engines
+        self._limits = limits
+        self._memo = TokenMemo(limits.memo_bytes, seed)
+        self._rendered = RenderedMemo(self._memo)
+        self._asking: dict[bytes, asyncio.Task[np.ndarray]] = {}
+
+    @property
+    def memo_bytes(self) -> int:
+        """Memory of the memo."""
+        return self._memo.num_bytes
+
+    async def tokens(
+        self, model: ServedModel, path: str, raw: bytes, body: ChatBody | CompletionBody
+    ) -> Prompt:
+        """Have the tokens of a request made.
+
+        Args:
+            path: Path of the request.
+            raw: Its body.
+            body: The same, parsed.
+
+        Raises:
+            UnknownPrompt: The engine did not make them in time, and no earlier turn of the chat
+                is known.
+        """
+        keys = self._rendered.keys(body, model.name)
+        known = self._rendered.longest(keys)
+        if known is not None and known[1] == len(keys):
+            ids = known[0]
+            return Prompt(ids, len(ids), len(ids))
+        asking = self._ask(model, path, raw, keys)
+        if asking is not None:
+            await asyncio.wait({asking}, timeout=self._limits.render_deadline_s)
+            if asking.done():
+                try:
+                    ids = asking.result()
+                except NotRendered as error:
+                    raise UnknownPrompt("not rendered") from error
+                return Prompt(ids, len(ids), 0)
+        if known is None:
+            raise UnknownPrompt("engine too slow" if asking is not None else "busy")
+        ids = known[0]
+        return Prompt(ids, max(len(ids), len(raw) // 4), len(ids))
+
+    def _ask(
+        self, model: ServedModel, path: str, raw: bytes, keys: list[bytes]
+    ) -> asyncio.Task[np.ndarray] | None:
+        asking = self._asking.get(keys[-1])
+        if asking is None and len(self._asking) < self._limits.rendering:
+            asking = asyncio.create_task(self._render(model, path, raw, keys))
+            asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._asking[keys[-1]] = asking
+        return asking
+
+    async def _render(
+        self, model: ServedModel, path: str, raw: bytes, keys: list[bytes]
+    ) -> np.ndarray:
+        try:
+            ids = await self.render(model, path, raw)
+            self._rendered.put(keys, ids)
+            return ids
+        finally:
+            del self._asking[keys[-1]]
+
+    async def render(
+        self, model: ServedModel, path: str, raw: bytes, url: str | None = None
+    ) -> np.ndarray:
+        """Have an engine of the model make a request's tokens, however long it takes.
+
+        Args:
+            url: The engine; None: any.
+
+        Raises:
+            NotRendered: It did not.
+        """
+        url, headers = model.engine(url)
+        try:
+            ids = await self._engines.render(url, headers, path, raw)
+        except NotRendered as error:
+            if error.missing:
+                model.ways.engine_renders(False)
+            raise
+        model.ways.engine_renders(True)
+        return ids
+
+    async def close(self) -> None:
+        """Give up what is being asked."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check(self) -> None:
+        """Check the memo.
+
+        Raises:
+            InternalError: It is wrong.
+        """
+        self._memo.check()

@@ -1,0 +1,182 @@
+"""Reads the bodies of requests: the fields that decide the prompt, and no others.
+
+Fields and their defaults are those of vLLM's OpenAI-compatible API.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+CHARS_PER_TOKEN = 4
+"""For estimates: English text and code have 3.5 to 4.5 characters a token."""
+
+TOKENS_PER_MEDIUM = 576
+"""For estimates: an image of 336 by 336 pixels in patches of 14."""
+
+
+class Kind(str, Enum):
+    """Kinds of prompts that can differ in how well the router reproduces them."""
+
+    COMPLETION = "completion"
+    CHAT = "chat"
+    TOOLS = "tools"
+    """Chat with tools."""
+
+
+class UnknownPrompt(Exception):
+    """The prompt's tokens cannot be known; the message is the reason, a word or two."""
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """Fields that all kinds share."""
+
+    model: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs: int | bool | None = None
+    echo: bool | None = False
+
+    def estimate(self, num_bytes: int) -> int:
+        """Estimate the length of the prompt in tokens.
+
+        Args:
+            num_bytes: Length of the whole body.
+        """
+        return num_bytes // CHARS_PER_TOKEN
+
+    def check_cacheable(self) -> None:
+        """Check that the engine looks the prompt up in its cache, whole.
+
+        Raises:
+            UnknownPrompt: It does not.
+        """
+        if self.truncate_prompt_tokens is not None:
+            raise UnknownPrompt("truncated")
+        if self.prompt_logprobs is not None:
+            raise UnknownPrompt("prompt_logprobs")
+
+
+class CompletionBody(Body, kw_only=True):
+    prompt: msgspec.Raw = msgspec.Raw()
+    suffix: str | None = None
+    prompt_embeds: msgspec.Raw | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the prompt."""
+        return Kind.COMPLETION
+
+    def estimate(self, num_bytes: int) -> int:
+        prompt = bytes(self.prompt)
+        if b'"' in prompt:
+            return len(prompt) // CHARS_PER_TOKEN
+        return prompt.count(b",") + 1
+
+    def check_cacheable(self) -> None:
+        super().check_cacheable()
+        if self.echo and self.logprobs is not None:
+            raise UnknownPrompt("prompt_logprobs")
+        if self.suffix is not None:
+            raise UnknownPrompt("suffix")
+        if self.prompt_embeds is not None:
+            raise UnknownPrompt("prompt_embeds")
+
+
+class ChatBody(Body, kw_only=True):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, str]] | None = None
+    reasoning_effort: str | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    kv_transfer_params: dict[str, msgspec.Raw] | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the prompt."""
+        return Kind.TOOLS if self.tools else Kind.CHAT
+
+    def check_cacheable(self) -> None:
+        super().check_cacheable()
+        if self.kv_transfer_params and "prompt_token_ids" in self.kv_transfer_params:
+            raise UnknownPrompt("kv_transfer")
+
+    def estimate(self, num_bytes: int) -> int:
+        chars = media = 0
+        for message in self.messages:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [content]
+            for part in parts:
+                text = part.get("text") if isinstance(part, dict) else part
+                if isinstance(text, str):
+                    chars += len(text)
+                elif part is not None:
+                    media += 1
+        return chars // CHARS_PER_TOKEN + media * TOKENS_PER_MEDIUM + 4 * len(self.messages)
+
+
+_DECODERS: dict[str, Callable[[bytes], Body]] = {
+    "/v1/completions": msgspec.json.Decoder(CompletionBody).decode,
+    "/v1/chat/completions": msgspec.json.Decoder(ChatBody).decode,
+}
+_decode_any = msgspec.json.Decoder(Body).decode
+_text = msgspec.json.Decoder(str)
+_texts = msgspec.json.Decoder(list[str])
+
+
+def read_body(path: str, raw: bytes) -> Body:
+    """Read the body of any request.
+
+    Raises:
+        msgspec.DecodeError: It is no JSON object, or not what the path wants.
+    """
+    return _DECODERS.get(path, _decode_any)(raw)
+
+
+def read_prompt(raw: msgspec.Raw) -> str | np.ndarray:
+    """Read a completion's prompt: text, or token ids as ``uint32``.
+
+    Raises:
+        UnknownPrompt: There are several prompts, or none.
+        msgspec.DecodeError: It is no prompt.
+    """
+    data = bytes(raw).strip()
+    if data.startswith(b'"'):
+        return _text.decode(data)
+    inner = data[1:-1].strip()
+    if not data.startswith(b"[") or not inner:
+        raise UnknownPrompt("no prompt")
+    if inner.startswith(b'"'):
+        texts = _texts.decode(data)
+        if len(texts) > 1:
+            raise UnknownPrompt("batch")
+        return texts[0]
+    if inner.startswith(b"["):
+        if inner.count(b"[") > 1:
+            raise UnknownPrompt("batch")
+        inner = inner[1:].removesuffix(b"]").strip()
+    return _token_ids(inner)
+
+
+def _token_ids(data: bytes) -> np.ndarray:
+    """Parse numbers between commas, 10 times as fast as a JSON parser makes a list of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # unread rest; counted below
+        numbers = np.fromstring(data, dtype=np.int64, sep=",")
+    if len(numbers) != data.count(b",") + 1:
+        raise UnknownPrompt("no prompt")
+    if numbers.min() < 0 or numbers.max() >= 2**32:
+        raise UnknownPrompt("no prompt")
+    return numbers.astype(np.uint32)

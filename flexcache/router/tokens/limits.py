@@ -1,0 +1,38 @@
+"""Bounds on what one request, and all of them together, may cost the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimits:
+    """Beyond these, requests go by load.
+
+    Attributes:
+        max_body: Bytes of a body that is looked into.
+        max_messages: Messages of a chat.
+        max_text: Characters of a prompt.
+        memo_bytes: Memory of remembered tokens.
+        threads: Threads for long texts; as many more for short ones, which need not wait for them.
+        waiting_chars: Characters that may wait for or be in threads.
+        encode_deadline_s: Time to encode a prompt; then its known beginning has to do.
+        render_deadline_s: Time for an engine to render a prompt; then, too.
+        render_timeout_s: Time after which the engine's answer is given up.
+        rendering: Requests that may be at engines at a time.
+        check_every_s: Time between comparisons with the engine, for each kind of prompt.
+        refresh_every_s: Time between looks at the engines' lists of models.
+    """
+
+    max_body: int = 16 << 20
+    max_messages: int = 4096
+    max_text: int = 8 << 20
+    memo_bytes: int = 256 << 20
+    threads: int = 2
+    waiting_chars: int = 32 << 20
+    encode_deadline_s: float = 2.0
+    render_deadline_s: float = 0.05
+    render_timeout_s: float = 30.0
+    rendering: int = 16
+    check_every_s: float = 60.0
+    refresh_every_s: float = 10.0

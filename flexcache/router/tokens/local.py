@@ -1,0 +1,177 @@
+"""Makes the tokens of prompts in this process, in threads where it takes long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from flexcache.router.tokens.body import (
+    CHARS_PER_TOKEN,
+    ChatBody,
+    CompletionBody,
+    UnknownPrompt,
+    read_prompt,
+)
+from flexcache.router.tokens.limits import TokenLimits
+from flexcache.router.tokens.memo import TokenMemo
+from flexcache.router.tokens.model_files import ModelFiles
+from flexcache.router.tokens.prompt import Prompt
+
+_T = TypeVar("_T")
+
+# What takes less than a millisecond or two is done in the loop.
+_LOOP_CHARS = 400  # to be encoded
+_LOOP_MESSAGES = 128  # to be rendered
+_LOOP_TEXT = 1 << 20  # to be split
+_SHORT_CHARS = 32_768  # 30 ms: not to wait behind texts of a second
+
+
+class LocalTokens:
+    """Renders, splits, looks up, encodes.
+
+    Args:
+        seed: Seed of the memo's hash.
+    """
+
+    def __init__(self, limits: TokenLimits, seed: int) -> None:
+        self._limits = limits
+        self._memo = TokenMemo(limits.memo_bytes, seed)
+        self._short = ThreadPoolExecutor(limits.threads, "flexcache-short-texts")
+        self._long = ThreadPoolExecutor(limits.threads, "flexcache-long-texts")
+        self._waiting_chars = 0
+        self._encoding: dict[bytes, asyncio.Task[dict[bytes, np.ndarray]]] = {}
+
+    @property
+    def memo_bytes(self) -> int:
+        """Memory of the memo."""
+        return self._memo.num_bytes
+
+    async def tokens(self, files: ModelFiles, body: ChatBody | CompletionBody) -> Prompt:
+        """Make the tokens of a request.
+
+        Raises:
+            UnknownPrompt: They cannot be made.
+        """
+        if isinstance(body, ChatBody):
+            return await self._chat(files, body)
+        prompt = read_prompt(body.prompt)
+        if isinstance(prompt, np.ndarray):
+            return Prompt(prompt, len(prompt), 0)
+        return await self._text(files, prompt, body.add_special_tokens)
+
+    async def _chat(self, files: ModelFiles, body: ChatBody) -> Prompt:
+        template = files.chat_with_tools if body.tools else files.chat
+        if template is None:
+            raise UnknownPrompt("no chat template")
+        if len(body.messages) > self._limits.max_messages:
+            raise UnknownPrompt("too long")
+        is_quick = len(body.messages) <= _LOOP_MESSAGES
+        text, whole = await self._call(is_quick, lambda: template.render(body))
+        if whole:
+            return await self._text(files, text, body.add_special_tokens)
+        known = files.text.up_to_last_border(text)
+        if not known:
+            raise UnknownPrompt("media")
+        prompt = await self._text(files, known, body.add_special_tokens, ends=False)
+        return Prompt(prompt.ids, max(body.estimate(0), prompt.num_tokens), prompt.remembered)
+
+    async def _call(self, is_quick: bool, work: Callable[[], _T]) -> _T:
+        if is_quick:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._short, work)
+
+    async def _text(
+        self, files: ModelFiles, text: str, special_tokens: bool, *, ends: bool = True
+    ) -> Prompt:
+        """Make the tokens of a text.
+
+        Args:
+            ends: The prompt ends with it.
+        """
+        if len(text) > self._limits.max_text:
+            raise UnknownPrompt("too long")
+        segments = await self._call(len(text) <= _LOOP_TEXT, lambda: files.text.split(text))
+        space = id(files)
+        keys = [self._memo.key(segment, space) for segment in segments]
+        found = {key: ids for key in keys if (ids := self._memo.get(key)) is not None}
+        remembered = sum(len(found[key]) for key in keys if key in found)
+        missing = {key: text for key, text in zip(keys, segments, strict=True) if key not in found}
+        if missing:
+            found |= await self._encode(files, missing)
+        parts = []
+        for key in keys:
+            if key not in found:
+                break
+            parts.append(found[key])
+        is_whole = len(parts) == len(keys)
+        wrapped = files.text.wrap(parts, special_tokens, ends=ends and is_whole)
+        if wrapped is None:
+            raise UnknownPrompt("special tokens")
+        unknown = sum(map(len, segments[len(parts) :])) // CHARS_PER_TOKEN
+        if not parts and unknown:
+            raise UnknownPrompt("too slow")
+        return Prompt(wrapped, len(wrapped) + unknown, min(remembered, len(wrapped)))
+
+    async def _encode(
+        self, files: ModelFiles, missing: dict[bytes, str]
+    ) -> dict[bytes, np.ndarray]:
+        """Encode segments, and wait for those that are being encoded already.
+
+        Returns:
+            Those that were done in time.
+        """
+        new = {key: text for key, text in missing.items() if key not in self._encoding}
+        chars = sum(map(len, new.values()))
+        if chars <= _LOOP_CHARS and len(new) == len(missing):
+            return self._remember(list(new), files.text.encode(list(new.values())))
+        if new:
+            if self._waiting_chars + chars > self._limits.waiting_chars:
+                raise UnknownPrompt("busy")
+            task = asyncio.create_task(self._encode_in_thread(files, new, chars))
+            self._encoding |= dict.fromkeys(new, task)
+        tasks = {self._encoding[key] for key in missing}
+        done, _ = await asyncio.wait(tasks, timeout=self._limits.encode_deadline_s)
+        found: dict[bytes, np.ndarray] = {}
+        for task in done:
+            if task.exception() is not None:
+                raise UnknownPrompt("tokenizer") from task.exception()
+            found |= task.result()
+        return found
+
+    async def _encode_in_thread(
+        self, files: ModelFiles, new: dict[bytes, str], chars: int
+    ) -> dict[bytes, np.ndarray]:
+        threads = self._short if chars <= _SHORT_CHARS else self._long
+        self._waiting_chars += chars
+        try:
+            loop = asyncio.get_running_loop()
+            made = await loop.run_in_executor(threads, files.text.encode, list(new.values()))
+            return self._remember(list(new), made)
+        finally:
+            self._waiting_chars -= chars
+            for key in new:
+                del self._encoding[key]
+
+    def _remember(
+        self, keys: Sequence[bytes], made: Sequence[np.ndarray]
+    ) -> dict[bytes, np.ndarray]:
+        for key, ids in zip(keys, made, strict=True):
+            self._memo.put(key, ids)
+        return dict(zip(keys, made, strict=True))
+
+    def close(self) -> None:
+        """Stop the threads; what they are at is not waited for."""
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def check(self) -> None:
+        """Check the memo.
+
+        Raises:
+            InternalError: It is wrong.
+        """
+        self._memo.check()

@@ -1,0 +1,197 @@
+"""Finds the token ids of requests: the request has them, or they are made here or by an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from flexcache.logs import log_event
+from flexcache.router.chooser import Arrival
+from flexcache.router.request import RouteRequest
+from flexcache.router.stats import TokenizerStats
+from flexcache.router.tokens.asked import AskedTokens
+from flexcache.router.tokens.body import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Kind,
+    UnknownPrompt,
+    read_body,
+    read_prompt,
+)
+from flexcache.router.tokens.comparison import Comparison
+from flexcache.router.tokens.engines import Engines
+from flexcache.router.tokens.limits import TokenLimits
+from flexcache.router.tokens.local import LocalTokens
+from flexcache.router.tokens.prompt import Prompt
+from flexcache.router.tokens.registry import ModelRegistry
+from flexcache.router.tokens.served import ServedModel
+from flexcache.router.tokens.ways import Way
+from flexcache.tasks.histogram import Histogram
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Tokenizers:
+    """Reads requests. Make and use it on one running event loop.
+
+    Args:
+        tokenizer: Directory of the models' tokenizer, or a model's name in the Hugging Face
+            cache; None: as the engines report. Without a tokenizer the engines are asked.
+        seed: Secret of the memos' hashes.
+    """
+
+    def __init__(
+        self, *, tokenizer: str | None = None, seed: int = 0, limits: TokenLimits | None = None
+    ) -> None:
+        self._limits = limits or TokenLimits()
+        self._session = aiohttp.ClientSession()
+        engines = Engines(self._session, self._limits.render_timeout_s)
+        self._local = LocalTokens(self._limits, seed)
+        self._asked = AskedTokens(engines, self._limits, seed)
+        self._registry = ModelRegistry(engines, tokenizer)
+        self._comparison = Comparison(self._local, self._asked, self._limits)
+        self._look = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+        self._requests = Counter({"ids": 0, "local": 0, "render": 0, "unknown": 0})
+        self._unknown: Counter[str] = Counter()
+        self._tokens = 0
+        self._remembered = 0
+        self._seconds = Histogram(_SECONDS)
+
+    async def start(self) -> None:
+        """Ask the engines for their models, compare tokenizers, and go on doing so beside."""
+        await self.look()
+        self._looking = asyncio.create_task(self._keep_looking())
+
+    async def close(self) -> None:
+        """Stop all that runs."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._comparison.close()
+        await self._asked.close()
+        self._local.close()
+        await self._session.close()
+
+    def set_engines(self, engines: Mapping[str, Mapping[str, str]]) -> None:
+        """Set the engines, by base URL, with the headers that they require, a key, say."""
+        self._registry.set_engines(engines)
+        self._look.set()
+
+    async def look(self) -> None:
+        """Look at the engines' models now, and compare with engines that are new."""
+        new = await self._registry.refresh()
+        await asyncio.gather(*(self._comparison.probe(model, url) for model, url in new))
+
+    async def _keep_looking(self) -> None:
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._look.wait(), self._limits.refresh_every_s)
+            self._look.clear()
+            await self.look()
+
+    async def read(self, arrival: Arrival) -> RouteRequest:
+        """Read a request. Never raises: what cannot be read goes by load."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        body, model, adapter, prompt, way = Body(), None, None, None, "unknown"
+        try:
+            path = arrival.path.partition("?")[0]
+            body = self._parse(path, arrival.body)
+            model, adapter = self._registry.find(body.model)
+            prompt, way = await self._prompt(model, path, arrival.body, body)
+        except (UnknownPrompt, msgspec.DecodeError, UnicodeError) as error:
+            self._unknown[str(error) if isinstance(error, UnknownPrompt) else "malformed"] += 1
+        except Exception:  # no body may stop the router
+            log_event(logger, logging.ERROR, "router_request_not_read", exc_info=True)
+            self._unknown["error"] += 1
+        self._requests[way] += 1
+        if prompt is not None:
+            self._tokens += len(prompt.ids)
+            self._remembered += prompt.remembered
+        self._seconds.observe(loop.time() - started)
+        return RouteRequest(
+            request_id=arrival.request_id,
+            num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
+            token_ids=None if prompt is None else prompt.ids,
+            model=model.name if model is not None and self._registry.has_several else None,
+            adapter=adapter,
+            cache_salt=body.cache_salt,
+            session_id=arrival.headers.get("x-session-id") or body.session_id,
+        )
+
+    def _parse(self, path: str, raw: bytes) -> Body:
+        if not raw:
+            raise UnknownPrompt("no body")
+        if len(raw) > self._limits.max_body:
+            raise UnknownPrompt("too long")
+        return read_body(path, raw)
+
+    async def _prompt(
+        self, model: ServedModel | None, path: str, raw: bytes, body: Body
+    ) -> tuple[Prompt, str]:
+        """Find a prompt's tokens.
+
+        Returns:
+            The prompt, and how it was found.
+
+        Raises:
+            UnknownPrompt: It was not.
+        """
+        if not isinstance(body, (ChatBody, CompletionBody)):
+            raise UnknownPrompt("path")
+        body.check_cacheable()
+        if isinstance(body, CompletionBody):
+            ids = read_prompt(body.prompt)
+            if isinstance(ids, np.ndarray):
+                return Prompt(ids, len(ids), 0), "ids"
+        if model is None:
+            raise UnknownPrompt("no tokenizer")
+        way = model.ways.way(body.kind)
+        if model.engines:
+            self._comparison.sample(model, path, raw, body, asyncio.get_running_loop().time())
+        if way is Way.LOCAL and model.files is not None:
+            return await self._local.tokens(model.files, body), way.value
+        if way is Way.RENDER and model.engines:
+            return await self._asked.tokens(model, path, raw, body), way.value
+        raise UnknownPrompt("no tokenizer")
+
+    def stats(self) -> TokenizerStats:
+        """Return what became of all requests so far."""
+        models = self._registry.models
+        kinds = [
+            (f"{model.name} {kind.value}", model.ways, kind) for model in models for kind in Kind
+        ]
+        return TokenizerStats(
+            requests=dict(self._requests),
+            unknown=dict(self._unknown),
+            tokens=self._tokens,
+            remembered_tokens=self._remembered,
+            seconds=self._seconds.stats(),
+            checks=sum(model.ways.checks for model in models),
+            mismatches=sum(model.ways.mismatches for model in models),
+            models={name: ways.way(kind).value for name, ways, kind in kinds},
+            reasons={name: ways.reason(kind) for name, ways, kind in kinds},
+            memo_bytes=self._local.memo_bytes + self._asked.memo_bytes,
+        )
+
+    def check(self) -> None:
+        """Check memos and ways.
+
+        Raises:
+            InternalError: They are wrong.
+        """
+        self._local.check()
+        self._asked.check()
+        for model in self._registry.models:
+            model.ways.check()

@@ -1,0 +1,253 @@
+"""`KVRouter`: requests go to the worker that will answer them soonest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from flexcache.errors import ConfigError
+from flexcache.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from flexcache.router import EventSource, KVRouter, RouteRequest, Tier, WorkerSpec, WorkerState
+
+BLOCK = 16
+PROMPT = list(range(1000, 1000 + 20 * BLOCK))
+CACHE = "tcp://cache"
+
+
+def worker(name: str, *further: str, events: bool = True) -> WorkerSpec:
+    own = (f"tcp://{name}",) if events else ()
+    return WorkerSpec(
+        name=name, url=f"http://{name}", sources=tuple(EventSource(s) for s in (*own, *further))
+    )
+
+
+def make_router(*names: str, **options: object) -> KVRouter:
+    router = KVRouter(**options)  # type: ignore[arg-type]
+    router.set_workers([worker(name) for name in names])
+    return router
+
+
+def stored(
+    tokens: Sequence[int], medium: str = "GPU", block_size: int = BLOCK, seed: int = 0
+) -> EventBatch:
+    """The event of a prompt's blocks, named by their ends."""
+    num_blocks = len(tokens) // block_size
+    names = [
+        hash((seed, *tokens[: (i + 1) * block_size])) & (1 << 64) - 1 for i in range(num_blocks)
+    ]
+    whole = list(tokens[: num_blocks * block_size])
+    event = BlockStored(list(names), None, whole, block_size, None, medium, None)
+    return EventBatch(0.0, [event])
+
+
+def removed(batch: EventBatch, first: int) -> EventBatch:
+    event = batch.events[0]
+    assert isinstance(event, BlockStored)
+    return EventBatch(0.0, [BlockRemoved(event.block_hashes[first:], event.medium)])
+
+
+def request(
+    tokens: Sequence[int] | None = PROMPT, request_id: str = "r", **more: object
+) -> RouteRequest:
+    return RouteRequest(
+        request_id=request_id,
+        num_tokens=len(tokens) if tokens is not None else 300,
+        token_ids=tokens,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_a_prompt_goes_where_its_blocks_are() -> None:
+    router = make_router("a", "b", "c")
+    router.apply("tcp://b", stored(PROMPT))
+    decision = router.choose(request(), 0.0)
+    assert decision is not None
+    assert decision.worker == "b"
+    # The last token is computed in any case, so the last block is of no use.
+    assert decision.matched == {Tier.GPU: 19 * BLOCK, Tier.DRAM: 0, Tier.DISK: 0}
+    assert set(decision.others) == {"a", "c"}
+    router.check()
+
+
+def test_a_token_counts_for_the_fastest_tier_that_has_it() -> None:
+    router = make_router("a")
+    prompt = [*PROMPT, 1]
+    router.apply("tcp://a", stored(prompt[: 5 * BLOCK]))
+    router.apply("tcp://a", stored(prompt[: 12 * BLOCK], "CPU"))
+    router.apply("tcp://a", stored(prompt, "STORAGE"))
+    decision = router.choose(request(prompt), 0.0)
+    assert decision is not None
+    assert decision.matched == {Tier.GPU: 5 * BLOCK, Tier.DRAM: 7 * BLOCK, Tier.DISK: 8 * BLOCK}
+    assert decision.matched_tokens == 20 * BLOCK
+
+
+def test_blocks_of_a_shared_cache_count_for_each_of_its_engines_so_load_decides() -> None:
+    router = KVRouter()
+    router.set_workers([worker("a", CACHE), worker("b", CACHE), worker("c")])
+    router.apply(CACHE, stored(PROMPT, "CPU"))
+    chosen = []
+    for number in range(4):
+        decision = router.choose(request(request_id=str(number)), 0.0)
+        assert decision is not None
+        assert decision.matched[Tier.DRAM] == 19 * BLOCK
+        chosen.append(decision.worker)
+    assert sorted(chosen) == ["a", "a", "b", "b"]
+
+
+def test_removed_cleared_lost_and_restarted_blocks_no_longer_count() -> None:
+    router = make_router("a")
+    batch = stored([*PROMPT, 1])
+
+    def matched() -> int:
+        return next(iter(router.scores(request([*PROMPT, 1]), 0.0))).matched[Tier.GPU]
+
+    router.apply("tcp://a", batch)
+    router.apply("tcp://a", removed(batch, 10))
+    assert matched() == 10 * BLOCK
+    router.apply("tcp://a", EventBatch(0.0, [AllBlocksCleared()]))
+    assert matched() == 0
+    for forget in (router.lost, router.restarted):
+        router.apply("tcp://a", batch)
+        assert matched() == 20 * BLOCK
+        forget("tcp://a")
+        assert matched() == 0
+    router.check()
+
+
+def test_a_busy_holder_loses_to_an_idle_worker_once_waiting_costs_more_than_computing() -> None:
+    router = make_router("a", "b")
+    router.apply("tcp://a", stored(PROMPT[: 4 * BLOCK]))
+    workers = []
+    for number in range(6):
+        decision = router.choose(request(request_id=str(number)), 0.0)
+        assert decision is not None
+        workers.append(decision.worker)
+    assert workers[0] == "a"
+    assert "b" in workers
+
+
+def test_a_request_counts_as_load_until_it_ended() -> None:
+    router = make_router("a", max_requests=1)
+    assert router.choose(request(request_id="1"), 0.0) is not None
+    assert router.choose(request(request_id="2"), 0.0) is None
+    router.first_token("1", 1.0)
+    assert router.choose(request(request_id="2"), 1.0) is None
+    router.ended("1", 2.0)
+    assert router.choose(request(request_id="2"), 2.0) is not None
+    router.ended("2", 2.0)
+    router.ended("2", 2.0)
+    assert router.stats(2.0).workers["a"].requests == 0
+    router.check()
+
+
+def test_a_worker_that_is_down_or_draining_or_does_not_serve_the_model_is_not_chosen() -> None:
+    router = make_router("a", "b", "c")
+    router.apply("tcp://a", stored(PROMPT))
+    router.set_state("a", WorkerState.DOWN)
+    router.set_state("b", WorkerState.DRAINING)
+    assert router.choose(request(request_id="1"), 0.0).worker == "c"  # type: ignore[union-attr]
+    router.set_state("c", WorkerState.DOWN)
+    assert router.choose(request(request_id="2"), 0.0) is None
+    for name in "abc":
+        router.set_state(name, WorkerState.UP)
+    router.set_models("a", ["llama"])
+    router.set_models("b", ["qwen"])
+    router.set_models("c", ["qwen", "adapter"])
+    decision = router.choose(request(request_id="3", model="adapter"), 0.0)
+    assert decision is not None
+    assert (decision.worker, decision.others) == ("c", ())
+    # The engines answer for a model that none of them serves.
+    assert router.choose(request(request_id="4", model="unknown"), 0.0) is not None
+
+
+def test_workers_that_failed_a_request_come_last() -> None:
+    router = make_router("a", "b")
+    router.apply("tcp://a", stored(PROMPT))
+    decision = router.choose(request(), 0.0, tried=("a",))
+    assert decision is not None
+    assert decision.worker == "b"
+    decision = router.choose(request(), 0.0, tried=("a", "b"))
+    assert decision is not None
+    assert decision.worker == "a"
+
+
+def test_without_tokens_a_request_goes_by_load() -> None:
+    router = make_router("a", "b")
+    router.apply("tcp://a", stored(PROMPT))
+    first = router.choose(request(None, "1"), 0.0)
+    second = router.choose(request(None, "2"), 0.0)
+    assert first is not None
+    assert second is not None
+    assert first.reason == second.reason == "load"
+    assert first.worker != second.worker
+
+
+def test_workers_come_and_go() -> None:
+    router = make_router("a", "b")
+    router.apply("tcp://a", stored(PROMPT))
+    router.choose(request(), 0.0)
+    router.set_workers([worker("b"), worker("c")])
+    router.first_token("r", 1.0)
+    router.ended("r", 2.0)
+    decision = router.choose(request(), 3.0)
+    assert decision is not None
+    assert decision.matched_tokens == 0
+    router.check()
+    router.set_workers([worker("a"), worker("c")])
+    assert router.choose(request(request_id="again"), 3.0) is not None
+    router.check()
+    with pytest.raises(ConfigError, match="twice"):
+        router.set_workers([worker("a"), worker("a")])
+
+
+def test_another_routers_requests_are_load_too() -> None:
+    router = make_router("a", "b")
+    mine = router.choose(request(), 0.0)
+    assert mine is not None
+    work = router.work("r")
+    assert work is not None
+    other = make_router("a", "b")
+    other.follow("router-2", "2/r", mine.worker, work, 0.0)
+    theirs = other.choose(request(request_id="x"), 0.0)
+    assert theirs is not None
+    assert theirs.worker != mine.worker
+    assert other.forget_owner("router-2", 1.0) == 1
+    other.check()
+
+
+def test_predictions_are_compared_with_what_engines_report() -> None:
+    router = make_router("a")
+    router.apply("tcp://a", stored([*PROMPT, 1]))
+    reports = {"exact": 20 * BLOCK, "over": 18 * BLOCK, "under": 21 * BLOCK, "unreported": None}
+    for name, cached in reports.items():
+        router.choose(request([*PROMPT, 1], name), 0.0)
+        router.first_token(name, 1.0)
+        router.ended(name, 2.0, cached_tokens=cached)
+    router.choose(request(None, "unpredicted"), 0.0)
+    router.ended("unpredicted", 2.0, cached_tokens=5)
+    counts = router.stats(3.0).routing.cached_tokens
+    assert (counts.exact, counts.over, counts.under) == (1, 1, 1)
+    assert (counts.unreported, counts.unpredicted) == (1, 1)
+    assert counts.predicted_tokens == 60 * BLOCK
+    assert counts.actual_tokens == 59 * BLOCK
+
+
+def test_the_time_to_the_first_token_is_predicted_once_it_was_learned() -> None:
+    router = make_router("a", "b")
+    now = 0.0
+    for number in range(60):
+        tokens = list(range(number * 10_000, number * 10_000 + 100 * (1 + number % 7)))
+        decision = router.choose(request(tokens, str(number)), now)
+        assert decision is not None
+        took_s = 0.02 + 1e-3 * len(tokens)
+        router.first_token(str(number), now + took_s)
+        router.ended(str(number), now + took_s)
+        now += 1.0
+    decision = router.choose(request(list(range(300)), "last"), now)
+    assert decision is not None
+    assert decision.ttft_s == pytest.approx(0.32, rel=0.1)
+    stats = router.stats(now)
+    assert stats.routing.service_time.is_learned
+    assert sum(stats.routing.ttft.actual_s.counts) > 20
+    router.check()

@@ -1,0 +1,618 @@
+"""KV events of all kinds of publishers, applied to the router's index."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from builders import ROOT
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from flexcache.cache.journal import Change, Cleared, Medium, Removed, Stored
+from flexcache.events.wire import (
+    AllBlocksCleared,
+    BatchEncoder,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    decode_batch,
+    describe,
+)
+from flexcache.ids import BlockKey
+from flexcache.request_info import RequestInfo
+from flexcache.router.events import EventApplier, SnapshotPart
+from flexcache.router.holders import Holder
+from flexcache.router.index import KVIndexer
+from flexcache.router.keys import KeyChain, Space
+from flexcache.router.lookup import find
+from flexcache.router.names import BlockNames
+from flexcache.router.workers import Tier
+
+SIZE = 4
+
+
+def name_of(tokens: Sequence[int], seed: str = "") -> int:
+    """Return the name of the block that ends a prompt."""
+    text = f"{seed}{list(tokens)}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+
+
+def names_of(tokens: Sequence[int], seed: str = "", size: int = SIZE) -> list[int]:
+    return [name_of(tokens[:stop], seed) for stop in range(size, len(tokens) + 1, size)]
+
+
+def stored(
+    tokens: Sequence[int],
+    medium: str | None = "GPU",
+    *,
+    start: int = 0,
+    size: int = SIZE,
+    seed: str = "",
+    has_tokens: bool = True,
+    **fields: Any,
+) -> BlockStored:
+    """Return the event for a prompt's blocks from ``start`` on."""
+    names = names_of(tokens, seed, size)
+    return BlockStored(
+        block_hashes=list(names[start:]),
+        parent_block_hash=names[start - 1] if start and has_tokens else None,
+        token_ids=list(tokens[start * size : len(names) * size]) if has_tokens else [],
+        block_size=size,
+        lora_id=None,
+        medium=medium,
+        lora_name=fields.pop("lora_name", None),
+        **fields,
+    )
+
+
+def batch(*events: Event, rank: int | None = None) -> EventBatch:
+    return EventBatch(0.0, list(events), rank)
+
+
+def make(*told: tuple[str, Event]) -> EventApplier:
+    applier = EventApplier(KVIndexer())
+    for source, event in told:
+        applier.apply(source, batch(event))
+    applier.check()
+    return applier
+
+
+def depths(
+    applier: EventApplier, tokens: Sequence[int] | np.ndarray, **prompt: Any
+) -> dict[tuple[str, str], int]:
+    """Return the tokens that each source has of a prompt, by tier."""
+    found = find(applier, tokens, **prompt).tokens
+    return {
+        (holder.source, holder.tier.value): int(found[bit])
+        for holder in applier.index.holders
+        if (bit := applier.index.holders.bit(holder)) is not None and found[bit]
+    }
+
+
+PROMPT = list(range(100, 124))
+"""Six blocks."""
+
+
+def test_blocks_are_found_in_their_tiers() -> None:
+    applier = make(
+        ("e", stored(PROMPT[:8])),
+        ("e", stored(PROMPT[:12], None)),
+        ("e", stored(PROMPT, "CPU")),
+        ("cache", stored(PROMPT[:16], "STORAGE")),
+    )
+    assert depths(applier, PROMPT) == {
+        ("e", "gpu"): 12, ("e", "dram"): 24, ("cache", "disk"): 16
+    }  # fmt: skip
+    assert depths(applier, np.array(PROMPT[:9] + [0] * 9)) == {
+        ("e", "gpu"): 8, ("e", "dram"): 8, ("cache", "disk"): 8
+    }  # fmt: skip
+    applier.apply("e", batch(BlockRemoved([names_of(PROMPT)[2]], "GPU")))
+    assert depths(applier, PROMPT)["e", "gpu"] == 8
+    applier.check()
+
+
+def test_the_last_token_is_computed_if_the_caller_says_so() -> None:
+    applier = make(("e", stored(PROMPT)))
+    assert depths(applier, PROMPT, limit=len(PROMPT) - 1) == {("e", "gpu"): 20}
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [("CPU_PINNED", "dram"), ("CPU_TIER1", "dram"), ("DISK", "disk"), ("CPU_TIER2", "disk"),
+     ("EXTERNAL", "disk"), ("FS", "disk")],
+)  # fmt: skip
+def test_media_of_other_publishers(medium: str, tier: str) -> None:
+    assert depths(make(("e", stored(PROMPT, medium))), PROMPT) == {("e", tier): 24}
+
+
+def test_an_unknown_medium_is_counted() -> None:
+    applier = make(("e", stored(PROMPT, "TAPE")), ("e", BlockRemoved([1], "TAPE")))
+    assert applier.ignored == {"medium": 2}
+    assert applier.unknown_media == {"TAPE"}
+    assert depths(applier, PROMPT) == {}
+
+
+def test_removals_of_a_batch_are_applied_in_order() -> None:
+    names = names_of(PROMPT)
+    applier = make(("e", stored(PROMPT)), ("e", stored(PROMPT, "CPU")))
+    applier.apply(
+        "e",
+        batch(
+            BlockRemoved(list(names[5:]), "GPU"),
+            BlockRemoved(list(names[4:5]), "GPU"),
+            BlockRemoved(list(names[2:]), "CPU"),
+            stored(PROMPT[:20], start=4),
+            BlockRemoved(list(names[1:2]), "CPU"),
+        ),
+    )
+    applier.check()
+    assert depths(applier, PROMPT) == {("e", "gpu"): 20, ("e", "dram"): 4}
+    assert applier.applied == {"stored": 3, "removed": 4}
+    assert applier.blocks == {"stored": 13, "removed": 7}
+
+
+def test_names_go_with_their_blocks() -> None:
+    applier = make(("e", stored(PROMPT)), ("f", stored(PROMPT, "CPU")))
+    table = applier._names[SIZE]
+    applier.apply("e", batch(BlockRemoved(list(names_of(PROMPT)), "GPU")))
+    assert table.num_names == 6
+    applier.apply("f", batch(BlockRemoved(list(names_of(PROMPT)), "CPU")))
+    assert table.num_names == 0
+    assert applier.index.num_blocks == 0
+
+
+# -- what must not match -------------------------------------------------------------------------
+
+
+def test_salts_adapters_and_images_do_not_match_each_other() -> None:
+    image = [None, [["picture", 2]], [["picture", -2]], None, None, None]
+    other = [None, [["painting", 2]], [["painting", -2]], None, None, None]
+    applier = make(
+        ("plain", stored(PROMPT)),
+        ("salt", stored(PROMPT, seed="s", extra_keys=[["pepper"], *[None] * 5])),
+        ("lora", stored(PROMPT, seed="l", extra_keys=[["tuned"]] * 6, lora_name="tuned")),
+        ("both", stored(PROMPT, seed="b", lora_name="tuned",
+                        extra_keys=[["tuned", "pepper"], *[["tuned"]] * 5])),
+        ("image", stored(PROMPT, seed="i", extra_keys=image)),
+        ("other", stored(PROMPT, seed="o", extra_keys=other)),
+        ("embedded", stored(PROMPT, seed="e", extra_keys=[[b"digest"]] * 6)),
+    )  # fmt: skip
+
+    def holders(tokens: Sequence[int], **prompt: Any) -> dict[str, int]:
+        return {source: depth for (source, _), depth in depths(applier, tokens, **prompt).items()}
+
+    assert holders(PROMPT) == {"plain": 24, "image": 4, "other": 4}
+    assert holders(PROMPT[:5]) == {"plain": 4, "image": 4, "other": 4}, "up to the image"
+    assert holders(PROMPT, salt="pepper") == {"salt": 24}
+    assert holders(PROMPT, salt="tuned") == {}
+    assert holders(PROMPT, adapter="tuned") == {"lora": 24}
+    assert holders(PROMPT, adapter="pepper") == {}
+    assert holders(PROMPT, adapter="tuned", salt="pepper") == {"both": 24}
+    assert holders(PROMPT, salt="digest") == {}
+
+
+def test_an_image_goes_on_after_its_blocks() -> None:
+    """Blocks behind an image depend on it through their parents, also in an event of their own."""
+    extra = [None, [["picture", 2]]]
+    applier = make(
+        ("plain", stored(PROMPT)),
+        ("image", stored(PROMPT[:8], seed="i", extra_keys=extra)),
+        ("image", stored(PROMPT, seed="i", start=2)),
+    )
+    assert depths(applier, PROMPT) == {("plain", "gpu"): 24, ("image", "gpu"): 4}
+    assert applier.index.num_blocks == 6 + 5
+
+
+def test_an_adapter_without_a_name_is_not_the_base_model() -> None:
+    applier = make(("e", msgspec.structs.replace(stored(PROMPT), lora_id=3)))
+    assert depths(applier, PROMPT) == {}
+    assert depths(applier, PROMPT, adapter="3") == {}
+
+
+def test_extra_keys_of_only_some_blocks_are_not_believed() -> None:
+    applier = make(("e", stored(PROMPT, extra_keys=[None])))
+    assert depths(applier, PROMPT) == {}
+    assert applier.num_waiting == 6
+
+
+# -- block sizes ---------------------------------------------------------------------------------
+
+
+def test_depths_of_different_block_sizes_are_compared_in_tokens() -> None:
+    """The names of large blocks are those of their last small ones, as in vLLM."""
+    applier = make(
+        ("e", stored(PROMPT[:12])),
+        ("e", stored(PROMPT, "CPU", size=8)),
+        ("f", stored(PROMPT[:16], size=16)),
+    )
+    assert depths(applier, PROMPT) == {("e", "gpu"): 12, ("e", "dram"): 24, ("f", "gpu"): 16}
+    assert depths(applier, PROMPT[:15]) == {("e", "gpu"): 12, ("e", "dram"): 8}
+    applier.apply("e", batch(BlockRemoved([name_of(PROMPT[:8])], "GPU")))
+    assert depths(applier, PROMPT[:11]) == {("e", "gpu"): 4, ("e", "dram"): 8}
+    applier.apply("e", batch(BlockRemoved([name_of(PROMPT[:8])], "CPU")))
+    assert depths(applier, PROMPT[:11]) == {("e", "gpu"): 4}
+    applier.check()
+
+
+def test_too_many_block_sizes_are_counted() -> None:
+    sizes = range(1, 12)
+    applier = make(*[("e", stored(PROMPT, size=size)) for size in sizes])
+    assert applier.block_sizes == list(range(1, 9))
+    assert applier.ignored == {"block_size": 3}
+    applier.apply("e", batch(msgspec.structs.replace(stored(PROMPT), block_size=0)))
+    assert applier.ignored["malformed"] == 1
+
+
+# -- groups of layers ----------------------------------------------------------------------------
+
+
+def test_only_groups_of_full_attention_count() -> None:
+    """All groups of a hybrid model use the same names."""
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    applier = make(("e", stored(PROMPT, **window)), ("e", stored(PROMPT[:16], **full)))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 16}
+    names = names_of(PROMPT)
+    applier.apply("e", batch(BlockRemoved(list(names), "GPU", 0)))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 16}
+    applier.apply("e", batch(BlockRemoved(list(names[1:]), "GPU", 1)))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 4}
+    assert applier.ignored == {"group": 2}
+
+
+@pytest.mark.parametrize(("group", "depth"), [(None, 24), (0, 24), (1, 0)])
+def test_groups_without_a_kind_count_if_they_are_the_first(group: int | None, depth: int) -> None:
+    applier = make(("e", stored(PROMPT, group_idx=group)))
+    assert depths(applier, PROMPT).get(("e", "gpu"), 0) == depth
+    applier.apply("e", batch(BlockRemoved(list(names_of(PROMPT)), "GPU", group)))
+    assert depths(applier, PROMPT) == {}
+
+
+# -- clearing, forgetting, ranks -----------------------------------------------------------------
+
+
+def test_an_engines_clearing_means_its_gpu_and_a_caches_all_it_has() -> None:
+    told = [(source, stored(PROMPT, medium)) for source, medium in (
+        ("engine", "GPU"), ("engine", "CPU"), ("cache", "CPU"), ("cache", "STORAGE"),
+    )]  # fmt: skip
+    applier = make(*told)
+    applier.apply("engine", batch(AllBlocksCleared()))
+    assert depths(applier, PROMPT) == {
+        ("engine", "dram"): 24, ("cache", "dram"): 24, ("cache", "disk"): 24
+    }  # fmt: skip
+    applier.apply("cache", batch(AllBlocksCleared()))
+    assert depths(applier, PROMPT) == {("engine", "dram"): 24}
+    assert applier.blocks["cleared"] == 18
+    applier.apply("engine", batch(stored(PROMPT[:8])))
+    assert depths(applier, PROMPT) == {("engine", "gpu"): 8, ("engine", "dram"): 24}
+    applier.check()
+
+
+def test_a_forgotten_source_is_learned_again() -> None:
+    applier = make(("e", stored(PROMPT)), ("f", stored(PROMPT[:8])))
+    applier.forget("e")
+    assert depths(applier, PROMPT) == {("f", "gpu"): 8}
+    applier.apply("e", batch(stored(PROMPT[:12])))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 12, ("f", "gpu"): 8}
+    while applier.sweep(100):
+        applier.check()
+    assert depths(applier, PROMPT) == {("e", "gpu"): 12, ("f", "gpu"): 8}
+    assert applier.index.num_blocks == 3
+    assert applier._names[SIZE].num_names == 3
+
+
+def test_ranks_of_one_publisher_are_holders_of_their_own() -> None:
+    applier = make()
+    applier.apply("e", batch(stored(PROMPT), rank=0))
+    applier.apply("e", batch(stored(PROMPT[:8]), rank=1))
+    applier.apply("e", batch(AllBlocksCleared(), rank=0))
+    assert applier.index.num_held(Holder("e", Tier.GPU, 0)) == 0
+    assert applier.index.num_held(Holder("e", Tier.GPU, 1)) == 2
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def test_blocks_without_tokens_are_found_once_any_publisher_tells_them() -> None:
+    restored = stored(PROMPT, "STORAGE", has_tokens=False)
+    applier = make(("cache", restored))
+    assert depths(applier, PROMPT) == {}
+    assert applier.num_waiting == 6
+    applier.apply("engine", batch(stored(PROMPT[:16])))
+    assert depths(applier, PROMPT) == {("cache", "disk"): 16, ("engine", "gpu"): 16}
+    assert applier.num_waiting == 2
+    applier.apply("cache", batch(BlockRemoved(list(names_of(PROMPT)[5:]), "STORAGE")))
+    assert applier.num_waiting == 1
+    applier.apply("engine", batch(stored(PROMPT, start=4)))
+    assert depths(applier, PROMPT) == {("cache", "disk"): 20, ("engine", "gpu"): 24}
+    applier.check()
+
+
+def test_blocks_without_tokens_that_are_known_already() -> None:
+    applier = make(("engine", stored(PROMPT)))
+    applier.apply("cache", batch(stored(PROMPT[:12], "STORAGE", has_tokens=False)))
+    assert depths(applier, PROMPT) == {("cache", "disk"): 12, ("engine", "gpu"): 24}
+
+
+def test_blocks_of_an_unknown_parent_wait_for_it() -> None:
+    applier = make(("e", stored(PROMPT, start=4)), ("f", stored(PROMPT[:16], start=2)))
+    assert depths(applier, PROMPT) == {}
+    applier.apply("g", batch(stored(PROMPT[:8])))
+    assert depths(applier, PROMPT) == {("g", "gpu"): 8}, "the others lack the first blocks"
+    assert applier.num_waiting == 0
+    applier.apply("f", batch(stored(PROMPT[:8])))
+    applier.apply("e", batch(stored(PROMPT[:16])))
+    assert depths(applier, PROMPT) == {("g", "gpu"): 8, ("f", "gpu"): 16, ("e", "gpu"): 24}
+    applier.check()
+
+
+def test_waiting_blocks_can_be_removed_and_forgotten() -> None:
+    applier = make(("e", stored(PROMPT, start=2)), ("f", stored(PROMPT, start=2)))
+    applier.apply("e", batch(BlockRemoved(list(names_of(PROMPT)[4:]), "GPU")))
+    applier.forget("f")
+    for source in "ef":
+        applier.apply(source, batch(stored(PROMPT[:8])))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 16, ("f", "gpu"): 8}
+    applier.check()
+
+
+def test_other_seeds_add_names() -> None:
+    applier = make(("e", stored(PROMPT)), ("f", stored(PROMPT[:16], seed="random")))
+    assert applier.index.num_blocks == 6
+    applier.apply("f", batch(BlockRemoved([name_of(PROMPT[:16], "random")], "GPU")))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 24, ("f", "gpu"): 12}
+    applier.apply("e", batch(BlockRemoved(list(names_of(PROMPT)), "GPU")))
+    assert depths(applier, PROMPT) == {("f", "gpu"): 12}
+    applier.apply("f", batch(stored(PROMPT, seed="random", start=3)))
+    assert depths(applier, PROMPT) == {("f", "gpu"): 24}
+    applier.check()
+
+
+def test_names_that_mean_other_blocks_elsewhere() -> None:
+    """A publisher may number its blocks."""
+
+    def numbered(tokens: list[int]) -> BlockStored:
+        return msgspec.structs.replace(
+            stored(tokens), block_hashes=list(range(1, len(tokens) // SIZE + 1))
+        )
+
+    other = list(range(300, 324))
+    applier = make(("e", numbered(PROMPT)), ("f", numbered(other)))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 24}
+    assert depths(applier, other) == {("f", "gpu"): 24}
+    applier.apply("f", batch(BlockRemoved([6], "GPU")))
+    applier.apply("e", batch(BlockRemoved([5, 6], "GPU")))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 16}
+    assert depths(applier, other) == {("f", "gpu"): 20}
+    applier.check()
+
+
+def test_what_waits_is_bounded() -> None:
+    index = KVIndexer()
+    names = BlockNames(index, max_waiting=10, max_loose=8)
+    holder = Holder("e", Tier.GPU)
+    applier = EventApplier(index)
+    for first in range(20):
+        event = stored([first] * 12, start=1)
+        run = applier._run(event, list(event.block_hashes))  # type: ignore[arg-type]
+        assert run is not None
+        names.stored(holder, run)
+        names.check()
+    assert names.waiting.num_blocks == 10
+    assert names.waiting.num_refused == 30
+
+
+def test_malformed_events_do_no_harm() -> None:
+    wrong = [
+        msgspec.structs.replace(stored(PROMPT), token_ids=[-1] * 24),
+        msgspec.structs.replace(stored(PROMPT), token_ids=PROMPT[:5]),
+        msgspec.structs.replace(stored(PROMPT), block_hashes=[]),
+        BlockRemoved([], "GPU"),
+        BlockRemoved([-5, 2**70, b"", b"x" * 40], "GPU"),
+    ]
+    applier = make(*[("e", event) for event in wrong])
+    assert depths(applier, PROMPT) == {}
+    applier.apply("e", batch(stored(PROMPT)))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 24}
+
+
+# -- publishers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["map", "legacy_array"])
+@pytest.mark.parametrize("hashes", ["int", "bytes"])
+def test_events_of_this_cache(layout: str, hashes: str) -> None:
+    keys = [BlockKey(hashlib.sha256(bytes([at])).digest()) for at in range(6)]
+    info = RequestInfo(lora_name="tuned", lora_id=1)
+    extra = [["tuned", "pepper"], *[["tuned"]] * 5]
+    changes: list[Change] = [
+        Stored(Medium.CPU, ROOT, None, keys[:4], SIZE, PROMPT[:16], info, list(extra[:4])),
+        Stored(Medium.CPU, ROOT, keys[3], keys[4:], SIZE, PROMPT[16:], info, list(extra[4:])),
+        Stored(Medium.STORAGE, ROOT, None, keys[:5], SIZE),
+        Removed(Medium.CPU, ROOT, keys[5:]),
+    ]
+    applier = EventApplier(KVIndexer())
+    encoder = BatchEncoder(layout)
+
+    def publish(changes: list[Change]) -> None:
+        events = [describe(change, hashes) for change in changes]
+        applier.apply("cache", decode_batch(encoder.encode(1.0, events)))
+        applier.check()
+
+    publish(changes)
+    found = {"adapter": "tuned", "salt": "pepper"}
+    assert depths(applier, PROMPT, **found) == {("cache", "dram"): 20, ("cache", "disk"): 20}
+    assert depths(applier, PROMPT) == {}
+    publish([Cleared()])
+    assert depths(applier, PROMPT, **found) == {}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_events_of_vllm(is_old: bool) -> None:
+    """Made with vLLM's own structs, as arrays too, which it sent up to 0.23."""
+    kv_events = pytest.importorskip("vllm.distributed.kv_events", reason="needs vLLM")
+    digests = [hashlib.sha256(bytes([at])).digest() for at in range(6)]
+    names: list[Any] = digests if is_old else [int.from_bytes(d[-8:], "big") for d in digests]
+    plain = kv_events.BlockStored(
+        block_hashes=names[:4], parent_block_hash=None, token_ids=PROMPT[:16], block_size=SIZE,
+        lora_id=None, medium="GPU", lora_name=None, extra_keys=[("pepper",), None, None, None],
+        group_idx=0,
+    )  # fmt: skip
+    image = kv_events.BlockStored(
+        block_hashes=names[4:], parent_block_hash=names[3], token_ids=PROMPT[16:], block_size=SIZE,
+        lora_id=None, medium="GPU", lora_name=None, extra_keys=[(("picture", 1),), None],
+        group_idx=0,
+    )  # fmt: skip
+    for event in (plain, image):
+        event.kv_cache_spec_kind = "full_attention"
+    removed = kv_events.BlockRemoved(block_hashes=names[2:4], medium="GPU", group_idx=0)
+    applier = EventApplier(KVIndexer())
+
+    def publish(*events: Any) -> None:
+        if is_old:
+            fields = [
+                [type(event).__name__, *msgspec.structs.astuple(event)[:11]] for event in events
+            ]
+            payload = msgspec.msgpack.encode([1.0, fields, 0])
+        else:
+            payload = msgspec.msgpack.encode(
+                kv_events.KVEventBatch(ts=1.0, events=list(events), data_parallel_rank=0)
+            )
+        applier.apply("vllm", decode_batch(payload))
+        applier.check()
+
+    publish(plain, image)
+    assert depths(applier, PROMPT, salt="pepper") == {("vllm", "gpu"): 16}, "up to the image"
+    assert depths(applier, PROMPT) == {}
+    chain = KeyChain(Space(SIZE))
+    before = chain.block_keys(PROMPT[:16], salt="pepper")[-1]
+    assert chain.extend(before, chain_bytes(PROMPT[16:]), [[["picture", 1]]])[0] in applier.index
+    publish(removed)
+    assert depths(applier, PROMPT, salt="pepper") == {("vllm", "gpu"): 8}
+    publish(kv_events.AllBlocksCleared())
+    assert depths(applier, PROMPT, salt="pepper") == {}
+
+
+def chain_bytes(tokens: Sequence[int]) -> bytes:
+    return np.array(tokens, np.uint32).tobytes()
+
+
+# -- against a model -----------------------------------------------------------------------------
+
+SOURCES = ("a", "b", "c")
+SEED = {"a": "", "b": "", "c": "of its own"}
+some_source = st.sampled_from(SOURCES)
+some_medium = st.sampled_from(["GPU", "CPU", "STORAGE"])
+some_path = st.lists(st.integers(0, 1), min_size=1, max_size=5)
+
+
+class EventsMachine(RuleBasedStateMachine):
+    """Any order of events, tokens and parents told or not: nothing is held that was not told, and
+    nothing that was told gets lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applier = EventApplier(KVIndexer())
+        self.chain = KeyChain(Space(1))
+        self.told: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+
+    def apply(self, source: str, event: Event) -> None:
+        self.applier.apply(source, batch(event))
+
+    def held(self, source: str, medium: str) -> set[tuple[int, ...]]:
+        return self.told.setdefault((source, medium), set())
+
+    @rule(source=some_source, medium=some_medium, path=some_path, start=st.integers(0, 4),
+          has_tokens=st.booleans())  # fmt: skip
+    def store(
+        self, source: str, medium: str, path: list[int], start: int, has_tokens: bool
+    ) -> None:
+        start = min(start, len(path) - 1)
+        event = stored(path, medium, start=start, size=1, seed=SEED[source], has_tokens=has_tokens)
+        self.apply(source, event)
+        self.held(source, medium).update(
+            tuple(path[:stop]) for stop in range(start + 1, len(path) + 1)
+        )
+
+    @rule(source=some_source, medium=some_medium, paths=st.lists(some_path, max_size=4))
+    def remove(self, source: str, medium: str, paths: list[list[int]]) -> None:
+        names = [name_of(path, SEED[source]) for path in paths]
+        self.apply(source, BlockRemoved(list(names), medium))
+        self.held(source, medium).difference_update(map(tuple, paths))
+
+    @rule(source=some_source)
+    def clear(self, source: str) -> None:
+        has_gpu = any(h.tier is Tier.GPU for h in self.applier.holders(source))
+        self.apply(source, AllBlocksCleared())
+        for (teller, medium), held in self.told.items():
+            if teller == source and (medium == "GPU" or not has_gpu):
+                held.clear()
+
+    @rule(source=some_source)
+    def forget(self, source: str) -> None:
+        self.applier.forget(source)
+        for (teller, _), held in self.told.items():
+            if teller == source:
+                held.clear()
+
+    @rule(num_blocks=st.sampled_from([1, 700, 100_000]))
+    def sweep(self, num_blocks: int) -> None:
+        self.applier.sweep(num_blocks)
+
+    @rule()
+    def move(self) -> None:
+        """Go on with a restored snapshot; what runs without parents said is lost."""
+        applier = EventApplier(KVIndexer())
+        for part in self.applier.snapshot():
+            data = msgspec.msgpack.encode(part)
+            applier.restore(msgspec.msgpack.decode(data, type=SnapshotPart))
+        self.applier = applier
+
+    @rule()
+    def tell_all(self) -> None:
+        """Once a source tells all tokens, every holding is found."""
+        teller = {seed: f"teller {seed}" for seed in SEED.values()}
+        for seed, source in teller.items():
+            for number in range(2**5):
+                path = [number >> at & 1 for at in range(5)]
+                self.apply(source, stored(path, size=1, seed=seed))
+        assert self.applier.num_waiting == 0
+        for (source, medium), paths in self.told.items():
+            assert self.indexed(source, medium) == {self.key(path) for path in paths}
+        for source in teller.values():
+            self.applier.forget(source)
+
+    def key(self, path: tuple[int, ...]) -> int:
+        return self.chain.block_keys(path)[-1]
+
+    def indexed(self, source: str, medium: str) -> set[int]:
+        tier = {"GPU": Tier.GPU, "CPU": Tier.DRAM, "STORAGE": Tier.DISK}[medium]
+        bit = self.applier.index.holders.bit(Holder(source, tier))
+        return {
+            key
+            for shard in self.applier.index._shards
+            for key, mask in shard.items()
+            if bit is not None and mask >> bit & 1
+        }
+
+    @invariant()
+    def holds_what_was_told(self) -> None:
+        self.applier.check()
+        for (source, medium), paths in self.told.items():
+            tier = {"GPU": Tier.GPU, "CPU": Tier.DRAM, "STORAGE": Tier.DISK}[medium]
+            indexed = self.indexed(source, medium)
+            assert indexed <= {self.key(path) for path in paths}
+            table = self.applier._names.get(1)
+            waiting = table.waiting.num_held(Holder(source, tier)) if table else 0
+            assert len(indexed) + waiting == len(paths)
+
+
+TestEvents = EventsMachine.TestCase
+TestEvents.settings = settings(max_examples=30, stateful_step_count=25)

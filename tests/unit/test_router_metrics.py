@@ -1,0 +1,177 @@
+"""The catalog of a router's metrics, over invented statistics."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from router_stats import SHARED, SOURCE_A, SOURCE_B, A, B, make_stats, make_worker
+
+from flexcache.metrics import catalog as server_metrics
+from flexcache.metrics.metric import MetricType
+from flexcache.router.metrics.catalog import CATALOG
+from flexcache.router.stats import RouterStats
+
+UNSHOWN = {
+    "workers.*.url", "workers.*.sources", "process.pid", "process.address",
+    "tokens.models.a-model chat", "tokens.reasons.a-model chat", "peers.*.last_batch_age_s",
+}  # fmt: skip
+"""Statistics for people and programs that are not metrics."""
+
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples(stats: RouterStats) -> Samples:
+    """Return the samples as Prometheus reads them, without the names' common prefix."""
+    pytest.importorskip("prometheus_client")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from flexcache.metrics.collector import Exposition
+
+    text = Exposition(CATALOG, lambda: stats).render()[0].decode()
+    return {
+        key(sample.name.removeprefix("flexcache_router_"), **sample.labels): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(labels.items())
+
+
+def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of every number, word and list in a tree of dictionaries."""
+    if isinstance(tree, dict) and tree.keys() != {"bounds", "counts", "sum"}:
+        for step, value in tree.items():
+            yield from leaves(value, (*path, step))
+    else:
+        yield path
+
+
+def changed(stats: RouterStats, path: Sequence[Any]) -> RouterStats:
+    """Return the statistics with one leaf changed."""
+    plain = msgspec.to_builtins(stats)
+    part = plain
+    for step in path[:-1]:
+        part = part[step]
+    was = part[path[-1]]
+    if isinstance(was, bool):
+        part[path[-1]] = not was
+    elif isinstance(was, dict):  # a histogram
+        part[path[-1]] = was | {"counts": [n + 1 for n in was["counts"]], "sum": was["sum"] + 1}
+    elif isinstance(was, list):
+        part[path[-1]] = [*was, "another"]
+    elif isinstance(was, str):
+        words = {"up": "down", "draining": "up", "closed": "open", "open": "closed"}
+        part[path[-1]] = words.get(was, f"{was}!")
+    else:
+        part[path[-1]] = 1 if was is None else was + 1
+    return msgspec.convert(plain, RouterStats)
+
+
+def values(stats: RouterStats) -> dict[tuple[str, tuple[str, ...]], Any]:
+    return {(m.name, labels): value for m in CATALOG for labels, value in m.read(stats)}
+
+
+def test_every_statistic_moves_a_metric_and_every_metric_moves() -> None:
+    stats = make_stats()
+    before = values(stats)
+    moved, still = set(), set()
+    for path in leaves(msgspec.to_builtins(stats)):
+        after = values(changed(stats, path))
+        different = {
+            name
+            for name, labels in before.keys() | after.keys()
+            if before.get((name, labels)) != after.get((name, labels))
+        }
+        moved |= different
+        if not different:
+            still.add(tuple("*" if part in (A, B) or ":" in part else part for part in path))
+    assert {metric.name for metric in CATALOG} - moved == set()
+    assert {".".join(path) for path in still} == UNSHOWN
+
+
+def test_values_and_labels() -> None:
+    found = samples(make_stats())
+    assert found[key("decisions_total", policy="ours", reason="tie")] == 15
+    assert found[key("cached_token_predictions_total", result="exact")] == 60
+    assert found[key("cached_token_predictions_total", result="unreported")] == 12
+    assert found[key("predicted_cached_tokens_total")] == 51_000
+    assert found[key("actual_cached_tokens_total")] == 49_500
+    assert found[key("compared_prompt_tokens_total")] == 78_000
+    assert found[key("ttft_seconds_sum")] == 13
+    assert found[key("ttft_seconds_bucket", le="0.1")] == 30
+    assert found[key("worker_state", worker=A, state="up")] == 1
+    assert found[key("worker_state", worker=B, state="up")] == 0
+    assert found[key("worker_state", worker=B, state="draining")] == 1
+    assert found[key("worker_circuit", worker=B, state="open")] == 1
+    assert found[key("worker_matched_tokens_total", worker=A, tier="dram")] == 9_000
+    assert found[key("held_blocks", source=SHARED, tier="disk")] == 30_000
+    assert found[key("held_blocks", source=SOURCE_A, tier="disk")] == 0
+    assert found[key("source_silent", source=SOURCE_B)] == 1
+    assert key("source_last_batch_age_seconds", source=SOURCE_B) not in found
+    assert found[key("build_info", version="1.2.3")] == 1
+
+
+def test_a_library_without_processes_has_only_its_own_metrics() -> None:
+    library = make_stats(
+        process=None,
+        sources={},
+        tokens=None,
+        queue=None,
+        proxy=None,
+        peers={},
+        workers={A: make_worker(circuit=None, health_failures=None)},
+    )
+    found = samples(library)
+    assert found[key("worker_requests", worker=A)] == 5
+    absent = ("source_", "queue", "worker_circuit", "worker_health", "peer_", "build", "ended_")
+    assert not [name for name, _ in found if name.startswith(absent)]
+
+
+def test_counters_by_reason_exist_before_their_first_event() -> None:
+    stats = make_stats()
+    assert stats.queue is not None
+    assert stats.proxy is not None
+    quiet = make_stats(
+        queue=msgspec.structs.replace(stats.queue, refused={}),
+        proxy=msgspec.structs.replace(stats.proxy, ended={}, rejected={}),
+    )
+    found = samples(quiet)
+    assert found[key("refused_requests_total", reason="full")] == 0
+    assert found[key("ended_requests_total", outcome="broken")] == 0
+    assert found[key("rejected_requests_total", reason="too_large")] == 0
+
+
+def test_names_follow_the_conventions() -> None:
+    names = [metric.name for metric in CATALOG]
+    assert len(set(names)) == len(names)
+    assert not {metric.name for metric in server_metrics.CATALOG} & set(names)
+    for metric in CATALOG:
+        assert re.fullmatch("flexcache_router_[a-z_]+", metric.name)
+        assert metric.name.endswith("_total") == (metric.type is MetricType.COUNTER)
+        assert metric.help.endswith(".")
+        assert {len(labels) for labels, _ in metric.read(make_stats())} == {len(metric.labels)}
+
+
+def test_any_worker_name_is_escaped() -> None:
+    name = 'http://x/"}\n# TYPE'
+    found = samples(make_stats(workers={name: make_worker()}))
+    assert found[key("worker_requests", worker=name)] == 5
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_metrics() -> None:
+    pytest.importorskip("prometheus_client")
+    from flexcache.metrics.collector import Exposition
+
+    text = Exposition(CATALOG, make_stats).render()[0]
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
