@@ -50,6 +50,13 @@ class EngineCache:
             self._unpinned.popitem(last=False)
         return True
 
+    def load(self, keys: Sequence[Hashable], start: int) -> None:
+        """Copy blocks from DRAM into reserved ones; those before ``start`` are on the GPU."""
+        for key in reversed(keys):
+            if key in self._dram:
+                self._dram.move_to_end(key)
+        self.computed(keys[start:])
+
     def computed(self, keys: Sequence[Hashable]) -> None:
         """Cache reserved blocks under their keys, pinned."""
         for key in keys:
@@ -83,12 +90,6 @@ class EngineCache:
             self._dram.move_to_end(key)
         while len(self._dram) > self._num_dram:
             self._dram.popitem(last=False)
-
-    def touch_dram(self, keys: Sequence[Hashable]) -> None:
-        """Count blocks in DRAM as just used."""
-        for key in reversed(keys):
-            if key in self._dram:
-                self._dram.move_to_end(key)
 
     def check(self) -> None:
         """Verify that the blocks fit.

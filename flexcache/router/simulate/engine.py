@@ -12,7 +12,6 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from flexcache.errors import ConfigError
 from flexcache.router.simulate.cache import EngineCache
 from flexcache.router.simulate.requests import SimRequest
 
@@ -27,9 +26,9 @@ class EngineSpec:
         attention_s: Per token of prefill and token of its context.
         sequence_s: Per decoding request.
         kv_s: Per token of their contexts.
-        dram_block_s: Per block loaded from DRAM.
+        dram_token_s: Per token loaded from DRAM.
         max_prefill_tokens: Of a step.
-        gpu_blocks: Size of the KV cache.
+        gpu_blocks: Blocks of the KV cache on the GPU; ``dram_blocks`` likewise, 0: none.
         slowdown: Factor of all times.
     """
 
@@ -38,7 +37,7 @@ class EngineSpec:
     attention_s: float = 2.2e-9
     sequence_s: float = 80e-6
     kv_s: float = 35e-9
-    dram_block_s: float = 4e-3
+    dram_token_s: float = 4e-3 / 512
     max_prefill_tokens: int = 8192
     gpu_blocks: int = 900
     dram_blocks: int = 0
@@ -53,28 +52,20 @@ class _Running:
     num_private: int
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """Tokens of a prompt that an engine did not compute."""
-
-    gpu_tokens: int
-    dram_tokens: int
-
-
 class Engine:
     """Advances in steps; `next_end_s` is when something of interest happens.
 
     Attributes:
         next_end_s: End of the current step, or of the last of several steps that only decode;
             infinite while idle.
-        hits: What was cached of each request that has started, until it is taken.
+        hits: Cached tokens of each request that has started, until they are taken.
     """
 
     def __init__(self, spec: EngineSpec, block_tokens: int) -> None:
         self.spec = spec
         self.cache = EngineCache(spec.gpu_blocks, spec.dram_blocks)
         self.next_end_s = math.inf
-        self.hits: dict[str, Hit] = {}
+        self.hits: dict[str, int] = {}
         self._block_tokens = block_tokens
         self._waiting: deque[SimRequest] = deque()
         self._prefilling: deque[_Running] = deque()
@@ -86,22 +77,24 @@ class Engine:
         self._began_s = 0.0
         self._planned_steps = 0
 
-    def match(self, request: SimRequest) -> Hit:
-        """Return what of a prompt would not have to be computed. The last token always is."""
+    def fits(self, request: SimRequest) -> bool:
+        """Return whether a request, alone, has room for its prompt and its answer."""
+        return self._blocks_of(request) <= self.spec.gpu_blocks
+
+    def match(self, request: SimRequest) -> tuple[int, int]:
+        """Return how many tokens of a prompt are on the GPU, and how many DRAM adds.
+
+        The last token is always computed.
+        """
         blocks = self._block_tokens
         usable = min(len(request.keys), (request.num_tokens - 1) // blocks)
         on_gpu, in_dram = self.cache.match(request.keys)
         on_gpu = min(on_gpu, usable)
         in_dram = min(in_dram, usable - on_gpu)
-        return Hit(on_gpu * blocks, in_dram * blocks)
+        return on_gpu * blocks, in_dram * blocks
 
     def add(self, request: SimRequest, now: float) -> None:
-        """Receive a request."""
-        if self._blocks_of(request) > self.spec.gpu_blocks:
-            raise ConfigError(
-                f"request {request.request_id} needs {self._blocks_of(request):,} blocks: "
-                f"gpu_blocks = {self.spec.gpu_blocks:,} is too few"
-            )
+        """Receive a request that fits."""
         self._waiting.append(request)
         if math.isinf(self.next_end_s):
             self._plan(now)
@@ -152,22 +145,18 @@ class Engine:
         load_s = 0.0
         while self._waiting and budget > 0:
             request = self._waiting[0]
-            hit = self.match(request)
-            on_gpu, in_dram = (
-                tokens // self._block_tokens for tokens in (hit.gpu_tokens, hit.dram_tokens)
-            )
+            gpu_tokens, dram_tokens = self.match(request)
+            on_gpu, in_dram = gpu_tokens // self._block_tokens, dram_tokens // self._block_tokens
             num_new = self._blocks_of(request) - on_gpu
             if not self.cache.reserve(request.keys[:on_gpu], num_new):
                 break
             self._waiting.popleft()
-            self.hits[request.request_id] = hit
-            loaded = request.keys[on_gpu : on_gpu + in_dram]
-            self.cache.touch_dram(request.keys[: on_gpu + in_dram])
-            self.cache.computed(loaded)
-            load_s += in_dram * self.spec.dram_block_s * self.spec.slowdown
-            num_cached = on_gpu + in_dram
-            num_computed = hit.gpu_tokens + hit.dram_tokens
-            self._prefilling.append(_Running(request, num_computed, num_cached, num_new - in_dram))
+            self.cache.load(request.keys[: on_gpu + in_dram], on_gpu)
+            load_s += dram_tokens * self.spec.dram_token_s * self.spec.slowdown
+            num_computed = self.hits[request.request_id] = gpu_tokens + dram_tokens
+            self._prefilling.append(
+                _Running(request, num_computed, on_gpu + in_dram, num_new - in_dram)
+            )
             budget -= request.num_tokens - num_computed
         return load_s
 

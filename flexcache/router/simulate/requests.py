@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,27 +36,32 @@ class Workload(Protocol):
         """Tokens of a key."""
         ...
 
-    def first(self) -> Iterable[SimRequest]:
-        """Return the requests that depend on no other, by time."""
+    @property
+    def num_requests(self) -> int | None:
+        """Return how many requests there are; None if it depends on the engines."""
+        ...
+
+    def first(self) -> Sequence[SimRequest]:
+        """Return the requests that depend on no other; starts over."""
         ...
 
     def after(self, request: SimRequest, now: float) -> SimRequest | None:
-        """Return the request that follows when one has ended, at ``now`` or later."""
+        """Return the request that follows one that has ended; it comes at ``now`` or later."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Requests at the times of a trace.
-
-    Attributes:
-        load: How many times faster than recorded they come.
-    """
+    """Requests at given times."""
 
     requests: Sequence[SimRequest]
     block_tokens: int
 
-    def first(self) -> Iterable[SimRequest]:
+    @property
+    def num_requests(self) -> int | None:
+        return len(self.requests)
+
+    def first(self) -> Sequence[SimRequest]:
         return self.requests
 
     def after(self, request: SimRequest, now: float) -> SimRequest | None:
