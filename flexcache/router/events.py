@@ -19,7 +19,7 @@ from flexcache.events.wire import (
 )
 from flexcache.router.holders import Holder
 from flexcache.router.index import IndexPart, KVIndexer
-from flexcache.router.keys import KeyChain, Space, pack
+from flexcache.router.keys import Space, chain_of, pack
 from flexcache.router.names import BlockNames, NamesPart, Run
 from flexcache.router.workers import Tier
 
@@ -43,7 +43,6 @@ publishes the same names for its own blocks."""
 _UNNAMED_KINDS = frozenset({None, "unknown"})
 _LOW_64_BITS = (1 << 64) - 1
 _MAX_SIZES = 8
-_MAX_CHAINS = 10_000
 _MAX_MEDIA = 16
 
 
@@ -87,7 +86,6 @@ class EventApplier:
         self.unknown_media: set[str] = set()
         self._names: dict[int, BlockNames] = {}
         """By block size."""
-        self._chains: dict[Space, KeyChain] = {}
         self._holders: dict[str, set[Holder]] = {}
         """By source."""
         self._groups: dict[str, dict[int | None, bool]] = {}
@@ -108,15 +106,6 @@ class EventApplier:
         """Estimated memory of index and names."""
         names = sum(names.num_bytes for names in self._names.values())
         return self.index.num_bytes + names
-
-    def chain(self, space: Space) -> KeyChain:
-        """Return the space's chain of keys."""
-        chain = self._chains.get(space)
-        if chain is None:
-            if len(self._chains) >= _MAX_CHAINS:
-                self._chains.clear()
-            chain = self._chains[space] = KeyChain(space)
-        return chain
 
     def holders(self, source: str) -> set[Holder]:
         """Return the holders of a source that published blocks."""
@@ -258,7 +247,7 @@ class EventApplier:
             return None
         parent = event.parent_block_hash
         return Run(
-            chain=self.chain(Space(size, event.lora_name or event.lora_id)),
+            chain=chain_of(Space(size, event.lora_name or event.lora_id)),
             names=names,
             parent=None if parent is None else low_64_bits(parent),
             packed=packed,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -96,3 +97,9 @@ class KeyChain:
             keys.append(key)
         keys += [key := _hash(block, key) for (block,) in blocks]
         return keys
+
+
+@lru_cache(maxsize=10_000)
+def chain_of(space: Space) -> KeyChain:
+    """Return the one chain of a space."""
+    return KeyChain(space)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from flexcache.router.events import EventApplier
 from flexcache.router.holders import Holder, Holders
-from flexcache.router.keys import Space, Tokens
+from flexcache.router.index import KVIndexer
+from flexcache.router.keys import Space, Tokens, chain_of
 from flexcache.router.workers import Tier, WorkerSpec
 
 TokenCounts = npt.NDArray[np.int64]
@@ -121,27 +121,28 @@ class Found(NamedTuple):
 
 
 def find(
-    applier: EventApplier,
+    index: KVIndexer,
+    block_sizes: Iterable[int],
     tokens: Tokens,
     *,
     adapter: str | None = None,
     salt: str | None = None,
     limit: int | None = None,
 ) -> Found:
-    """Look a prompt up in all block sizes.
+    """Look a prompt up.
 
     Args:
+        block_sizes: Sizes of the blocks that may be found.
         limit: Tokens at most that an engine takes from a cache: one less than the prompt has,
             because the last one must be computed.
 
     Raises:
         ValueError: A token id is out of range.
     """
-    index = applier.index
     known = np.zeros(index.holders.num_bits + 1, np.int64)
     by_size = {}
-    for size in applier.block_sizes:
-        keys = applier.chain(Space(size, adapter)).block_keys(tokens, salt=salt)
+    for size in block_sizes:
+        keys = chain_of(Space(size, adapter)).block_keys(tokens, salt=salt)
         by_size[size] = keys
         usable = keys if limit is None else keys[: limit // size]
         np.maximum(known, index.depths(index.match(usable)) * size, out=known)

@@ -1,4 +1,4 @@
-"""The processes of a router: one that does everything, or a decider beside proxies."""
+"""A router's main process: all of it, or the supervisor of a decider and several proxies."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import asyncio
 import logging
 import signal
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import uvloop
 
 from flexcache.config.router import RouterConfig
-from flexcache.errors import ConfigError
 from flexcache.logs import log_event
 from flexcache.router.control.api import ControlApi
 from flexcache.router.decider.service import DeciderService
-from flexcache.router.proxy.config import ProxyConfig, read_api_keys
-from flexcache.router.proxy.server import make_app, serve
+from flexcache.router.gateway.start import gateway_config, start_gateway
+from flexcache.router.proxy.process import counters_of
+from flexcache.router.proxy.server import PROXY, make_app, serve
+from flexcache.router.settings import (
+    address_of,
+    control_address_of,
+    engine_headers,
+    listing_of,
+    proxy_config,
+)
+from flexcache.router.supervisor import Supervisor, bind_port, with_ports
 
 logger = logging.getLogger(__name__)
 
@@ -27,66 +34,51 @@ def run_router(config: RouterConfig) -> None:
     Raises:
         ConfigError: A setting, file or address cannot be used.
     """
-    uvloop.run(_run_alone(config))
+    uvloop.run(_run_alone(config) if config.proxies == 0 else _supervise(config))
 
 
 async def _run_alone(config: RouterConfig) -> None:
     """Decide and relay in one process."""
-    stopped = stop_event()
-    address = address_of(config)
-    service = DeciderService(config, address)
+    stopped = _stop_event()
+    listener = bind_port(config.host, config.port, "port")
+    with bind_port(config.control_host, config.control_port, "control_port") as control_port:
+        config = with_ports(config, listener, control_port)
+    service = DeciderService(config, address_of(config))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(service.close)
         await service.start()
         control = ControlApi(service)
         stack.push_async_callback(control.close)
         await control.start()
+        await start_gateway(stack, config, service.decider, lambda: service.is_ready)
         app = make_app(service.decider, proxy_config(config), lambda: service.is_ready)
-        try:
-            serving = await serve(app, host=config.host, port=config.port)
-        except OSError as error:
-            raise ConfigError(f"port = {config.port}: {error.strerror or error}") from None
-        log_event(
-            logger, logging.INFO, "router_serving", address=address,
-            control=f"http://{config.control_host}:{control.port}",
-        )  # fmt: skip
+        service.count_own_proxy = lambda: counters_of(app[PROXY])
+        serving = await serve(app, sock=listener)
+        _log_serving(config)
         await stopped.wait()
         log_event(logger, logging.INFO, "router_stopping")
         await serving.stop()
 
 
-def stop_event() -> asyncio.Event:
+async def _supervise(config: RouterConfig) -> None:
+    stopped = _stop_event()
+    for read in (listing_of, engine_headers, proxy_config, gateway_config):
+        read(config)  # a bad setting is reported here, and not by each child again and again
+    supervisor = Supervisor(config)
+    _log_serving(supervisor.config)
+    await supervisor.run(stopped)
+
+
+def _log_serving(config: RouterConfig) -> None:
+    log_event(
+        logger, logging.INFO, "router_serving", address=address_of(config),
+        control=control_address_of(config), workers=len(config.workers),
+    )  # fmt: skip
+
+
+def _stop_event() -> asyncio.Event:
     """Return an event that SIGTERM and SIGINT set."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     return stopped
-
-
-def address_of(config: RouterConfig) -> str:
-    """Return where clients connect."""
-    scheme = "http" if config.tls_cert is None else "https"
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"{scheme}://{host}:{config.port}"
-
-
-def proxy_config(config: RouterConfig) -> ProxyConfig:
-    """Return the part of the settings that a proxy needs.
-
-    Raises:
-        ConfigError: The file of API keys cannot be used.
-    """
-    file = config.api_key_file
-    keys = [] if file is None else read_api_keys(Path(file))
-    return ProxyConfig(
-        api_keys=(*config.api_keys, *keys),
-        tls_cert=None if config.tls_cert is None else Path(config.tls_cert),
-        tls_key=None if config.tls_key is None else Path(config.tls_key),
-        max_body_bytes=int(config.max_body_mb * 1e6),
-        client_idle_s=config.idle_timeout_s,
-        body_timeout_s=config.idle_timeout_s,
-        connect_timeout_s=config.connect_timeout_s,
-        max_retries=config.max_retries,
-        stop_deadline_s=config.drain_timeout_s,
-        reuse_port=config.proxies > 0,
-    )

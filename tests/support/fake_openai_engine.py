@@ -113,6 +113,7 @@ class FakeEngine:
         }
         self._behaviour = behaviour
         self.port = port
+        self.events, self.replay = events, replay
         self.process: subprocess.Popen[str] | None = None
 
     @property
@@ -486,6 +487,7 @@ async def _run(options: argparse.Namespace) -> None:
     app.router.add_route("*", "/{path:.*}", engine.serve)
     runner = web.AppRunner(
         app,
+        auto_decompress=False,
         handler_cancellation=True,
         keepalive_timeout=options.keepalive_s,
         access_log=None,

@@ -88,7 +88,7 @@ def depths(
     applier: EventApplier, tokens: Sequence[int] | np.ndarray, **prompt: Any
 ) -> dict[tuple[str, str], int]:
     """Return the tokens that each source has of a prompt, by tier."""
-    found = find(applier, tokens, **prompt).tokens
+    found = find(applier.index, applier.block_sizes, tokens, **prompt).tokens
     return {
         (holder.source, holder.tier.value): int(found[bit])
         for holder in applier.index.holders

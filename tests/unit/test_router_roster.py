@@ -150,17 +150,17 @@ def test_what_is_removed_by_hand_stays_away_until_it_is_added(book: Book) -> Non
     roster.check()
 
 
-def test_room_and_changes_are_reported(book: Book) -> None:
-    rooms: list[int] = []
+def test_changes_of_states_and_of_workers_are_reported(book: Book) -> None:
+    states: list[int] = []
     changes: list[int] = []
     roster = Roster(
-        book, on_room=lambda: rooms.append(1), on_change=lambda specs: changes.append(len(specs))
+        book, on_state=lambda: states.append(1), on_change=lambda specs: changes.append(len(specs))
     )
     roster.set_listed([spec(A)])
     roster.set_listed([spec(A)])
     roster.probed(A, Probe.GOOD, 0.0)
     roster.probed(A, Probe.GOOD, 0.0)
-    assert (len(rooms), changes) == (1, [1])
+    assert (len(states), changes) == (1, [1])
 
 
 def test_tables_agree_after_any_sequence(book: Book) -> None:

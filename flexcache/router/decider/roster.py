@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
@@ -32,7 +33,7 @@ class Roster:
     Args:
         book: Is kept up to date.
         on_change: Called with all workers when there are others than before.
-        on_room: Called when a worker may take requests that could not before.
+        on_state: Called when workers take requests that did not before, or the reverse.
         on_doubt: Called with the URL of an engine that should be probed at once.
     """
 
@@ -41,12 +42,12 @@ class Roster:
         book: WorkerBook,
         *,
         on_change: Callable[[tuple[WorkerSpec, ...]], None] = lambda specs: None,
-        on_room: Callable[[], None] = lambda: None,
+        on_state: Callable[[], None] = lambda: None,
         on_doubt: Callable[[str], None] = lambda url: None,
     ) -> None:
         self._book = book
         self._on_change = on_change
-        self._on_room = on_room
+        self._on_state = on_state
         self._on_doubt = on_doubt
         self._listed: dict[str, WorkerSpec] = {}
         self._added: dict[str, WorkerSpec] = {}
@@ -81,6 +82,13 @@ class Roster:
 
     def state(self, worker: str) -> WorkerState:
         return self._states[worker]
+
+    def is_up(self, worker: str) -> bool:
+        return self._states[worker] is WorkerState.UP
+
+    def at(self, addresses: Collection[str]) -> list[str]:
+        """Return the workers whose URLs have one of these ``HOST:PORT``."""
+        return [spec.name for spec in self.specs if urlsplit(spec.url).netloc in addresses]
 
     def health(self, worker: str) -> Health:
         return self._health[self._specs[worker].url]
@@ -162,7 +170,7 @@ class Roster:
         up = {name: self.health(name) for name in self._specs if self.health(name).is_up}
         takes = {name for name in up if name not in self._draining}
         trusted = {name for name in takes if up[name].is_trusted} or takes
-        has_room = False
+        is_changed = False
         for name in self._specs:
             state = WorkerState.UP if name in trusted else WorkerState.DOWN
             if name in up and name in self._draining:
@@ -175,9 +183,9 @@ class Roster:
             )  # fmt: skip
             self._states[name] = state
             self._book.set_state(name, state)
-            has_room = has_room or state is WorkerState.UP
-        if has_room:
-            self._on_room()
+            is_changed = True
+        if is_changed:
+            self._on_state()
 
     def check(self) -> None:
         """

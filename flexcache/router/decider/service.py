@@ -7,13 +7,13 @@ import contextlib
 import logging
 import os
 import time
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
 
 import aiohttp
 import msgspec
 
 from flexcache.config.router import RouterConfig
-from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.logs import log_event
 from flexcache.router.decider.decider import Decider
@@ -22,11 +22,14 @@ from flexcache.router.decider.line import WaitingLine
 from flexcache.router.decider.prober import Capacity, Prober
 from flexcache.router.decider.roster import Roster
 from flexcache.router.discovery.discovery import Discovery
-from flexcache.router.discovery.file import WorkerFile
-from flexcache.router.discovery.listing import parse_options
 from flexcache.router.feed import Feed
+from flexcache.router.link.messages import ProxyCounters, RunningRequest
+from flexcache.router.link.server import LinkServer
 from flexcache.router.router import KVRouter
+from flexcache.router.settings import engine_headers, listing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
+from flexcache.router.sync.follower import Follower
+from flexcache.router.sync.publisher import LifePublisher
 from flexcache.router.tokens import Tokenizers
 from flexcache.router.workers import WorkerSpec
 from flexcache.version import __version__
@@ -34,6 +37,7 @@ from flexcache.version import __version__
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.05
+_CATCH_UP_S = 3.0
 _SWEPT_A_TICK = 2000
 
 
@@ -42,17 +46,20 @@ class DeciderService:
 
     Args:
         address: Where clients connect, for people.
+        link: Endpoint for proxies in other processes; None: there are none.
+
+    Attributes:
+        count_own_proxy: Returns the counters of a proxy in this process, if there is one.
 
     Raises:
         ConfigError: The list of workers or a file is wrong.
     """
 
-    def __init__(self, config: RouterConfig, address: str = "") -> None:
+    def __init__(self, config: RouterConfig, address: str = "", link: str | None = None) -> None:
         self.config = config
         self._address = address
         self._started_s = time.monotonic()
-        self._listing = parse_options(config.workers, config.events)
-        file = None if config.worker_file is None else WorkerFile(config.worker_file)
+        listing, file = listing_of(config)
         self.routing = KVRouter(
             policy=config.policy,
             temperature=config.temperature,
@@ -65,29 +72,47 @@ class DeciderService:
         self.roster = Roster(
             self.routing,
             on_change=self._workers_changed,
-            on_room=self.line.wake,
+            on_state=self._states_changed,
             on_doubt=self._doubt,
         )
-        self.engine_headers = _engine_headers(config.engine_key_file)
+        self.engine_headers = engine_headers(config)
         self.tokenizers = Tokenizers(tokenizer=config.tokenizer)
         self.decider = Decider(
             self.routing, self.roster, self.tokenizers.read, self.line,
             engine_headers=self.engine_headers,
         )  # fmt: skip
-        self.discovery = Discovery(self._listing, self.roster.set_listed, file=file)
+        self.decider.on_answer = self._answered
+        self.discovery = Discovery(listing, self.roster.set_listed, file=file)
         self._feed: Feed | None = None
         self._prober: Prober | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._link_endpoint = link
+        self._link: LinkServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._publisher: LifePublisher | None = None
+        self._follower = Follower(config.peers, self.routing)
         self._known = asyncio.Event()
+        self.count_own_proxy: Callable[[], ProxyCounters] | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engines are known and one takes requests."""
+        """Whether a proxy accepts requests, the engines are known, and one takes requests."""
+        if self._link is not None and not any(each.is_serving for each in self._link.counters):
+            return False
         return self.roster.is_known and self.roster.num_up > 0
 
     async def start(self) -> None:
-        """Start all parts; returns when every listed engine was probed."""
+        """Start all parts; returns when every listed engine was probed, and the other routers were
+        followed, as far as they answer.
+
+        Raises:
+            ConfigError: An address of the other routers cannot be used.
+        """
+        if self.config.sync_endpoint is not None:
+            self._publisher = LifePublisher(self.config.sync_endpoint, self._own_requests)
+            self._publisher.start()
+            self.decider.observer = self._publisher
+        self._follower.start()
         await self.tokenizers.start()
         self._feed = Feed(self.routing, asyncio.get_running_loop())
         self._session = aiohttp.ClientSession(headers=self.engine_headers)
@@ -105,9 +130,23 @@ class DeciderService:
         ]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._known.wait(), 2 * self.config.health_timeout_s)
+        if not await self._follower.caught_up(_CATCH_UP_S):
+            log_event(
+                logger, logging.WARNING, "peer_silent", waited_s=_CATCH_UP_S,
+                effect="its requests are unknown until it answers",
+            )  # fmt: skip
+        if self._link_endpoint is not None:
+            self._link = LinkServer(self.decider, self._link_endpoint)
+            self._link.start()
 
     async def close(self) -> None:
         """Stop all parts. Idempotent."""
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+        await self._follower.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -135,6 +174,11 @@ class DeciderService:
         except ConfigError as error:  # requests are routed without these events
             log_event(logger, logging.ERROR, "kv_events_not_followed", error=str(error))
 
+    def _states_changed(self) -> None:
+        self.line.wake()
+        if self._link is not None:
+            self._link.announce()
+
     def _doubt(self, url: str) -> None:
         if self._prober is not None:
             self._prober.hurry(url)
@@ -149,12 +193,42 @@ class DeciderService:
             if spec.url != url:
                 continue
             self.routing.set_models(spec.name, models)
+            for capacity in capacities:
+                if capacity.rank in (None, spec.data_parallel_rank or 0):
+                    self.routing.set_capacity(
+                        spec.name, capacity.num_gpu_blocks, capacity.block_size
+                    )
+
+    def _answered(
+        self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
+    ) -> None:
+        if self._feed is not None and worker in self.roster:
+            self._feed.answered(
+                [source.endpoint for source in self.roster.spec(worker).sources],
+                num_tokens=num_tokens,
+                predicted_tokens=predicted_tokens,
+                cached_tokens=cached_tokens,
+            )
+
+    def _own_requests(self) -> list[RunningRequest]:
+        return [self.decider.describe(name) for name in self.decider.running]
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self.decider.expire()
-            self.routing.sweep(_SWEPT_A_TICK)
+            try:
+                self._do_what_is_due(time.monotonic())
+            except Exception:  # requests are routed all the same
+                log_event(logger, logging.ERROR, "router_tick_failed", exc_info=True)
+
+    def _do_what_is_due(self, now: float) -> None:
+        self.decider.expire()
+        self.routing.sweep(_SWEPT_A_TICK)
+        self._follower.expire(now)
+        if self._publisher is not None:
+            self._publisher.beat(now)
+        if self._link is not None:
+            self._link.expire()
 
     async def _run(self, name: str, work: object) -> None:
         """Run a part; should it fail, routing goes on with what is known."""
@@ -190,28 +264,19 @@ class DeciderService:
             tokens=self.tokenizers.stats(),
             queue=self.decider.queue_stats(),
             proxy=self._proxy_stats(),
+            peers=self._follower.stats(now),
         )  # fmt: skip
 
     def _proxy_stats(self) -> ProxyStats:
+        proxies = [] if self._link is None else self._link.counters
+        if self.count_own_proxy is not None:
+            proxies.append(self.count_own_proxy())
         return ProxyStats(
-            processes=0, restarts=0, open_requests=len(self.decider.running),
+            processes=len(proxies),
+            restarts=0 if self._link is None else self._link.num_lost,
+            open_requests=sum(proxy.open_requests for proxy in proxies),
             ended={outcome.value: n for outcome, n in self.decider.num_ended.items()},
-            retries=0, rejected={}, unsupervised_requests=0,
-        )  # fmt: skip
-
-
-def _engine_headers(key_file: str | None) -> dict[str, str]:
-    """Return the header with the engines' key.
-
-    Raises:
-        ConfigError: The file cannot be read, or is empty.
-    """
-    if key_file is None:
-        return {}
-    try:
-        key = Path(key_file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise reject("engine_key_file", key_file, str(error)) from None
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise reject("engine_key_file", key_file, "must contain one key of visible characters")
-    return {"Authorization": f"Bearer {key}"}
+            retries=sum(proxy.retries for proxy in proxies),
+            rejected=dict(sum((Counter(proxy.rejected) for proxy in proxies), Counter())),
+            unsupervised_requests=sum(proxy.unsupervised for proxy in proxies),
+        )

@@ -47,8 +47,13 @@ class WorkerAddress(msgspec.Struct, frozen=True):
 
 
 class ProxyCounters(msgspec.Struct, frozen=True):
-    """What a proxy counts, since its start."""
+    """What a proxy counts, since its start.
 
+    Attributes:
+        is_serving: Whether it accepts connections.
+    """
+
+    is_serving: bool = False
     open_requests: int = 0
     retries: int = 0
     rejected: dict[str, int] = {}

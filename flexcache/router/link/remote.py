@@ -86,6 +86,11 @@ class RemoteChooser:
         """Whether the decider answers."""
         return self._is_linked.is_set()
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether a worker took requests when the decider last said so."""
+        return bool(self._workers)
+
     async def open(self) -> None:
         """Connect, and wait until the decider has welcomed this proxy."""
         self._linking = asyncio.create_task(self._keep_linked())
@@ -196,8 +201,10 @@ class RemoteChooser:
                 receiving = asyncio.create_task(self._receive(socket))
                 try:
                     await self._beat(receiving)
+                except Exception:  # a fault in a counter, say: link again
+                    log_event(logger, logging.ERROR, "link_failed", exc_info=True)
                 finally:
-                    self._lose("silent or gone")
+                    self._lose("silent")
                     self._socket = None
                     receiving.cancel()
                     await asyncio.gather(receiving, return_exceptions=True)

@@ -103,6 +103,7 @@ class LinkServer:
         self._socket.setsockopt(zmq.USE_FD, listen_privately(endpoint))
         self._socket.bind(endpoint)
         self._serving: asyncio.Task[None] | None = None
+        self.num_lost = 0
 
     def start(self) -> None:
         """Begin to serve."""
@@ -213,6 +214,7 @@ class LinkServer:
             os.close(proxy.pidfd)
         for task in proxy.tasks.values():
             task.cancel()
+        self.num_lost += 1
         num_ended = self._decider.end_all(identity.hex())
         log_event(
             logger, logging.INFO, "proxy_lost", proxy=proxy.pid, reason=reason, ended=num_ended

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -25,6 +26,10 @@ from flexcache.router.proxy.retries import RetryBudget
 from flexcache.router.proxy.usage import UsageReader
 
 HEALTH = "/health"
+_REJECTED = {
+    400: "malformed", 401: "unauthorized", 408: "malformed", 413: "too_large", 431: "too_large",
+}  # fmt: skip
+"""Why a request was refused without an engine, by the status of its answer."""
 _BROKE = "the connection to the engine broke before the answer was complete"
 
 
@@ -33,6 +38,11 @@ class Proxy:
 
     Args:
         is_ready: What ``GET /health`` reports.
+
+    Attributes:
+        num_running: Requests in flight.
+        num_retries: Requests sent to another engine.
+        rejected: Requests that went to no engine, by reason.
     """
 
     def __init__(
@@ -47,7 +57,9 @@ class Proxy:
         self._engines = Engines(config)
         self._prefix = secrets.token_hex(8)
         self._numbers = count()
-        self._num_running = 0
+        self.num_running = 0
+        self.num_retries = 0
+        self.rejected: Counter[str] = Counter()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -66,13 +78,13 @@ class Proxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request of a client."""
-        self._num_running += 1
+        self.num_running += 1
         self._idle.clear()
         try:
             return await self._serve(request)
         finally:
-            self._num_running -= 1
-            if not self._num_running:
+            self.num_running -= 1
+            if not self.num_running:
                 self._idle.set()
 
     def check(self) -> None:
@@ -82,13 +94,14 @@ class Proxy:
             InternalError: One does not hold.
         """
         self._budget.check()
-        self._bodies.check(is_idle=not self._num_running)
-        if self._idle.is_set() != (self._num_running == 0):
-            raise InternalError(f"{self._num_running} running, idle={self._idle.is_set()}")
+        self._bodies.check(is_idle=not self.num_running)
+        if self._idle.is_set() != (self.num_running == 0):
+            raise InternalError(f"{self.num_running} running, idle={self._idle.is_set()}")
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         refusal = self._refusal(request)
         if refusal is not None:
+            self._count_rejected(refusal.status)
             return refusal
         unique_id = f"{self._prefix}-{next(self._numbers)}"
         shown_id = request.headers.get(headers.REQUEST_ID, unique_id)
@@ -96,6 +109,7 @@ class Proxy:
             try:
                 sent = await self._send(request, life, shown_id)
             except BodyRefused as refused:
+                self._count_rejected(refused.status)
                 sent = answers.error(refused.status, str(refused))
                 sent.force_close()
             if isinstance(sent, web.Response):
@@ -122,6 +136,10 @@ class Proxy:
         if not self._keys.admit(fields):
             return answers.error(401, "a valid API key is required")
         return None
+
+    def _count_rejected(self, status: int) -> None:
+        if status in _REJECTED:
+            self.rejected[_REJECTED[status]] += 1
 
     async def _send(
         self, request: web.Request, life: RequestLife, shown_id: str
@@ -167,6 +185,7 @@ class Proxy:
                 arrival = replace(arrival, tried=(*arrival.tried, choice.worker))
                 if len(arrival.tried) > self._config.max_retries or not self._budget.take_retry():
                     return _not_taken(failure)
+                self.num_retries += 1
 
     async def _pass_on(
         self, request: web.Request, life: RequestLife, answer: ClientResponse, shown_id: str

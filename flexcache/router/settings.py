@@ -1,0 +1,76 @@
+"""What the parts of a router take from its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flexcache.config.router import RouterConfig
+from flexcache.config.values import reject
+from flexcache.router.discovery.file import WorkerFile
+from flexcache.router.discovery.listing import Listing, parse_options
+from flexcache.router.proxy.config import ProxyConfig, read_api_keys
+
+
+def address_of(config: RouterConfig) -> str:
+    """Return where clients connect."""
+    scheme = "http" if config.tls_cert is None else "https"
+    return f"{scheme}://{_bracketed(config.host)}:{config.port}"
+
+
+def control_address_of(config: RouterConfig) -> str:
+    """Return where the control API is."""
+    return f"http://{_bracketed(config.control_host)}:{config.control_port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def proxy_config(config: RouterConfig) -> ProxyConfig:
+    """Return the part of the settings that a proxy needs.
+
+    Raises:
+        ConfigError: The file of API keys cannot be used.
+    """
+    file = config.api_key_file
+    keys = [] if file is None else read_api_keys(Path(file))
+    return ProxyConfig(
+        api_keys=(*config.api_keys, *keys),
+        tls_cert=None if config.tls_cert is None else Path(config.tls_cert),
+        tls_key=None if config.tls_key is None else Path(config.tls_key),
+        max_body_bytes=int(config.max_body_mb * 1e6),
+        client_idle_s=config.idle_timeout_s,
+        body_timeout_s=config.idle_timeout_s,
+        connect_timeout_s=config.connect_timeout_s,
+        max_retries=config.max_retries,
+        stop_deadline_s=config.drain_timeout_s,
+        reuse_port=config.proxies > 0,
+    )
+
+
+def listing_of(config: RouterConfig) -> tuple[Listing, WorkerFile | None]:
+    """Return the workers that options list, and the file that lists others.
+
+    Raises:
+        ConfigError: One is wrong.
+    """
+    file = None if config.worker_file is None else WorkerFile(config.worker_file)
+    return parse_options(config.workers, config.events), file
+
+
+def engine_headers(config: RouterConfig) -> dict[str, str]:
+    """Return the header with the engines' key, if they have one.
+
+    Raises:
+        ConfigError: The file cannot be read, or has no usable key.
+    """
+    file = config.engine_key_file
+    if file is None:
+        return {}
+    try:
+        key = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise reject("engine_key_file", file, str(error)) from None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise reject("engine_key_file", file, "must contain one key of visible characters")
+    return {"Authorization": f"Bearer {key}"}
