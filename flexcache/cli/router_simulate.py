@@ -136,23 +136,22 @@ def _progress() -> Iterator[Report]:
 
 def _show(result: Comparison, title: str) -> None:
     first = next(iter(result.policies.values()))
-    table = Table("policy", "TTFT mean", "p50", "p99", "time to last token", "hit rate",
-                  "requests", "busiest / mean", title=escape(title))  # fmt: skip
+    table = Table("policy", "TTFT mean", "", "p50", "p99", "to the end", "", "hits", "busiest",
+                  title=escape(title), caption="TTFT and time to the last token in seconds; "
+                  f"ratios to {next(iter(result.policies))}; busiest engine's requests over the "
+                  "mean")  # fmt: skip
     for column in table.columns[1:]:
         column.justify = "right"
-
-    def seconds(value: float, base: float) -> str:
-        return f"{value:.3f} s [dim]{value / base:5.2f}[/]"
-
     for name, each in result.policies.items():
         table.add_row(
             name,
-            seconds(each.ttft_mean_s, first.ttft_mean_s),
-            seconds(each.ttft_p50_s, first.ttft_p50_s),
-            seconds(each.ttft_p99_s, first.ttft_p99_s),
-            seconds(each.e2e_mean_s, first.e2e_mean_s),
+            f"{each.ttft_mean_s:.3f}",
+            f"{each.ttft_mean_s / first.ttft_mean_s:.2f}",
+            f"{each.ttft_p50_s:.3f}",
+            f"{each.ttft_p99_s:.2f}",
+            f"{each.e2e_mean_s:.2f}",
+            f"{each.e2e_mean_s / first.e2e_mean_s:.2f}",
             f"{each.hit_rate:.1%}",
-            f"{result.num_requests[name]:,}",
             f"{result.busiest[name]:.2f}",
         )
     _console.print(table)

@@ -68,7 +68,7 @@ def read_requests(path: Path) -> Iterator[MooncakeRequest]:
     """
     number = 0
     try:
-        for number, line in enumerate(_lines(path), 1):
+        for number, line in enumerate(_lines(path), 1):  # noqa: B007
             yield _decoder.decode(line)
     except DECODE_ERRORS as error:
         raise TraceError(f"{path}, line {number}: {error}") from None

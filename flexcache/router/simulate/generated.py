@@ -1,4 +1,4 @@
-"""Generated requests of tool-calling agents, at given times: few system prompts, many conversations.
+"""Generated tool-calling agents at given times: few system prompts, many conversations.
 
 Modelled on the published description of Mooncake's `toolagent` trace: nearly all prompts begin with
 one of three system prompts.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import count
 
 from flexcache.router.simulate.agents import BLOCK_TOKENS
 from flexcache.router.simulate.requests import Recorded, SimRequest
@@ -28,13 +29,12 @@ def tool_agents(num_requests: int = 12_000, *, load: float = 1.0, seed: int = 0)
         load: Factor of the rate of requests, which is 6.5 per second.
     """
     rng = random.Random(seed)
-    num_sessions = int(num_requests / _MEAN_TURNS) + 1
     duration_s = num_requests / (_REQUESTS_PER_S * load)
-    requests = [
-        request
-        for session in range(1, num_sessions + 1)
-        for request in _conversation(rng, session, rng.uniform(0, duration_s))
-    ]
+    requests: list[SimRequest] = []
+    for session in count(1):
+        if len(requests) >= num_requests:
+            break
+        requests += _conversation(rng, session, rng.uniform(0, duration_s))
     requests.sort(key=lambda request: request.time_s)
     return Recorded(requests[:num_requests], BLOCK_TOKENS)
 
@@ -43,7 +43,7 @@ def _conversation(rng: random.Random, session: int, time_s: float) -> Iterator[S
     (system,) = rng.choices(range(len(_SYSTEM_SHARES)), _SYSTEM_SHARES)
     shared = _SYSTEM_BLOCKS[system]
     num_tokens = shared * BLOCK_TOKENS
-    for turn in range(1 + int(rng.expovariate(1 / (_MEAN_TURNS - 0.5)))):
+    for turn in range(1 + int(rng.expovariate(1 / _MEAN_TURNS))):
         num_tokens += rng.randint(*_TURN_TOKENS)
         blocks = range(-(-num_tokens // BLOCK_TOKENS))
         yield SimRequest(
