@@ -90,6 +90,8 @@ class EventApplier:
         """By source."""
         self._groups: dict[str, dict[int | None, bool]] = {}
         """By source: which groups of layers need whole prefixes."""
+        self._places: dict[tuple[str, int | None, str | None], Holder] = {}
+        """By source, rank and medium."""
 
     @property
     def block_sizes(self) -> list[int]:
@@ -99,7 +101,7 @@ class EventApplier:
     @property
     def num_waiting(self) -> int:
         """Holdings whose tokens are not known yet."""
-        return sum(names.waiting.num_blocks for names in self._names.values())
+        return sum(names.waiting.num_holdings for names in self._names.values())
 
     @property
     def num_bytes(self) -> int:
@@ -134,6 +136,7 @@ class EventApplier:
         for holder in self._holders.pop(source, ()):
             self._forget(holder)
         self._groups.pop(source, None)
+        self._places = {place: each for place, each in self._places.items() if place[0] != source}
 
     def sweep(self, num_blocks: int) -> bool:
         """Free the memory of forgotten blocks, a slice at a time.
@@ -159,7 +162,6 @@ class EventApplier:
         table = self._table(event.block_size)
         if table is None:
             return
-        self._holders.setdefault(source, set()).add(holder)
         self.applied["stored"] += 1
         self.blocks["stored"] += len(names)
         run = self._run(event, names)
@@ -204,13 +206,17 @@ class EventApplier:
     # -- reading events --------------------------------------------------------------------------
 
     def _holder(self, source: str, rank: int | None, medium: str | None) -> Holder | None:
-        tier = TIER_OF.get(medium)
-        if tier is None:
-            self.ignored["medium"] += 1
-            if len(self.unknown_media) < _MAX_MEDIA:
-                self.unknown_media.add(str(medium))
-            return None
-        return Holder(source, tier, rank)
+        holder = self._places.get((source, rank, medium))
+        if holder is None:
+            tier = TIER_OF.get(medium)
+            if tier is None:
+                self.ignored["medium"] += 1
+                if len(self.unknown_media) < _MAX_MEDIA:
+                    self.unknown_media.add(str(medium))
+                return None
+            holder = self._places[source, rank, medium] = Holder(source, tier, rank)
+            self._holders.setdefault(source, set()).add(holder)
+        return holder
 
     def _is_wanted(self, source: str, event: BlockStored) -> bool:
         """Return whether the blocks are of a group that needs whole prefixes.

@@ -88,6 +88,11 @@ class KVIndexer:
         return 0 if bit is None else self._num_held[bit]
 
     @property
+    def num_holdings(self) -> int:
+        """Blocks of all holders: a block counts for each holder that has it."""
+        return sum(self._num_held)
+
+    @property
     def num_bytes(self) -> int:
         """Estimated memory of dictionaries and keys; masks are few and shared."""
         return sum(map(sys.getsizeof, self._shards)) + _KEY_BYTES * self.num_blocks

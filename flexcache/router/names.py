@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,8 +29,7 @@ _SLACK = 10_000
 """Names without blocks that are not worth a sweep."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive blocks of a prompt as a publisher tells them.
 
     Attributes:
@@ -118,10 +116,10 @@ class BlockNames:
             return
         keys = run.chain.extend(parent, run.packed, run.extra_keys)
         taken = self._index.stored(holder, keys)
-        pairs = list(zip(run.names[:taken], keys, strict=False))
-        self._learn(holder, pairs)
+        names = run.names[:taken]
+        self._learn(holder, names, keys)
         if self._loose or self.waiting.num_blocks:
-            self._settle(holder, pairs)
+            self._settle(zip(names, keys, strict=False))
 
     def stored_by_name(self, holder: Holder, names: Sequence[int]) -> None:
         """Note that a holder has blocks of which only names are told."""
@@ -139,17 +137,24 @@ class BlockNames:
 
     def removed(self, holder: Holder, names: Sequence[int]) -> None:
         """Note that a holder no longer has these blocks."""
-        keys = {name: key for name in names if (key := self.key(holder, name)) is not None}
-        if len(keys) < len(names):
-            self.waiting.removed(holder, [name for name in names if name not in keys])
-        gone = set(self._index.removed(holder, list(keys.values())))
         own = self._own.get(holder)
-        for name, key in keys.items():
-            if own is not None:
-                own.pop(name, None)
-            if key in gone:
+        known, keys, unknown = [], [], []
+        for name in names:
+            key = self._shards[name >> _SHIFT & _MASK].get(name)
+            if own:
+                key = own.pop(name, key)
+            if key is None:
+                unknown.append(name)
+            else:
+                known.append(name)
+                keys.append(key)
+        if unknown:
+            self.waiting.removed(holder, unknown)
+        gone = set(self._index.removed(holder, keys))
+        if gone:
+            for name, key in zip(known, keys, strict=True):
                 shard = self._shards[name >> _SHIFT & _MASK]
-                if shard.get(name) == key:
+                if key in gone and shard.get(name) == key:
                     del shard[name]
 
     def forget(self, holder: Holder) -> None:
@@ -158,10 +163,10 @@ class BlockNames:
         self._own.pop(holder, None)
         self._has_stale = True
 
-    def _learn(self, holder: Holder, pairs: Iterable[tuple[int, int]]) -> None:
+    def _learn(self, holder: Holder, names: Sequence[int], keys: Sequence[int]) -> None:
         """Note the keys of names."""
         shards, own = self._shards, self._own.get(holder)
-        for name, key in pairs:
+        for name, key in zip(names, keys, strict=False):
             shard = shards[name >> _SHIFT & _MASK]
             known = shard.get(name)
             if known is None or (known != key and known not in self._index):
@@ -173,7 +178,7 @@ class BlockNames:
             if own:
                 own.pop(name, None)
 
-    def _settle(self, holder: Holder, pairs: Iterable[tuple[int, int]]) -> None:
+    def _settle(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Attach what waited for these names, and for those that become known thereby."""
         todo = deque(pairs)
         while todo:
@@ -181,7 +186,7 @@ class BlockNames:
             for waiter in self.waiting.holders.of(self.waiting.mask(name)):
                 self._index.stored(waiter, [key])
                 self.waiting.removed(waiter, [name])
-                self._learn(waiter, [(name, key)])
+                self._learn(waiter, [name], [key])
             for run in self._take_loose(name):
                 keys = run.chain.extend(key, run.packed, run.extra_keys)
                 todo.extend(zip(run.names, keys, strict=False))
