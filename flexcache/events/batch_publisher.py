@@ -24,16 +24,18 @@ from typing import Generic, TypeVar
 import zmq
 
 from flexcache.errors import ConfigError
+from flexcache.events.snapshot import (
+    END_OF_REPLAY,
+    NUMBER_BYTES,
+    Snapshots,
+    SnapshotWriter,
+    cursor_of,
+)
 from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
-
-NUMBER_BYTES = 8
-_END_NUMBER = (1 << 8 * NUMBER_BYTES) - 1
-END_OF_REPLAY = _END_NUMBER.to_bytes(NUMBER_BYTES, "big")
-"""Takes the place of the number, with an empty payload, after the last resent batch."""
 
 _SEND_QUEUE = 10_000  # batches queued for one slow subscriber, which has to request later ones
 _REPLAY_BYTES = 256 << 20
@@ -84,6 +86,8 @@ class BatchPublisher(Generic[Item]):
         num_queued: Batches that may be queued; beyond it the oldest are dropped.
         gather_s: Calls of `publish` within this time share one batch, up to 16 of them: most of a
             batch's cost is waking the thread and sending.
+        snapshots: Tells what is held after the batches that were encoded, for replay requests that
+            ask for all of it; None: they are not answered.
     """
 
     def __init__(
@@ -94,11 +98,13 @@ class BatchPublisher(Generic[Item]):
         num_kept: int,
         num_queued: int,
         gather_s: float = 0.0,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.address = address
         self._encode = encode
         self._num_queued = num_queued
         self._gather_s = gather_s
+        self._snapshot_writer = None if snapshots is None else SnapshotWriter(snapshots)
         self._topic = address.topic.encode()
         self._lock = threading.Lock()
         self._queue: deque[_Batch[Item]] = deque()
@@ -111,6 +117,7 @@ class BatchPublisher(Generic[Item]):
         self._number_due = 0
         self._is_behind = False
         self._num_sent_again = 0
+        self._num_pages = 0
         self._num_bad_requests = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub: zmq.Socket[bytes] | None = None
@@ -183,6 +190,7 @@ class BatchPublisher(Generic[Item]):
                 "queued_batches": len(self._queue),
                 "sequence": self._next_number,
                 "replayed_batches": self._num_sent_again,
+                "snapshot_pages": self._num_pages,
                 "bad_replay_requests": self._num_bad_requests,
             }
 
@@ -238,16 +246,18 @@ class BatchPublisher(Generic[Item]):
                     self._is_behind = False
                     return False
                 batch = self._queue.popleft()
-            self._tell_of_gap(batch.number)
+            self._note_gap(batch.number)
             parts = batch.parts
             items = parts[0] if len(parts) == 1 else [item for part in parts for item in part]
             self._send(batch.number, batch.ts, items)
         return True
 
-    def _tell_of_gap(self, number: int) -> None:
+    def _note_gap(self, number: int) -> None:
         """Log dropped batches once, until the queue has been empty again."""
         num_missing = number - self._number_due
         self._number_due = number + 1
+        if num_missing and self._snapshot_writer is not None:
+            self._snapshot_writer.content.missed()
         if num_missing and not self._is_behind:
             self._is_behind = True
             log_event(
@@ -274,7 +284,8 @@ class BatchPublisher(Generic[Item]):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _send_again(self) -> None:
-        """Answer one request: all kept batches from a number on, then the end mark.
+        """Answer one request: a page of a snapshot, or all kept batches from a number on and then
+        the end mark.
 
         A REQ socket takes one answer: it gets the first of these, and may request the next.
         """
@@ -285,19 +296,32 @@ class BatchPublisher(Generic[Item]):
             self._num_bad_requests += 1
             return
         first = int.from_bytes(request[1], "big")
-        answers = [(self._topic, *batch) for batch in self._kept if batch[0] >= first]
+        cursor = cursor_of(first)
+        if cursor is not None and self._snapshot_writer is not None:
+            page = self._snapshot_writer.write(cursor, self._number_due)
+            if page is not None:
+                self._num_pages += 1
+                self._answer(peer, [(self._topic, request[1], page)])
+                return
+        answers = [(self._topic, _pack(n), payload) for n, payload in self._kept if n >= first]
         num_batches = len(answers)
-        answers.append((b"", _END_NUMBER, b""))
+        answers.append((b"", END_OF_REPLAY, b""))
         if _is_of_req(frames[-1]):
             del answers[1:]
             num_batches = min(num_batches, 1)
-        try:
-            for topic, number, payload in answers:
-                message = [peer, b"", topic, _pack(number), payload]
-                self._router.send_multipart(message, zmq.NOBLOCK)
+        if self._answer(peer, answers):
             self._num_sent_again += num_batches
-        except zmq.ZMQError as error:  # the peer has gone, or does not read
-            log_event(logger, logging.DEBUG, "kv_events_replay_ended", first=first, error=error)
+
+    def _answer(self, peer: bytes, answers: Sequence[tuple[bytes, bytes, bytes]]) -> bool:
+        """Send topics, numbers and payloads; return whether the peer took them."""
+        assert self._router is not None
+        try:
+            for answer in answers:
+                self._router.send_multipart([peer, b"", *answer], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it has gone, or does not read
+            log_event(logger, logging.DEBUG, "kv_events_replay_ended", error=error)
+            return False
+        return True
 
 
 def _is_of_req(frame: zmq.Frame) -> bool:

@@ -3,17 +3,19 @@
 Batches are numbered. After a gap in the numbers, and after every connect, the subscriber requests
 the missing batches; those that the publisher no longer has are reported as lost. A repeated number
 with different content means that the publisher restarted. For one thread.
+
+Where the publisher makes snapshots, and the subscriber wants them, a snapshot replaces the batches
+that are not known from the first on: at the first connect, after a restart, and where a replay does
+not reach back.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +23,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from flexcache.errors import ConfigError
-from flexcache.events.batch_publisher import END_OF_REPLAY, NUMBER_BYTES
+from flexcache.events.replay_client import ReplayClient, SnapshotReader, make_socket
+from flexcache.events.snapshot import NUMBER_BYTES, Page
 from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
@@ -30,7 +33,6 @@ T = TypeVar("T")
 S = TypeVar("S", bound="BatchSubscriber[Any]")
 
 _RECEIVE_QUEUE = 100_000  # batches queued here while the caller is busy
-_MAX_SOCKETS = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,17 @@ class PublisherRestarted:
     """The publisher restarted and counts from 0 again: its earlier events no longer hold."""
 
 
-News = Received[T] | Lost | PublisherRestarted
+@dataclass(frozen=True, slots=True)
+class SnapshotPart(Generic[T]):
+    """Part of all that the publisher holds. With the first part, all earlier news no longer
+    hold."""
+
+    batch: T
+    topic: str
+    is_first: bool
+
+
+News = Received[T] | Lost | PublisherRestarted | SnapshotPart[T]
 
 
 @dataclass(slots=True)
@@ -68,6 +80,7 @@ class SubscriberCounters:
     replayed: int = 0
     lost: int = 0
     restarts: int = 0
+    snapshots: int = 0
     malformed: int = 0
 
 
@@ -80,6 +93,7 @@ class BatchSubscriber(Generic[T]):
         replay_endpoint: Where to request missed batches; None: nowhere.
         topic: Prefix of the topics to receive.
         replay_timeout_s: A replay ends when the publisher is silent this long.
+        snapshots: Begin with a snapshot, if the publisher makes any.
 
     Attributes:
         num_connects: How often a connection to the publisher was made.
@@ -96,22 +110,28 @@ class BatchSubscriber(Generic[T]):
         replay_endpoint: str | None = None,
         topic: str = "",
         replay_timeout_s: float = 2.0,
+        snapshots: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.counters = SubscriberCounters()
         self.num_connects = 0
         self.is_connected = False
         self._decode = decode
-        self._topic = topic.encode()
-        self._replay_endpoint = replay_endpoint
-        self._replay_timeout_s = replay_timeout_s
+        self._replays = ReplayClient(
+            replay_endpoint, replay_timeout_s, topic.encode(), self._found_malformed
+        )
+        self._wants_snapshots = snapshots and replay_endpoint is not None
+        self._snapshot: SnapshotReader | None = None
+        """The snapshot that is being read."""
+        self._covered = 0
+        """Batches before this one are in a snapshot, or lost; they may also arrive late."""
         self._next = 0
         self._last_payload: bytes | None = None
         """Payload of the batch before ``_next``."""
         self._replayed: dict[int, int] = {}
         """Replayed batches, which may also arrive regularly, with their payloads' hashes."""
         self._news: deque[News[T]] = deque()
-        self._socket = _make_socket(zmq.SUB, endpoint)
+        self._socket = make_socket(zmq.SUB, endpoint)
         self._socket.rcvhwm = _RECEIVE_QUEUE
         self._socket.subscribe(topic)
         # A subscriber sends nothing: without probes it would not notice that a host has gone.
@@ -154,6 +174,9 @@ class BatchSubscriber(Generic[T]):
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._news:
+            if self._snapshot is not None:
+                self._continue_snapshot(self._snapshot)
+                continue
             wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = dict(self._poller.poll(None if wait_s is None else int(wait_s * 1000)))
             if self._monitor in ready:
@@ -167,7 +190,8 @@ class BatchSubscriber(Generic[T]):
     def catch_up(self) -> None:
         """Request everything since the last batch. Without this call, a batch lost during a
         connection is noticed only when the next one arrives."""
-        self._take_replay()
+        if self._last_payload is not None or not self._begin_snapshot():
+            self._take_replay()
 
     def register(self, poller: zmq.Poller) -> None:
         """Make a poller wake when `receive` may have something."""
@@ -176,6 +200,8 @@ class BatchSubscriber(Generic[T]):
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
+        if self._snapshot is not None:
+            self._snapshot.close()
         if not self._socket.closed:
             self._socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -199,13 +225,18 @@ class BatchSubscriber(Generic[T]):
         if number < self._next:
             if self._replayed.pop(number, None) == hash(payload):
                 return  # the replay was faster
+            if number < self._covered:
+                return
             self._note_restart()
         if number > self._next:
             self.counters.gaps += 1
-            self._take_replay()
+            self._take_replay(number)
+        if self._snapshot is not None:
+            return  # a replay follows it
         if number >= self._next:
-            self._replayed.clear()  # this batch comes after all replayed ones
             self._deliver(number, payload, topic)
+            self._replayed.clear()  # this batch comes after all replayed ones
+            self._covered = 0
         else:
             self._replayed.pop(number, None)
 
@@ -213,6 +244,7 @@ class BatchSubscriber(Generic[T]):
         self.counters.restarts += 1
         self._next, self._last_payload = 0, None
         self._replayed.clear()
+        self._covered = 0
         self._news.append(PublisherRestarted())
 
     def _deliver(self, number: int, payload: bytes, topic: bytes) -> None:
@@ -220,15 +252,20 @@ class BatchSubscriber(Generic[T]):
         if number > self._next:
             self._lose(number)
         self._last_payload = payload
-        try:
-            batch = self._decode(payload)
-        except ValueError as error:
-            self._found_malformed(f"batch {number}: {error}")
+        batch = self._read(payload, f"batch {number}")
+        if batch is None:
             self._lose(number + 1)
             return
         self._next = number + 1
         self.counters.received += 1
         self._news.append(Received(number, batch, topic.decode(errors="replace")))
+
+    def _read(self, payload: bytes, what: str) -> T | None:
+        try:
+            return self._decode(payload)
+        except ValueError as error:
+            self._found_malformed(f"{what}: {error}")
+            return None
 
     def _found_malformed(self, what: str) -> None:
         if self.counters.malformed == 0:
@@ -243,77 +280,87 @@ class BatchSubscriber(Generic[T]):
 
     def _lose(self, stop: int) -> None:
         self.counters.lost += stop - self._next
+        self._covered = stop
         self._news.append(Lost(self._next, stop))
         self._next = stop
 
+    # -- snapshots -------------------------------------------------------------------------------
+
+    def _begin_snapshot(self) -> bool:
+        """Deliver the first part of a snapshot; return whether the publisher makes any."""
+        if not self._wants_snapshots:
+            return False
+        reader = self._replays.snapshot()
+        first = reader.read()
+        if first is None:
+            reader.close()
+            return False
+        page, topic = first
+        self.counters.snapshots += 1
+        self._snapshot = reader
+        self._next, self._last_payload = page.number, None
+        self._replayed.clear()
+        self._covered = page.number
+        self._deliver_part(page, topic, is_first=True)
+        return True
+
+    def _continue_snapshot(self, reader: SnapshotReader) -> None:
+        """Deliver the next part."""
+        found = reader.read()
+        if found is not None:
+            self._deliver_part(*found, is_first=False)
+        else:  # the publisher is away, or another: the next connect begins a new one
+            self._end_snapshot(reader)
+            self._news.append(Lost(0, self._next))
+
+    def _end_snapshot(self, reader: SnapshotReader) -> None:
+        reader.close()
+        self._snapshot = None
+
+    def _deliver_part(self, page: Page, topic: bytes, is_first: bool) -> None:
+        """Deliver a part and, after the last one, what was published since the first."""
+        assert self._snapshot is not None
+        batch = self._read(page.batch, "a snapshot")
+        if batch is not None:
+            self._news.append(SnapshotPart(batch, topic.decode(errors="replace"), is_first))
+        if page.cursor is None:
+            self._end_snapshot(self._snapshot)
+            self._take_replay(may_begin_snapshot=False)
+
     # -- replay ----------------------------------------------------------------------------------
 
-    def _take_replay(self) -> None:
+    def _take_replay(self, stop: int | None = None, *, may_begin_snapshot: bool = True) -> None:
         """Request and deliver a replay of the batches not delivered yet.
 
         The request includes the last delivered batch. A publisher always keeps its last one, so if
         it is missing or its content differs, the publisher has restarted.
+
+        Args:
+            stop: Number of a batch that has arrived.
+            may_begin_snapshot: Deliver a snapshot instead where batches are missing for good.
         """
         known = self._last_payload
         first = self._next if known is None else self._next - 1
-        again, is_whole = self._ask_again(first)
+        again, is_whole = self._replays.batches_from(first)
         has_other = bool(again) and again[0][0] == first and again[0][2] != known
         has_none = is_whole and not again
         if known is not None and (has_other or has_none):
             self._note_restart()
-            again, _ = self._ask_again(0)
+            if may_begin_snapshot and self._begin_snapshot():
+                return
+            again, _ = self._replays.batches_from(0)
+        again = [batch for batch in again if batch[0] >= self._next]
+        has_hole = self._has_hole([batch[0] for batch in again], stop)
+        if has_hole and may_begin_snapshot and self._begin_snapshot():
+            return
         for number, topic, payload in again:
-            if number >= self._next:
-                self.counters.replayed += 1
-                self._replayed[number] = hash(payload)
-                self._deliver(number, payload, topic)
+            self.counters.replayed += 1
+            self._replayed[number] = hash(payload)
+            self._deliver(number, payload, topic)
 
-    def _ask_again(self, first: int) -> tuple[list[tuple[int, bytes, bytes]], bool]:
-        """Return number, topic and payload of the kept batches from ``first`` on, and whether the
-        answer was complete."""
-        if self._replay_endpoint is None:
-            return [], False
-        # One socket per request: a late answer to an earlier request must not interfere.
-        socket = _make_socket(zmq.DEALER, self._replay_endpoint)
-        socket.rcvhwm = 0
-        batches: list[tuple[int, bytes, bytes]] = []
-        try:
-            socket.connect(self._replay_endpoint)
-            socket.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
-            while socket.poll(int(self._replay_timeout_s * 1000)):
-                # "", topic, number, payload; without the topic until vLLM 0.25
-                frames = socket.recv_multipart()
-                if len(frames) not in (3, 4) or len(frames[-2]) != NUMBER_BYTES:
-                    self._found_malformed(f"a replay of {len(frames)} frames")
-                    continue
-                number_bytes, payload = frames[-2:]
-                if number_bytes == END_OF_REPLAY:
-                    return batches, True
-                topic = frames[1] if len(frames) == 4 else b""
-                if not topic or topic.startswith(self._topic):
-                    batches.append((int.from_bytes(number_bytes, "big"), topic, payload))
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"address of KV events {self._replay_endpoint!r}: {error.strerror}"
-            ) from None
-        finally:
-            socket.close(linger=0)
-        log_event(
-            logger, logging.WARNING, "kv_events_replay_incomplete", endpoint=self._replay_endpoint,
-            waited_s=self._replay_timeout_s,
-        )  # fmt: skip
-        return batches, False
-
-
-@cache
-def _context(pid: int) -> zmq.Context[zmq.Socket[bytes]]:
-    """Return the context of this process. The default one allows for 300 subscribers."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-    return context
-
-
-def _make_socket(kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    socket = _context(os.getpid()).socket(kind)
-    socket.ipv6 = "[" in endpoint
-    return socket
+    def _has_hole(self, numbers: Sequence[int], stop: int | None) -> bool:
+        """Return whether batches are missing from the next one to the last, or to ``stop``."""
+        end = self._next + len(numbers)
+        if numbers and numbers[-1] != end - 1:
+            return True
+        return stop is not None and end < stop

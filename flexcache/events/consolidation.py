@@ -9,7 +9,7 @@ import zmq
 
 from flexcache.events.batch_publisher import Address, BatchPublisher
 from flexcache.events.consolidator import Consolidator
-from flexcache.events.subscriber import KVEventSubscriber, Received
+from flexcache.events.subscriber import KVEventSubscriber, News, Received, SnapshotPart
 from flexcache.events.wire import BatchEncoder, Event
 
 _NUM_KEPT = _NUM_QUEUED = 10_000
@@ -34,7 +34,7 @@ class Consolidation:
         self._subscribers: list[KVEventSubscriber] = []
         try:
             for source in sources:
-                self._subscribers.append(KVEventSubscriber(*source))
+                self._subscribers.append(KVEventSubscriber(*source, snapshots=True))
             self._publisher.start()
         except BaseException:
             self.close()
@@ -69,10 +69,12 @@ class Consolidation:
         """Process all events that a source has sent by now."""
         source = subscriber.endpoint
         while (news := subscriber.receive(0)) is not None:
-            if isinstance(news, Received):
-                merged = self._consolidator.take(source, news.batch.events)
-            else:  # some of its earlier events are out of date, and it is unknown which
-                merged = self._consolidator.forget(source)
+            merged: list[Event] = []
+            if not isinstance(news, Received) and not _continues(news):
+                # Some of its earlier events are out of date, and it is unknown which.
+                merged += self._consolidator.forget(source)
+            if isinstance(news, Received | SnapshotPart):
+                merged += self._consolidator.take(source, news.batch.events)
             if merged:
                 self._publisher.publish(merged)
 
@@ -81,3 +83,7 @@ class Consolidation:
         for subscriber in self._subscribers:
             subscriber.close()
         self._publisher.close()
+
+
+def _continues(news: News) -> bool:
+    return isinstance(news, SnapshotPart) and not news.is_first

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.events.batch_publisher import Address, BatchPublisher
+from flexcache.events.held_blocks import HeldBlocks
 from flexcache.events.wire import BatchEncoder, describe
 
 _GATHER_S = 0.005  # a delay that routers tolerate
 _MORE_THAN_A_NAME = "|"  # separates the name from the rest of the identity: revision, dtypes
+
+
+class _Held:
+    """What the tiers hold, in the form of batches."""
+
+    def __init__(self, encode: Callable[[float, Sequence[Change]], bytes]) -> None:
+        self.blocks = HeldBlocks()
+        self._encode = encode
+
+    def missed(self) -> None:
+        self.blocks.missed()
+
+    def page(self, cursor: int) -> tuple[bytes, int | None] | None:
+        if not self.blocks.is_whole:
+            return None
+        stored, following = self.blocks.page(cursor)
+        return self._encode(time.time(), stored), following
 
 
 class KVEventPublisher(BatchPublisher[Change]):
@@ -41,13 +60,22 @@ class KVEventPublisher(BatchPublisher[Change]):
             topic = f"kv@{pod or socket.gethostname()}@{name}"
         self._hashes = config.kv_events_hashes
         self._encoder = BatchEncoder(config.kv_events_format, data_parallel_rank)
+        self._held: _Held | None = None
+        if config.kv_events_replay_endpoint is not None:
+            self._held = _Held(self._encode_changes)
         super().__init__(
             Address(config.kv_events_endpoint, config.kv_events_replay_endpoint, topic),
-            self._encode_changes,
+            self._follow_and_encode,
             num_kept=config.kv_events_buffer,
             num_queued=config.kv_events_queue,
             gather_s=_GATHER_S,
+            snapshots=self._held,
         )
+
+    def _follow_and_encode(self, ts: float, changes: Sequence[Change]) -> bytes:
+        if self._held is not None:
+            self._held.blocks.apply(changes)
+        return self._encode_changes(ts, changes)
 
     def _encode_changes(self, ts: float, changes: Sequence[Change]) -> bytes:
         return self._encoder.encode(ts, [describe(change, self._hashes) for change in changes])

@@ -10,11 +10,20 @@ from flexcache.events.batch_subscriber import (
     Lost,
     PublisherRestarted,
     Received,
+    SnapshotPart,
     SubscriberCounters,
 )
 from flexcache.events.wire import EventBatch, decode_batch
 
-__all__ = ["KVEventCounters", "KVEventSubscriber", "Lost", "News", "PublisherRestarted", "Received"]
+__all__ = [
+    "KVEventCounters",
+    "KVEventSubscriber",
+    "Lost",
+    "News",
+    "PublisherRestarted",
+    "Received",
+    "SnapshotPart",
+]
 
 News = batch_subscriber.News[EventBatch]
 
@@ -34,6 +43,8 @@ class KVEventSubscriber(BatchSubscriber[EventBatch]):
         replay_endpoint: Where to request missed batches; None: nowhere.
         topic: Prefix of the topics to receive.
         replay_timeout_s: A replay ends when the publisher is silent this long.
+        snapshots: Begin with a snapshot of what is held, if the publisher makes any (FlexCache's
+            does). `SnapshotPart` is then among the news.
 
     Raises:
         ConfigError: An address cannot be used.
@@ -47,8 +58,11 @@ class KVEventSubscriber(BatchSubscriber[EventBatch]):
         replay_endpoint: str | None = None,
         topic: str = "",
         replay_timeout_s: float = 2.0,
+        snapshots: bool = False,
     ) -> None:
-        super().__init__(endpoint, self._decode_events, replay_endpoint, topic, replay_timeout_s)
+        super().__init__(
+            endpoint, self._decode_events, replay_endpoint, topic, replay_timeout_s, snapshots
+        )
         self.counters = KVEventCounters()
 
     def _decode_events(self, payload: bytes) -> EventBatch:

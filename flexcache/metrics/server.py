@@ -122,6 +122,11 @@ EVENTS_AND_TRACES = (
         _of_events(lambda events: events.replayed_batches),
     ),
     counter(
+        "event_snapshot_pages",
+        "Parts of snapshots that were sent to subscribers.",
+        _of_events(lambda events: events.snapshot_pages),
+    ),
+    counter(
         "bad_replay_requests",
         "Malformed replay requests.",
         _of_events(lambda events: events.bad_replay_requests),

@@ -45,7 +45,8 @@ class Sink(Protocol):
         """Take note that events are missing: what the source holds is unknown."""
 
     def restarted(self, source: str) -> None:
-        """Take note that the source restarted: it holds nothing of before."""
+        """Take note that the source holds nothing, or what the batches that follow say: it
+        restarted, or lists all that it holds."""
 
 
 class Feed:
@@ -201,6 +202,6 @@ def _stats_of(thread: SourceThread, watch: SourceWatch, now: float) -> SourceSta
         losses=thread.num_losses,
         replayed_batches=counters.replayed,
         restarts=counters.restarts,
-        snapshots=0,
+        snapshots=counters.snapshots,
         bad_batches=counters.malformed,
     )

@@ -1,7 +1,8 @@
 """What the workers' caches hold of a prompt: from KV events, or guessed from the router's own
 decisions.
 
-Pure.
+A worker either has sources of events or is guessed about. Where there are events, the blocks of a
+request that was just sent count too, until the events that tell of them have come. Pure.
 """
 
 from __future__ import annotations
@@ -9,13 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from flexcache.events.wire import EventBatch
 from flexcache.router.events import EventApplier
 from flexcache.router.index import KVIndexer
 from flexcache.router.load import FloatArray
-from flexcache.router.lookup import WorkerTable, find
+from flexcache.router.lookup import Found, WorkerTable, find
+from flexcache.router.placements import (
+    DEFAULT_BLOCK_SIZE,
+    Expectations,
+    Placements,
+    guesses_about,
+)
 from flexcache.router.request import RouteRequest
 from flexcache.router.workers import Tier, WorkerSpec
 
@@ -35,16 +43,21 @@ class Holdings:
     def __init__(self, max_blocks: int, approximate: Approximate) -> None:
         self.index = KVIndexer(max_blocks)
         self.applier = EventApplier(self.index)
+        self.expectations = Expectations(self.index)
+        self.placements = Placements(self.index)
         self._table = WorkerTable(self.index.holders)
         self._approximate = approximate
         self._num_workers = 0
         self._sources: set[str] = set()
+        self._guessed: dict[str, bool] = {}
+        """By worker: whether its blocks are guessed."""
+        self._has_guessed = False
 
-    def is_guessed(self, spec: WorkerSpec) -> bool:
+    # -- workers and events ------------------------------------------------------------------------
+
+    def is_guessed(self, worker: str) -> bool:
         """Return whether a worker's blocks are guessed."""
-        if self._approximate == "auto":
-            return not spec.sources
-        return self._approximate == "always"
+        return self._guessed.get(worker, False)
 
     def set_workers(self, specs: Sequence[WorkerSpec | None]) -> None:
         """Replace the workers.
@@ -52,42 +65,108 @@ class Holdings:
         Args:
             specs: By number; None: the number is free.
         """
-        self._num_workers = len(specs)
-        self._table.set_workers([spec or _NO_WORKER for spec in specs])
-        sources = {source.endpoint for spec in specs if spec for source in spec.sources}
+        guessed = {spec.name: self._is_guessed(spec) for spec in specs if spec}
+        for name, was_guessed in self._guessed.items():
+            if guessed.get(name) is not was_guessed:
+                self.forget_guesses(name)
+        used = [self._as_used(spec) for spec in specs]
+        sources = {source.endpoint for spec in used for source in spec.sources}
         for gone in sorted(self._sources - sources):
             self.applier.forget(gone)
-        self._sources = sources
+        self._guessed, self._sources, self._num_workers = guessed, sources, len(specs)
+        self._has_guessed = any(guessed.values())
+        self._table.set_workers(used, [guesses_about(spec.name) for spec in used])
+
+    def _is_guessed(self, spec: WorkerSpec) -> bool:
+        if self._approximate == "auto":
+            return not spec.sources
+        return self._approximate == "always"
+
+    def _as_used(self, spec: WorkerSpec | None) -> WorkerSpec:
+        """Return a worker without the sources that are not asked."""
+        if spec is None:
+            return _NO_WORKER
+        return msgspec.structs.replace(spec, sources=()) if self._is_guessed(spec) else spec
 
     def apply(self, source: str, batch: EventBatch) -> None:
-        self.applier.apply(source, batch)
+        """Apply events of a source; those of one that no worker uses are ignored."""
+        if source in self._sources:
+            self.applier.apply(source, batch)
 
     def forget(self, source: str) -> None:
         """Drop all blocks of a source."""
         self.applier.forget(source)
 
-    def matched(self, request: RouteRequest) -> FloatArray:
+    def forget_guesses(self, worker: str) -> None:
+        """Drop what is guessed of a worker: it is gone, or lost its cache."""
+        self.placements.forget(worker)
+        self.expectations.forget(worker)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def find(self, request: RouteRequest) -> Found | None:
+        """Look up a request; None if its tokens are unknown or are none."""
+        sizes = {*self.applier.block_sizes}
+        if self._has_guessed:
+            sizes |= {DEFAULT_BLOCK_SIZE, *self.placements.block_sizes}
+        if request.token_ids is None or not sizes:
+            return None
+        try:
+            return find(
+                self.index,
+                sorted(sizes),
+                request.token_ids,
+                adapter=request.adapter,
+                salt=request.cache_salt,
+                limit=request.num_tokens - 1,
+            )
+        except ValueError:  # the engine will say so
+            return None
+
+    def matched(self, found: Found | None) -> FloatArray:
         """Return the tokens that each tier of each worker supplies; shape (3, workers)."""
-        if request.token_ids is None or not self.applier.block_sizes:
+        if found is None:
             return np.zeros((len(Tier), self._num_workers))
-        known, _ = find(
-            self.index,
-            self.applier.block_sizes,
-            request.token_ids,
-            adapter=request.adapter,
-            salt=request.cache_salt,
-            limit=request.num_tokens - 1,
-        )
-        return np.array(self._table.matched(known), dtype=np.float64)
+        return np.array(self._table.matched(found.tokens), dtype=np.float64)
+
+    def placed(self, request_id: str, worker: str, found: Found | None, now: float) -> None:
+        """Note that a request was sent to a worker."""
+        if found is None:
+            return
+        if self.is_guessed(worker):
+            keys = found.keys[self.placements.block_size(worker)]
+            self.placements.place(request_id, worker, keys)
+        elif found.keys and self._approximate != "never":
+            self.expectations.expect(request_id, worker, found.keys[min(found.keys)], now)
+
+    def computed(self, request_id: str) -> None:
+        """Note the first token of a request: its blocks are there, and were published."""
+        self.expectations.settle(request_id)
+
+    def ended(self, request_id: str, cached_tokens: int | None, *, was_served: bool) -> None:
+        """Note the end of a request.
+
+        Args:
+            cached_tokens: What the engine reported; None if it did not.
+            was_served: Whether the engine began to answer.
+        """
+        self.expectations.settle(request_id)
+        self.placements.ended(request_id, cached_tokens=cached_tokens, was_served=was_served)
+
+    def expire(self, now: float) -> None:
+        """Drop expectations that did not come true."""
+        self.expectations.expire(now)
 
     def sweep(self, num_blocks: int) -> bool:
         """Free memory of forgotten blocks, a slice at a time; returns whether there is more."""
         return self.applier.sweep(num_blocks)
 
     def check(self) -> None:
-        """Verify the index.
+        """Verify index and guesses.
 
         Raises:
-            InternalError: It does not hold together.
+            InternalError: They do not hold together.
         """
         self.applier.check()
+        self.placements.check()
+        self.expectations.check()

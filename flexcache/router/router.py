@@ -21,6 +21,7 @@ from flexcache.router.dispatcher import Dispatcher, Prompt
 from flexcache.router.fleet import Fleet
 from flexcache.router.holdings import Holdings
 from flexcache.router.load import Load, Work
+from flexcache.router.lookup import Found
 from flexcache.router.peer_policies import make_policy
 from flexcache.router.policy import Pick
 from flexcache.router.request import Decision, RouteRequest
@@ -59,6 +60,8 @@ class _Running:
     predicted_tokens: int | None
     ttft_s: float | None
     since: float
+    is_served: bool = False
+    """Its first token came."""
 
 
 class KVRouter:
@@ -118,12 +121,19 @@ class KVRouter:
         self.counts.keep([spec.name for spec in specs])
 
     def set_state(self, worker: str, state: WorkerState) -> None:
-        """Say whether a worker may be chosen."""
+        """Say whether a worker may be chosen. One that is down may come back without its cache, so
+        what was guessed of it is dropped."""
         self.fleet.set_state(worker, state)
+        if state is WorkerState.DOWN:
+            self.holdings.forget_guesses(worker)
 
     def set_models(self, worker: str, models: Collection[str]) -> None:
         """Say which models and adapters a worker serves; empty: any."""
         self.fleet.set_models(worker, models)
+
+    def set_capacity(self, worker: str, num_blocks: int, block_size: int) -> None:
+        """Say how many blocks a worker's own cache has: needed where its blocks are guessed."""
+        self.holdings.placements.set_capacity(worker, num_blocks, block_size)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -159,7 +169,8 @@ class KVRouter:
         eligible = self._eligible(request, now, tried)
         if eligible is None:
             return None
-        prompt = self._prompt(request)
+        found = self.holdings.find(request)
+        prompt = self._prompt(request, found)
         pick, _ = self.dispatcher.choose(request.request_id, prompt, now, eligible)
         decision = self._decision(request, prompt, pick, now)
         self._running[request.request_id] = _Running(
@@ -170,6 +181,7 @@ class KVRouter:
             now,
         )
         self.counts.add(decision)
+        self.holdings.placed(request.request_id, decision.worker, found, now)
         if request.session_id is not None:
             self._remember_session(request.session_id, decision.worker)
         return decision
@@ -179,7 +191,7 @@ class KVRouter:
         eligible = self._eligible(request, now, ())
         if eligible is None:
             return []
-        prompt = self._prompt(request)
+        prompt = self._prompt(request, self.holdings.find(request))
         pick = self.dispatcher.score(prompt, now, eligible)
         ttft_s = self._ttft_s(prompt, now)
         scores = [
@@ -196,10 +208,13 @@ class KVRouter:
     def first_token(self, request_id: str, now: float) -> None:
         """Note the first token of a request's answer."""
         self.dispatcher.first_token(request_id, now)
+        self.holdings.computed(request_id)
         running = self._running.get(request_id)
-        if running is not None and running.ttft_s is not None:
+        if running is None or running.is_served:
+            return
+        running.is_served = True
+        if running.ttft_s is not None:
             self.ttft.add(running.ttft_s, now - running.since)
-            running.ttft_s = None
 
     def ended(self, request_id: str, now: float, *, cached_tokens: int | None = None) -> None:
         """Note the end of a request, for whatever reason; unknown ones are ignored.
@@ -211,13 +226,16 @@ class KVRouter:
         running = self._running.pop(request_id, None)
         if running is None:
             return
-        self.cached_tokens.add(running.predicted_tokens, cached_tokens, running.num_tokens)
+        if running.is_served:
+            self.cached_tokens.add(running.predicted_tokens, cached_tokens, running.num_tokens)
+        self.holdings.ended(request_id, cached_tokens, was_served=running.is_served)
 
     def expire(self, now: float) -> None:
         """Forget requests whose end was never reported, and guesses that did not come true."""
         for request_id in self.dispatcher.expire(now):
             self.num_expired += 1
-            self._running.pop(request_id, None)
+            self.ended(request_id, now)
+        self.holdings.expire(now)
 
     # -- requests of other routers -----------------------------------------------------------------
 
@@ -261,7 +279,7 @@ class KVRouter:
                 self.dispatcher,
                 self.counts.of_worker(member.spec.name),
                 float(wait_s[member.number]),
-                is_approximate=self.holdings.is_guessed(member.spec),
+                is_approximate=self.holdings.is_guessed(member.spec.name),
             )
             for member in self.fleet
         }
@@ -292,12 +310,12 @@ class KVRouter:
             eligible = eligible & (load.wait_s(now) <= self._max_wait_s)
         return eligible if eligible.any() else None
 
-    def _prompt(self, request: RouteRequest) -> Prompt:
+    def _prompt(self, request: RouteRequest, found: Found | None) -> Prompt:
         last = None
         if request.session_id is not None:
             name = self._sessions.get(request.session_id)
             last = self.fleet[name].number if name is not None and name in self.fleet else None
-        return Prompt(request.num_tokens, self.holdings.matched(request), last)
+        return Prompt(request.num_tokens, self.holdings.matched(found), last)
 
     def _decision(self, request: RouteRequest, prompt: Prompt, pick: Pick, now: float) -> Decision:
         others = pick.next_best(_MAX_OTHERS)

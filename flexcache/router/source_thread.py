@@ -17,7 +17,14 @@ from enum import Enum
 
 import zmq
 
-from flexcache.events.subscriber import KVEventSubscriber, Lost, News, PublisherRestarted
+from flexcache.events.subscriber import (
+    KVEventSubscriber,
+    Lost,
+    News,
+    PublisherRestarted,
+    Received,
+    SnapshotPart,
+)
 from flexcache.events.wire import EventBatch
 from flexcache.logs import log_event
 from flexcache.router.slices import slices
@@ -36,6 +43,7 @@ class Unknown(Enum):
     LOST = "lost"
     """Batches are missing for good."""
     RESTARTED = "restarted"
+    """It restarted, or tells all that it holds in the batches that follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,9 @@ class SourceThread:
 
     def _subscribe(self) -> KVEventSubscriber:
         source = self.source
-        return KVEventSubscriber(source.endpoint, source.replay, source.topic, _REPLAY_TIMEOUT_S)
+        return KVEventSubscriber(
+            source.endpoint, source.replay, source.topic, _REPLAY_TIMEOUT_S, snapshots=True
+        )
 
     def _renew(self) -> None:
         """Subscribe again, with the counts of before."""
@@ -161,7 +171,9 @@ class SourceThread:
                         endpoint=self.source.endpoint, batches=stop - first,
                     )  # fmt: skip
                     self._lose()
-            case _:
+            case Received() | SnapshotPart():
+                if isinstance(news, SnapshotPart) and news.is_first:
+                    self._put(Unknown.RESTARTED)
                 self.last_batch_s = time.monotonic()
                 for part in slices(news.batch):
                     self._put(part)

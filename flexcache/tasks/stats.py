@@ -187,6 +187,7 @@ class EventStats(_Part, frozen=True, kw_only=True):
     sequence: int | None = None
     """Number of the next batch."""
     replayed_batches: int | None = None
+    snapshot_pages: int | None = None
     bad_replay_requests: int | None = None
     untaken_batches: int
     lost_batches: int

@@ -486,6 +486,7 @@ async def _run(options: argparse.Namespace) -> None:
     app.router.add_route("*", "/{path:.*}", engine.serve)
     runner = web.AppRunner(
         app,
+        auto_decompress=False,
         handler_cancellation=True,
         keepalive_timeout=options.keepalive_s,
         access_log=None,

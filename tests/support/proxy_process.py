@@ -61,7 +61,8 @@ class InTurn:
             raise NotRouted(503, "no worker is up", 1.5)
         self.arrivals.append({"path": arrival.path, "headers": dict(arrival.headers)})
         turn = self.urls[self._turn :] + self.urls[: self._turn]
-        self._turn = (self._turn + 1) % len(self.urls)
+        if not arrival.tried:
+            self._turn = (self._turn + 1) % len(self.urls)
         url = min(turn, key=lambda url: url in arrival.tried)
         assert arrival.request_id not in self.open
         self.open[arrival.request_id] = url
@@ -160,7 +161,7 @@ class ProxyProcess:
 
 
 async def _run(setup: dict[str, Any]) -> None:
-    config = msgspec.convert(setup["config"], ProxyConfig)
+    config = msgspec.convert(setup["config"], ProxyConfig, dec_hook=lambda kind, text: kind(text))
     chooser = InTurn(setup["urls"], setup["headers"], setup["matched_tokens"])
     app = make_app(chooser, config)
     serving = await serve(app, port=setup["port"])

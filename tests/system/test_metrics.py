@@ -302,8 +302,10 @@ def ask_for_replay(endpoint: str) -> None:
         socket.linger = 0
         socket.connect(endpoint)
         socket.send_multipart([b"", b"?"])
-        socket.send_multipart([b"", bytes(8)])
-        assert socket.poll(30_000)
+        for request in (b"\xfe" + bytes(7), bytes(8)):  # a snapshot, a replay
+            socket.send_multipart([b"", request])
+            assert socket.poll(30_000)
+            socket.recv_multipart()
 
 
 def hold_the_publisher_up(cluster: Cluster, server: Server) -> None:
@@ -430,6 +432,7 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "dropped_event_batches_total": CHANGES,
         "queued_event_batches": CHANGES,
         "replayed_event_batches_total": 1,
+        "event_snapshot_pages_total": 1,
         "bad_replay_requests_total": 1,
         "untaken_event_batches": CHANGES,
         "lost_event_batches_total": CHANGES,

@@ -18,7 +18,9 @@ from rich.console import Console
 
 from flexcache.client.status import read_status
 from flexcache.errors import ServerLostError
-from flexcache.status.watch import watch
+from flexcache.status.rates import rates_between
+from flexcache.status.view import render
+from flexcache.status.watch import View, watch
 from flexcache.tasks.stats import Stats, from_plain
 
 STATUS = (sys.executable, "-m", "flexcache.cli", "status", "--endpoint")
@@ -80,7 +82,8 @@ def test_watching_continues_while_a_server_is_lost_and_comes_back() -> None:
         return from_plain(read_status(cluster.manager.endpoint, None, 30.0))
 
     with running_cluster() as cluster:
-        watch(read, console, interval_s=0.01, rounds=4)
+        view = View(read, rates_between, render)
+        watch(view, console, interval_s=0.01, rounds=4)
     last = drawn()
     assert f"process {os.getpid()}" in last
     assert "tokens/s found" not in last  # there is nothing yet to compare with

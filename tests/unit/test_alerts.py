@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from flexcache.metrics.catalog import CATALOG
+from flexcache.metrics import catalog as server_metrics
 from flexcache.metrics.metric import MetricType
+from flexcache.router.metrics import catalog as router_metrics
 
 RULES = ROOT / "docs" / "grafana" / "alerts.yml"
-DASHBOARD = ROOT / "docs" / "grafana" / "flexcache.json"
+DASHBOARDS = {
+    ROOT / "docs" / "grafana" / "flexcache.json": 40,
+    ROOT / "docs" / "grafana" / "router.json": 40,
+}
+"""Each with a number of queries that it exceeds."""
 MINUTES = 90
 
 WELL: Mapping[str, str] = {
@@ -46,6 +51,31 @@ WELL: Mapping[str, str] = {
     "flexcache_failed_messages_total": "0x90",
     'flexcache_rejected_messages_total{reason="malformed"}': "0x40 1x50",
     "flexcache_dropped_event_batches_total": "0x90",
+    'up{job="flexcache-router"}': "1x90",
+    "flexcache_router_ready": "0x2 1x88",
+    'flexcache_router_worker_state{worker="a",state="up"}': "1x40 0x1 1x49",
+    'flexcache_router_worker_state{worker="a",state="down"}': "0x40 1x1 0x49",
+    'flexcache_router_worker_state{worker="b",state="up"}': "1x90",
+    'flexcache_router_worker_state{worker="b",state="down"}': "0x90",
+    'flexcache_router_worker_circuit{worker="a",state="open"}': "0x40 1x2 0x48",
+    'flexcache_router_decisions_total{policy="ours",reason="cost"}': "0+60x90",
+    'flexcache_router_refused_requests_total{reason="full"}': "0x40 1x50",
+    "flexcache_router_retries_total": "0+1x90",
+    'flexcache_router_source_connected{source="a"}': "1x40 0x2 1x48",
+    'flexcache_router_source_silent{source="a"}': "0x90",
+    'flexcache_router_source_unmatched{source="a"}': "0x90",
+    'flexcache_router_source_losses_total{source="a"}': "0x90",
+    'flexcache_router_cached_token_predictions_total{result="exact"}': "0+60x90",
+    'flexcache_router_cached_token_predictions_total{result="over"}': "0+1x90",
+    'flexcache_router_cached_token_predictions_total{result="under"}': "0+1x90",
+    'flexcache_router_matched_tokens_total{tier="gpu"}': "0+6000x90",
+    "flexcache_router_prompt_tokens_total": "0+9000x90",
+    'flexcache_router_converted_requests_total{way="local"}': "0+60x90",
+    'flexcache_router_converted_requests_total{way="unknown"}': "0+6x90",
+    "flexcache_router_pruned_blocks_total": "0x90",
+    "flexcache_router_proxy_restarts_total": "0x40 1x50",
+    "flexcache_router_unsupervised_requests_total": "0x90",
+    'flexcache_router_peer_up{peer="a"}': "1x90",
 }
 TROUBLE: Mapping[str, Mapping[str, str]] = {
     "FlexCacheDown": {'up{job="flexcache"}': "1x40 0x50"},
@@ -75,6 +105,36 @@ TROUBLE: Mapping[str, Mapping[str, str]] = {
         'flexcache_rejected_messages_total{reason="malformed"}': "0+5x90"
     },
     "FlexCacheEventsLost": {"flexcache_dropped_event_batches_total": "0x85 1x5"},
+    "FlexCacheRouterDown": {'up{job="flexcache-router"}': "1x40 0x50"},
+    "FlexCacheRouterNoEngine": {
+        'flexcache_router_worker_state{worker="a",state="up"}': "1x40 0x50",
+        'flexcache_router_worker_state{worker="b",state="up"}': "1x40 0x50",
+    },
+    "FlexCacheRouterRefuses": {
+        'flexcache_router_refused_requests_total{reason="full"}': "0+6x90"
+    },
+    "FlexCacheRouterNotReady": {"flexcache_router_ready": "0x90"},
+    "FlexCacheRouterEngineDown": {
+        'flexcache_router_worker_state{worker="a",state="down"}': "0x40 1x50"
+    },
+    "FlexCacheRouterCircuitOpen": {
+        'flexcache_router_worker_circuit{worker="a",state="open"}': "0x40 1x50"
+    },
+    "FlexCacheRouterRetries": {"flexcache_router_retries_total": "0+6x90"},
+    "FlexCacheRouterPublisherTrouble": {'flexcache_router_source_silent{source="a"}': "0x40 1x50"},
+    "FlexCacheRouterEventsLost": {'flexcache_router_source_losses_total{source="a"}': "0x85 1x5"},
+    "FlexCacheRouterPredictionsWrong": {
+        'flexcache_router_cached_token_predictions_total{result="over"}': "0+12x90"
+    },
+    "FlexCacheRouterFindsNothing": {
+        'flexcache_router_matched_tokens_total{tier="gpu"}': "0x90"
+    },
+    "FlexCacheRouterTokensUnknown": {
+        'flexcache_router_converted_requests_total{way="unknown"}': "0+80x90"
+    },
+    "FlexCacheRouterIndexFull": {"flexcache_router_pruned_blocks_total": "0+50x90"},
+    "FlexCacheRouterProcessesDie": {"flexcache_router_proxy_restarts_total": "0+1x90"},
+    "FlexCacheRouterPeerAway": {'flexcache_router_peer_up{peer="a"}': "1x40 0x50"},
 }  # fmt: skip
 
 needs_promtool = pytest.mark.skipif(
@@ -128,15 +188,16 @@ def test_every_alert_is_tested_and_says_what_to_do() -> None:
     assert not [alert for alert in TROUBLE if f"`{alert}`" not in page]
 
 
-def test_dashboard_and_alerts_query_existing_metrics() -> None:
+def test_dashboards_and_alerts_query_existing_metrics() -> None:
     known = set()
-    for metric in CATALOG:
+    for metric in (*server_metrics.CATALOG, *router_metrics.CATALOG):
         known.add(metric.name)
         if metric.type is MetricType.HISTOGRAM:
             known |= {f"{metric.name}_{part}" for part in ("bucket", "sum", "count")}
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
     rules = re.sub(r"#.*|action: .*|job=\S+", "", RULES.read_text())
-    asked = set(re.findall(r"flexcache_\w+", " ".join(queries) + rules))
-    assert asked <= known
-    assert len(queries) > 40
+    assert set(re.findall(r"flexcache_\w+", rules)) <= known
+    for dashboard, least in DASHBOARDS.items():
+        panels = json.loads(dashboard.read_text())["panels"]
+        queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+        assert set(re.findall(r"flexcache_\w+", " ".join(queries))) <= known
+        assert len(queries) > least

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from builders import ROOT, key_of, keys_of, make_cache, words
 from hypothesis import settings
@@ -16,6 +18,7 @@ from flexcache.cache.tier import RestoredRun, Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
+from flexcache.events.held_blocks import HeldBlocks
 from flexcache.ids import BlockKey, TierName
 from flexcache.request_info import RequestInfo
 
@@ -84,6 +87,7 @@ class JournalMachine(RuleBasedStateMachine):
         policy = "write_back" if self.write_back else "write_through"
         self.cache = make_cache(6, 5, 7, policy=policy, tokens_per_block=SIZE)
         self.reader = Reader()
+        self.held = HeldBlocks(max_tokens=12)
         self.plans: list[tuple[Plan, str]] = []
 
     @rule(word=some_word, as_array=st.booleans())
@@ -133,7 +137,10 @@ class JournalMachine(RuleBasedStateMachine):
     @invariant()
     def the_reader_knows_what_can_be_found(self) -> None:
         assert self.cache.tiers.journal is not None
-        self.reader.read(self.cache.tiers.journal.take())
+        changes = self.cache.tiers.journal.take()
+        self.reader.read(changes)
+        self.held.apply(changes)
+        self.held.check()
         for medium in Medium:
             found = {
                 key_of(word)
@@ -143,6 +150,19 @@ class JournalMachine(RuleBasedStateMachine):
                 if tier.index.contains(ROOT, key_of(word))
             }
             assert self.reader.blocks[medium] == found
+
+    @invariant()
+    def a_snapshot_has_what_can_be_found(self) -> None:
+        late = Reader()
+        late.read(list(all_pages(self.held)))
+        assert late.blocks == self.reader.blocks
+
+
+def all_pages(held: HeldBlocks) -> Iterator[Stored]:
+    cursor: int | None = 0
+    while cursor is not None:
+        stored, cursor = held.page(cursor)
+        yield from stored
 
 
 class WriteBackJournalMachine(JournalMachine):

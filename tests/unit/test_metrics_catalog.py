@@ -67,7 +67,8 @@ STATS: dict[str, Any] = {
     "worker_restarts": {"disk": 1, "remote": 0},
     "events": {
         "published_batches": 5, "dropped_batches": 1, "queued_batches": 2, "sequence": 8,
-        "replayed_batches": 1, "bad_replay_requests": 1, "untaken_batches": 3, "lost_batches": 1,
+        "replayed_batches": 1, "snapshot_pages": 2, "bad_replay_requests": 1,
+        "untaken_batches": 3, "lost_batches": 1,
     },
     "trace": {"lines": 9, "dropped_lines": 1, "bytes": 900, "file": "a.jsonl"},
 }  # fmt: skip

@@ -82,17 +82,60 @@ def test_a_token_counts_for_the_fastest_tier_that_has_it() -> None:
     assert decision.matched_tokens == 20 * BLOCK
 
 
-def test_blocks_of_a_shared_cache_count_for_each_of_its_engines_so_load_decides() -> None:
-    router = KVRouter()
-    router.set_workers([worker("a", CACHE), worker("b", CACHE), worker("c")])
-    router.apply(CACHE, stored(PROMPT, "CPU"))
-    chosen = []
-    for number in range(4):
-        decision = router.choose(request(request_id=str(number)), 0.0)
+def test_a_prompt_that_only_a_shared_cache_has_goes_by_load() -> None:
+    for busy, idle in (("a", "b"), ("b", "a")):
+        router = KVRouter()
+        router.set_workers([worker("a", CACHE), worker("b", CACHE), worker("c")])
+        router.apply(CACHE, stored(PROMPT, "CPU"))
+        router.set_state(idle, WorkerState.DOWN)
+        router.set_state("c", WorkerState.DOWN)
+        other = router.choose(request(list(range(5000)), "other"), 0.0)
+        assert other is not None
+        assert other.worker == busy
+        router.set_state(idle, WorkerState.UP)
+        router.set_state("c", WorkerState.UP)
+        decision = router.choose(request(), 0.0)
         assert decision is not None
-        assert decision.matched[Tier.DRAM] == 19 * BLOCK
-        chosen.append(decision.worker)
-    assert sorted(chosen) == ["a", "a", "b", "b"]
+        assert decision.worker == idle
+        assert decision.matched == {Tier.GPU: 0, Tier.DRAM: 19 * BLOCK, Tier.DISK: 0}
+
+
+def test_a_prompt_that_is_being_computed_counts_until_events_tell_of_it() -> None:
+    router = make_router("a", "b")
+    router.apply("tcp://a", stored([7] * BLOCK))  # the block size is known
+    first = router.choose(request(request_id="1"), 0.0)
+    assert first is not None
+
+    def matched(now: float) -> dict[str, int]:
+        return {score.worker: score.matched[Tier.GPU] for score in router.scores(request(), now)}
+
+    other = next(iter(first.others))
+    assert matched(0.1) == {first.worker: 19 * BLOCK, other: 0}
+    router.first_token("1", 1.0)  # by now it would have been published
+    assert matched(1.0) == {first.worker: 0, other: 0}
+    router.check()
+
+
+def test_the_blocks_of_a_worker_without_events_are_guessed() -> None:
+    router = KVRouter()
+    router.set_workers([worker(name, events=False) for name in "ab"])
+    router.set_capacity("a", 100, 32)
+    router.set_capacity("b", 100, 32)
+    first = router.choose(request(request_id="1"), 0.0)
+    assert first is not None
+    assert first.matched_tokens == 0
+    router.first_token("1", 1.0)
+    router.ended("1", 2.0, cached_tokens=0)
+    again = router.choose(request(request_id="2"), 3.0)
+    assert again is not None
+    assert (again.worker, again.matched_tokens) == (first.worker, 9 * 32)
+    assert router.stats(3.0).workers[again.worker].is_approximate
+    router.first_token("2", 3.0)
+    router.ended("2", 3.0, cached_tokens=3 * 32)  # the engine has evicted the rest
+    router.set_state(first.worker, WorkerState.DOWN)
+    router.set_state(first.worker, WorkerState.UP)
+    assert {score.matched[Tier.GPU] for score in router.scores(request(), 4.0)} == {0}
+    router.check()
 
 
 def test_removed_cleared_lost_and_restarted_blocks_no_longer_count() -> None:
@@ -225,6 +268,7 @@ def test_predictions_are_compared_with_what_engines_report() -> None:
         router.first_token(name, 1.0)
         router.ended(name, 2.0, cached_tokens=cached)
     router.choose(request(None, "unpredicted"), 0.0)
+    router.first_token("unpredicted", 1.0)
     router.ended("unpredicted", 2.0, cached_tokens=5)
     counts = router.stats(3.0).routing.cached_tokens
     assert (counts.exact, counts.over, counts.under) == (1, 1, 1)

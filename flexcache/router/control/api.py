@@ -33,6 +33,7 @@ from flexcache.router.decider.service import DeciderService
 from flexcache.router.decisions import to_server_sent
 from flexcache.router.discovery.listing import WorkerEntry, WorkerUrl
 from flexcache.router.metrics.catalog import CATALOG
+from flexcache.router.report import to_json
 from flexcache.router.stats import RouterStats
 
 _MAX_BODY_BYTES = 64 << 20
@@ -120,7 +121,7 @@ class ControlApi:
         return web.Response(body=text, headers={"Content-Type": content_type})
 
     async def _stats(self, _: web.Request) -> web.Response:
-        return as_json(self._service.stats())
+        return web.Response(body=to_json(self._service.stats()), content_type="application/json")
 
     async def _decisions(self, request: web.Request) -> web.StreamResponse:
         watchers = self._service.decider.watchers

@@ -9,6 +9,8 @@ from aiohttp import ClientError, ClientResponse, web
 
 from flexcache.router.proxy.usage import UsageReader
 
+_FRAMING_BYTES = 64  # of a chunk
+
 
 class EngineBroke(Exception):
     """The connection to the engine broke, or it was silent for too long."""
@@ -42,7 +44,7 @@ async def relay(
         ConnectionError: The client is gone.
     """
     read, write, feed = answer.content.readany, response.write, usage.feed
-    _, most_unread = transport.get_write_buffer_limits()
+    most_unread = transport.get_write_buffer_limits()[1] - _FRAMING_BYTES
     is_first = True
     while True:
         try:
@@ -55,8 +57,8 @@ async def relay(
             first_byte()
             is_first = False
         feed(chunk)
-        if transport.get_write_buffer_size() <= most_unread:
-            await write(chunk)
+        if transport.get_write_buffer_size() + len(chunk) < most_unread:
+            await write(chunk)  # does not wait
             continue
         try:
             await asyncio.wait_for(write(chunk), stall_s)
