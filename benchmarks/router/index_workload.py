@@ -48,10 +48,12 @@ class _Writer:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def tokens(self, num_blocks: int) -> list[int]:
-        return self.rng.integers(0, _VOCABULARY, num_blocks * BLOCK_SIZE).tolist()
+        tokens: list[int] = self.rng.integers(0, _VOCABULARY, num_blocks * BLOCK_SIZE).tolist()
+        return tokens
 
     def names(self, num_blocks: int) -> list[int]:
-        return self.rng.integers(0, 2**63, num_blocks).tolist()
+        names: list[int] = self.rng.integers(0, 2**63, num_blocks).tolist()
+        return names
 
     def store(
         self, worker: int, tokens: list[int], names: list[int], parent: int | None = None
