@@ -113,6 +113,7 @@ class FakeEngine:
         }
         self._behaviour = behaviour
         self.port = port
+        self.events, self.replay = events, replay
         self.process: subprocess.Popen[str] | None = None
 
     @property

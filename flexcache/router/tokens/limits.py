@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 
@@ -14,7 +15,8 @@ class TokenLimits:
         max_messages: Messages of a chat.
         max_text: Characters of a prompt.
         memo_bytes: Memory of remembered tokens.
-        threads: Threads for long texts; as many more for short ones, which need not wait for them.
+        threads: Threads for long texts, by default half the processors and at most 4; as many more
+            for short ones, which need not wait for them.
         waiting_chars: Characters that may wait for or be in threads.
         encode_deadline_s: Time to encode a prompt; then its known beginning has to do.
         render_deadline_s: Time for an engine to render a prompt; then, too.
@@ -28,7 +30,7 @@ class TokenLimits:
     max_messages: int = 4096
     max_text: int = 8 << 20
     memo_bytes: int = 256 << 20
-    threads: int = 2
+    threads: int = max(1, min(4, (os.cpu_count() or 1) // 2))
     waiting_chars: int = 32 << 20
     encode_deadline_s: float = 2.0
     render_deadline_s: float = 0.05

@@ -128,11 +128,12 @@ class LocalTokens:
         chars = sum(map(len, new.values()))
         if chars <= _LOOP_CHARS and len(new) == len(missing):
             return self._remember(list(new), files.text.encode(list(new.values())))
-        if new:
-            if self._waiting_chars + chars > self._limits.waiting_chars:
-                raise UnknownPrompt("busy")
-            task = asyncio.create_task(self._encode_in_thread(files, new, chars))
-            self._encoding |= dict.fromkeys(new, task)
+        if self._waiting_chars + chars > self._limits.waiting_chars:
+            raise UnknownPrompt("busy")
+        for share in self._shares(new, chars):
+            self._waiting_chars += sum(map(len, share.values()))
+            task = asyncio.create_task(self._encode_in_thread(files, share))
+            self._encoding |= dict.fromkeys(share, task)
         tasks = {self._encoding[key] for key in missing}
         done, _ = await asyncio.wait(tasks, timeout=self._limits.encode_deadline_s)
         found: dict[bytes, np.ndarray] = {}
@@ -142,11 +143,22 @@ class LocalTokens:
             found |= task.result()
         return found
 
+    def _shares(self, new: dict[bytes, str], chars: int) -> list[dict[bytes, str]]:
+        """Share a long text out among the threads."""
+        if chars <= _SHORT_CHARS:
+            return [new] if new else []
+        shares: list[dict[bytes, str]] = [{} for _ in range(self._limits.threads)]
+        begun = 0
+        for key, text in new.items():
+            shares[begun * len(shares) // chars][key] = text
+            begun += len(text)
+        return [share for share in shares if share]
+
     async def _encode_in_thread(
-        self, files: ModelFiles, new: dict[bytes, str], chars: int
+        self, files: ModelFiles, new: dict[bytes, str]
     ) -> dict[bytes, np.ndarray]:
+        chars = sum(map(len, new.values()))
         threads = self._short if chars <= _SHORT_CHARS else self._long
-        self._waiting_chars += chars
         try:
             loop = asyncio.get_running_loop()
             made = await loop.run_in_executor(threads, files.text.encode, list(new.values()))
@@ -163,8 +175,12 @@ class LocalTokens:
             self._memo.put(key, ids)
         return dict(zip(keys, made, strict=True))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop the threads; what they are at is not waited for."""
+        tasks = set(self._encoding.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 

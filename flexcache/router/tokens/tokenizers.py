@@ -80,7 +80,7 @@ class Tokenizers:
             await asyncio.gather(self._looking, return_exceptions=True)
         await self._comparison.close()
         await self._asked.close()
-        self._local.close()
+        await self._local.close()
         await self._session.close()
 
     def set_engines(self, engines: Mapping[str, Mapping[str, str]]) -> None:
