@@ -7,7 +7,7 @@ token.
 the cost of a request whatever its length, ``att`` that of attention, which grows with the square.
 
 The coefficients are common to all workers and fitted by recursive least squares with a slow
-forgetting; the factor of each worker is the ratio of its recent times to those of all. Both
+forgetting; the factor of each worker compares its recent times with those of the others. Both
 start from a pessimistic prior: an overestimated cost is learned away within a few requests, while
 an underestimated one sends too much to one worker meanwhile.
 
@@ -80,25 +80,20 @@ class _Row:
 
 
 class _Ratio:
-    """Ratio of recent measured to predicted times, assumed to be 1 before there are any."""
+    """Ratio of a worker's recent measured times to those predicted for all."""
 
-    __slots__ = ("_count", "_keep", "_measured_s", "_predicted_s")
+    __slots__ = ("_count", "_measured_s", "_predicted_s", "value")
 
-    def __init__(self, keep: float) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._count = self._measured_s = self._predicted_s = 0.0
+        self.value = 1.0
 
     def add(self, measured_s: float, predicted_s: float) -> None:
-        self._count = self._keep * self._count + 1
-        self._measured_s = self._keep * self._measured_s + measured_s
-        self._predicted_s = self._keep * self._predicted_s + predicted_s
-
-    @property
-    def value(self) -> float:
-        if not self._count:
-            return 1.0
+        self._count = _FACTOR_KEEP * self._count + 1
+        self._measured_s = _FACTOR_KEEP * self._measured_s + measured_s
+        self._predicted_s = _FACTOR_KEEP * self._predicted_s + predicted_s
         assumed_s = _ASSUMED * self._predicted_s / self._count
-        return (self._measured_s + assumed_s) / (self._predicted_s + assumed_s)
+        self.value = (self._measured_s + assumed_s) / (self._predicted_s + assumed_s)
 
 
 class ServiceTime:
@@ -117,8 +112,8 @@ class ServiceTime:
         self._used: list[float] = self._theta.tolist()
         self._covariance = np.diag((self._prior * _PRIOR_SPREAD) ** 2)
         self._factor: FloatArray = np.ones(0)
-        self._all = _Ratio(_KEEP)
         self._ratios: list[_Ratio] = []
+        self._sum_of_ratios = 0.0
         self._rows: list[_Row] = []
         self.num_samples = 0
         self.resize(num_workers)
@@ -144,12 +139,14 @@ class ServiceTime:
         if more > 0:
             self._factor = np.append(self._factor, np.ones(more))
             self._rows += [_Row() for _ in range(more)]
-            self._ratios += [_Ratio(_FACTOR_KEEP) for _ in range(more)]
+            self._ratios += [_Ratio() for _ in range(more)]
+            self._sum_of_ratios += more
 
     def forget_worker(self, worker: int) -> None:
         """Assume of a worker's number that it is like the others: it stands for another one."""
         self._factor[worker] = 1.0
-        self._ratios[worker] = _Ratio(_FACTOR_KEEP)
+        self._sum_of_ratios += 1.0 - self._ratios[worker].value
+        self._ratios[worker] = _Ratio()
         self._rows[worker] = _Row()
 
     def predict(self, num_tokens: int, matched: FloatArray) -> FloatArray:
@@ -189,9 +186,11 @@ class ServiceTime:
         features, seconds = row.take()
         predicted = float(np.dot(self._used, features))
         self._update(features, seconds / float(self._factor[served.worker]), predicted)
-        for ratio in (self._all, self._ratios[served.worker]):
-            ratio.add(seconds, predicted)
-        factor = self._ratios[served.worker].value / self._all.value
+        ratio = self._ratios[served.worker]
+        before = ratio.value
+        ratio.add(seconds, predicted)
+        self._sum_of_ratios += ratio.value - before
+        factor = ratio.value * len(self._ratios) / self._sum_of_ratios
         self._factor[served.worker] = min(max(factor, _FACTORS[0]), _FACTORS[1])
 
     def _update(self, features: FloatArray, seconds: float, predicted: float) -> None:
