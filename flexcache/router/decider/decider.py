@@ -135,8 +135,9 @@ class Decider:
         """
         request = await self.read(arrival)
         return await self.place(
-            request, arrival.tried, owner=owner, lease_s=lease_s, attempt=len(arrival.tried)
-        )
+            request, arrival.tried, only=arrival.only, owner=owner, lease_s=lease_s,
+            attempt=len(arrival.tried),
+        )  # fmt: skip
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Return what decides where a request goes; without tokens if they cannot be found."""
@@ -159,6 +160,7 @@ class Decider:
         request: RouteRequest,
         tried: tuple[str, ...] = (),
         *,
+        only: tuple[str, ...] | None = None,
         owner: str = "",
         lease_s: float | None = None,
         attempt: int = 0,
@@ -169,7 +171,7 @@ class Decider:
             attempt: How often it was sent to a worker before.
         """
         arrived_s = self.clock()
-        decision = await self.line.place(lambda: self._try(request, tried))
+        decision = await self.line.place(lambda: self._try(request, tried, only))
         now = self.clock()
         self._waits_s.observe(now - arrived_s)
         predicted = None if request.token_ids is None else decision.matched_tokens
@@ -182,14 +184,20 @@ class Decider:
             self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
         return self.choice(decision, predicted)
 
-    def _try(self, request: RouteRequest, tried: tuple[str, ...]) -> Decision | None:
+    def _try(
+        self, request: RouteRequest, tried: tuple[str, ...], only: tuple[str, ...] | None
+    ) -> Decision | None:
         """Choose and reserve; None while every worker is busy."""
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id!r} is running")
         if not self.roster.num_up:
             self._num_without_worker += 1
             raise NotRouted(503, "no worker is up", _RETRY_S)
-        return self.routing.choose(request, self.clock(), tried=tried)
+        named = None if only is None else self.roster.at(only)
+        if named is not None and not any(self.roster.is_up(name) for name in named):
+            self._num_without_worker += 1
+            raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
+        return self.routing.choose(request, self.clock(), tried=tried, only=named)
 
     def choice(self, decision: Decision, matched_tokens: int | None) -> Choice:
         """Return how to reach the worker of a decision."""
