@@ -90,6 +90,7 @@ class Tokenizers:
 
     async def look(self) -> None:
         """Look at the engines' models now, and compare with engines that are new."""
+        self._look.clear()
         new = await self._registry.refresh()
         await asyncio.gather(*(self._comparison.probe(model, url) for model, url in new))
 
@@ -97,7 +98,6 @@ class Tokenizers:
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._look.wait(), self._limits.refresh_every_s)
-            self._look.clear()
             await self.look()
 
     async def read(self, arrival: Arrival) -> RouteRequest:
