@@ -129,6 +129,10 @@ class AskedTokens:
         model.ways.engine_renders(True)
         return ids
 
+    def forget(self) -> None:
+        """Forget what engines said; another may say otherwise."""
+        self._memo.clear()
+
     async def close(self) -> None:
         """Give up what is being asked."""
         tasks = list(self._asking.values())

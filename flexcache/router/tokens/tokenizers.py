@@ -92,6 +92,8 @@ class Tokenizers:
         """Look at the engines' models now, and compare with engines that are new."""
         self._look.clear()
         new = await self._registry.refresh()
+        if new:
+            self._asked.forget()
         await asyncio.gather(*(self._comparison.probe(model, url) for model, url in new))
 
     async def _keep_looking(self) -> None:
