@@ -29,6 +29,10 @@ def router(
     port: Annotated[int | None, typer.Option(help="Port that clients connect to.")] = None,
     control_host: Annotated[str | None, typer.Option(help="Address of the control API.")] = None,
     control_port: Annotated[int | None, typer.Option(help="Port of the control API.")] = None,
+    gateway_host: Annotated[str | None, typer.Option(help="Address of the picker.")] = None,
+    gateway_port: Annotated[
+        int | None, typer.Option(help="Port of the endpoint picker for Envoy (ext_proc).")
+    ] = None,
     proxies: Annotated[int | None, typer.Option(help="Proxy processes; 0: one process.")] = None,
     policy: Annotated[str | None, typer.Option(help="How an engine is chosen.")] = None,
     tokenizer: Annotated[
@@ -57,6 +61,7 @@ def router(
     given: dict[str, Any] = {
         "workers": worker, "events": events, "host": host, "port": port,
         "control_host": control_host, "control_port": control_port, "proxies": proxies,
+        "gateway_host": gateway_host, "gateway_port": gateway_port,
         "policy": policy, "tokenizer": tokenizer, "api_key_file": api_key_file,
         "tls_cert": tls_cert, "tls_key": tls_key, "sync_endpoint": sync_endpoint, "peers": peer,
     }  # fmt: skip

@@ -117,6 +117,10 @@ class RouterConfig:
     control_token: str | None = setting(
         None, "Bearer token of the control API. Required beyond loopback.", is_secret=True
     )
+    gateway_host: str = setting("127.0.0.1", "Address of the endpoint picker.")
+    gateway_port: Port | None = setting(
+        None, "Port of the endpoint picker for Envoy (ext_proc, gRPC). Unset: there is none."
+    )
     sync_endpoint: str | None = setting(
         None, "`ENDPOINT,REPLAY` where other routers follow this one's requests, unencrypted."
     )

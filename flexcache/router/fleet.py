@@ -123,25 +123,40 @@ class Fleet:
         self._members[name].models = frozenset(models)
         self._masks.clear()
 
-    def eligible(self, model: str | None, tried: Collection[str] = ()) -> np.ndarray | None:
+    def eligible(
+        self,
+        model: str | None,
+        tried: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ) -> np.ndarray | None:
         """Return which numbers may be chosen, as booleans not to be changed; None: there is none.
 
         A model that no worker serves is left to the engines to refuse. Workers that were tried are
         chosen again only if there are no others.
+
+        Args:
+            only: Names of those to choose from; None: all.
         """
         mask = self._masks.get(model)
         if mask is None:
             if len(self._masks) >= _MAX_MASKS:
                 self._masks.clear()  # clients may ask for any model
             mask = self._masks[model] = self._able(model)
+        if only is not None:
+            allowed = np.zeros_like(mask)
+            allowed[self._numbers(only)] = True
+            mask = mask & allowed
         if not mask.any():
             return None
-        numbers = [self._members[name].number for name in tried if name in self._members]
+        numbers = self._numbers(tried)
         if numbers:
             fresh = mask.copy()
             fresh[numbers] = False
             mask = fresh if fresh.any() else mask
         return mask
+
+    def _numbers(self, names: Collection[str]) -> list[int]:
+        return [self._members[name].number for name in names if name in self._members]
 
     def _able(self, model: str | None) -> np.ndarray:
         up = [member for member in self._members.values() if member.state is WorkerState.UP]

@@ -13,6 +13,7 @@ from flexcache.config.router import RouterConfig
 from flexcache.logs import log_event
 from flexcache.router.control.api import ControlApi
 from flexcache.router.decider.service import DeciderService
+from flexcache.router.gateway.start import gateway_config, start_gateway
 from flexcache.router.proxy.process import counters_of
 from flexcache.router.proxy.server import PROXY, make_app, serve
 from flexcache.router.settings import (
@@ -49,6 +50,7 @@ async def _run_alone(config: RouterConfig) -> None:
         control = ControlApi(service)
         stack.push_async_callback(control.close)
         await control.start()
+        await start_gateway(stack, config, service.decider, lambda: service.is_ready)
         app = make_app(service.decider, proxy_config(config), lambda: service.is_ready)
         service.count_own_proxy = lambda: counters_of(app[PROXY])
         serving = await serve(app, sock=listener)
@@ -60,7 +62,7 @@ async def _run_alone(config: RouterConfig) -> None:
 
 async def _supervise(config: RouterConfig) -> None:
     stopped = _stop_event()
-    for read in (listing_of, engine_headers, proxy_config):
+    for read in (listing_of, engine_headers, proxy_config, gateway_config):
         read(config)  # a bad setting is reported here, and not by each child again and again
     supervisor = Supervisor(config)
     _log_serving(supervisor.config)

@@ -91,7 +91,7 @@ def _of_predictions(stats: RouterStats) -> Iterator[str]:
     if counts.unreported >= _ENOUGH_REQUESTS and not compared:
         yield (
             "No answer reports cached tokens, so predictions cannot be checked: start vLLM with "
-            "--enable-prompt-tokens-details."
+            "--enable-prompt-tokens-details and --enable-force-include-usage."
         )
     if compared >= _ENOUGH_REQUESTS and counts.exact < 0.9 * compared:
         yield (

@@ -156,17 +156,23 @@ class KVRouter:
     # -- requests ----------------------------------------------------------------------------------
 
     def choose(
-        self, request: RouteRequest, now: float, *, tried: Collection[str] = ()
+        self,
+        request: RouteRequest,
+        now: float,
+        *,
+        tried: Collection[str] = (),
+        only: Collection[str] | None = None,
     ) -> Decision | None:
         """Choose a worker; the request counts as its load from now on, until `ended`.
 
         Args:
             tried: Workers that failed this request: chosen only if there are no others.
+            only: Workers to choose from; None: all.
 
         Returns:
             None: no worker may be chosen, or all are busy.
         """
-        eligible = self._eligible(request, now, tried)
+        eligible = self._eligible(request, now, tried, only)
         if eligible is None:
             return None
         found = self.holdings.find(request)
@@ -188,7 +194,7 @@ class KVRouter:
 
     def scores(self, request: RouteRequest, now: float) -> list[WorkerScore]:
         """Return what the request would find at each worker, best first; nothing is reserved."""
-        eligible = self._eligible(request, now, ())
+        eligible = self._eligible(request, now)
         if eligible is None:
             return []
         prompt = self._prompt(request, self.holdings.find(request))
@@ -298,9 +304,13 @@ class KVRouter:
     # -- parts of a choice -------------------------------------------------------------------------
 
     def _eligible(
-        self, request: RouteRequest, now: float, tried: Collection[str]
+        self,
+        request: RouteRequest,
+        now: float,
+        tried: Collection[str] = (),
+        only: Collection[str] | None = None,
     ) -> np.ndarray | None:
-        eligible = self.fleet.eligible(request.model, tried)
+        eligible = self.fleet.eligible(request.model, tried, only)
         if eligible is None:
             return None
         load = self.dispatcher.load

@@ -76,7 +76,9 @@ class Supervisor:
                 for child in self._proxies
             )
         )
-        await _stop(self._decider, _DECIDER_STOP_S)
+        has_gateway = self.config.gateway_port is not None  # it has requests to finish
+        drain_s = self.config.drain_timeout_s if has_gateway else 0.0
+        await _stop(self._decider, drain_s + _DECIDER_STOP_S)
         with contextlib.suppress(FileNotFoundError):
             Path(self._link.removeprefix("ipc://")).unlink()
         self._port.close()
@@ -138,6 +140,7 @@ def bind_port(host: str, port: int, name: str) -> socket.socket:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))  # fails also if another router shares the port
         holder = socket.socket(family, socket.SOCK_STREAM)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, port))
     except OSError as error:

@@ -113,6 +113,7 @@ class FakeEngine:
         }
         self._behaviour = behaviour
         self.port = port
+        self.events, self.replay = events, replay
         self.process: subprocess.Popen[str] | None = None
 
     @property
@@ -493,8 +494,9 @@ async def _run(options: argparse.Namespace) -> None:
         shutdown_timeout=0.1,
     )
     await runner.setup()
-    site: web.TCPSite | None = web.TCPSite(runner, "127.0.0.1", options.port)
-    await site.start()
+    listening = web.TCPSite(runner, "127.0.0.1", options.port)
+    await listening.start()
+    site: web.TCPSite | None = listening
     port = runner.addresses[0][1]
 
     async def behave(request: web.Request) -> web.Response:

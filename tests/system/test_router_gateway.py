@@ -6,10 +6,15 @@ import asyncio
 import hashlib
 import http.client
 import json
+import os
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +25,7 @@ from urllib.parse import urlsplit
 import pytest
 from envoy_process import Envoy, find_envoy
 from fake_openai_engine import FakeEngine
-from ports import free_port
+from ports import free_port, free_ports
 
 from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
 
@@ -537,3 +542,112 @@ def test_health_services_report_whether_the_router_is_ready(side: Side) -> None:
         assert status("liveness") == "SERVING"
         side.is_ready = True
         wait_until(lambda: status("readiness") == "SERVING")
+
+
+# -- the whole router -----------------------------------------------------------------------------
+
+
+class RouterProcess:
+    """`flexcache router` with a picker."""
+
+    def __init__(self, engines: list[FakeEngine], *options: str) -> None:
+        self.gateway_port, self._port, self._control_port = free_ports(3)
+        workers = [option for engine in engines for option in ("--worker", engine.url)]
+        ports = (
+            f"--port={self._port}", f"--control-port={self._control_port}",
+            f"--gateway-port={self.gateway_port}",
+        )  # fmt: skip
+        self._command = [sys.executable, "-m", "flexcache.cli", "router", *workers, *ports]
+        self._command += options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> RouterProcess:
+        self._process = subprocess.Popen(self._command)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        assert self._process.wait() == 0
+
+    def kill_and_restart(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self.__enter__()
+
+    def stats(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._control_port}/stats") as answer:
+            stats: dict[str, Any] = json.load(answer)
+            return stats
+
+
+def test_a_prompt_goes_to_the_engine_that_holds_it(tmp_path: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with (
+        FakeEngine() as other,
+        FakeEngine(events=endpoint, tokens=4) as holder,
+        RouterProcess([other, holder], "--events", f"{holder.url}={endpoint}") as router,
+        Envoy(tmp_path, [other.port, holder.port], router.gateway_port) as envoy,
+    ):
+        token_ids = list(range(1600))
+        holder.hold(token_ids)
+        wait_until(lambda: router.stats()["index"]["blocks"] > 0)
+        body = json.dumps({"prompt": [*token_ids, 7], "max_tokens": 4}).encode()
+        for _ in range(10):
+            answer, _ = request(envoy, body)
+            assert answer.headers["x-flexcache-worker"] == holder.url
+            assert answer.headers["x-flexcache-matched-tokens"] == "1600"
+        wait_until(lambda: router.stats()["proxy"]["open_requests"] == 0)
+        stats = router.stats()
+        assert stats["proxy"]["ended"]["done"] == 10
+        assert stats["routing"]["cached_tokens"]["exact"] == 10
+
+
+def test_a_router_chooses_from_a_subset(engines: list[FakeEngine], tmp_path: Path) -> None:
+    ports = [engine.port for engine in engines]
+    with (
+        RouterProcess(engines) as router,
+        Envoy(
+            tmp_path,
+            ports,
+            router.gateway_port,
+            filters=[subset_hint(f"127.0.0.1:{ports[1]}")],
+        ) as envoy,
+    ):
+        for _ in range(6):
+            answer, _ = request(envoy, prompt())
+            assert answer.headers["x-flexcache-worker"] == engines[1].url
+    (tmp_path / "none").mkdir()
+    with (
+        RouterProcess(engines) as router,
+        Envoy(
+            tmp_path / "none", ports, router.gateway_port, filters=[subset_hint("127.0.0.1:1")]
+        ) as envoy,
+    ):
+        assert request(envoy, prompt())[0].status == 503
+
+
+@pytest.mark.parametrize("proxies", [0, 1])
+def test_while_a_killed_router_comes_back_envoy_balances_requests(
+    engines: list[FakeEngine], tmp_path: Path, proxies: int
+) -> None:
+    ports = [engine.port for engine in engines]
+    with (
+        RouterProcess(engines, f"--proxies={proxies}") as router,
+        Envoy(tmp_path, ports, router.gateway_port) as envoy,
+    ):
+
+        def is_chosen() -> bool:
+            answer, _ = request(envoy, prompt())
+            assert answer.status in (200, 503)
+            return "x-flexcache-worker" in answer.headers
+
+        assert is_chosen()
+        if proxies:
+            os.kill(router.stats()["process"]["pid"], signal.SIGKILL)  # the decider
+        else:
+            router.kill_and_restart()
+        wait_until(lambda: not is_chosen())
+        wait_until(is_chosen)
+        wait_until(lambda: router.stats()["proxy"]["open_requests"] == 0)

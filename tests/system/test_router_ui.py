@@ -24,7 +24,7 @@ DESK, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 HOSTILE = '<img src=x onerror="window.isHarmed=1"><script>window.isHarmed=1</script>\'"&lt;'
 NUM_ROWS = "document.querySelectorAll('#decisions tbody tr').length"
 NUM_ENGINES = "document.querySelectorAll('.engine').length"
-LOGIN_IS_SHOWN = "!document.getElementById('login').hidden"
+LOGIN_IS_SHOWN = "document.getElementById('login')?.hidden === false"
 
 
 def decided(**changes: Any) -> Decided:

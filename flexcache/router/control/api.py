@@ -4,7 +4,7 @@
     GET    /metrics                Prometheus' text format
     GET    /stats                  `RouterStats` as JSON
     GET    /decisions              events as they happen (server-sent events)
-    GET    /dump                   the index: one JSON object per line
+    GET    /dump                   the index: one `IndexPart` per line, as JSON
     GET    /workers                what is known of each
     POST   /workers                {"url": ..., "data_parallel_size": 1, "events": [...]}
     DELETE /workers?worker=NAME    the name, or the URL for all ranks
@@ -99,6 +99,7 @@ class ControlApi:
             web.get("/metrics", self._metrics),
             web.get("/stats", self._stats),
             web.get("/decisions", self._decisions),
+            web.get("/dump", self._dump),
             web.get("/workers", self._workers),
             web.post("/workers", self._add_worker),
             web.delete("/workers", self._remove_worker),
@@ -136,6 +137,14 @@ class ControlApi:
             async with contextlib.aclosing(events):
                 async for event in events:
                     await response.write(_COMMENT if event is None else to_server_sent(event))
+        return response
+
+    async def _dump(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        index = self._service.routing.holdings.index
+        for part in index.snapshot({holder.source for holder in index.holders}):
+            await response.write(msgspec.json.encode(part) + b"\n")
         return response
 
     async def _page(self, request: web.Request) -> web.Response:

@@ -37,10 +37,18 @@ class ReadRequest(Protocol):
     async def __call__(self, arrival: Arrival) -> RouteRequest: ...
 
 
+class AnswerObserver(Protocol):
+    """Compares what was predicted of answers with what the engines reported."""
+
+    def __call__(
+        self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
+    ) -> None: ...
+
+
 class LifeObserver(Protocol):
     """Follows the requests of a decider, to tell its peers."""
 
-    def added(self, request: RouteRequest, decision: Decision) -> None: ...
+    def began(self, request: RunningRequest) -> None: ...
 
     def first_token(self, request_id: str) -> None: ...
 
@@ -54,6 +62,7 @@ class Running:
     Attributes:
         owner: Process that will report its end; empty: this one.
         expires_s: When it is given up; None: never.
+        num_tokens: Length of the prompt.
         predicted_tokens: Predicted cached tokens; None if its tokens are unknown.
         ttft_s: Predicted; None if it is unknown.
     """
@@ -61,6 +70,7 @@ class Running:
     worker: str
     owner: str
     since_s: float
+    num_tokens: int
     predicted_tokens: int | None = None
     ttft_s: float | None = None
     expires_s: float | None = None
@@ -76,8 +86,11 @@ class Decider:
         read: Finds tokens. Whatever it raises, the request goes by load.
         line: Where requests wait while every worker is busy.
         engine_headers: Added to every request to an engine, its key for example.
-        observer: Is notified of the life of requests.
         clock: Monotonic, in seconds.
+
+    Attributes:
+        observer: Is notified of the life of requests.
+        on_answer: Called with each complete answer to a prompt whose tokens are known.
     """
 
     def __init__(
@@ -88,7 +101,6 @@ class Decider:
         line: WaitingLine,
         *,
         engine_headers: Mapping[str, str] | None = None,
-        observer: LifeObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.routing = routing
@@ -100,7 +112,8 @@ class Decider:
         self.clock = clock
         self._read = read
         self._engine_headers = dict(engine_headers or {})
-        self._observer = observer
+        self.observer: LifeObserver | None = None
+        self.on_answer: AnswerObserver | None = None
         self._num_without_worker = 0
         self._waits_s = Histogram(_WAITS_S)
         self._is_reading = True
@@ -122,8 +135,9 @@ class Decider:
         """
         request = await self.read(arrival)
         return await self.place(
-            request, arrival.tried, owner=owner, lease_s=lease_s, attempt=len(arrival.tried)
-        )
+            request, arrival.tried, only=arrival.only, owner=owner, lease_s=lease_s,
+            attempt=len(arrival.tried),
+        )  # fmt: skip
 
     async def read(self, arrival: Arrival) -> RouteRequest:
         """Return what decides where a request goes; without tokens if they cannot be found."""
@@ -146,6 +160,7 @@ class Decider:
         request: RouteRequest,
         tried: tuple[str, ...] = (),
         *,
+        only: tuple[str, ...] | None = None,
         owner: str = "",
         lease_s: float | None = None,
         attempt: int = 0,
@@ -156,28 +171,33 @@ class Decider:
             attempt: How often it was sent to a worker before.
         """
         arrived_s = self.clock()
-        decision = await self.line.place(lambda: self._try(request, tried))
+        decision = await self.line.place(lambda: self._try(request, tried, only))
         now = self.clock()
         self._waits_s.observe(now - arrived_s)
         predicted = None if request.token_ids is None else decision.matched_tokens
         self.running[request.request_id] = Running(
-            decision.worker, owner, now, predicted, decision.ttft_s,
+            decision.worker, owner, now, request.num_tokens, predicted, decision.ttft_s,
             expires_s=None if lease_s is None else now + lease_s,
         )  # fmt: skip
-        if self._observer is not None:
-            self._observer.added(request, decision)
+        self._note_begin(request.request_id)
         if self.watchers:
             self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
         return self.choice(decision, predicted)
 
-    def _try(self, request: RouteRequest, tried: tuple[str, ...]) -> Decision | None:
+    def _try(
+        self, request: RouteRequest, tried: tuple[str, ...], only: tuple[str, ...] | None
+    ) -> Decision | None:
         """Choose and reserve; None while every worker is busy."""
         if request.request_id in self.running:
             raise ValueError(f"request {request.request_id!r} is running")
         if not self.roster.num_up:
             self._num_without_worker += 1
             raise NotRouted(503, "no worker is up", _RETRY_S)
-        return self.routing.choose(request, self.clock(), tried=tried)
+        named = None if only is None else self.roster.at(only)
+        if named is not None and not any(self.roster.is_up(name) for name in named):
+            self._num_without_worker += 1
+            raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
+        return self.routing.choose(request, self.clock(), tried=tried, only=named)
 
     def choice(self, decision: Decision, matched_tokens: int | None) -> Choice:
         """Return how to reach the worker of a decision."""
@@ -200,8 +220,8 @@ class Decider:
             return
         running.first_token_s = self.clock()
         self.routing.first_token(request_id, running.first_token_s)
-        if self._observer is not None:
-            self._observer.first_token(request_id)
+        if self.observer is not None:
+            self.observer.first_token(request_id)
         self.line.wake()
 
     def ended(
@@ -221,14 +241,17 @@ class Decider:
         self.num_ended[outcome] += 1
         self.routing.ended(request_id, now, cached_tokens=cached_tokens)
         self.roster.ended(running.worker, outcome, now)
-        if self._observer is not None:
-            self._observer.ended(request_id)
+        if self.observer is not None:
+            self.observer.ended(request_id)
         self.line.wake()
+        predicted = running.predicted_tokens
+        if self.on_answer and outcome is Outcome.DONE and predicted is not None:
+            self.on_answer(running.worker, running.num_tokens, predicted, cached_tokens)
         if self.watchers:
             ttft_s = _since(running.first_token_s, running.since_s)
             event = Ended(
                 time=time.time(), request_id=request_id, worker=running.worker,
-                outcome=outcome.value, predicted_tokens=running.predicted_tokens,
+                outcome=outcome.value, predicted_tokens=predicted,
                 cached_tokens=cached_tokens, prompt_tokens=prompt_tokens,
                 output_tokens=output_tokens, predicted_ttft_s=running.ttft_s,
                 ttft_s=ttft_s, total_s=now - running.since_s,
@@ -244,12 +267,17 @@ class Decider:
         has_first_token = running.first_token_s is not None
         return RunningRequest(request_id, running.worker, work, has_first_token)
 
+    def _note_begin(self, request_id: str) -> None:
+        if self.observer is not None:
+            self.observer.began(self.describe(request_id))
+
     def adopt(self, request: RunningRequest, owner: str) -> None:
         """Count a request that was sent to a worker without this decider."""
         now = self.clock()
         name = request.request_id
-        self.running[name] = Running(request.worker, owner, now)
+        self.running[name] = Running(request.worker, owner, now, request.work.num_tokens)
         self.routing.follow(owner, name, request.worker, request.work, now)
+        self._note_begin(name)
         if request.has_first_token:
             self.first_token(name)
 

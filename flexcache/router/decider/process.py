@@ -11,6 +11,7 @@ from flexcache.config.router import RouterConfig
 from flexcache.errors import ConfigError
 from flexcache.router.control.api import ControlApi
 from flexcache.router.decider.service import DeciderService
+from flexcache.router.gateway.start import start_gateway
 from flexcache.router.settings import address_of
 from flexcache.router.supervisor import (
     exit_on_config_error,
@@ -29,6 +30,7 @@ async def _decide(config: RouterConfig, link: str) -> None:
         control = ControlApi(service)
         stack.push_async_callback(control.close)
         await control.start()
+        await start_gateway(stack, config, service.decider, lambda: service.is_ready)
         await stopped.wait()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
@@ -81,6 +82,13 @@ class Roster:
 
     def state(self, worker: str) -> WorkerState:
         return self._states[worker]
+
+    def is_up(self, worker: str) -> bool:
+        return self._states[worker] is WorkerState.UP
+
+    def at(self, addresses: Collection[str]) -> list[str]:
+        """Return the workers whose URLs have one of these ``HOST:PORT``."""
+        return [spec.name for spec in self.specs if urlsplit(spec.url).netloc in addresses]
 
     def health(self, worker: str) -> Health:
         return self._health[self._specs[worker].url]

@@ -23,11 +23,13 @@ from flexcache.router.decider.prober import Capacity, Prober
 from flexcache.router.decider.roster import Roster
 from flexcache.router.discovery.discovery import Discovery
 from flexcache.router.feed import Feed
-from flexcache.router.link.messages import ProxyCounters
+from flexcache.router.link.messages import ProxyCounters, RunningRequest
 from flexcache.router.link.server import LinkServer
 from flexcache.router.router import KVRouter
 from flexcache.router.settings import engine_headers, listing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
+from flexcache.router.sync.follower import Follower
+from flexcache.router.sync.publisher import LifePublisher
 from flexcache.router.tokens import Tokenizers
 from flexcache.router.workers import WorkerSpec
 from flexcache.version import __version__
@@ -35,6 +37,7 @@ from flexcache.version import __version__
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.05
+_CATCH_UP_S = 3.0
 _SWEPT_A_TICK = 2000
 
 
@@ -78,6 +81,7 @@ class DeciderService:
             self.routing, self.roster, self.tokenizers.read, self.line,
             engine_headers=self.engine_headers,
         )  # fmt: skip
+        self.decider.on_answer = self._answered
         self.discovery = Discovery(listing, self.roster.set_listed, file=file)
         self._feed: Feed | None = None
         self._prober: Prober | None = None
@@ -85,6 +89,8 @@ class DeciderService:
         self._link_endpoint = link
         self._link: LinkServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._publisher: LifePublisher | None = None
+        self._follower = Follower(config.peers, self.routing)
         self._known = asyncio.Event()
         self.count_own_proxy: Callable[[], ProxyCounters] | None = None
 
@@ -96,7 +102,17 @@ class DeciderService:
         return self.roster.is_known and self.roster.num_up > 0
 
     async def start(self) -> None:
-        """Start all parts; returns when every listed engine was probed."""
+        """Start all parts; returns when every listed engine was probed, and the other routers were
+        followed, as far as they answer.
+
+        Raises:
+            ConfigError: An address of the other routers cannot be used.
+        """
+        if self.config.sync_endpoint is not None:
+            self._publisher = LifePublisher(self.config.sync_endpoint, self._own_requests)
+            self._publisher.start()
+            self.decider.observer = self._publisher
+        self._follower.start()
         await self.tokenizers.start()
         self._feed = Feed(self.routing, asyncio.get_running_loop())
         self._session = aiohttp.ClientSession(headers=self.engine_headers)
@@ -114,6 +130,11 @@ class DeciderService:
         ]
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._known.wait(), 2 * self.config.health_timeout_s)
+        if not await self._follower.caught_up(_CATCH_UP_S):
+            log_event(
+                logger, logging.WARNING, "peer_silent", waited_s=_CATCH_UP_S,
+                effect="its requests are unknown until it answers",
+            )  # fmt: skip
         if self._link_endpoint is not None:
             self._link = LinkServer(self.decider, self._link_endpoint)
             self._link.start()
@@ -123,6 +144,9 @@ class DeciderService:
         if self._link is not None:
             await self._link.close()
             self._link = None
+        await self._follower.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -169,14 +193,42 @@ class DeciderService:
             if spec.url != url:
                 continue
             self.routing.set_models(spec.name, models)
+            for capacity in capacities:
+                if capacity.rank in (None, spec.data_parallel_rank or 0):
+                    self.routing.set_capacity(
+                        spec.name, capacity.num_gpu_blocks, capacity.block_size
+                    )
+
+    def _answered(
+        self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
+    ) -> None:
+        if self._feed is not None and worker in self.roster:
+            self._feed.answered(
+                [source.endpoint for source in self.roster.spec(worker).sources],
+                num_tokens=num_tokens,
+                predicted_tokens=predicted_tokens,
+                cached_tokens=cached_tokens,
+            )
+
+    def _own_requests(self) -> list[RunningRequest]:
+        return [self.decider.describe(name) for name in self.decider.running]
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self.decider.expire()
-            if self._link is not None:
-                self._link.expire()
-            self.routing.sweep(_SWEPT_A_TICK)
+            try:
+                self._do_what_is_due(time.monotonic())
+            except Exception:  # requests are routed all the same
+                log_event(logger, logging.ERROR, "router_tick_failed", exc_info=True)
+
+    def _do_what_is_due(self, now: float) -> None:
+        self.decider.expire()
+        self.routing.sweep(_SWEPT_A_TICK)
+        self._follower.expire(now)
+        if self._publisher is not None:
+            self._publisher.beat(now)
+        if self._link is not None:
+            self._link.expire()
 
     async def _run(self, name: str, work: object) -> None:
         """Run a part; should it fail, routing goes on with what is known."""
@@ -212,6 +264,7 @@ class DeciderService:
             tokens=self.tokenizers.stats(),
             queue=self.decider.queue_stats(),
             proxy=self._proxy_stats(),
+            peers=self._follower.stats(now),
         )  # fmt: skip
 
     def _proxy_stats(self) -> ProxyStats:

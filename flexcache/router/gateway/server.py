@@ -132,19 +132,3 @@ class Gateway:
         await self._health.set(LIVENESS, statuses.SERVING)
         for service in READINESS:
             await self._health.set(service, status)
-
-
-async def serve_gateway(
-    chooser: Chooser, config: GatewayConfig, is_ready: Callable[[], bool] = lambda: True
-) -> None:
-    """Serve until cancelled.
-
-    Raises:
-        ConfigError: See `Gateway.start`.
-    """
-    gateway = Gateway(chooser, config, is_ready)
-    await gateway.start()
-    try:
-        await asyncio.Event().wait()
-    finally:
-        await gateway.stop()

@@ -125,7 +125,8 @@ function seconds(s) {
 function duration(s) {
   const [days, hours, minutes] = [s / 86400, (s / 3600) % 24, (s / 60) % 60].map(Math.floor);
   if (days) return `${days} d ${hours} h`;
-  return hours ? `${hours} h ${minutes} min` : `${minutes} min`;
+  if (hours) return `${hours} h ${minutes} min`;
+  return minutes ? `${minutes} min` : `${Math.floor(s)} s`;
 }
 
 function bytes(n) {
@@ -230,7 +231,7 @@ function engine(name, worker, stats, most) {
       `${share(worker.decisions, sum(stats.routing.decisions))} of all`),
   );
   if (stats.routing.service_time.is_learned) {
-    card.append(line("time per token", `${worker.speed_factor.toFixed(2)} × average`));
+    card.append(line("time factor", worker.speed_factor.toFixed(2)));
   }
   const silent = worker.sources.filter((each) => (stats.sources || {})[each]?.is_silent);
   if (silent.length) card.append(make("p", "note", `no events from ${silent.join(", ")}`));
@@ -377,8 +378,7 @@ function drawCharts() {
   const top = ticks.at(-1);
   scatter(byId("tokens-chart"), points.tokens, ticks, (v) => v / top, count, "tokens");
   const times = points.ttft.flat();
-  if (!times.length) return;
-  const decades = decadeTicks(Math.min(...times), Math.max(...times));
+  const decades = times.length ? decadeTicks(Math.min(...times), Math.max(...times)) : [0.01, 1];
   const [low, high] = [decades[0], decades.at(-1)].map(Math.log10);
   const place = (v) => (Math.log10(v) - low) / (high - low);
   scatter(byId("ttft-chart"), points.ttft, decades, place, seconds, "time");
@@ -421,6 +421,10 @@ function scatter(chart, values, ticks, place, shown, what) {
     const dot = draw("circle", { class: isOff ? "dot off" : "dot", cx: x(predicted), cy: y(actual), r: 4 });
     dot.append(draw("title", {}, `predicted ${shown(predicted)}, actual ${shown(actual)}`));
     parts.push(dot);
+  }
+  if (!values.length) {
+    const [cx, cy] = [(left + width - right) / 2, (height - bottom) / 2];
+    parts.push(draw("text", { class: "axis middle", x: cx, y: cy }, "no answer has told yet"));
   }
   chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
   chart.replaceChildren(...parts);

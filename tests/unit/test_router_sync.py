@@ -1,0 +1,112 @@
+"""Requests of other routers: events, snapshots, gaps and leases give the right load."""
+
+from __future__ import annotations
+
+import random
+
+from flexcache.router.link.messages import RunningRequest
+from flexcache.router.load import Work
+from flexcache.router.sync.life import (
+    Alive,
+    AnswerBegan,
+    Began,
+    Life,
+    Over,
+    Snapshot,
+    decode,
+    encode,
+)
+from flexcache.router.sync.peer import LEASE_S, Peer
+
+
+class Book:
+    """Load as a plain table: worker, and whether the answer has begun."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, tuple[str, bool]] = {}
+
+    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> None:
+        assert request_id not in self.requests
+        self.requests[request_id] = (worker, False)
+
+    def first_token(self, request_id: str, now: float) -> None:
+        worker, has_begun = self.requests[request_id]
+        assert not has_begun
+        self.requests[request_id] = (worker, True)
+
+    def ended(self, request_id: str, now: float) -> None:
+        del self.requests[request_id]
+
+
+def request(name: str, worker: str = "w", has_first_token: bool = False) -> RunningRequest:
+    return RunningRequest(name, worker, Work(10, 5), has_first_token)
+
+
+def test_batches_survive_the_wire() -> None:
+    events: list[Life] = [
+        Began(request("a")), AnswerBegan("a"), Over("a"), Snapshot([request("b")]), Alive(),
+    ]  # fmt: skip
+    assert decode(encode(1.0, events)) == events
+    assert encode(1.0, [Alive()]) != encode(2.0, [Alive()])
+
+
+def test_a_snapshot_repairs_what_was_lost() -> None:
+    book = Book()
+    peer = Peer("p", book)
+    peer.apply([Began(request("a")), Began(request("b"))], 0.0)
+    peer.lost()
+    peer.apply([Over("never heard of"), AnswerBegan("nor of this")], 1.0)
+    peer.apply([Snapshot([request("b", has_first_token=True), request("c", "x")])], 2.0)
+    assert book.requests == {"p b": ("w", True), "p c": ("x", False)}
+    peer.check(set(book.requests))
+    assert peer.stats(2.5).gaps == 1 and peer.stats(2.5).last_batch_age_s == 0.5
+
+
+def test_a_silent_peer_is_dropped_once_and_may_come_back() -> None:
+    book = Book()
+    peer = Peer("p", book)
+    assert not peer.expire(100.0)
+    peer.apply([Began(request("a"))], 0.0)
+    assert not peer.expire(LEASE_S - 0.1)
+    assert peer.expire(LEASE_S) and book.requests == {}
+    assert not peer.expire(2 * LEASE_S)
+    assert not peer.stats(2 * LEASE_S).is_up
+    peer.apply([Snapshot([request("a")])], 3 * LEASE_S)
+    assert set(book.requests) == {"p a"} and peer.stats(3 * LEASE_S).is_up
+
+
+def test_a_restarted_peer_begins_with_nothing() -> None:
+    book = Book()
+    peer = Peer("p", book)
+    peer.apply([Began(request("a"))], 0.0)
+    peer.restarted(1.0)
+    assert book.requests == {}
+
+
+def test_with_losses_the_load_is_right_after_each_snapshot() -> None:
+    rng = random.Random(5)
+    book = Book()
+    peer = Peer("p", book)
+    truth: dict[str, RunningRequest] = {}
+    for step in range(5000):
+        event: Life = Alive()
+        name = str(rng.randrange(30))
+        kind = rng.randrange(5)
+        if kind == 0 and name not in truth:
+            truth[name] = request(name, f"w{step % 3}")
+            event = Began(truth[name])
+        elif kind == 1 and name in truth:
+            truth[name] = request(name, truth[name].worker, True)
+            event = AnswerBegan(name)
+        elif kind == 2 and truth.pop(name, None) is not None:
+            event = Over(name)
+        elif kind == 3 and step % 10 == 0:
+            event = Snapshot(list(truth.values()))
+        if not isinstance(event, Snapshot) and rng.random() < 0.1:
+            peer.lost()
+            continue
+        peer.apply([event], float(step))
+        peer.check(set(book.requests))
+        if isinstance(event, Snapshot):
+            expected = {f"p {n}": (r.worker, r.has_first_token) for n, r in truth.items()}
+            assert book.requests == expected
