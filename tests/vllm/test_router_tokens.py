@@ -69,7 +69,7 @@ def _message(rng: random.Random, role: str) -> dict[str, Any]:
     if rng.random() < 0.3:
         message["content"] = [{"type": "text", "text": _text(rng)} for _ in range(rng.randrange(3))]
     if rng.random() < 0.2:
-        message["name"] = "somebody"
+        message["name"] = "Ada"
     if role == "assistant" and rng.random() < 0.4:
         arguments = rng.choice(['{"b": "ü <x>", "a": [1, 2.5, null]}', "", "no JSON", "[1]"])
         function = {"name": "look", "arguments": arguments}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 
@@ -47,12 +48,18 @@ class Tokenizers:
     Args:
         tokenizer: Directory of the models' tokenizer, or a model's name in the Hugging Face
             cache; None: as the engines report. Without a tokenizer the engines are asked.
-        seed: Secret of the memos' hashes.
+        seed: Secret of the memos' hashes; None: random.
     """
 
     def __init__(
-        self, *, tokenizer: str | None = None, seed: int = 0, limits: TokenLimits | None = None
+        self,
+        *,
+        tokenizer: str | None = None,
+        seed: int | None = None,
+        limits: TokenLimits | None = None,
     ) -> None:
+        if seed is None:
+            seed = secrets.randbits(63)
         self._limits = limits or TokenLimits()
         self._session = aiohttp.ClientSession()
         engines = Engines(self._session, self._limits.render_timeout_s)
