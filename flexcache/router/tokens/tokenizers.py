@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections import Counter
@@ -35,6 +34,7 @@ from flexcache.router.tokens.prompt import Prompt
 from flexcache.router.tokens.registry import ModelRegistry
 from flexcache.router.tokens.served import ServedModel
 from flexcache.router.tokens.ways import Way
+from flexcache.router.waiting import is_set_within
 from flexcache.tasks.histogram import Histogram
 
 logger = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ class Tokenizers:
 
     async def _keep_looking(self) -> None:
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._look.wait(), self._limits.refresh_every_s)
+            await is_set_within(self._look, self._limits.refresh_every_s)
             await self.look()
 
     async def read(self, arrival: Arrival) -> RouteRequest:
