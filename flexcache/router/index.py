@@ -3,8 +3,8 @@
 A dictionary from block key to the mask of its holders, in shards, so that no operation takes long:
 neither growing a dictionary, nor a step of a sweep, nor a part of a snapshot.
 
-A match relies on prefixes: who holds a block holds all before it. Each holder's depth is found by
-bisection, in O(log blocks) probes for each depth that differs. Publishers may break that rule:
+A match relies on prefixes: a holder of a block has all before it. Depths are found by bisection, in
+O(log blocks) probes for each that differs. Publishers may break that rule:
 vLLM reports a block as removed when one of its copies goes. Such a hole is stepped over unless a
 probe hits it. A depth is therefore at least the number of blocks before the holder's first hole,
 and the last block within it is always held.
@@ -86,6 +86,11 @@ class KVIndexer:
         """Return how many blocks a holder has."""
         bit = self.holders.bit(holder)
         return 0 if bit is None else self._num_held[bit]
+
+    @property
+    def num_holdings(self) -> int:
+        """Blocks of all holders: a block counts for each holder that has it."""
+        return sum(self._num_held)
 
     @property
     def num_bytes(self) -> int:
@@ -211,25 +216,30 @@ class KVIndexer:
         segments: Segments = []
         if not keys:
             return segments
-        shards, alive = self._shards, self.holders.alive
-        last = len(keys)
-        key = keys[0]
-        mask = shards[key >> _SHIFT].get(key, 0) & alive
+        shards, last = self._shards, len(keys) - 1
+        mask = self.mask(keys[0])
+        low = 0  # all of ``mask`` hold this block
+        # blocks after it and their holders, the nearest one at the end
+        probed = [(last, self.mask(keys[last]))] if last else []
         while mask:
-            low, high = (segments[-1][0] if segments else 0) + 1, last + 1
-            middle = last  # mostly, all holders that have more have it all
-            while low < high - 1:
-                key = keys[middle - 1]
-                if shards[key >> _SHIFT].get(key, 0) & mask == mask:
+            while probed and probed[-1][1] & mask == mask:
+                low = probed.pop()[0]
+            if not probed:
+                segments.append((last + 1, mask))
+                break
+            high = probed[-1][0]
+            while high - low > 1:
+                middle = (low + high) >> 1
+                key = keys[middle]
+                holders = shards[key >> _SHIFT].get(key, 0)
+                if holders & mask == mask:
                     low = middle
                 else:
+                    probed.append((middle, holders))
                     high = middle
-                middle = (low + high) >> 1
-            segments.append((low, mask))
-            if low == last:
-                break
-            key = keys[low]
-            mask &= shards[key >> _SHIFT].get(key, 0)
+            segments.append((low + 1, mask))
+            low, holders = probed.pop()
+            mask &= holders
         return segments
 
     def depths(self, segments: Segments) -> Depths:

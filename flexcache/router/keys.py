@@ -91,12 +91,13 @@ class KeyChain:
         """
         key = self._root if parent is None else parent
         blocks = self._block.iter_unpack(packed)
+        if not extra_keys:
+            return [key := _hash(block, key) for (block,) in blocks]
         keys = []
-        for extra, (block,) in zip(extra_keys or (), blocks, strict=False):
+        for extra, (block,) in zip(extra_keys, blocks, strict=False):
             key = _hash(block + _encode(extra) if extra else block, key)
             keys.append(key)
-        keys += [key := _hash(block, key) for (block,) in blocks]
-        return keys
+        return keys + [key := _hash(block, key) for (block,) in blocks]
 
 
 @lru_cache(maxsize=10_000)

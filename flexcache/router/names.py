@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,8 +29,7 @@ _SLACK = 10_000
 """Names without blocks that are not worth a sweep."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Consecutive blocks of a prompt as a publisher tells them.
 
     Attributes:
@@ -74,6 +72,8 @@ class BlockNames:
     ) -> None:
         self._index = index
         self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self.num_names = 0
+        """Not counting those that stand for another block at one holder."""
         self._own: dict[Holder, dict[int, int]] = {}
         """Names that stand for another block than they do elsewhere."""
         self.waiting = KVIndexer(max_waiting)
@@ -89,9 +89,8 @@ class BlockNames:
         self._has_stale = False
         self._sweep_at = _SLACK
 
-    @property
-    def num_names(self) -> int:
-        return sum(map(len, self._shards)) + sum(map(len, self._own.values()))
+    def __bool__(self) -> bool:
+        return bool(self.num_names or self.waiting.num_blocks or self._loose)
 
     @property
     def num_bytes(self) -> int:
@@ -118,10 +117,10 @@ class BlockNames:
             return
         keys = run.chain.extend(parent, run.packed, run.extra_keys)
         taken = self._index.stored(holder, keys)
-        pairs = list(zip(run.names[:taken], keys, strict=False))
-        self._learn(holder, pairs)
+        names = run.names[:taken]
+        self._learn(holder, names, keys)
         if self._loose or self.waiting.num_blocks:
-            self._settle(holder, pairs)
+            self._settle(zip(names, keys, strict=False))
 
     def stored_by_name(self, holder: Holder, names: Sequence[int]) -> None:
         """Note that a holder has blocks of which only names are told."""
@@ -139,18 +138,26 @@ class BlockNames:
 
     def removed(self, holder: Holder, names: Sequence[int]) -> None:
         """Note that a holder no longer has these blocks."""
-        keys = {name: key for name in names if (key := self.key(holder, name)) is not None}
-        if len(keys) < len(names):
-            self.waiting.removed(holder, [name for name in names if name not in keys])
-        gone = set(self._index.removed(holder, list(keys.values())))
         own = self._own.get(holder)
-        for name, key in keys.items():
-            if own is not None:
-                own.pop(name, None)
-            if key in gone:
+        known, keys, unknown = [], [], []
+        for name in names:
+            key = self._shards[name >> _SHIFT & _MASK].get(name)
+            if own:
+                key = own.pop(name, key)
+            if key is None:
+                unknown.append(name)
+            else:
+                known.append(name)
+                keys.append(key)
+        if unknown:
+            self.waiting.removed(holder, unknown)
+        gone = set(self._index.removed(holder, keys))
+        if gone:
+            for name, key in zip(known, keys, strict=True):
                 shard = self._shards[name >> _SHIFT & _MASK]
-                if shard.get(name) == key:
+                if key in gone and shard.get(name) == key:
                     del shard[name]
+                    self.num_names -= 1
 
     def forget(self, holder: Holder) -> None:
         """Drop what only concerns a holder whose blocks the index forgets."""
@@ -158,14 +165,15 @@ class BlockNames:
         self._own.pop(holder, None)
         self._has_stale = True
 
-    def _learn(self, holder: Holder, pairs: Iterable[tuple[int, int]]) -> None:
+    def _learn(self, holder: Holder, names: Sequence[int], keys: Sequence[int]) -> None:
         """Note the keys of names."""
         shards, own = self._shards, self._own.get(holder)
-        for name, key in pairs:
+        for name, key in zip(names, keys, strict=False):
             shard = shards[name >> _SHIFT & _MASK]
             known = shard.get(name)
             if known is None or (known != key and known not in self._index):
                 shard[name] = key
+                self.num_names += known is None
             elif known != key:
                 own = self._own.setdefault(holder, {})
                 own[name] = key
@@ -173,7 +181,7 @@ class BlockNames:
             if own:
                 own.pop(name, None)
 
-    def _settle(self, holder: Holder, pairs: Iterable[tuple[int, int]]) -> None:
+    def _settle(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Attach what waited for these names, and for those that become known thereby."""
         todo = deque(pairs)
         while todo:
@@ -181,7 +189,7 @@ class BlockNames:
             for waiter in self.waiting.holders.of(self.waiting.mask(name)):
                 self._index.stored(waiter, [key])
                 self.waiting.removed(waiter, [name])
-                self._learn(waiter, [(name, key)])
+                self._learn(waiter, [name], [key])
             for run in self._take_loose(name):
                 keys = run.chain.extend(key, run.packed, run.extra_keys)
                 todo.extend(zip(run.names, keys, strict=False))
@@ -230,8 +238,10 @@ class BlockNames:
                 return has_waiting
             self._has_stale = False
         while num_blocks > 0:
-            num_blocks -= len(self._shards[self._hand]) + 1
-            self._shards[self._hand] = self._living(self._shards[self._hand])
+            before = len(self._shards[self._hand])
+            shard = self._shards[self._hand] = self._living(self._shards[self._hand])
+            self.num_names -= before - len(shard)
+            num_blocks -= before + 1
             self._hand += 1
             if self._hand == _NUM_SHARDS:
                 self._hand = 0
@@ -270,7 +280,9 @@ class BlockNames:
             self._own.setdefault(holder, {}).update(zip(names, keys, strict=True))
             return
         for name, key in zip(names, keys, strict=True):
-            self._shards[name >> _SHIFT & _MASK].setdefault(name, key)
+            shard = self._shards[name >> _SHIFT & _MASK]
+            self.num_names += name not in shard
+            shard.setdefault(name, key)
 
     def check(self) -> None:
         """Raise `InternalError` if names are misplaced or the bounds are exceeded."""

@@ -494,8 +494,9 @@ async def _run(options: argparse.Namespace) -> None:
         shutdown_timeout=0.1,
     )
     await runner.setup()
-    site: web.TCPSite | None = web.TCPSite(runner, "127.0.0.1", options.port)
-    await site.start()
+    listening = web.TCPSite(runner, "127.0.0.1", options.port)
+    await listening.start()
+    site: web.TCPSite | None = listening
     port = runner.addresses[0][1]
 
     async def behave(request: web.Request) -> web.Response:

@@ -126,15 +126,10 @@ def test_without_keys_anyone_is_admitted() -> None:
     assert ApiKeys([]).admit({})
 
 
-def test_keys_come_from_a_file_and_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_come_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# of the team\nalpha\n\n  beta  \n")
-    monkeypatch.setenv("FLEXCACHE_ROUTER_API_KEYS", "gamma,, delta")
-    assert read_api_keys(path) == ["gamma", "delta", "alpha", "beta"]
-    monkeypatch.delenv("FLEXCACHE_ROUTER_API_KEYS")
-    assert read_api_keys(None) == []
+    assert read_api_keys(path) == ["alpha", "beta"]
 
 
 def test_a_file_without_keys_does_not_let_everyone_in(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class Bodies:
         """Hold the body of a request while the context lasts.
 
         Raises:
-            BodyRefused: It is too large or too slow, or there is no room for it.
+            BodyRefused: It is too large, too slow, malformed or cut, or there is no room for it.
         """
         body = _Body()
         try:
@@ -87,6 +87,10 @@ class Bodies:
             await asyncio.wait_for(self._read_all(request, body), self._timeout_s)
         except asyncio.TimeoutError:
             raise BodyRefused(408, "the body did not arrive in time") from None
+        except web.RequestPayloadError:
+            raise BodyRefused(400, "the body is malformed") from None
+        except ConnectionError:
+            raise BodyRefused(400, "the client left") from None
 
     async def _read_all(self, request: web.Request, body: _Body) -> None:
         while chunk := await request.content.readany():

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import count
 
 from aiohttp import ClientResponse, web
+from multidict import CIMultiDict
 
 from flexcache.errors import InternalError
 from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
@@ -21,7 +22,7 @@ from flexcache.router.proxy.bodies import Bodies, BodyRefused
 from flexcache.router.proxy.config import ProxyConfig
 from flexcache.router.proxy.engines import Engines, NoAnswer, NotTaken
 from flexcache.router.proxy.life import RequestLife
-from flexcache.router.proxy.relay import ClientStalled, EngineBroke, relay
+from flexcache.router.proxy.relay import SMALL_BYTES, ClientStalled, EngineBroke, read_whole, relay
 from flexcache.router.proxy.retries import RetryBudget
 from flexcache.router.proxy.usage import UsageReader
 
@@ -195,11 +196,48 @@ class Proxy:
         fields = headers.to_client(answer.headers)
         fields.setdefault("Server", answers.SERVER)
         fields.update(_of_choice(life.choice), **{headers.REQUEST_ID: shown_id})
+        try:
+            if request.method != "HEAD" and 0 < (answer.content_length or 0) <= SMALL_BYTES:
+                return await self._pass_on_whole(request, life, answer, fields)
+            return await self._pass_on_stream(request, life, answer, fields)
+        finally:
+            answer.close()
+
+    async def _pass_on_whole(
+        self,
+        request: web.Request,
+        life: RequestLife,
+        answer: ClientResponse,
+        fields: CIMultiDict[str],
+    ) -> web.StreamResponse:
+        usage = UsageReader()
+        try:
+            body = await read_whole(answer)
+        except EngineBroke:
+            life.end(Outcome.BROKEN)
+            return answers.error(502, _BROKE)
+        life.first_byte()
+        usage.feed(body)
+        response = web.Response(
+            status=answer.status, reason=answer.reason, headers=fields, body=body
+        )
+        with contextlib.suppress(ConnectionError):  # the client left
+            await response.prepare(request)
+            await response.write_eof()
+            life.end(Outcome.DONE, usage.read())
+        return response
+
+    async def _pass_on_stream(
+        self,
+        request: web.Request,
+        life: RequestLife,
+        answer: ClientResponse,
+        fields: CIMultiDict[str],
+    ) -> web.StreamResponse:
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=fields)
         usage = UsageReader()
         transport = request.transport
         if transport is None:  # the client left
-            answer.close()
             return response
         try:
             await response.prepare(request)
@@ -223,8 +261,6 @@ class Proxy:
             transport.abort()
         except ConnectionError:
             pass  # the client left
-        finally:
-            answer.close()
         return response
 
 

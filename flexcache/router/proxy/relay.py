@@ -1,4 +1,4 @@
-"""Passes an answer on, piece by piece as it comes."""
+"""Passes an answer on: piece by piece as it comes, or in one piece if it is short."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from aiohttp import ClientError, ClientResponse, web
 
 from flexcache.router.proxy.usage import UsageReader
 
+SMALL_BYTES = 64 << 10
+"""An answer of this length at most goes to the client with its header in one packet."""
+
 _FRAMING_BYTES = 64  # of a chunk
 
 
@@ -18,6 +21,18 @@ class EngineBroke(Exception):
 
 class ClientStalled(Exception):
     """The client has not read its answer for too long."""
+
+
+async def read_whole(answer: ClientResponse) -> bytes:
+    """Return the body of a short answer.
+
+    Raises:
+        EngineBroke: It is incomplete.
+    """
+    try:
+        return await answer.read()
+    except (ClientError, asyncio.TimeoutError) as error:
+        raise EngineBroke(type(error).__name__) from error
 
 
 async def relay(
