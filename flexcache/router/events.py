@@ -47,10 +47,12 @@ _MAX_MEDIA = 16
 
 
 class SourcePart(msgspec.Struct, frozen=True, tag=True):
-    """Groups of layers of a source, and whether each needs whole prefixes."""
+    """What is known of a source: groups of layers, whether each needs whole prefixes, and the size
+    of its first blocks."""
 
     source: str
     groups: dict[int | None, bool]
+    block_size: int
 
 
 class SizePart(msgspec.Struct, frozen=True, tag=True):
@@ -90,13 +92,15 @@ class EventApplier:
         """By source."""
         self._groups: dict[str, dict[int | None, bool]] = {}
         """By source: which groups of layers need whole prefixes."""
+        self._sizes: dict[str, int] = {}
+        """By source: the size of its first blocks."""
         self._places: dict[tuple[str, int | None, str | None], Holder] = {}
         """By source, rank and medium."""
 
     @property
     def block_sizes(self) -> list[int]:
-        """Block sizes of the sources, in tokens."""
-        return list(self._names)
+        """Sizes of the blocks that may be found, in tokens."""
+        return [size for size, names in self._names.items() if names.num_names]
 
     @property
     def num_waiting(self) -> int:
@@ -136,6 +140,7 @@ class EventApplier:
         for holder in self._holders.pop(source, ()):
             self._forget(holder)
         self._groups.pop(source, None)
+        self._sizes.pop(source, None)
         self._places = {place: each for place, each in self._places.items() if place[0] != source}
 
     def sweep(self, num_blocks: int) -> bool:
@@ -159,7 +164,7 @@ class EventApplier:
         if not self._is_wanted(source, event):
             self.ignored["group"] += 1
             return
-        table = self._table(event.block_size)
+        table = self._table(source, event.block_size)
         if table is None:
             return
         self.applied["stored"] += 1
@@ -208,7 +213,7 @@ class EventApplier:
     def _holder(self, source: str, rank: int | None, medium: str | None) -> Holder | None:
         holder = self._places.get((source, rank, medium))
         if holder is None:
-            tier = TIER_OF.get(medium)
+            tier = TIER_OF.get(medium and medium.upper())
             if tier is None:
                 self.ignored["medium"] += 1
                 if len(self.unknown_media) < _MAX_MEDIA:
@@ -221,26 +226,37 @@ class EventApplier:
     def _is_wanted(self, source: str, event: BlockStored) -> bool:
         """Return whether the blocks are of a group that needs whole prefixes.
 
-        Publishers that do not say so mean their first group.
+        A group that no event describes needs them if it is the first. vLLM describes the groups of
+        its GPU, and not those of its offloading, which are the same.
         """
         kind, group = event.kv_cache_spec_kind, event.group_idx
-        is_wanted = not group if kind in _UNNAMED_KINDS else kind in _WHOLE_PREFIX
-        self._groups.setdefault(source, {})[group] = is_wanted
-        return is_wanted
+        groups = self._groups.setdefault(source, {})
+        if kind not in _UNNAMED_KINDS:
+            groups[group] = kind in _WHOLE_PREFIX
+        return groups.get(group, not group)
 
-    def _table(self, block_size: int) -> BlockNames | None:
+    def _table(self, source: str, block_size: int) -> BlockNames | None:
+        """Return the names of blocks of a size; None if there are too many sizes.
+
+        vLLM's offloading publishes some blocks with neither tokens nor size: these have the size
+        of the source's other blocks.
+        """
+        block_size = block_size or self._sizes.get(source, 0)
         table = self._names.get(block_size)
         if table is None:
+            if len(self._names) >= _MAX_SIZES:
+                self._names = {size: each for size, each in self._names.items() if each}
             if block_size < 1 or len(self._names) >= _MAX_SIZES:
                 self.ignored["malformed" if block_size < 1 else "block_size"] += 1
                 return None
             table = self._names[block_size] = BlockNames(self.index)
+        self._sizes.setdefault(source, block_size)
         return table
 
     def _run(self, event: BlockStored, names: list[int]) -> Run | None:
         """Return what the event says of its blocks' content; None unless it says all."""
         size, tokens, extra_keys = event.block_size, event.token_ids, event.extra_keys
-        if len(tokens) != size * len(names):
+        if not tokens or len(tokens) != size * len(names):
             return None
         if extra_keys is not None:
             if len(extra_keys) != len(names):
@@ -269,7 +285,7 @@ class EventApplier:
         then applies all events since the first part has the same index.
         """
         for source, groups in list(self._groups.items()):
-            yield SourcePart(source, groups)
+            yield SourcePart(source, dict(groups), self._sizes.get(source, 0))
         yield from self.index.snapshot(self._holders)
         for size, names in list(self._names.items()):
             for part in names.snapshot(self._holders):
@@ -280,13 +296,14 @@ class EventApplier:
         match part:
             case SourcePart():
                 self._groups[part.source] = dict(part.groups)
+                self._sizes[part.source] = part.block_size
             case IndexPart():
                 self.index.restore(part)
                 self._note_holders(part)
             case SizePart():
-                table = self._table(part.block_size)
-                if table is not None:
-                    table.restore(part.part)
+                if part.block_size not in self._names:
+                    self._names[part.block_size] = BlockNames(self.index)
+                self._names[part.block_size].restore(part.part)
                 if isinstance(part.part, IndexPart):
                     self._note_holders(part.part)
 

@@ -72,6 +72,8 @@ class BlockNames:
     ) -> None:
         self._index = index
         self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
+        self.num_names = 0
+        """Not counting those that stand for another block at one holder."""
         self._own: dict[Holder, dict[int, int]] = {}
         """Names that stand for another block than they do elsewhere."""
         self.waiting = KVIndexer(max_waiting)
@@ -87,9 +89,8 @@ class BlockNames:
         self._has_stale = False
         self._sweep_at = _SLACK
 
-    @property
-    def num_names(self) -> int:
-        return sum(map(len, self._shards)) + sum(map(len, self._own.values()))
+    def __bool__(self) -> bool:
+        return bool(self.num_names or self.waiting.num_blocks or self._loose)
 
     @property
     def num_bytes(self) -> int:
@@ -156,6 +157,7 @@ class BlockNames:
                 shard = self._shards[name >> _SHIFT & _MASK]
                 if key in gone and shard.get(name) == key:
                     del shard[name]
+                    self.num_names -= 1
 
     def forget(self, holder: Holder) -> None:
         """Drop what only concerns a holder whose blocks the index forgets."""
@@ -171,6 +173,7 @@ class BlockNames:
             known = shard.get(name)
             if known is None or (known != key and known not in self._index):
                 shard[name] = key
+                self.num_names += known is None
             elif known != key:
                 own = self._own.setdefault(holder, {})
                 own[name] = key
@@ -235,8 +238,10 @@ class BlockNames:
                 return has_waiting
             self._has_stale = False
         while num_blocks > 0:
-            num_blocks -= len(self._shards[self._hand]) + 1
-            self._shards[self._hand] = self._living(self._shards[self._hand])
+            before = len(self._shards[self._hand])
+            shard = self._shards[self._hand] = self._living(self._shards[self._hand])
+            self.num_names -= before - len(shard)
+            num_blocks -= before + 1
             self._hand += 1
             if self._hand == _NUM_SHARDS:
                 self._hand = 0
@@ -275,7 +280,9 @@ class BlockNames:
             self._own.setdefault(holder, {}).update(zip(names, keys, strict=True))
             return
         for name, key in zip(names, keys, strict=True):
-            self._shards[name >> _SHIFT & _MASK].setdefault(name, key)
+            shard = self._shards[name >> _SHIFT & _MASK]
+            self.num_names += name not in shard
+            shard.setdefault(name, key)
 
     def check(self) -> None:
         """Raise `InternalError` if names are misplaced or the bounds are exceeded."""

@@ -143,7 +143,6 @@ def test_a_killed_decider_is_replaced_and_no_request_notices() -> None:
         until(lambda: router.num_reserved() == 0)
         query = {"token_ids": PROMPT}
         until(lambda: router.post("/query", query)["workers"][three[1].url]["gpu"])
-        assert ask(router.url, PROMPT).worker == three[1].url
 
 
 def test_a_new_decider_counts_the_requests_that_run() -> None:

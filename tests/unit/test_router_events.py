@@ -126,7 +126,7 @@ def test_the_last_token_is_computed_if_the_caller_says_so() -> None:
 @pytest.mark.parametrize(
     ("medium", "tier"),
     [("CPU_PINNED", "dram"), ("CPU_TIER1", "dram"), ("DISK", "disk"), ("CPU_TIER2", "disk"),
-     ("EXTERNAL", "disk"), ("FS", "disk")],
+     ("EXTERNAL", "disk"), ("FS", "disk"), ("cpu", "dram")],
 )  # fmt: skip
 def test_media_of_other_publishers(medium: str, tier: str) -> None:
     assert depths(make(("e", stored(PROMPT, medium))), PROMPT) == {("e", tier): 24}
@@ -246,6 +246,13 @@ def test_too_many_block_sizes_are_counted() -> None:
     applier = make(*[("e", stored(PROMPT, size=size)) for size in sizes])
     assert applier.block_sizes == list(range(1, 9))
     assert applier.ignored == {"block_size": 3}
+    applier.forget("e")
+    while applier.sweep(1000):
+        pass
+    assert applier.block_sizes == [], "no time is spent on sizes of which there are no blocks"
+    applier.apply("f", batch(stored(PROMPT, size=12)))
+    assert applier.block_sizes == [12]
+    assert depths(applier, PROMPT) == {("f", "gpu"): 24}
     applier.apply("e", batch(msgspec.structs.replace(stored(PROMPT), block_size=0)))
     assert applier.ignored["malformed"] == 1
 
@@ -265,6 +272,28 @@ def test_only_groups_of_full_attention_count() -> None:
     applier.apply("e", batch(BlockRemoved(list(names[1:]), "GPU", 1)))
     assert depths(applier, PROMPT) == {("e", "gpu"): 4}
     assert applier.ignored == {"group": 2}
+
+
+def test_blocks_of_offloading_without_size_tokens_or_kind() -> None:
+    """vLLM publishes such for some blocks that it moved below its GPU, with the GPU's groups."""
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+
+    def moved(group: int) -> BlockStored:
+        event = stored(PROMPT[:12], "CPU", has_tokens=False, group_idx=group)
+        return msgspec.structs.replace(event, block_size=0)
+
+    applier = make(("e", moved(1)))
+    assert applier.ignored == {"group": 1}
+    applier = make(("e", stored(PROMPT, **window)), ("e", stored(PROMPT, **full)))
+    applier.apply("e", batch(moved(0)))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 24}
+    applier.apply("e", batch(moved(1)))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 24, ("e", "dram"): 12}
+    applier.apply("e", batch(BlockRemoved(list(names_of(PROMPT)), "GPU", 0)))
+    assert depths(applier, PROMPT) == {("e", "gpu"): 24, ("e", "dram"): 12}
+    applier.apply("new", batch(msgspec.structs.replace(moved(0), block_hashes=[9])))
+    assert applier.ignored["malformed"] == 1, "it published no size before"
 
 
 @pytest.mark.parametrize(("group", "depth"), [(None, 24), (0, 24), (1, 0)])

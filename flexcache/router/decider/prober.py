@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flexcache.logs import log_event
 from flexcache.router.decider.health import Probe
 from flexcache.router.tokens.engines import Engines
+from flexcache.router.waiting import is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +95,7 @@ class Prober:
                 details_due = loop.time() + self._details_interval_s
                 await self._read_details(url)
             was_up = is_up
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(wake.wait(), self._interval_s)
+            await is_set_within(wake, self._interval_s)
 
     async def _probe(self, url: str) -> Probe:
         try:

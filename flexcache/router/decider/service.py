@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -31,6 +30,7 @@ from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
 from flexcache.router.sync.follower import Follower
 from flexcache.router.sync.publisher import LifePublisher
 from flexcache.router.tokens import Tokenizers
+from flexcache.router.waiting import is_set_within
 from flexcache.router.workers import WorkerSpec
 from flexcache.version import __version__
 
@@ -128,8 +128,7 @@ class DeciderService:
             asyncio.create_task(self._run("discovery", self.discovery.run())),
             asyncio.create_task(self._tick()),
         ]
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._known.wait(), 2 * self.config.health_timeout_s)
+        await is_set_within(self._known, 2 * self.config.health_timeout_s)
         if not await self._follower.caught_up(_CATCH_UP_S):
             log_event(
                 logger, logging.WARNING, "peer_silent", waited_s=_CATCH_UP_S,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from flexcache.router.tokens.prompt import Prompt
 from flexcache.router.tokens.registry import ModelRegistry
 from flexcache.router.tokens.served import ServedModel
 from flexcache.router.tokens.ways import Way
+from flexcache.router.waiting import is_set_within
 from flexcache.tasks.histogram import Histogram
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,7 @@ class Tokenizers:
 
     async def _keep_looking(self) -> None:
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._look.wait(), self._limits.refresh_every_s)
+            await is_set_within(self._look, self._limits.refresh_every_s)
             self._look.clear()
             await self.look()
 
