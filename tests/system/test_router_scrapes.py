@@ -240,7 +240,7 @@ def publish_badly() -> tuple[Watched, Expected]:
                 watched.look_until(lambda look: look["orphan_blocks"] == 1)
                 publisher.publish(["bad"])  # type: ignore[list-item]
                 publisher.publish([blocks(name, "GPU") for name in range(4, 30)])
-                watched.look_until(lambda look: look["pruned_blocks_total"] > 0)
+                watched.look_until(lambda look: look["refused_blocks_total"] > 0)
                 watched.look_until(lambda look: look[f"source_bad_batches_total{{{source}}}"] > 0)
                 publisher.publish([AllBlocksCleared()])
                 watched.look_until(lambda look: look['events_total{kind="cleared"}'] == 1)
@@ -251,7 +251,7 @@ def publish_badly() -> tuple[Watched, Expected]:
     finally:
         publisher.close()
     return watched, {
-        "pruned_blocks_total": CHANGES,
+        "refused_blocks_total": CHANGES,
         "orphan_blocks": CHANGES,
         'ignored_events_total{reason="medium"}': CHANGES,
         'events_total{kind="cleared"}': CHANGES,
