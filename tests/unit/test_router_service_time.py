@@ -42,12 +42,10 @@ def test_it_learns_the_constants_whatever_it_started_from(prior: float) -> None:
         noisy = seconds(work) * rng.uniform(0.8, 1.2) + rng.uniform(-0.01, 0.01)
         times.learn(Served(i % 4, work, max(noisy, 0.0)))
         times.check()
-    works = [some_work(rng) for _ in range(200)]
-    assert sum(predicted(times, work) for work in works) == pytest.approx(
-        sum(map(seconds, works)), rel=0.1
-    )
-    for work in works:
-        assert predicted(times, work) == pytest.approx(seconds(work), rel=0.3, abs=0.1)
+    works = [work for work in (some_work(rng) for _ in range(300)) if seconds(work) > 0.5]
+    ratios = np.array([predicted(times, work) / seconds(work) for work in works])
+    assert ratios.mean() == pytest.approx(1.0, abs=0.1)
+    assert np.abs(ratios - 1.0).mean() < 0.15
 
 
 def test_it_learns_which_worker_is_slower() -> None:
