@@ -64,15 +64,13 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
         try:
             while (message := await reading) is not grpc.aio.EOF:
                 replies = exchange.take(message)
+                reading = asyncio.ensure_future(context.read())
                 if exchange.stage is Stage.WHOLE:
-                    reading = asyncio.ensure_future(context.read())
                     replies = await self._place(exchange, reading)
                 for reply in replies:
                     await context.write(reply)
                 if exchange.stage is Stage.OVER:
                     return
-                if reading.done():
-                    reading = asyncio.ensure_future(context.read())
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
