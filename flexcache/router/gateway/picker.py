@@ -60,20 +60,22 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
             self.num_streams -= 1
 
     async def _follow(self, exchange: Exchange, context: Any) -> None:
-        reading: asyncio.Future[Any] = asyncio.ensure_future(context.read())
+        reading: asyncio.Future[Any] | None = None
         try:
-            while (message := await reading) is not grpc.aio.EOF:
+            while (message := await (reading or context.read())) is not grpc.aio.EOF:
+                reading = None
                 replies = exchange.take(message)
-                reading = asyncio.ensure_future(context.read())
                 if exchange.stage is Stage.WHOLE:
+                    reading = asyncio.ensure_future(context.read())
                     replies = await self._place(exchange, reading)
                 for reply in replies:
                     await context.write(reply)
                 if exchange.stage is Stage.OVER:
                     return
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
 
     async def _place(
         self, exchange: Exchange, reading: asyncio.Future[Any]
