@@ -22,6 +22,7 @@ from flexcache.router.settings import (
     engine_headers,
     listing_of,
     proxy_config,
+    routing_of,
 )
 from flexcache.router.supervisor import Supervisor, bind_port, with_ports
 
@@ -34,7 +35,10 @@ def run_router(config: RouterConfig) -> None:
     Raises:
         ConfigError: A setting, file or address cannot be used.
     """
-    uvloop.run(_run_alone(config) if config.proxies == 0 else _supervise(config))
+    if config.proxies:
+        asyncio.run(_supervise(config))
+    else:
+        uvloop.run(_run_alone(config))
 
 
 async def _run_alone(config: RouterConfig) -> None:
@@ -62,7 +66,7 @@ async def _run_alone(config: RouterConfig) -> None:
 
 async def _supervise(config: RouterConfig) -> None:
     stopped = _stop_event()
-    for read in (listing_of, engine_headers, proxy_config, gateway_config):
+    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_config):
         read(config)  # a bad setting is reported here, and not by each child again and again
     supervisor = Supervisor(config)
     _log_serving(supervisor.config)
