@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 from contextlib import AsyncExitStack
 
 import uvloop
@@ -12,7 +13,7 @@ import uvloop
 from flexcache.config.router import RouterConfig
 from flexcache.logs import log_event
 from flexcache.router.control.api import ControlApi
-from flexcache.router.decider.service import DeciderService
+from flexcache.router.decider.service import THREAD_SWITCH_S, DeciderService
 from flexcache.router.gateway.start import gateway_config, start_gateway
 from flexcache.router.proxy.process import counters_of
 from flexcache.router.proxy.server import PROXY, make_app, serve
@@ -38,6 +39,7 @@ def run_router(config: RouterConfig) -> None:
     if config.proxies:
         asyncio.run(_supervise(config))
     else:
+        sys.setswitchinterval(THREAD_SWITCH_S)
         uvloop.run(_run_alone(config))
 
 

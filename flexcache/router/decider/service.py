@@ -35,6 +35,10 @@ from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
 
+THREAD_SWITCH_S = 0.0005
+"""For `sys.setswitchinterval`: Python's 5 ms is how long a tokenizing thread may hold up the loop,
+each time."""
+
 _TICK_S = 0.05
 _CATCH_UP_S = 3.0
 _SWEPT_A_TICK = 2000
