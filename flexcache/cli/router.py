@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from flexcache.cli.router_simulate import simulate
 from flexcache.terminal import user_errors
 
 app = typer.Typer(help="Route requests to the engine that will answer them soonest.")
+app.command()(simulate)
 
 
 @app.callback(invoke_without_command=True)

@@ -21,6 +21,9 @@ from flexcache.errors import InternalError
 FloatArray = np.ndarray
 
 _IDLE = -np.inf
+_RECENT = 64
+"""Requests per worker that count as recent."""
+_LARGEST_WEIGHT = 1e100
 _TOLERANCE = 1e-6
 
 
@@ -73,6 +76,7 @@ class Load:
         num_waiting: Those without a first token.
         new_tokens: Tokens that the waiting requests have to compute.
         held_tokens: Prompt tokens of all requests in flight.
+        last_added: When the worker got its last request; minus infinity: never.
 
     Args:
         lease_s: A request counts for this long after it was added or renewed, and not for ever, in
@@ -84,6 +88,9 @@ class Load:
         self.num_waiting: FloatArray = np.zeros(0)
         self.new_tokens: FloatArray = np.zeros(0)
         self.held_tokens: FloatArray = np.zeros(0)
+        self.last_added: FloatArray = np.zeros(0)
+        self._recent: FloatArray = np.zeros(0)  # in units that grow with every request
+        self._recent_unit = 1.0
         self._free_at: FloatArray = np.zeros(0)  # if the head takes as long as predicted
         self._behind_head_s: FloatArray = np.zeros(0)  # predicted service of the other waiting ones
         self._head_since: list[float] = []
@@ -109,9 +116,22 @@ class Load:
             return
         for name in ("num_requests", "num_waiting", "new_tokens", "held_tokens", "_behind_head_s"):
             setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
+        usual = self._recent.mean() if len(self._recent) else 0.0
+        self._recent = np.append(self._recent, np.full(more, usual))
+        self.last_added = np.append(self.last_added, np.full(more, -np.inf))
         self._free_at = np.append(self._free_at, np.full(more, _IDLE))
         self._head_since += [0.0] * more
         self._waiting += [OrderedDict() for _ in range(more)]
+
+    @property
+    def mean_requests(self) -> float:
+        """Requests in flight per worker."""
+        return len(self._requests) / max(self.num_workers, 1)
+
+    def recent(self) -> FloatArray:
+        """Return how many requests each worker got of late: the older, the less one counts."""
+        counts: FloatArray = self._recent / self._recent_unit
+        return counts
 
     def wait_s(self, now: float) -> FloatArray:
         """Return the backlog of each worker in seconds."""
@@ -127,6 +147,8 @@ class Load:
         """
         self.end(request_id, now)
         self._requests[request_id] = _Request(worker, work, owner, now + self._lease_s)
+        self._count_recent(worker)
+        self.last_added[worker] = now
         self.num_requests[worker] += 1
         self.num_waiting[worker] += 1
         self.new_tokens[worker] += work.new_tokens
@@ -195,8 +217,16 @@ class Load:
 
     def forget_worker(self, worker: int, now: float) -> int:
         """Forget the requests of a worker that is gone; returns their number."""
+        self._recent[worker] = self._recent.mean()  # another one may get the number
         its = [name for name, request in self._requests.items() if request.worker == worker]
         return sum(self.end(name, now) for name in its)
+
+    def _count_recent(self, worker: int) -> None:
+        self._recent_unit *= 1.0 + 1.0 / (_RECENT * self.num_workers)
+        if self._recent_unit > _LARGEST_WEIGHT:
+            self._recent /= self._recent_unit
+            self._recent_unit = 1.0
+        self._recent[worker] += self._recent_unit
 
     def _leave_queue(self, request_id: str, request: _Request, now: float) -> float | None:
         """Take a request out of its worker's queue.

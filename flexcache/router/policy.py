@@ -1,10 +1,17 @@
 """Chooses the worker that answers a request soonest, in predicted seconds.
 
-    cost = wait + own + 0.1 * requests on the worker * own
+    cost = wait + own + 0.1 * requests on the worker * own + spread
 
 ``wait`` is the worker's backlog and ``own`` the predicted service time of this request there; the
-last term is what its prefill costs the requests that the worker is decoding. The lowest cost wins,
+third term is what its prefill costs the requests that the worker is decoding. The lowest cost wins,
 or at a temperature above 0 a random one, by softmax.
+
+    spread = 0.4 * usual own * (recent requests of the worker - the fewest of any) / (1 + mean)^2
+
+While the workers are idle, the one that has a popular prefix would get all of its requests for
+ever. ``spread`` grows with each until it exceeds what the prefix saves, and another worker gets a
+copy. ``usual own`` is the mean of the lowest ``own`` of recent requests, ``mean`` the number of
+requests per worker: under load the term vanishes.
 
 Pure: the caller passes the random numbers.
 """
@@ -24,6 +31,8 @@ from flexcache.router.load import FloatArray
 _CROWDING = 0.1
 """Share of a request's prefill that it costs each other request on the worker. From 0.02 to 1 it
 trades the time to the first token against the time to the last; 0.1 is near best for both."""
+_SPREAD = 0.4
+_USUAL_GAIN = 0.02
 _EQUAL_SHARE = 0.05
 _EQUAL_S = 0.002
 """Costs that differ by less are equal: predictions are no better than that."""
@@ -42,6 +51,9 @@ class Candidates:
         num_requests: Requests in flight.
         new_tokens: Tokens that the requests without a first token have to compute.
         held_tokens: Prompt tokens of all requests in flight.
+        recent: How many requests each worker got of late, as a weight.
+        last_added: When each got its last request.
+        mean_requests: Mean of ``num_requests``.
         eligible: Workers that may be chosen, at least one; None: all.
         last_worker: Worker of the session's last request.
         keys: Keys of the prompt's blocks, for policies that compare prompts in flight.
@@ -55,6 +67,9 @@ class Candidates:
     num_requests: FloatArray
     new_tokens: FloatArray
     held_tokens: FloatArray
+    recent: FloatArray
+    last_added: FloatArray
+    mean_requests: float
     eligible: np.ndarray | None = None
     last_worker: int | None = None
     keys: Sequence[Hashable] = ()
@@ -119,7 +134,7 @@ class Stateless:
         """Remember nothing."""
 
 
-class ShortestTime(Stateless):
+class ShortestTime:
     """The worker with the lowest predicted cost in seconds.
 
     While the service time is unknown: the product of tokens to compute and requests (LMetric,
@@ -132,18 +147,48 @@ class ShortestTime(Stateless):
 
     def __init__(self, temperature: float = 0.0) -> None:
         self._temperature = temperature
+        self._usual_s: float | None = None
 
     def choose(self, candidates: Candidates, rng: random.Random) -> Pick:
-        """Choose the worker with the lowest cost; among equals the session's last, or any."""
-        own_s = candidates.own_s
-        if own_s is None:
+        """Choose the worker with the lowest cost; among equals the session's last, or the one
+        whose last request is the longest ago."""
+        own = candidates.own_s
+        if own is None:
+            usual = candidates.own_new_tokens.min()
             costs = token_product(candidates)
         else:
+            usual = own.min() if self._usual_s is None else self._usual_s
             costs = candidates.num_requests * _CROWDING
             costs += 1.0
-            costs *= own_s
+            costs *= own
             costs += candidates.wait_s
-        return pick_lowest(costs, candidates, rng, self._temperature, _EQUAL_SHARE, _EQUAL_S)
+        usual *= _SPREAD / (1.0 + candidates.mean_requests) ** 2
+        costs += (candidates.recent - candidates.recent.min()) * usual
+        if self._temperature > 0:
+            return sample(costs, candidates, rng, self._temperature)
+        return self._among_equals(pick_lowest(costs, candidates, rng), candidates, rng)
+
+    def placed(self, request_id: str, worker: int, candidates: Candidates) -> None:
+        """Average what requests usually cost."""
+        if candidates.own_s is not None:
+            lowest_s = float(candidates.own_s.min())
+            before_s = lowest_s if self._usual_s is None else self._usual_s
+            self._usual_s = before_s + _USUAL_GAIN * (lowest_s - before_s)
+
+    def ended(self, request_id: str) -> None:
+        """Remember nothing of it."""
+
+    @staticmethod
+    def _among_equals(lowest: Pick, candidates: Candidates, rng: random.Random) -> Pick:
+        costs = lowest.costs
+        equals = (costs <= costs[lowest.worker] * (1.0 + _EQUAL_SHARE) + _EQUAL_S).nonzero()[0]
+        if len(equals) == 1:
+            return lowest
+        if candidates.last_worker is not None and candidates.last_worker in equals:
+            return Pick(candidates.last_worker, costs, "session")
+        last = candidates.last_added[equals]
+        longest_ago = equals[last == last.min()]
+        return Pick(int(longest_ago[rng.randrange(len(longest_ago))]), costs, "tie")
 
 
 def token_product(candidates: Candidates) -> FloatArray:
@@ -153,39 +198,30 @@ def token_product(candidates: Candidates) -> FloatArray:
     return cost
 
 
-def pick_lowest(
-    costs: FloatArray,
-    candidates: Candidates,
-    rng: random.Random,
-    temperature: float = 0.0,
-    equal_share: float = 0.0,
-    equal: float = 1e-9,
-) -> Pick:
-    """Pick the eligible worker with the lowest cost; among equals the session's last, or any.
-
-    Args:
-        temperature: Of a softmax over the costs, scaled to 0 to 1; 0: the lowest.
-        equal_share: Costs that exceed the lowest by no more than this share, and ``equal``, are
-            equal.
-    """
-    if candidates.eligible is not None:
-        costs = np.where(candidates.eligible, costs, math.inf)
-    if temperature > 0:
-        return Pick(_sample(costs, temperature, rng), costs, "sampled")
+def pick_lowest(costs: FloatArray, candidates: Candidates, rng: random.Random) -> Pick:
+    """Pick the eligible worker with the lowest cost; among equals any."""
+    costs = _eligible(costs, candidates)
     best = int(costs.argmin())
-    equals = (costs <= costs[best] * (1.0 + equal_share) + equal).nonzero()[0]
-    if len(equals) == 1:
-        is_only = candidates.num_workers == 1 or int(np.isfinite(costs).sum()) == 1
-        return Pick(best, costs, "only_one" if is_only else "cost")
-    if candidates.last_worker in equals:
-        return Pick(int(candidates.last_worker or 0), costs, "session")
-    return Pick(int(equals[rng.randrange(len(equals))]), costs, "tie")
+    equals = (costs == costs[best]).nonzero()[0]
+    if len(equals) > 1:
+        return Pick(int(equals[rng.randrange(len(equals))]), costs, "tie")
+    return Pick(best, costs, "only_one" if np.isfinite(costs).sum() == 1 else "cost")
 
 
-def _sample(costs: FloatArray, temperature: float, rng: random.Random) -> int:
-    """Return a worker by softmax of the negative costs, scaled to the range 0 to 1."""
+def sample(
+    costs: FloatArray, candidates: Candidates, rng: random.Random, temperature: float
+) -> Pick:
+    """Pick an eligible worker by softmax of the negative costs, scaled to the range 0 to 1."""
+    costs = _eligible(costs, candidates)
     finite = np.isfinite(costs)
     low, high = costs[finite].min(), costs[finite].max()
-    weights = np.where(finite, np.exp((low - costs) / (max(high - low, 1e-12) * temperature)), 0.0)
+    weights = np.exp((low - costs) / (max(high - low, 1e-12) * temperature))
     steps = weights.cumsum()
-    return int(np.searchsorted(steps, rng.random() * steps[-1], side="right"))
+    worker = int(np.searchsorted(steps, rng.random() * steps[-1], side="right"))
+    return Pick(worker, costs, "sampled")
+
+
+def _eligible(costs: FloatArray, candidates: Candidates) -> FloatArray:
+    if candidates.eligible is None:
+        return costs
+    return np.where(candidates.eligible, costs, math.inf)

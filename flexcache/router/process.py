@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 from contextlib import AsyncExitStack
 
 import uvloop
@@ -12,7 +13,7 @@ import uvloop
 from flexcache.config.router import RouterConfig
 from flexcache.logs import log_event
 from flexcache.router.control.api import ControlApi
-from flexcache.router.decider.service import DeciderService
+from flexcache.router.decider.service import THREAD_SWITCH_S, DeciderService
 from flexcache.router.gateway.start import gateway_config, start_gateway
 from flexcache.router.proxy.process import counters_of
 from flexcache.router.proxy.server import PROXY, make_app, serve
@@ -22,6 +23,7 @@ from flexcache.router.settings import (
     engine_headers,
     listing_of,
     proxy_config,
+    routing_of,
 )
 from flexcache.router.supervisor import Supervisor, bind_port, with_ports
 
@@ -34,7 +36,11 @@ def run_router(config: RouterConfig) -> None:
     Raises:
         ConfigError: A setting, file or address cannot be used.
     """
-    uvloop.run(_run_alone(config) if config.proxies == 0 else _supervise(config))
+    if config.proxies:
+        asyncio.run(_supervise(config))
+    else:
+        sys.setswitchinterval(THREAD_SWITCH_S)
+        uvloop.run(_run_alone(config))
 
 
 async def _run_alone(config: RouterConfig) -> None:
@@ -62,7 +68,7 @@ async def _run_alone(config: RouterConfig) -> None:
 
 async def _supervise(config: RouterConfig) -> None:
     stopped = _stop_event()
-    for read in (listing_of, engine_headers, proxy_config, gateway_config):
+    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_config):
         read(config)  # a bad setting is reported here, and not by each child again and again
     supervisor = Supervisor(config)
     _log_serving(supervisor.config)

@@ -41,7 +41,7 @@ def index_stats(holdings: Holdings) -> IndexStats:
         held_blocks=held,
         bytes=applier.num_bytes,
         max_blocks=index.max_blocks,
-        pruned_blocks=index.num_refused,
+        refused_blocks=index.num_refused,
         orphans=applier.num_waiting,
         events=dict(applier.applied),
         event_blocks=dict(applier.blocks),

@@ -7,7 +7,7 @@ token.
 the cost of a request whatever its length, ``att`` that of attention, which grows with the square.
 
 The coefficients are common to all workers and fitted by recursive least squares with a slow
-forgetting; the factor of each worker is the ratio of its recent times to the common ones. Both
+forgetting; the factor of each worker compares its recent times with those of the others. Both
 start from a pessimistic prior: an overestimated cost is learned away within a few requests, while
 an underestimated one sends too much to one worker meanwhile.
 
@@ -31,17 +31,69 @@ _PRIOR_SPREAD = 30.0
 _LARGEST = 1e4
 """The largest multiple of the prior that is believed."""
 _NOISE = 0.25
-"""Spread of a measurement around its prediction, relative to it."""
+"""Spread of a row around its prediction, relative to it."""
 _NOISE_S = 0.02
 """The same in seconds: a step of the engine."""
-_KEEP = 0.998
-"""Weight of the past, per sample: half after 350."""
-_FACTOR_KEEP = 0.95
-_FACTOR_PRIOR_S = 1.0
-"""Measured seconds after which a worker's own ratio weighs as much as the assumption that it is
-like the others."""
+_ROW = 4
+"""Requests that are summed up."""
+_KEEP = 0.995
+"""Weight of the past per row: half after 140 rows."""
+_OUTLIER = 5.0
+"""A row counts for no more than this multiple of the expected spread."""
+_FACTOR_KEEP = 0.9
+_ASSUMED = 0.25
+"""Rows that the assumption weighs that a worker is like the others."""
 _FACTORS = 0.1, 10.0
 MIN_SAMPLES = 20
+
+
+class _Row:
+    """Measurements of successive requests on one worker, summed up.
+
+    An engine computes several prompts in one step, so that how the step's time is shared among them
+    is arbitrary, while its sum is not. At first a row has a single request, later several.
+    """
+
+    __slots__ = ("_features", "_missing", "_seconds", "_size")
+
+    def __init__(self) -> None:
+        self._size = self._missing = 1
+        self._features = np.zeros(len(_PRIOR))
+        self._seconds = 0.0
+
+    def add(self, features: FloatArray, seconds: float) -> None:
+        self._features += features
+        self._seconds += seconds
+        self._missing -= 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self._missing == 0
+
+    def take(self) -> tuple[FloatArray, float]:
+        """Return the sums and begin another row."""
+        row = self._features, self._seconds
+        self._size = self._missing = min(2 * self._size, _ROW)
+        self._features = np.zeros(len(_PRIOR))
+        self._seconds = 0.0
+        return row
+
+
+class _Ratio:
+    """Ratio of a worker's recent measured times to those predicted for all."""
+
+    __slots__ = ("_count", "_measured_s", "_predicted_s", "value")
+
+    def __init__(self) -> None:
+        self._count = self._measured_s = self._predicted_s = 0.0
+        self.value = 1.0
+
+    def add(self, measured_s: float, predicted_s: float) -> None:
+        self._count = _FACTOR_KEEP * self._count + 1
+        self._measured_s = _FACTOR_KEEP * self._measured_s + measured_s
+        self._predicted_s = _FACTOR_KEEP * self._predicted_s + predicted_s
+        assumed_s = _ASSUMED * self._predicted_s / self._count
+        self.value = (self._measured_s + assumed_s) / (self._predicted_s + assumed_s)
 
 
 class ServiceTime:
@@ -60,8 +112,9 @@ class ServiceTime:
         self._used: list[float] = self._theta.tolist()
         self._covariance = np.diag((self._prior * _PRIOR_SPREAD) ** 2)
         self._factor: FloatArray = np.ones(0)
-        self._measured_s: list[float] = []
-        self._predicted_s: list[float] = []
+        self._ratios: list[_Ratio] = []
+        self._sum_of_ratios = 0.0
+        self._rows: list[_Row] = []
         self.num_samples = 0
         self.resize(num_workers)
 
@@ -85,13 +138,16 @@ class ServiceTime:
         more = num_workers - len(self._factor)
         if more > 0:
             self._factor = np.append(self._factor, np.ones(more))
-            self._measured_s += [0.0] * more
-            self._predicted_s += [0.0] * more
+            self._rows += [_Row() for _ in range(more)]
+            self._ratios += [_Ratio() for _ in range(more)]
+            self._sum_of_ratios += more
 
     def forget_worker(self, worker: int) -> None:
         """Assume of a worker's number that it is like the others: it stands for another one."""
         self._factor[worker] = 1.0
-        self._measured_s[worker] = self._predicted_s[worker] = 0.0
+        self._sum_of_ratios += 1.0 - self._ratios[worker].value
+        self._ratios[worker] = _Ratio()
+        self._rows[worker] = _Row()
 
     def predict(self, num_tokens: int, matched: FloatArray) -> FloatArray:
         """Return the service time of a prompt on each worker.
@@ -122,32 +178,35 @@ class ServiceTime:
 
     def learn(self, served: Served) -> None:
         """Learn from a measured service time."""
-        features = _features(served.work)
-        factor = float(self._factor[served.worker])
-        predicted = float(np.dot(self._used, features))
-        self._update(features, served.seconds / factor, predicted)
-        self._learn_factor(served.worker, served.seconds, predicted)
         self.num_samples += 1
+        row = self._rows[served.worker]
+        row.add(_features(served.work), served.seconds)
+        if not row.is_complete:
+            return
+        features, seconds = row.take()
+        predicted = float(np.dot(self._used, features))
+        self._update(features, seconds / float(self._factor[served.worker]), predicted)
+        ratio = self._ratios[served.worker]
+        before = ratio.value
+        ratio.add(seconds, predicted)
+        self._sum_of_ratios += ratio.value - before
+        factor = ratio.value * len(self._ratios) / self._sum_of_ratios
+        self._factor[served.worker] = min(max(factor, _FACTORS[0]), _FACTORS[1])
 
     def _update(self, features: FloatArray, seconds: float, predicted: float) -> None:
         """Take one step of recursive least squares with weights and forgetting."""
         gain = self._covariance @ features
-        variance = (_NOISE * max(predicted, seconds)) ** 2 + _NOISE_S**2
-        gain_scale = variance * _KEEP + float(features @ gain)
-        self._theta += gain * ((seconds - float(self._theta @ features)) / gain_scale)
-        self._covariance -= np.outer(gain, gain / gain_scale)
+        spread = (_NOISE * predicted) ** 2 + _NOISE_S**2 + float(features @ gain)
+        error = seconds - float(self._theta @ features)
+        largest = _OUTLIER * math.sqrt(spread)
+        self._theta += gain * (min(max(error, -largest), largest) / spread)
+        self._covariance -= np.outer(gain, gain / spread)
         self._covariance /= _KEEP
-        # Never surer or vaguer than makes sense, however one-sided the samples are.
+        # Never vaguer than at the start, however one-sided the samples are.
         vague = (self._prior * _PRIOR_SPREAD) ** 2
         excess = np.sqrt(np.maximum(np.diag(self._covariance) / vague, 1.0))
         self._covariance /= np.outer(excess, excess)
         self._used = np.clip(self._theta, self._prior / _LARGEST, self._prior * _LARGEST).tolist()
-
-    def _learn_factor(self, worker: int, seconds: float, predicted: float) -> None:
-        measured = self._measured_s[worker] = _FACTOR_KEEP * self._measured_s[worker] + seconds
-        expected = self._predicted_s[worker] = _FACTOR_KEEP * self._predicted_s[worker] + predicted
-        ratio = (measured + _FACTOR_PRIOR_S) / (expected + _FACTOR_PRIOR_S)
-        self._factor[worker] = min(max(ratio, _FACTORS[0]), _FACTORS[1])
 
     def check(self) -> None:
         """Verify that all predictions are finite and positive.

@@ -93,8 +93,8 @@ class IndexStats(_Part, frozen=True, kw_only=True):
     bytes: int
     """Estimated memory."""
     max_blocks: int
-    pruned_blocks: int
-    """Forgotten because the index was full."""
+    refused_blocks: int
+    """Not taken because the index was full."""
     orphans: int
     """Blocks that wait for the tokens of their parents."""
     events: dict[str, int]

@@ -220,7 +220,7 @@ def _parts(stats: RouterStats) -> Iterator[Text]:
         "index",
         f"{index.blocks:,} blocks of {index.max_blocks:,}",
         f"{index.bytes / 1e6:,.1f} MB",
-        listed({"orphans": index.orphans, "pruned": index.pruned_blocks}),
+        listed({"orphans": index.orphans, "refused": index.refused_blocks}),
     )
     if stats.queue is not None:
         waiting = f"{stats.queue.waiting:,} of {stats.queue.capacity:,} waiting"

@@ -88,7 +88,7 @@ def _byte_level(specials: list[str], *, add_prefix_space: bool = False) -> Token
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=700,
+        vocab_size=500,  # with the added ones below 512, as in `make_models`
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -108,7 +108,7 @@ def make_index() -> IndexStats:
         },
         bytes=20_000_000,
         max_blocks=10_000_000,
-        pruned_blocks=21,
+        refused_blocks=21,
         orphans=22,
         events={"stored": 800, "removed": 90, "cleared": 1},
         event_blocks={"stored": 140_000, "removed": 16_000},

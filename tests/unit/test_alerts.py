@@ -72,7 +72,7 @@ WELL: Mapping[str, str] = {
     "flexcache_router_prompt_tokens_total": "0+9000x90",
     'flexcache_router_converted_requests_total{way="local"}': "0+60x90",
     'flexcache_router_converted_requests_total{way="unknown"}': "0+6x90",
-    "flexcache_router_pruned_blocks_total": "0x90",
+    "flexcache_router_refused_blocks_total": "0x90",
     "flexcache_router_proxy_restarts_total": "0x40 1x50",
     "flexcache_router_unsupervised_requests_total": "0x90",
     'flexcache_router_peer_up{peer="a"}': "1x90",
@@ -132,7 +132,7 @@ TROUBLE: Mapping[str, Mapping[str, str]] = {
     "FlexCacheRouterTokensUnknown": {
         'flexcache_router_converted_requests_total{way="unknown"}': "0+80x90"
     },
-    "FlexCacheRouterIndexFull": {"flexcache_router_pruned_blocks_total": "0+50x90"},
+    "FlexCacheRouterIndexFull": {"flexcache_router_refused_blocks_total": "0+50x90"},
     "FlexCacheRouterProcessesDie": {"flexcache_router_proxy_restarts_total": "0+1x90"},
     "FlexCacheRouterPeerAway": {'flexcache_router_peer_up{peer="a"}': "1x40 0x50"},
 }  # fmt: skip

@@ -40,8 +40,9 @@ LAYERS = (
     ("server",),
     ("client",),
     ("manager",),
+    ("replay",),
     ("router",),
-    ("replay", "status", "doctor", "bench", "integration"),
+    ("status", "doctor", "bench", "integration"),
     ("cli",),
 )
 """The parts of the package, lowest first. A module imports from its own layer and lower ones."""

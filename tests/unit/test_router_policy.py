@@ -49,9 +49,8 @@ def test_a_prefix_is_left_when_its_worker_is_busier_than_it_saves() -> None:
     assert pick.worker != 1
     for i in range(20):
         router.first_token(f"busy {i}", 1.0)
-        router.ended(f"busy {i}", 2.0)
-    pick, _ = router.choose("b", prompt(10_000, 0, 8_000), 3.0)
-    assert pick.worker == 1
+    costs = router.score(prompt(20_000, 0, 19_000), 3.0).costs
+    assert costs.argmin() == 1, "its prompts are done: it only decodes"
 
 
 def test_tokens_in_dram_are_worth_less_than_on_gpu_and_more_than_none() -> None:
@@ -63,8 +62,9 @@ def test_tokens_in_dram_are_worth_less_than_on_gpu_and_more_than_none() -> None:
 def test_before_it_knows_seconds_tokens_times_requests_decide() -> None:
     router = Dispatcher(make_policy("ours"), Load(4), ServiceTime(4))
     router.choose("a", prompt(100), 0.0, np.arange(4) == 0)
-    costs = router.score(prompt(1000, 500, 400), 0.0).costs
-    assert costs.tolist() == [600 * 2, 600, 1000, 1000]
+    costs = router.score(prompt(1000, 500, 400, 300, 600), 0.0).costs
+    assert costs[1:].tolist() == [600, 700, 400]
+    assert costs[0] > 600 * 2 - 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -88,6 +88,36 @@ def test_equals_share_the_requests(policy: str) -> None:
         router.first_token(f"{i}", i + 0.1)
         router.ended(f"{i}", i + 0.2)
     assert max(counts.values()) <= 1.3 * 100
+
+
+@pytest.mark.parametrize("knows_seconds", [True, False])
+def test_a_popular_prefix_is_copied_to_idle_workers(knows_seconds: bool) -> None:
+    """Paced requests with one system prompt must not all go to its first holder."""
+    router = dispatcher()
+    if not knows_seconds:
+        router = Dispatcher(make_policy("ours"), Load(4), ServiceTime(4))
+    counts: Counter[int] = Counter()
+    for i in range(200):
+        held = [4_000 if counts[worker] else 0 for worker in range(4)]
+        pick, _ = router.choose(f"{i}", prompt(4_500, *held), float(i))
+        counts[pick.worker] += 1
+        router.load.first_token(f"{i}", i + 0.01)
+        router.ended(f"{i}", i + 0.02)
+    assert max(counts.values()) <= 1.3 * 50
+    router.check()
+
+
+def test_under_load_a_prefix_stays_where_it_is() -> None:
+    router = dispatcher()
+    for i in range(80):
+        router.choose(f"busy {i}", prompt(100), 0.0, np.arange(4) == i % 4)
+        router.first_token(f"busy {i}", 0.1)
+    picks = []
+    for i in range(30):
+        picks.append(router.choose(f"{i}", prompt(20_000, 0, 19_000), float(i))[0].worker)
+        router.load.first_token(f"{i}", i + 0.5)
+        router.ended(f"{i}", i + 0.9)
+    assert set(picks) == {1}
 
 
 def test_among_equals_a_session_stays() -> None:

@@ -11,6 +11,7 @@ from msgspec import Meta
 T = TypeVar("T")
 
 _LEASE_S = 600.0
+_NOTHING = msgspec.Raw()
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Id = Annotated[str, Meta(min_length=1, max_length=200)]
 
@@ -24,7 +25,7 @@ class Selection(msgspec.Struct, kw_only=True):
         token_ids: The prompt.
         isl_tokens: Its length, if the tokens are unknown.
         model_name: Served model.
-        request: Instead of tokens: the body of a request to the engines' API.
+        request: Instead of tokens: the body of a request to the engines' API. Empty: none.
         path: Path that it is for.
         worker_id: For ``/reservations``: the worker that was selected.
         lease_s: A reservation is given up after this long.
@@ -37,7 +38,7 @@ class Selection(msgspec.Struct, kw_only=True):
     lora_name: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
-    request: msgspec.Raw | None = None
+    request: msgspec.Raw = _NOTHING
     path: str = "/v1/chat/completions"
     worker_id: str | None = None
     lease_s: Annotated[float, Meta(gt=0)] = _LEASE_S

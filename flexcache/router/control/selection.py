@@ -97,7 +97,7 @@ class SelectionApi:
 
     async def _read(self, selection: Selection) -> RouteRequest:
         name = selection.selection_id or uuid.uuid4().hex
-        if selection.request is not None:
+        if bytes(selection.request):
             arrival = Arrival(
                 request_id=name, method="POST", path=selection.path, body=bytes(selection.request)
             )

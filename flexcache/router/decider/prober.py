@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,9 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from flexcache.logs import log_event
 from flexcache.router.decider.health import Probe
 from flexcache.router.tokens.engines import Engines
+from flexcache.router.waiting import is_set_within
 
 logger = logging.getLogger(__name__)
 
+_SHORTEST_S = 0.1
+"""Time between probes of one engine at least."""
 _CAPACITY_METRIC = "vllm:cache_config_info"
 
 
@@ -95,8 +97,8 @@ class Prober:
                 details_due = loop.time() + self._details_interval_s
                 await self._read_details(url)
             was_up = is_up
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(wake.wait(), self._interval_s)
+            await asyncio.sleep(_SHORTEST_S)  # failing requests must not become a storm of probes
+            await is_set_within(wake, self._interval_s - _SHORTEST_S)
 
     async def _probe(self, url: str) -> Probe:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import AsyncExitStack
 
 import uvloop
@@ -10,7 +11,7 @@ import uvloop
 from flexcache.config.router import RouterConfig
 from flexcache.errors import ConfigError
 from flexcache.router.control.api import ControlApi
-from flexcache.router.decider.service import DeciderService
+from flexcache.router.decider.service import THREAD_SWITCH_S, DeciderService
 from flexcache.router.gateway.start import start_gateway
 from flexcache.router.settings import address_of
 from flexcache.router.supervisor import (
@@ -37,6 +38,7 @@ async def _decide(config: RouterConfig, link: str) -> None:
 def main() -> None:
     config, link = read_settings()
     try:
+        sys.setswitchinterval(THREAD_SWITCH_S)
         uvloop.run(_decide(config, link))
     except ConfigError as error:
         exit_on_config_error(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -25,16 +24,20 @@ from flexcache.router.discovery.discovery import Discovery
 from flexcache.router.feed import Feed
 from flexcache.router.link.messages import ProxyCounters, RunningRequest
 from flexcache.router.link.server import LinkServer
-from flexcache.router.router import KVRouter
-from flexcache.router.settings import engine_headers, listing_of
+from flexcache.router.settings import engine_headers, listing_of, routing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
 from flexcache.router.sync.follower import Follower
 from flexcache.router.sync.publisher import LifePublisher
 from flexcache.router.tokens import Tokenizers
+from flexcache.router.waiting import is_set_within
 from flexcache.router.workers import WorkerSpec
 from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
+
+THREAD_SWITCH_S = 0.0005
+"""For `sys.setswitchinterval`: Python's 5 ms is how long a tokenizing thread may hold up the loop,
+each time."""
 
 _TICK_S = 0.05
 _CATCH_UP_S = 3.0
@@ -60,14 +63,7 @@ class DeciderService:
         self._address = address
         self._started_s = time.monotonic()
         listing, file = listing_of(config)
-        self.routing = KVRouter(
-            policy=config.policy,
-            temperature=config.temperature,
-            max_blocks=config.max_blocks,
-            approximate=config.approximate,
-            max_requests=config.max_requests_per_worker,
-            max_wait_s=config.max_wait_s,
-        )
+        self.routing = routing_of(config)
         self.line = WaitingLine(config.queue_size, config.queue_timeout_s)
         self.roster = Roster(
             self.routing,
@@ -128,8 +124,7 @@ class DeciderService:
             asyncio.create_task(self._run("discovery", self.discovery.run())),
             asyncio.create_task(self._tick()),
         ]
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._known.wait(), 2 * self.config.health_timeout_s)
+        await is_set_within(self._known, 2 * self.config.health_timeout_s)
         if not await self._follower.caught_up(_CATCH_UP_S):
             log_event(
                 logger, logging.WARNING, "peer_silent", waited_s=_CATCH_UP_S,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator
 
 from flexcache.router.decisions import RouterEvent, Skipped
+from flexcache.router.waiting import is_set_within
 
 _KEPT = 1000
 _QUIET_S = 10.0
@@ -48,8 +48,7 @@ class Watchers:
         self._watchers.add(watcher)
         try:
             while True:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(watcher.has_events.wait(), _QUIET_S)
+                await is_set_within(watcher.has_events, _QUIET_S)
                 watcher.has_events.clear()
                 if not watcher.events:
                     yield None

@@ -12,7 +12,8 @@ import asyncio
 import logging
 import os
 import ssl
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -172,14 +173,17 @@ async def members(
     ) as session:
         while True:
             try:
-                async for slices in _list_and_watch(session, server, path, service):
-                    if is_failing:
-                        log_event(logger, logging.INFO, "endpoint_slices_recovered", url=str(url))
-                    pause, is_failing = pause_s, False
-                    found = _ready(slices)
-                    if found != known:
-                        known = found
-                        yield found
+                async with aclosing(_list_and_watch(session, server, path, service)) as watch:
+                    async for slices in watch:
+                        if is_failing:
+                            log_event(
+                                logger, logging.INFO, "endpoint_slices_recovered", url=str(url)
+                            )
+                        pause, is_failing = pause_s, False
+                        found = _ready(slices)
+                        if found != known:
+                            known = found
+                            yield found
             except _Gone:
                 pass
             except _FAULTS as error:
@@ -212,7 +216,7 @@ def _ready(slices: Iterable[_Slice]) -> tuple[str, ...]:
 
 async def _list_and_watch(
     session: aiohttp.ClientSession, server: ApiServer, path: str, service: str
-) -> AsyncIterator[Iterable[_Slice]]:
+) -> AsyncGenerator[Iterable[_Slice], None]:
     """Yield the service's slices, at first and after each event, until the watch ends."""
     selector = {"labelSelector": f"kubernetes.io/service-name={service}"}
     timeout = aiohttp.ClientTimeout(total=30)

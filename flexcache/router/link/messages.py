@@ -96,7 +96,8 @@ class End(_Message, frozen=True):
 
 
 class Moved(_Message, frozen=True):
-    """A request that runs elsewhere than the decider said, since its answer came too late."""
+    """A request that the proxy placed itself, since the decider's answer did not come or came too
+    late."""
 
     running: RunningRequest
 

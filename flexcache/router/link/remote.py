@@ -41,6 +41,7 @@ from flexcache.router.link.messages import (
     encode,
 )
 from flexcache.router.load import Work
+from flexcache.router.waiting import is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,7 @@ class RemoteChooser:
         num_tokens = len(arrival.body) // _BYTES_PER_TOKEN
         running = RunningRequest(arrival.request_id, best.name, Work(num_tokens, num_tokens))
         self._running[arrival.request_id] = running
+        self._send(Moved(running))  # a decider that is starting learns of it after `Hello`
         self.num_unsupervised += 1
         return Choice(
             worker=best.name, url=best.url, headers=best.headers, matched_tokens=None,
@@ -235,8 +237,7 @@ class RemoteChooser:
     async def _beat(self, receiving: asyncio.Task[None]) -> None:
         """Send beats until the decider has died or is silent."""
         while not receiving.done() and time.monotonic() - self._heard_s < DECIDER_TIMEOUT_S:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), BEAT_S)
+            if await is_set_within(self._gone, BEAT_S):
                 return
             self._send(Beat(self._count()))
 

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -118,6 +119,7 @@ class LinkServer:
             self._lose(identity, "closed")
         self._socket.close()
         self._context.term()
+        Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
     @property
     def counters(self) -> list[ProxyCounters]:

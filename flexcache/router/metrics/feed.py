@@ -40,9 +40,9 @@ INDEX = (
         one(lambda stats: stats.index.orphans),
     ),
     counter(
-        "router_pruned_blocks",
-        "Blocks forgotten because the index was full.",
-        one(lambda stats: stats.index.pruned_blocks),
+        "router_refused_blocks",
+        "Blocks not taken because the index was full.",
+        one(lambda stats: stats.index.refused_blocks),
     ),
     counter(
         "router_events",

@@ -14,6 +14,7 @@ from flexcache.logs import log_event
 from flexcache.router.stats import PeerStats
 from flexcache.router.sync.life import TOPIC, Life, decode
 from flexcache.router.sync.peer import LoadBook, Peer
+from flexcache.router.waiting import is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,8 @@ class Follower:
 
     async def caught_up(self, timeout_s: float) -> bool:
         """Wait until all that the other routers kept was applied; False: one did not answer."""
-        waiting = asyncio.gather(*(event.wait() for event in self._caught_up))
-        try:
-            await asyncio.wait_for(waiting, timeout_s)
-        except asyncio.TimeoutError:
-            return False
-        return True
+        found = [is_set_within(event, timeout_s) for event in self._caught_up]
+        return all(await asyncio.gather(*found))
 
     async def close(self) -> None:
         """Stop following. Idempotent."""

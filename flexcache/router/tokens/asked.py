@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 
 from flexcache.router.tokens.body import ChatBody, CompletionBody, UnknownPrompt
+from flexcache.router.tokens.conversation import has_media
 from flexcache.router.tokens.engines import Engines, NotRendered
 from flexcache.router.tokens.limits import TokenLimits
 from flexcache.router.tokens.memo import TokenMemo
@@ -53,42 +54,62 @@ class AskedTokens:
         if known is not None and known[1] == len(keys):
             ids = known[0]
             return Prompt(ids, len(ids), len(ids))
-        asking = self._ask(model, path, raw, keys)
-        if asking is not None:
-            await asyncio.wait({asking}, timeout=self._limits.render_deadline_s)
-            if asking.done():
+        why = "media"  # an engine would fetch and process them, for the sake of a text
+        if not isinstance(body, ChatBody) or not has_media(body.messages):
+            asking = self._ask(model, path, raw, body, keys)
+            why = "engine too slow" if asking is not None else "busy"
+            if asking is not None and await self._done(asking):
                 try:
                     ids = asking.result()
                 except NotRendered as error:
                     raise UnknownPrompt("not rendered") from error
                 return Prompt(ids, len(ids), 0)
-        if known is None:
-            raise UnknownPrompt("engine too slow" if asking is not None else "busy")
-        ids = known[0]
-        return Prompt(ids, max(len(ids), len(raw) // 4), len(ids))
+        if known is None or not isinstance(body, ChatBody):
+            raise UnknownPrompt(why)
+        ids, count = known
+        return Prompt(ids, len(ids) + body.estimate_messages(count), len(ids))
+
+    async def _done(self, asking: asyncio.Task[np.ndarray]) -> bool:
+        await asyncio.wait({asking}, timeout=self._limits.render_deadline_s)
+        return asking.done()
 
     def _ask(
-        self, model: ServedModel, path: str, raw: bytes, keys: list[bytes]
+        self,
+        model: ServedModel,
+        path: str,
+        raw: bytes,
+        body: ChatBody | CompletionBody,
+        keys: list[bytes],
     ) -> asyncio.Task[np.ndarray] | None:
         asking = self._asking.get(keys[-1])
         if asking is None and len(self._asking) < self._limits.rendering:
-            asking = asyncio.create_task(self._render(model, path, raw, keys))
+            asking = asyncio.create_task(self._render(model, path, raw, body, keys))
             asking.add_done_callback(lambda task: task.cancelled() or task.exception())
             self._asking[keys[-1]] = asking
         return asking
 
     async def _render(
-        self, model: ServedModel, path: str, raw: bytes, keys: list[bytes]
+        self,
+        model: ServedModel,
+        path: str,
+        raw: bytes,
+        body: ChatBody | CompletionBody,
+        keys: list[bytes],
     ) -> np.ndarray:
         try:
-            ids = await self.render(model, path, raw)
+            ids = await self.render(model, path, raw, body)
             self._rendered.put(keys, ids)
             return ids
         finally:
             del self._asking[keys[-1]]
 
     async def render(
-        self, model: ServedModel, path: str, raw: bytes, url: str | None = None
+        self,
+        model: ServedModel,
+        path: str,
+        raw: bytes,
+        body: ChatBody | CompletionBody,
+        url: str | None = None,
     ) -> np.ndarray:
         """Have an engine of the model make a request's tokens, however long it takes.
 
@@ -100,13 +121,17 @@ class AskedTokens:
         """
         url, headers = model.engine(url)
         try:
-            ids = await self._engines.render(url, headers, path, raw)
+            ids = await self._engines.tokens(url, headers, path, raw, body)
         except NotRendered as error:
             if error.missing:
                 model.ways.engine_renders(False)
             raise
         model.ways.engine_renders(True)
         return ids
+
+    def forget(self) -> None:
+        """Forget what engines said; another may say otherwise."""
+        self._memo.clear()
 
     async def close(self) -> None:
         """Give up what is being asked."""

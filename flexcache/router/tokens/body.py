@@ -19,6 +19,9 @@ CHARS_PER_TOKEN = 4
 TOKENS_PER_MEDIUM = 576
 """For estimates: an image of 336 by 336 pixels in patches of 14."""
 
+_UNSET = (None, "auto")
+"""Fields of these values do not count as given."""
+
 
 class Kind(str, Enum):
     """Kinds of prompts that can differ in how well the router reproduces them."""
@@ -81,6 +84,15 @@ class CompletionBody(Body, kw_only=True):
             return len(prompt) // CHARS_PER_TOKEN
         return prompt.count(b",") + 1
 
+    def for_tokenize(self) -> dict[str, Any]:
+        """Return the body of a request to ``/tokenize`` for the same prompt."""
+        prompt = read_prompt(self.prompt)
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "add_special_tokens": self.add_special_tokens,
+        }
+
     def check_cacheable(self) -> None:
         super().check_cacheable()
         if self.echo and self.logprobs is not None:
@@ -113,9 +125,43 @@ class ChatBody(Body, kw_only=True):
         if self.kv_transfer_params and "prompt_token_ids" in self.kv_transfer_params:
             raise UnknownPrompt("kv_transfer")
 
+    def template_variables(self) -> dict[str, Any]:
+        """Return what the chat template gets besides messages and tools.
+
+        The request's fields win over its ``chat_template_kwargs``.
+        """
+        given = self.chat_template_kwargs or {}
+        fields: dict[str, Any] = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "documents": self.documents,
+            "reasoning_effort": self.reasoning_effort,
+        }
+        if self.reasoning_effort is not None and "enable_thinking" not in given:
+            fields["enable_thinking"] = self.reasoning_effort != "none"
+        return given | {key: value for key, value in fields.items() if value not in _UNSET}
+
+    def for_tokenize(self) -> dict[str, Any]:
+        """Return the body of a request to ``/tokenize`` for the same prompt."""
+        return {
+            "model": self.model,
+            "messages": [_with_reasoning(message) for message in self.messages],
+            "tools": self.tools,
+            "chat_template": self.chat_template,
+            "chat_template_kwargs": self.template_variables(),
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+            "add_special_tokens": self.add_special_tokens,
+        }
+
     def estimate(self, num_bytes: int) -> int:
+        return self.estimate_messages(0)
+
+    def estimate_messages(self, first: int) -> int:
+        """Estimate the length of the messages from ``first`` on, in tokens."""
         chars = media = 0
-        for message in self.messages:
+        messages = self.messages[first:]
+        for message in messages:
             content = message.get("content")
             parts = content if isinstance(content, list) else [content]
             for part in parts:
@@ -124,7 +170,17 @@ class ChatBody(Body, kw_only=True):
                     chars += len(text)
                 elif part is not None:
                     media += 1
-        return chars // CHARS_PER_TOKEN + media * TOKENS_PER_MEDIUM + 4 * len(self.messages)
+        return (
+            chars // CHARS_PER_TOKEN + media * TOKENS_PER_MEDIUM + 4 * (len(self.messages) - first)
+        )
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Rename a field, as is done with chats, but not by ``/tokenize``."""
+    if message.get("reasoning_content") is None or message.get("reasoning") is not None:
+        return message
+    others = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return others | {"reasoning": message["reasoning_content"]}
 
 
 _DECODERS: dict[str, Callable[[bytes], Body]] = {

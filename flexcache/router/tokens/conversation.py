@@ -121,12 +121,12 @@ def _message(message: Message, parts: list[Message], content_format: ContentForm
     role = message.get("role")
     if not isinstance(role, str):
         raise UnknownPrompt("role")
-    as_text = content_format == "string" or (
-        role == "tool" and all(part["type"] == "text" for part in parts)
-    )
     content: Any = parts
-    if as_text:
-        content = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    if content_format == "string":
+        content = "\n".join(text for text in texts if text)
+    elif role == "tool" and len(texts) == len(parts):
+        content = "\n".join(texts)
     result: Message = {"role": role, "content": content}
     if role == "assistant":
         calls = message.get("tool_calls")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
+
+from flexcache.router.tokens.body import ChatBody, CompletionBody
 
 
 class ModelCard(msgspec.Struct):
@@ -28,7 +31,7 @@ class NotRendered(Exception):
     """The engine made no tokens of the request.
 
     Args:
-        missing: It has no such endpoint.
+        missing: It has no endpoint for it.
     """
 
     def __init__(self, message: str, *, missing: bool = False) -> None:
@@ -45,10 +48,17 @@ class _Rendered(msgspec.Struct):
     features: Any = None
 
 
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
 _models = msgspec.json.Decoder(_Models)
 _rendered = msgspec.json.Decoder(_Rendered | list[_Rendered])
+_tokenized = msgspec.json.Decoder(_Tokenized)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_FAILURES = (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError)
+_FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError, msgspec.DecodeError)
+_MISSING = (403, 404, 405, 501)
+"""403: vLLM 0.32 has ``/render`` only with ``--enable-scale-out``."""
 
 
 class Engines:
@@ -61,6 +71,7 @@ class Engines:
     def __init__(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
         self._session = session
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._without_render: set[str] = set()
 
     async def models(self, url: str, headers: Mapping[str, str]) -> list[ModelCard] | None:
         """Fetch the models that an engine serves; None: it did not answer."""
@@ -70,36 +81,54 @@ class Engines:
             ) as answer:
                 if answer.status != 200:
                     return None
-                return _models.decode(await answer.read()).data
+                cards = _models.decode(await answer.read()).data
         except _FAILURES:
             return None
+        self._without_render.discard(url)  # it may be another one by now
+        return cards
 
-    async def render(
-        self, url: str, headers: Mapping[str, str], path: str, body: bytes
+    async def tokens(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        path: str,
+        raw: bytes,
+        body: ChatBody | CompletionBody,
     ) -> np.ndarray:
-        """Have an engine make a request's tokens, ``uint32``.
+        """Have an engine make a request's tokens, ``uint32``: by ``/render``, else ``/tokenize``.
 
         Args:
             path: Path of the request, ``/v1/chat/completions``, say.
+            raw: Its body.
+            body: The same, parsed.
 
         Raises:
             NotRendered: It did not.
         """
+        if url not in self._without_render:
+            try:
+                return await self._render(url, headers, path, raw)
+            except NotRendered as error:
+                if not error.missing:
+                    raise
+                self._without_render.add(url)
+        content = msgspec.json.encode(body.for_tokenize())
+        answer = await self._post(f"{url}/tokenize", headers, content)
         try:
-            fields = _object.decode(body)
-            fields["mm_payload"] = msgspec.Raw(b'"none"')
-            async with self._session.post(
-                f"{url}{path}/render",
-                data=msgspec.json.encode(fields),
-                headers={**headers, "content-type": "application/json"},
-                timeout=self._timeout,
-            ) as answer:
-                if answer.status != 200:
-                    missing = answer.status in (404, 405, 501)
-                    raise NotRendered(f"status {answer.status}", missing=missing)
-                rendered = _rendered.decode(await answer.read())
-        except _FAILURES as error:
-            raise NotRendered(f"{type(error).__name__}: {error}") from error
+            return np.array(_tokenized.decode(answer).tokens, dtype=np.uint32)
+        except msgspec.DecodeError as error:
+            raise NotRendered(str(error)) from error
+
+    async def _render(
+        self, url: str, headers: Mapping[str, str], path: str, raw: bytes
+    ) -> np.ndarray:
+        fields = _object.decode(raw)
+        fields["mm_payload"] = msgspec.Raw(b'"none"')
+        answer = await self._post(f"{url}{path}/render", headers, msgspec.json.encode(fields))
+        try:
+            rendered = _rendered.decode(answer)
+        except msgspec.DecodeError as error:
+            raise NotRendered(str(error)) from error
         if isinstance(rendered, list):
             if len(rendered) != 1:
                 raise NotRendered("several prompts")
@@ -107,3 +136,18 @@ class Engines:
         if rendered.features is not None:
             raise NotRendered("media")
         return np.array(rendered.token_ids, dtype=np.uint32)
+
+    async def _post(self, url: str, headers: Mapping[str, str], content: bytes) -> bytes:
+        try:
+            async with self._session.post(
+                url,
+                data=content,
+                headers={**headers, "content-type": "application/json"},
+                timeout=self._timeout,
+            ) as answer:
+                if answer.status != 200:
+                    missing = answer.status in _MISSING
+                    raise NotRendered(f"status {answer.status}", missing=missing)
+                return await answer.read()
+        except _FAILURES as error:
+            raise NotRendered(f"{type(error).__name__}: {error}") from error

@@ -95,7 +95,7 @@ class LocalTokens:
         if len(text) > self._limits.max_text:
             raise UnknownPrompt("too long")
         segments = await self._call(len(text) <= _LOOP_TEXT, lambda: files.text.split(text))
-        space = id(files)
+        space = files.number
         keys = [self._memo.key(segment, space) for segment in segments]
         found = {key: ids for key in keys if (ids := self._memo.get(key)) is not None}
         remembered = sum(len(found[key]) for key in keys if key in found)

@@ -63,6 +63,11 @@ class TokenMemo:
             _, dropped = self._entries.popitem(last=False)
             self._bytes -= _size(dropped)
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self._bytes = 0
+
     def check(self) -> None:
         """Check the accounts.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jinja2
 import msgspec
 import tokenizers
@@ -16,13 +18,7 @@ from flexcache.router.tokens.template import ChatTemplate
 from flexcache.router.tokens.text_tokenizer import TextTokenizer
 
 _NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+_numbers = itertools.count(1)
 
 
 class NoTokenizer(Exception):
@@ -34,12 +30,14 @@ class ModelFiles:
     """A model's tokenizer and templates.
 
     Attributes:
+        number: Unique among all that were read.
         directory: Where they came from.
         text: Tokenizer of text.
         chat: Template of chats; None: the model has none.
         chat_with_tools: Template of chats with tools, often the same.
     """
 
+    number: int
     directory: Path
     text: TextTokenizer
     chat: ChatTemplate | None
@@ -52,15 +50,13 @@ def find_directory(source: str) -> Path | None:
     Nothing is downloaded.
     """
     directory = Path(source)
-    if directory.is_absolute() or source.startswith("."):
-        return directory if (directory / "tokenizer.json").is_file() else None
-    import huggingface_hub
-
+    if (directory / "tokenizer.json").is_file():
+        return directory
     try:
-        found = [huggingface_hub.try_to_load_from_cache(source, name) for name in _FILES]
-    except ValueError:  # no such name can be
+        found = huggingface_hub.try_to_load_from_cache(source, "tokenizer.json")
+    except ValueError:  # this cannot be a name
         return None
-    return Path(found[0]).parent if isinstance(found[0], str) else None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def read_files(directory: Path, strftime_now: Callable[[str], str]) -> ModelFiles:
@@ -88,7 +84,8 @@ def read_files(directory: Path, strftime_now: Callable[[str], str]) -> ModelFile
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, jinja2.TemplateError) as error:
         raise NoTokenizer(f"{directory}: {error}") from error
     chat = made.get("default")
-    return ModelFiles(directory, TextTokenizer(tokenizer), chat, made.get("tool_use", chat))
+    text = TextTokenizer(tokenizer)
+    return ModelFiles(next(_numbers), directory, text, chat, made.get("tool_use", chat))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

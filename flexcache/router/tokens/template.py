@@ -27,7 +27,6 @@ _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _RESERVED = frozenset(
     {"chat_template", "tokenize", "messages", "conversation", "tools", "return_dict", "self"}
 )
-_UNSET = (None, "auto")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -144,21 +143,10 @@ class ChatTemplate:
         return _up_to_mark(text, final) if continued else text
 
     def _variables(self, body: ChatBody) -> dict[str, Any]:
-        """Merge the template's variables: the request's fields win over its kwargs."""
-        given = body.chat_template_kwargs or {}
-        if body.chat_template is not None or _RESERVED & given.keys():
+        """Return all that the template gets besides messages and tools."""
+        if body.chat_template is not None or _RESERVED & (body.chat_template_kwargs or {}).keys():
             raise UnknownPrompt("chat_template")
-        fields: dict[str, Any] = {
-            "add_generation_prompt": body.add_generation_prompt,
-            "continue_final_message": body.continue_final_message,
-            "documents": body.documents,
-            "reasoning_effort": body.reasoning_effort,
-        }
-        if body.reasoning_effort is not None and "enable_thinking" not in given:
-            fields["enable_thinking"] = body.reasoning_effort != "none"
-        merged = given | {key: value for key, value in fields.items() if value not in _UNSET}
-        merged.setdefault("documents", None)
-        return self._special_tokens | merged
+        return {**self._special_tokens, "documents": None, **body.template_variables()}
 
     def _generate(
         self, messages: list[Message], tools: list[Message] | None, variables: dict[str, Any]

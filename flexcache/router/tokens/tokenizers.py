@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 
@@ -34,6 +34,7 @@ from flexcache.router.tokens.prompt import Prompt
 from flexcache.router.tokens.registry import ModelRegistry
 from flexcache.router.tokens.served import ServedModel
 from flexcache.router.tokens.ways import Way
+from flexcache.router.waiting import is_set_within
 from flexcache.tasks.histogram import Histogram
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,18 @@ class Tokenizers:
     Args:
         tokenizer: Directory of the models' tokenizer, or a model's name in the Hugging Face
             cache; None: as the engines report. Without a tokenizer the engines are asked.
-        seed: Secret of the memos' hashes.
+        seed: Secret of the memos' hashes; None: random.
     """
 
     def __init__(
-        self, *, tokenizer: str | None = None, seed: int = 0, limits: TokenLimits | None = None
+        self,
+        *,
+        tokenizer: str | None = None,
+        seed: int | None = None,
+        limits: TokenLimits | None = None,
     ) -> None:
+        if seed is None:
+            seed = secrets.randbits(63)
         self._limits = limits or TokenLimits()
         self._session = aiohttp.ClientSession()
         engines = Engines(self._session, self._limits.render_timeout_s)
@@ -90,14 +97,15 @@ class Tokenizers:
 
     async def look(self) -> None:
         """Look at the engines' models now, and compare with engines that are new."""
+        self._look.clear()
         new = await self._registry.refresh()
+        if new:
+            self._asked.forget()
         await asyncio.gather(*(self._comparison.probe(model, url) for model, url in new))
 
     async def _keep_looking(self) -> None:
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._look.wait(), self._limits.refresh_every_s)
-            self._look.clear()
+            await is_set_within(self._look, self._limits.refresh_every_s)
             await self.look()
 
     async def read(self, arrival: Arrival) -> RouteRequest:
@@ -124,7 +132,7 @@ class Tokenizers:
             request_id=arrival.request_id,
             num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
             token_ids=None if prompt is None else prompt.ids,
-            model=model.name if model is not None and self._registry.has_several else None,
+            model=body.model,
             adapter=adapter,
             cache_salt=body.cache_salt,
             session_id=arrival.headers.get("x-session-id") or body.session_id,

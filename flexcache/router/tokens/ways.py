@@ -62,7 +62,7 @@ class Ways:
             self._differing.discard(kind)
 
     def engine_renders(self, renders: bool) -> None:
-        """Note whether the engine has ``/render``."""
+        """Note whether the engine has ``/render`` or ``/tokenize``."""
         self._engine_renders = renders
 
     @property
@@ -80,9 +80,9 @@ class Ways:
         if self.way(kind) is Way.LOCAL:
             if self._agreed.get(kind):
                 return "checked"
-            return "unchecked: no /render" if self._engine_renders is False else "unchecked"
+            return "unchecked: no /tokenize" if self._engine_renders is False else "unchecked"
         why = self._missing if kind not in self._local else "differs from the engine"
-        return f"{why}; no /render" if self._engine_renders is False else why
+        return f"{why}; no /tokenize" if self._engine_renders is False else why
 
     def check(self) -> None:
         """Check the state.

@@ -1,0 +1,1 @@
+"""Simulates engines behind the router, to compare policies on a trace in seconds."""
