@@ -19,7 +19,7 @@ class RouteRequest:
         num_tokens: Length of the prompt, an estimate if ``token_ids`` does not cover it all.
         token_ids: The prompt, up to the first token whose KV depends on more than the tokens, an
             image, say; None if unknown: the request goes by load.
-        model: Served model; None if the engines serve only one.
+        model: Name in the request, of a model or an adapter; None: it names none.
         adapter: Name of the LoRA adapter.
         cache_salt: vLLM's ``cache_salt``; prompts of different salts share nothing.
         session_id: Conversation that it belongs to, a hint for ties.

@@ -171,6 +171,7 @@ def test_a_generating_request_has_the_tokens_that_were_rendered(
         body: dict[str, Any] = {
             "messages": [{"role": "user", "content": "block of a prompt " * 60}],
             "max_tokens": 4, "return_token_ids": True, "model": server.model,
+            "cache_salt": "new",
         }  # fmt: skip
         async with aiohttp.ClientSession() as session:
             for _ in range(2):
@@ -221,7 +222,7 @@ def test_the_form_of_content_is_detected_as_in_vllm() -> None:
         "message.content",
         "message['content']",
         "content",
-        "message.content | f",
+        "message.content | list",
         "x.content",
     )
     sources += [

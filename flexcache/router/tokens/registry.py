@@ -39,11 +39,6 @@ class ModelRegistry:
         """All served models."""
         return list(self._models.values())
 
-    @property
-    def has_several(self) -> bool:
-        """Whether the engines serve different models."""
-        return len(self._models) > 1
-
     def set_engines(self, engines: Mapping[str, Mapping[str, str]]) -> None:
         """Set the engines: base URL to headers."""
         self._urls = dict(engines)

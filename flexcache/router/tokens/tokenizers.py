@@ -132,7 +132,7 @@ class Tokenizers:
             request_id=arrival.request_id,
             num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
             token_ids=None if prompt is None else prompt.ids,
-            model=model.name if model is not None and self._registry.has_several else None,
+            model=body.model,
             adapter=adapter,
             cache_salt=body.cache_salt,
             session_id=arrival.headers.get("x-session-id") or body.session_id,
