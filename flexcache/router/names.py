@@ -288,14 +288,15 @@ class BlockNames:
         """Raise `InternalError` if names are misplaced or the bounds are exceeded."""
         self.waiting.check()
         for number, shard in enumerate(self._shards):
-            if any(name >> _SHIFT & _MASK != number for name in shard):
-                raise InternalError(f"a name is misplaced in shard {number}")
-            if any(self.waiting.mask(name) and key in self._index for name, key in shard.items()):
-                raise InternalError("a holder waits for a name whose key is known")
-        after = {
-            (parent, first) for parent, firsts in self._loose_after.items() for first in firsts
-        }
-        if after != set(self._loose):
+            for name, key in shard.items():
+                if name >> _SHIFT & _MASK != number:
+                    raise InternalError(f"the name {name:x} is misplaced")
+                if name in self.waiting and key in self._index:
+                    raise InternalError(f"a holder waits for the name {name:x}, which is known")
+        if self.num_names != sum(map(len, self._shards)):
+            raise InternalError(f"{self.num_names} names is the wrong number")
+        runs = [(parent, first) for parent, after in self._loose_after.items() for first in after]
+        if len(runs) != len(self._loose) or set(runs) != set(self._loose):
             raise InternalError("runs without a parent and their parents disagree")
         num_loose = sum(len(run.names) for run in self._loose.values())
         if num_loose != self._num_loose or num_loose > self._max_loose:

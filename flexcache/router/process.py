@@ -23,6 +23,7 @@ from flexcache.router.settings import (
     engine_headers,
     listing_of,
     proxy_config,
+    routing_of,
 )
 from flexcache.router.supervisor import Supervisor, bind_port, with_ports
 
@@ -35,8 +36,11 @@ def run_router(config: RouterConfig) -> None:
     Raises:
         ConfigError: A setting, file or address cannot be used.
     """
-    sys.setswitchinterval(THREAD_SWITCH_S)
-    uvloop.run(_run_alone(config) if config.proxies == 0 else _supervise(config))
+    if config.proxies:
+        asyncio.run(_supervise(config))
+    else:
+        sys.setswitchinterval(THREAD_SWITCH_S)
+        uvloop.run(_run_alone(config))
 
 
 async def _run_alone(config: RouterConfig) -> None:
@@ -64,7 +68,7 @@ async def _run_alone(config: RouterConfig) -> None:
 
 async def _supervise(config: RouterConfig) -> None:
     stopped = _stop_event()
-    for read in (listing_of, engine_headers, proxy_config, gateway_config):
+    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_config):
         read(config)  # a bad setting is reported here, and not by each child again and again
     supervisor = Supervisor(config)
     _log_serving(supervisor.config)

@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say. (The vLLM one runs in tests/vllm.)"""
+"""The examples run as their docstrings say. (Those with vLLM run in tests/vllm.)"""
 
 from __future__ import annotations
 
@@ -35,6 +35,12 @@ def test_the_readme_shows_the_python_example() -> None:
 def test_shared_server() -> None:
     output = run_example("shared_server.py")
     assert "KVStatus.SUCCESS: 256 tokens, the first engine's bytes: True" in output
+
+
+def test_router_library() -> None:
+    output = run_example("router_library.py")
+    assert output.count("engine b, 480 tokens held there") == 3
+    assert "exact=3" in output
 
 
 def test_s3_store() -> None:

@@ -11,9 +11,8 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from prometheus_client.parser import text_string_to_metric_families
+from scrapes import CHANGES, Expected, Is, Scrapes
 
 from flexcache import CacheConfig, KVManager, KVTPClient, ModelConfig, __version__
 from flexcache.metrics.catalog import CATALOG
@@ -48,28 +47,12 @@ BLOCK_BYTES = 16 * MODEL.token_size_in_bytes
 PROMPT_BYTES = NUM_BLOCKS * BLOCK_BYTES
 
 
-@dataclass(frozen=True)
-class Is:
-    """The value that a sample must have in the end."""
-
-    value: float
-
-
-class Changes:
-    """A sample must have had several values over the scrapes."""
-
-
-CHANGES = Changes()
-Expected = Mapping[str, float | Is | Changes]
-"""Sample, without ``flexcache_``, to what becomes of it; a number: by how much it grows."""
-
-
-class Server:
+class Server(Scrapes):
     """HTTP of one server, and its metrics at each scrape."""
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.looks: list[dict[str, float]] = []
+        super().__init__(lambda: str(self.ask("/metrics")), "flexcache_")
 
     def ask(self, path: str, content: object = None) -> Any:
         """GET, or POST if there is content. An HTTP error is an answer too."""
@@ -79,38 +62,6 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.read().decode()
-
-    def look(self) -> dict[str, float]:
-        look = {}
-        for family in text_string_to_metric_families(self.ask("/metrics")):
-            for sample in family.samples:
-                name = sample.name.removeprefix("flexcache_")
-                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
-                look[f"{name}{{{labels}}}" if labels else name] = sample.value
-        self.looks.append(look)
-        return look
-
-    def look_until(self, condition: Callable[[dict[str, float]], bool]) -> None:
-        """Scrape until something shows; only that scrape is kept."""
-
-        def shows() -> bool:
-            if condition(self.look()):
-                return True
-            self.looks.pop()
-            return False
-
-        until(shows)
-
-    def check(self, expected: Expected) -> None:
-        for sample, change in expected.items():
-            values = [look.get(sample, 0.0) for look in self.looks]
-            match change:
-                case Changes():
-                    assert len(set(values)) > 1, f"{sample} was {values[-1]} all the time"
-                case Is(value):
-                    assert values[-1] == value, sample
-                case _:
-                    assert values[-1] - values[0] == pytest.approx(change), sample
 
 
 # -- what is done to a server ---------------------------------------------------------------------

@@ -114,7 +114,7 @@ class PrefixesMachine(RuleBasedStateMachine):
 
 
 TestPrefixes = PrefixesMachine.TestCase
-TestPrefixes.settings = settings(max_examples=40, stateful_step_count=30)
+TestPrefixes.settings = settings(stateful_step_count=20)
 
 
 @given(
@@ -189,6 +189,16 @@ def test_forgetting_makes_room_with_the_sweep() -> None:
         index.check()
     assert index.num_blocks == 0
     assert index.stored(B, keys_of([2] * 8)) == 8
+
+
+def test_blocks_of_forgotten_holders_only_are_gone() -> None:
+    index, keys = KVIndexer(), keys_of([1, 2, 3])
+    index.stored(A, keys)
+    index.stored(B, keys)
+    index.forget(A)
+    assert index.removed(B, keys[1:]) == keys[1:]
+    assert index.num_blocks == 1
+    index.check()
 
 
 def test_a_bit_is_given_again_only_after_a_whole_sweep() -> None:

@@ -1,4 +1,4 @@
-"""The vLLM example runs: the prompt is loaded within one run, and from SSD by the next."""
+"""The examples with vLLM run, on a CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from engines import ENGINE_ENV, MODELS
 from paths import ROOT
 
@@ -36,3 +37,32 @@ def test_the_vllm_example_loads_what_it_has_computed(tmp_path: Path) -> None:
     )
     assert cold == 0
     assert warm == (total - 1) // 32 * 32  # the last token is left to compute
+
+
+def test_conversations_return_to_the_engine_that_has_their_kv() -> None:
+    pytest.importorskip("aiohttp")
+    pytest.importorskip("tokenizers")
+    from make_models import make_model
+
+    make_model(MODELS, "tiny")
+    options = (
+        "--enforce-eager --dtype bfloat16 --max-model-len 4096 --max-num-seqs 4 --block-size 32 "
+        f"--kv-cache-memory-bytes {32 << 20} --seed 0"
+    )
+    command = [
+        sys.executable, ROOT / "examples" / "router_two_engines.py",
+        "--model", MODELS / "tiny", "--engine-args", options,
+    ]  # fmt: skip
+    environment = {**os.environ, **ENGINE_ENV, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    turns = re.findall(
+        r"(\w+) turn (\d): engine (\d), of (\d+) tokens (\d+) expected, (\d+) found", done.stdout
+    )
+    assert len(turns) == 6
+    for session in ("planets", "metals"):
+        mine = [turn for turn in turns if turn[0] == session]
+        assert len({engine for _, _, engine, *_ in mine}) == 1
+        for _, number, _, length, expected, found in mine:
+            assert expected == found
+            assert number == "1" or int(found) > int(length) / 2
