@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,14 +36,14 @@ class Run(NamedTuple):
         names: One per block.
         parent: Name of the block before them; None: a prompt's start.
         packed: All of their tokens, from `keys.pack`.
-        extra_keys: As for `KeyChain.extend`.
+        extra_keys: From `keys.pack_extra_keys`.
     """
 
     chain: KeyChain
     names: Sequence[int]
     parent: int | None
     packed: bytes
-    extra_keys: Sequence[Any] | None = None
+    extra_keys: Sequence[bytes] = ()
 
 
 class NamesPart(msgspec.Struct, frozen=True, tag=True):
