@@ -69,6 +69,13 @@ class DynamoSelection:
             )
 
     def call(self, name: str, **request: Any) -> Any:
+        return self._ask(name, request)
+
+    def note(self, name: str, selection_id: str) -> None:
+        """Call something that takes only the id of a selection."""
+        self._ask(name, selection_id)
+
+    def _ask(self, name: str, request: dict[str, Any] | str) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([name, request]) + "\n")
         self._process.stdin.flush()
