@@ -2,7 +2,8 @@
 
     python scripts/render_dashboard.py --prometheus http://127.0.0.1:9090 --minutes 10 out.png
 
-Reads docs/grafana/flexcache.json, runs all its queries, and exits with 1 if one has no data.
+Reads docs/grafana/flexcache.json, or another dashboard, runs all its queries, and exits with 1 if
+one has no data.
 Needs matplotlib (the extra `bench`).
 """
 
@@ -81,9 +82,9 @@ class Prometheus:
         return found
 
 
-def read_dashboard() -> list[dict[str, Any]]:
+def read_dashboard(dashboard: Path) -> list[dict[str, Any]]:
     """Its panels, rows included."""
-    panels: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    panels: list[dict[str, Any]] = json.loads(dashboard.read_text())["panels"]
     return panels
 
 
@@ -107,24 +108,26 @@ def read_series(prometheus: Prometheus, target: dict[str, Any], span: Span) -> l
     return found
 
 
-def queries_without_data(prometheus: Prometheus, span: Span) -> list[str]:
+def queries_without_data(
+    prometheus: Prometheus, span: Span, dashboard: Path = DASHBOARD
+) -> list[str]:
     """Return the queries of all panels that have no data."""
     return [
         target["expr"]
-        for panel in read_dashboard()
+        for panel in read_dashboard(dashboard)
         for target in panel.get("targets", ())
         if not any(series.has_data for series in read_series(prometheus, target, span))
     ]
 
 
-def draw(prometheus: Prometheus, span: Span, out: Path) -> list[str]:
+def draw(prometheus: Prometheus, span: Span, out: Path, dashboard: Path = DASHBOARD) -> list[str]:
     """Draw all panels into ``out``; returns the queries that had no data."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = read_dashboard()
+    panels = read_dashboard(dashboard)
     num_rows = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels)
     size = (COLUMNS * _COLUMN_INCHES, num_rows * _ROW_INCHES)
     figure = plt.figure(figsize=size, facecolor="#f4f5f5")
@@ -280,12 +283,14 @@ def main() -> int:
     )
     parser.add_argument("out", type=Path, help="picture to write (.png, .svg, .pdf)")
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="its address")
+    parser.add_argument("--dashboard", type=Path, default=DASHBOARD, help="file to draw")
     parser.add_argument("--minutes", type=float, default=60, help="how far to look back")
     parser.add_argument("--step", type=float, default=0, help="seconds; by default 120 points")
     arguments = parser.parse_args()
     end, length = time.time(), 60 * arguments.minutes
     span = Span(end - length, end, arguments.step or max(1.0, length / 120))
-    empty = draw(Prometheus(arguments.prometheus), span, arguments.out)
+    prometheus = Prometheus(arguments.prometheus)
+    empty = draw(prometheus, span, arguments.out, arguments.dashboard)
     for query in empty:
         print(f"no data: {query}")
     return int(bool(empty))

@@ -148,9 +148,11 @@ class Load:
 
 
 @contextmanager
-def prometheus_scraping(target: str, token: str | None, directory: Path) -> Iterator[str]:
+def prometheus_scraping(
+    target: str, token: str | None, directory: Path, job_name: str = "flexcache"
+) -> Iterator[str]:
     """A Prometheus of our own on a free port; its address."""
-    job: dict[str, Any] = {"job_name": "flexcache", "static_configs": [{"targets": [target]}]}
+    job: dict[str, Any] = {"job_name": job_name, "static_configs": [{"targets": [target]}]}
     if token is not None:
         job["authorization"] = {"credentials": token}
     config = {

@@ -5,10 +5,11 @@
 
 A chat of 60 messages and 124,000 tokens is read cold, again as it is, and with a new turn (answer
 and question). The loop is watched by a timer of 1 ms: *stall* is the longest time by which it was
-late, *idle* the same while nothing is read, what the machine itself causes. *With keys* adds the
-keys of the blocks, which a decision needs too. `transformers` does the whole chat each time, as an
-engine does. Without `--tokenizer` a byte-level BPE of 50,000 tokens is trained on Python's own
-library, once for each `--directory`.
+late, *idle* the same while nothing is read, what the machine itself causes. A *decision* is a read
+and the choice of one of 8 workers, one of which has told by events that it holds the chat's first
+state, in blocks of 16 tokens. `transformers` does the whole chat each time, as an engine does.
+Without `--tokenizer` a byte-level BPE of 50,000 tokens is trained on Python's own library, once for
+each `--directory`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from flexcache.events.wire import BlockStored, EventBatch
 from flexcache.router.chooser import Arrival
-from flexcache.router.keys import KeyChain, Space
+from flexcache.router.router import KVRouter
 from flexcache.router.tokens import Tokenizers, TokenLimits
+from flexcache.router.workers import EventSource, WorkerSpec, WorkerState
 
 CHAT_TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -42,6 +45,7 @@ CHAT_TEMPLATE = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 SWITCH_INTERVAL_S = 0.0005  # as in the router's processes
 TICK_S = 0.001
+BLOCK_SIZE = 16
 
 app = typer.Typer(add_completion=False)
 
@@ -140,6 +144,30 @@ class Shape:
         return texts.messages(2, self.turn / 2)
 
 
+def _make_router(token_ids: Any) -> KVRouter:
+    """Make a router of 8 workers, the first of which holds a prompt."""
+    workers = [
+        WorkerSpec(name=f"w{i}", url=f"http://w{i}", sources=(EventSource(f"tcp://w{i}:1"),))
+        for i in range(8)
+    ]
+    router = KVRouter(approximate="never")
+    router.set_workers(workers)
+    for worker in workers:
+        router.set_state(worker.name, WorkerState.UP)
+    count = len(token_ids) // BLOCK_SIZE
+    stored = BlockStored(
+        block_hashes=list(range(1, count + 1)),
+        parent_block_hash=None,
+        token_ids=token_ids[: count * BLOCK_SIZE].tolist(),
+        block_size=BLOCK_SIZE,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+    )
+    router.apply("tcp://w0:1", EventBatch(ts=0.0, events=[stored]))
+    return router
+
+
 class Bench:
     """Reads chats with readers of one tokenizer."""
 
@@ -147,7 +175,6 @@ class Bench:
         self._directory = directory
         self._shape = shape
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self._chain = KeyChain(Space(16))
         self.rows: dict[str, Row] = {}
 
     async def run(self, repeats: int) -> None:
@@ -162,11 +189,13 @@ class Bench:
             await self._time("idle", None)
             await self._time("cold", chat)
             await self._time("all known", chat)
+            known = await self._readers.read(_arrival(chat))
+            self._router = _make_router(known.token_ids)
             chat += self._shape.next_turn(texts)
             await self._time("next turn", chat)
             chat += self._shape.next_turn(texts)
-            await self._time("next turn, with keys", chat)
-            await self._time("all known, with keys", chat)
+            await self._time("decision, next turn", chat)
+            await self._time("decision, all known", chat)
             await self._readers.close()
 
     async def _time(self, name: str, messages: list[Any] | None) -> None:
@@ -178,11 +207,14 @@ class Bench:
         else:
             request = await self._readers.read(arrival)
             assert request.token_ids is not None and len(request.token_ids) == request.num_tokens
-            if name.endswith("keys"):
-                self._chain.block_keys(request.token_ids)
+            if name.startswith("decision"):
+                decision = self._router.choose(request, wall)
+                assert decision is not None and decision.matched_tokens > 0
         row = self.rows.setdefault(name, Row(name, [], [], []))
         row.wall_ms.append((time.perf_counter() - wall) * 1e3)
         row.cpu_ms.append((time.process_time() - cpu) * 1e3)
+        if name.startswith("decision"):
+            self._router.ended("r", wall)
         await asyncio.sleep(2 * TICK_S)
         row.stall_ms.append(self._watch.longest_s * 1e3)
 

@@ -17,7 +17,10 @@ NUMBER_BYTES = 8
 END_OF_REPLAY = b"\xff" * NUMBER_BYTES
 """Takes the place of the number, with an empty payload, after the last resent batch."""
 
-_MARK = 0xFE << 8 * (NUMBER_BYTES - 1)
+MARK = 0xFE
+"""First byte of a request; another one for pages of another form."""
+
+_FIRST = MARK << 8 * (NUMBER_BYTES - 1)
 _CURSORS = 1 << 8 * (NUMBER_BYTES - 1)
 
 
@@ -49,12 +52,12 @@ class Snapshots(Protocol):
 
 
 def pack_request(cursor: int) -> bytes:
-    return (_MARK | cursor).to_bytes(NUMBER_BYTES, "big")
+    return (_FIRST | cursor).to_bytes(NUMBER_BYTES, "big")
 
 
 def cursor_of(number: int) -> int | None:
     """Return what a request asks for; None if it asks for a replay."""
-    return number - _MARK if 0 <= number - _MARK < _CURSORS else None
+    return number - _FIRST if 0 <= number - _FIRST < _CURSORS else None
 
 
 class SnapshotWriter:

@@ -135,7 +135,7 @@ class KVIndexer:
             return self.holders.one(1 << bit)
         if mask >> bit & 1:
             return mask
-        return self.holders.one(mask & self.holders.alive | 1 << bit)
+        return self.holders.one(mask | 1 << bit)
 
     def removed(self, holder: Holder, keys: Sequence[int]) -> list[int]:
         """Note that a holder no longer has these blocks.
@@ -259,6 +259,8 @@ class KVIndexer:
         changes since the first one has the index as it is then.
         """
         for at in range(_NUM_SHARDS):
+            if not self._shards[at]:
+                continue
             chosen = [holder for holder in self.holders if holder.source in sources]
             position = {self.holders.bit(holder): at for at, holder in enumerate(chosen)}
             wanted = sum(1 << bit for bit in position if bit is not None)
@@ -285,13 +287,14 @@ class KVIndexer:
         """Raise `InternalError` if masks, counts and shards disagree."""
         self.holders.check()
         num_held = [0] * self.holders.num_bits
+        free_bits = self.holders.free_bits
         for number, shard in enumerate(self._shards):
             for key, mask in shard.items():
                 if key >> _SHIFT != number or not mask:
                     raise InternalError(f"block {key:x} with the holders {mask:b} is misplaced")
                 for bit in self.holders.positions(mask & self.holders.alive):
                     num_held[int(bit)] += 1
-                if mask & self.holders.free_bits:
+                if mask & free_bits:
                     raise InternalError(f"block {key:x} is held by nothing: {mask:b}")
         if num_held != self._num_held or self.num_blocks != sum(map(len, self._shards)):
             raise InternalError("the numbers of blocks are wrong")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,14 +36,14 @@ class Run(NamedTuple):
         names: One per block.
         parent: Name of the block before them; None: a prompt's start.
         packed: All of their tokens, from `keys.pack`.
-        extra_keys: As for `KeyChain.extend`.
+        extra_keys: From `keys.pack_extra_keys`.
     """
 
     chain: KeyChain
     names: Sequence[int]
     parent: int | None
     packed: bytes
-    extra_keys: Sequence[Any] | None = None
+    extra_keys: Sequence[bytes] = ()
 
 
 class NamesPart(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +80,7 @@ class BlockNames:
         """Holdings by name instead of key."""
         self._loose: OrderedDict[tuple[int, int], Run] = OrderedDict()
         """Runs by the names of their parent and their first block."""
-        self._loose_after: dict[int, list[int]] = {}
+        self._loose_after: dict[int, dict[int, None]] = {}
         """By parent: the first names of its loose runs."""
         self._num_loose = 0
         self._max_loose = max_loose
@@ -201,7 +201,7 @@ class BlockNames:
         if known is not None and len(known.names) >= len(run.names):
             return
         if known is None:
-            self._loose_after.setdefault(parent, []).append(first)
+            self._loose_after.setdefault(parent, {})[first] = None
         else:
             self._num_loose -= len(known.names)
         self._loose[parent, first] = run
@@ -218,7 +218,7 @@ class BlockNames:
         self._num_loose -= len(run.names)
         parent, first = at
         firsts = self._loose_after[parent]
-        firsts.remove(first)
+        del firsts[first]
         if not firsts:
             del self._loose_after[parent]
         return run
@@ -288,14 +288,15 @@ class BlockNames:
         """Raise `InternalError` if names are misplaced or the bounds are exceeded."""
         self.waiting.check()
         for number, shard in enumerate(self._shards):
-            if any(name >> _SHIFT & _MASK != number for name in shard):
-                raise InternalError(f"a name is misplaced in shard {number}")
-            if any(self.waiting.mask(name) and key in self._index for name, key in shard.items()):
-                raise InternalError("a holder waits for a name whose key is known")
-        after = {
-            (parent, first) for parent, firsts in self._loose_after.items() for first in firsts
-        }
-        if after != set(self._loose):
+            for name, key in shard.items():
+                if name >> _SHIFT & _MASK != number:
+                    raise InternalError(f"the name {name:x} is misplaced")
+                if name in self.waiting and key in self._index:
+                    raise InternalError(f"a holder waits for the name {name:x}, which is known")
+        if self.num_names != sum(map(len, self._shards)):
+            raise InternalError(f"{self.num_names} names is the wrong number")
+        runs = [(parent, first) for parent, after in self._loose_after.items() for first in after]
+        if len(runs) != len(self._loose) or set(runs) != set(self._loose):
             raise InternalError("runs without a parent and their parents disagree")
         num_loose = sum(len(run.names) for run in self._loose.values())
         if num_loose != self._num_loose or num_loose > self._max_loose:

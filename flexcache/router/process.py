@@ -23,6 +23,7 @@ from flexcache.router.settings import (
     engine_headers,
     listing_of,
     proxy_config,
+    routing_of,
 )
 from flexcache.router.supervisor import Supervisor, bind_port, with_ports
 
@@ -35,18 +36,23 @@ def run_router(config: RouterConfig) -> None:
     Raises:
         ConfigError: A setting, file or address cannot be used.
     """
-    sys.setswitchinterval(THREAD_SWITCH_S)
-    uvloop.run(_run_alone(config) if config.proxies == 0 else _supervise(config))
+    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_config):
+        read(config)  # a bad setting is reported here, and not by each child again and again
+    if config.proxies:
+        asyncio.run(_supervise(config))
+    else:
+        sys.setswitchinterval(THREAD_SWITCH_S)
+        uvloop.run(_run_alone(config))
 
 
 async def _run_alone(config: RouterConfig) -> None:
     """Decide and relay in one process."""
     stopped = _stop_event()
-    listener = bind_port(config.host, config.port, "port")
-    with bind_port(config.control_host, config.control_port, "control_port") as control_port:
-        config = with_ports(config, listener, control_port)
-    service = DeciderService(config, address_of(config))
     async with AsyncExitStack() as stack:
+        listener = stack.enter_context(bind_port(config.host, config.port, "port"))
+        with bind_port(config.control_host, config.control_port, "control_port") as control_port:
+            config = with_ports(config, listener, control_port)
+        service = DeciderService(config, address_of(config))
         stack.push_async_callback(service.close)
         await service.start()
         control = ControlApi(service)
@@ -64,8 +70,6 @@ async def _run_alone(config: RouterConfig) -> None:
 
 async def _supervise(config: RouterConfig) -> None:
     stopped = _stop_event()
-    for read in (listing_of, engine_headers, proxy_config, gateway_config):
-        read(config)  # a bad setting is reported here, and not by each child again and again
     supervisor = Supervisor(config)
     _log_serving(supervisor.config)
     await supervisor.run(stopped)

@@ -9,6 +9,7 @@ from flexcache.config.values import reject
 from flexcache.router.discovery.file import WorkerFile
 from flexcache.router.discovery.listing import Listing, parse_options
 from flexcache.router.proxy.config import ProxyConfig, read_api_keys
+from flexcache.router.router import KVRouter
 
 
 def address_of(config: RouterConfig) -> str:
@@ -52,10 +53,29 @@ def listing_of(config: RouterConfig) -> tuple[Listing, WorkerFile | None]:
     """Return the workers that options list, and the file that lists others.
 
     Raises:
-        ConfigError: One is wrong.
+        ConfigError: One is wrong, or there is none and none could be added.
     """
+    if not (config.workers or config.worker_file or config.allowed_workers):
+        hint = "name an engine with --worker or in a file, or allow some to be added"
+        raise reject("workers", (), hint)
     file = None if config.worker_file is None else WorkerFile(config.worker_file)
     return parse_options(config.workers, config.events), file
+
+
+def routing_of(config: RouterConfig) -> KVRouter:
+    """Return a router that knows no workers yet.
+
+    Raises:
+        ConfigError: There is no such policy, or it has no temperature.
+    """
+    return KVRouter(
+        policy=config.policy,
+        temperature=config.temperature,
+        max_blocks=config.max_blocks,
+        approximate=config.approximate,
+        max_requests=config.max_requests_per_worker,
+        max_wait_s=config.max_wait_s,
+    )
 
 
 def engine_headers(config: RouterConfig) -> dict[str, str]:

@@ -56,6 +56,7 @@ class Supervisor:
         self._port = bind_port(config.host, config.port, "port")
         with bind_port(config.control_host, config.control_port, "control_port") as control_port:
             self.config = with_ports(config, self._port, control_port)
+        self._is_stopping = False
         self._link = private_endpoint()
         settings = ChildSettings(self.config.to_dict(), self._link)
         self._decider = WorkerSupervisor("decider", _DECIDER, lambda _: settings, ())
@@ -69,6 +70,7 @@ class Supervisor:
         for child in (self._decider, *self._proxies):
             self._start(child)
         await stopped.wait()
+        self._is_stopping = True
         log_event(logger, logging.INFO, "router_stopping")
         await asyncio.gather(
             *(
@@ -91,6 +93,8 @@ class Supervisor:
             self._start_later(child)
 
     def _died(self, child: WorkerSupervisor) -> None:
+        if self._is_stopping:
+            return
         asyncio.get_running_loop().remove_reader(child.pidfd)
         pid = child.pid
         log_event(
@@ -105,7 +109,7 @@ class Supervisor:
         asyncio.get_running_loop().call_later(delay_s, self._restart, child)
 
     def _restart(self, child: WorkerSupervisor) -> None:
-        if child.restart_at is not None:  # else it was stopped for good meanwhile
+        if not self._is_stopping:
             self._start(child)
 
 

@@ -113,7 +113,11 @@ class VllmRouter:
         self._process = subprocess.Popen(
             arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        wait(self._answers)
+        try:
+            _wait(self._answers)
+        except BaseException:
+            self.close()
+            raise
 
     def _answers(self) -> bool:
         assert self._process.poll() is None, "vllm-router ended"
@@ -149,7 +153,7 @@ PEERS: dict[str, tuple[str, Callable[[str, Sequence[EventSource]], Peer]]] = {
 }
 
 
-def wait(condition: Callable[[], bool]) -> None:
+def _wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -198,6 +202,13 @@ def count_right(peer: Peer, prompts: Sequence[Sequence[int]], num_requests: int)
     )
 
 
-def see_all(peer: Peer, prompts: Sequence[Sequence[int]]) -> None:
-    """Wait until the peer has the events: each prompt goes to its holder."""
-    wait(lambda: count_right(peer, prompts, 1) == len(prompts))
+def see_all(peer: Peer, prompts: Sequence[Sequence[int]], publish_more: Callable[[], None]) -> None:
+    """Wait until the peer has the events: each prompt goes to its holder.
+
+    Args:
+        publish_more: Has each source publish something else. Peers notice what they missed while
+            they were subscribing only when something follows.
+    """
+    while count_right(peer, prompts, 1) < len(prompts):
+        publish_more()
+        time.sleep(0.2)

@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from typer.testing import CliRunner
+
+from flexcache.cli.main import app
+from flexcache.config import RouterConfig
+from flexcache.router.discovery.file import WorkerFile
 
 PAGES = ("*.md", "docs/*.md", "deploy/*.md", "examples/*.md")
 
@@ -22,6 +27,37 @@ def test_the_readmes_python_example_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "64 tokens" in done.stdout
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_routers_python_example_runs() -> None:
+    (code,) = blocks_of("router.md", "python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "a 0 only_one\n"), done.stderr
+
+
+def test_the_routers_file_is_valid(tmp_path: Path) -> None:
+    (content,) = blocks_of("router.md", "toml")
+    file = tmp_path / "router.toml"
+    file.write_text(content)
+    assert RouterConfig.load(str(file), {}).max_requests_per_worker == 64
+    listing = WorkerFile(str(file)).listing
+    assert [entry.url for entry in listing.workers] == ["http+dns://vllm.models.svc:8000"]
+    assert listing.shared_events
+
+
+def test_the_routers_options_exist() -> None:
+    commands = "\n".join(blocks_of("router.md", "bash"))
+    ours = re.findall(r"flexcache (router(?: simulate)?|status)((?:.|\\\n)*)", commands)
+    assert len(ours) > 4
+    for command, arguments in ours:
+        done = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"})
+        for option in re.findall(r"(?<=\s)--[a-z-]+", arguments):
+            assert re.search(rf"{option}\b", done.stdout), f"{command} {option}"
 
 
 def test_the_doctor_names_what_is_wrong(tmp_path: Path) -> None:

@@ -409,11 +409,38 @@ def open_router() -> Iterator[RouterProcess]:
         ("http+dns://10.1.2.3:8000", 400),
     ],
 )
-def test_only_allowed_workers_are_added(url: str, status: int) -> None:
+def test_only_allowed_workers_are_added(
+    narrow_router: RouterProcess, url: str, status: int
+) -> None:
+    assert narrow_router.call("POST", "/workers", {"url": url})[0] == status
+
+
+@pytest.mark.parametrize(
+    ("field", "events", "status"),
+    [
+        ("events", "tcp://10.1.2.3:5557,tcp://10.1.2.3:5558", 201),
+        ("events", "tcp://{host}:5557", 201),
+        ("events", "tcp://169.254.169.254:5557", 403),
+        ("events", "tcp://10.1.2.3:5557,tcp://169.254.169.254:5558", 403),
+        ("shared_events", "tcp://169.254.169.254:5557", 403),
+        ("events", "ipc:///run/user/1000/secret.sock", 403),
+        ("events", "tcp://10.1.2.3", 400),
+    ],
+)
+def test_events_of_an_added_worker_come_from_its_host(
+    narrow_router: RouterProcess, field: str, events: str, status: int
+) -> None:
+    body = {"url": "http://10.1.2.3:8000", field: [events]}
+    assert narrow_router.call("POST", "/workers", body)[0] == status
+
+
+@pytest.fixture(scope="module")
+def narrow_router() -> Iterator[RouterProcess]:
+    """A router that takes workers of one network only."""
     allowed = r"http://10\.1\.2\.\d+:8000"
     with RouterProcess(wait=False, allowed_workers=allowed) as router:
         until(lambda: _answers(router))
-        assert router.call("POST", "/workers", {"url": url})[0] == status
+        yield router
 
 
 def _answers(router: RouterProcess) -> bool:
@@ -447,16 +474,8 @@ def refusal(*options: str, **environ: str) -> str:
     return run.stdout + run.stderr
 
 
-def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
-    assert "control_token" in refusal("--control-host=0.0.0.0")
-    assert "--worker" in refusal("--worker=10.0.0.1:8000")
-    assert "no --worker" in refusal("--events=http://a:1=tcp://a:2")
-    with engines(1) as started, RouterProcess(started, proxies=1) as router:
-        port = router.url.rpartition(":")[2]
-        assert "port" in refusal(f"--port={port}", "--control-port=0")
-        assert "port" in refusal(f"--port={port}", "--control-port=0", "--proxies=1")
-        control_port = router.control.rpartition(":")[2]
-        assert "control_port" in refusal("--port=0", f"--control-port={control_port}")
+def test_what_cannot_work_is_refused_in_one_line() -> None:
+    assert "policy" in refusal("--worker=http://a:1", "--policy=best", "--port=0", "--proxies=1")
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:

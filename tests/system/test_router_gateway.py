@@ -141,6 +141,7 @@ class Side:
         """Return whether nothing is left of any request."""
         assert self.gateway is not None
         chooser = self.chooser
+        self.gateway.room.check(is_idle=not self.gateway.num_streams)
         return not chooser.running and not chooser.waiting and not self.gateway.num_streams
 
 
@@ -372,7 +373,7 @@ def test_a_body_over_the_limit_is_refused(side: Side, envoy: Envoy) -> None:
     wait_until(lambda: request(envoy, prompt())[0].headers.get("x-flexcache-worker") is not None)
     answer, content = request(envoy, prompt(100_000))
     assert answer.status == 413
-    assert "100000 bytes" in json.loads(content)["error"]["message"]
+    assert "larger than 100000 bytes" in json.loads(content)["error"]["message"]
     wait_until(side.settled)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -71,8 +72,13 @@ def test_prompts_go_to_the_cache_that_holds_them(
         try:
             for cluster, prompt in zip(clusters, late, strict=True):
                 hold(cluster, prompt, medium)
+
+            def put_more() -> None:
+                for cluster in clusters:
+                    cluster.put(np.array(make_prompt(rng)), range(1))
+
             for prompts in (late, early):  # the early ones come by replay
-                see_all(peer, prompts)
+                see_all(peer, prompts, put_more)
                 assert count_right(peer, prompts, 20) == 40
         finally:
             peer.close()
@@ -96,7 +102,13 @@ def test_prompts_go_to_the_engine_that_holds_them_on_its_gpu(
             prompts = [make_prompt(rng) for _ in publishers]
             for number, (publisher, prompt) in enumerate(zip(publishers, prompts, strict=True)):
                 publish_gpu(publisher, prompt, number)
-            see_all(peer, prompts)
+            others = itertools.count(len(prompts))
+
+            def publish_more() -> None:
+                for publisher in publishers:
+                    publish_gpu(publisher, make_prompt(rng), next(others))
+
+            see_all(peer, prompts, publish_more)
             assert count_right(peer, prompts, 20) == 40
         finally:
             peer.close()

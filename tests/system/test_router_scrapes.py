@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+from paths import ROOT
 from ports import free_ports
 
 pytest.importorskip("prometheus_client")
@@ -294,3 +299,17 @@ SCENARIOS = (
 def test_metrics_change_as_expected(scenario: Callable[[], tuple[Watched, Expected]]) -> None:
     watched, expected = scenario()
     watched.check(expected)
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_finds_data_for_every_panel_of_the_dashboard(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "dashboard.png"
+    script = ROOT / "scripts" / "show_router.py"
+    done = subprocess.run(
+        [sys.executable, script, "--seconds", "10", "--out", picture],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "0 queries without data, 0 alerts amiss" in done.stdout
+    assert picture.stat().st_size > 50_000

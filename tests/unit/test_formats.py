@@ -21,6 +21,7 @@ from server_stats import SERVER_STATS
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.config import ModelConfig
+from flexcache.events.snapshot import Page, cursor_of, pack_request
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
 from flexcache.server.hub import Hub
 from flexcache.server.hub_config import HubConfig
@@ -236,3 +237,20 @@ def test_a_client_of_another_version_is_refused_for_good_with_both_versions_name
 def test_the_refusal_is_read_by_clients_of_every_version() -> None:
     encoded = msgspec.msgpack.encode(Refused("why"))
     assert msgspec.msgpack.decode(encoded) == {"type": "Refused", "reason": "why", "final": True}
+
+
+# -- KV events -------------------------------------------------------------------------------------
+
+
+def test_snapshots_of_kv_events_have_the_mark_fe() -> None:
+    assert pack_request(5) == bytes.fromhex("fe00000000000005")
+    assert cursor_of(int.from_bytes(pack_request(5), "big")) == 5
+    page = Page(b"publishr", 7, 9, b"batch")
+    expected = bytes.fromhex("94c4087075626c697368720709c4056261746368")
+    assert msgspec.msgpack.encode(page) == expected
+    assert msgspec.msgpack.decode(expected, type=Page) == page
+
+
+@pytest.mark.parametrize("number", [0, 0xFDFF_FFFF_FFFF_FFFF, 0xFF00_0000_0000_0000])
+def test_other_requests_are_not_taken_for_snapshots(number: int) -> None:
+    assert cursor_of(number) is None

@@ -87,7 +87,7 @@ class Lru(RuleBasedStateMachine):
 
 
 TestLru = Lru.TestCase
-TestLru.settings = settings(max_examples=40, stateful_step_count=30)
+TestLru.settings = settings(stateful_step_count=20)
 
 
 def make(num_blocks: int) -> tuple[KVIndexer, Placements]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -31,7 +32,7 @@ from flexcache.router.control.bodies import Draining, as_json, read
 from flexcache.router.control.selection import SelectionApi
 from flexcache.router.decider.service import DeciderService
 from flexcache.router.decisions import to_server_sent
-from flexcache.router.discovery.listing import WorkerEntry, WorkerUrl
+from flexcache.router.discovery.listing import WorkerEntry, WorkerUrl, parse_source
 from flexcache.router.metrics.catalog import CATALOG
 from flexcache.router.report import to_json
 from flexcache.router.stats import RouterStats
@@ -171,6 +172,8 @@ class ControlApi:
                 raise web.HTTPBadRequest(text="groups are listed in options or the file")
             if not self._is_allowed(str(url)):
                 raise web.HTTPForbidden(text=f"{url} is not in allowed_workers")
+            if not _are_of(url.host, entry):
+                raise web.HTTPForbidden(text="events must be published on the worker's host")
             specs = entry.specs(url, self._service.discovery.listing.shared_events)
         except ConfigError as error:
             raise web.HTTPBadRequest(text=str(error)) from None
@@ -199,3 +202,11 @@ class ControlApi:
         if not names:
             raise web.HTTPNotFound(text=f"no worker {text!r}")
         return names
+
+
+def _are_of(host: str, entry: WorkerEntry) -> bool:
+    """Whether all publishers of a worker are on its host: no caller can have the router connect to
+    an address of its own choice."""
+    sources = [parse_source(text, host) for text in (*entry.events, *entry.shared_events)]
+    endpoints = [each for source in sources for each in (source.endpoint, source.replay) if each]
+    return all(each.startswith("tcp://") and urlsplit(each).hostname == host for each in endpoints)

@@ -17,6 +17,8 @@ from flexcache.router.waiting import is_set_within
 
 logger = logging.getLogger(__name__)
 
+_SHORTEST_S = 0.1
+"""Time between probes of one engine at least."""
 _CAPACITY_METRIC = "vllm:cache_config_info"
 
 
@@ -95,7 +97,8 @@ class Prober:
                 details_due = loop.time() + self._details_interval_s
                 await self._read_details(url)
             was_up = is_up
-            await is_set_within(wake, self._interval_s)
+            await asyncio.sleep(_SHORTEST_S)  # failing requests must not become a storm of probes
+            await is_set_within(wake, self._interval_s - _SHORTEST_S)
 
     async def _probe(self, url: str) -> Probe:
         try:

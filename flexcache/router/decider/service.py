@@ -24,8 +24,7 @@ from flexcache.router.discovery.discovery import Discovery
 from flexcache.router.feed import Feed
 from flexcache.router.link.messages import ProxyCounters, RunningRequest
 from flexcache.router.link.server import LinkServer
-from flexcache.router.router import KVRouter
-from flexcache.router.settings import engine_headers, listing_of
+from flexcache.router.settings import engine_headers, listing_of, routing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
 from flexcache.router.sync.follower import Follower
 from flexcache.router.sync.publisher import LifePublisher
@@ -64,14 +63,7 @@ class DeciderService:
         self._address = address
         self._started_s = time.monotonic()
         listing, file = listing_of(config)
-        self.routing = KVRouter(
-            policy=config.policy,
-            temperature=config.temperature,
-            max_blocks=config.max_blocks,
-            approximate=config.approximate,
-            max_requests=config.max_requests_per_worker,
-            max_wait_s=config.max_wait_s,
-        )
+        self.routing = routing_of(config)
         self.line = WaitingLine(config.queue_size, config.queue_timeout_s)
         self.roster = Roster(
             self.routing,

@@ -4,10 +4,12 @@ returns those to answer with."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 from flexcache.errors import InternalError, MissingDependencyError
 from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
 from flexcache.router.gateway import messages
+from flexcache.router.gateway.room import Room
 from flexcache.router.proxy.headers import MATCHED_TOKENS, ROUTING_HEADERS, WORKER
 from flexcache.router.proxy.usage import UsageReader
 
@@ -27,8 +29,20 @@ _REFUSALS = ("429", "502", "503")
 _Replies = Sequence[ProcessingResponse]
 
 
-class UnsupportedMode(Exception):
-    """Envoy is configured to send bodies in a way that the picker cannot work with."""
+class BadStream(Exception):
+    """Messages come in an order, or bodies in a mode, that the picker cannot work with."""
+
+
+class Stage(Enum):
+    """How far a request is."""
+
+    COLLECTING = "collecting"
+    WHOLE = "whole"
+    """It waits for `Exchange.placed` or `Exchange.refused`."""
+    PLACED = "placed"
+    """It is at an engine; its answer comes."""
+    OVER = "over"
+    """No further message is answered."""
 
 
 class Exchange:
@@ -39,19 +53,14 @@ class Exchange:
 
     Args:
         request_id: See `Arrival`.
-        max_body_bytes: Larger requests are refused with 413.
-
-    Attributes:
-        is_whole: The request is complete and waits for `placed` or `refused`.
-        is_over: No further message is to be answered.
+        room: For the body, until the request is placed.
     """
 
-    def __init__(self, chooser: Chooser, request_id: str, max_body_bytes: int) -> None:
-        self.is_whole = False
-        self.is_over = False
+    def __init__(self, chooser: Chooser, request_id: str, room: Room) -> None:
+        self.stage = Stage.COLLECTING
         self._chooser = chooser
         self._request_id = request_id
-        self._max_body_bytes = max_body_bytes
+        self._room = room
         self._headers: dict[str, str] = {}
         self._subset: tuple[str, ...] | None = None
         self._body: list[HttpBody] = []
@@ -64,13 +73,17 @@ class Exchange:
         self._usage = UsageReader()
         self._has_first_token = False
         self._has_ended = False
-        self._takers: dict[str, Callable[[ProcessingRequest], _Replies]] = {
-            "request_headers": self._take_headers,
-            "request_body": self._take_body,
-            "request_trailers": self._take_trailers,
-            "response_headers": self._take_answer_headers,
-            "response_body": self._take_answer_body,
-            "response_trailers": self._take_answer_trailers,
+        self._takers: dict[Stage, dict[str | None, Callable[[ProcessingRequest], _Replies]]] = {
+            Stage.COLLECTING: {
+                "request_headers": self._take_headers,
+                "request_body": self._take_body,
+                "request_trailers": self._take_trailers,
+            },
+            Stage.PLACED: {
+                "response_headers": self._take_answer_headers,
+                "response_body": self._take_answer_body,
+                "response_trailers": self._take_answer_trailers,
+            },
         }
 
     def take(self, message: ProcessingRequest) -> _Replies:
@@ -78,9 +91,13 @@ class Exchange:
         `placed` or `refused`.
 
         Raises:
-            UnsupportedMode: Bodies are sent in another mode than the picker needs.
+            BadStream: It is not the turn of this message, or a mode is not supported.
         """
-        return self._takers[message.WhichOneof("request")](message)
+        kind = message.WhichOneof("request")
+        taker = self._takers.get(self.stage, {}).get(kind)
+        if taker is None:
+            raise BadStream(f"{kind} while the request is {self.stage.value}")
+        return taker(message)
 
     # -- the request -------------------------------------------------------------------------------
 
@@ -95,24 +112,28 @@ class Exchange:
                 not headers.end_of_stream
                 and config.request_body_mode != ProcessingMode.FULL_DUPLEX_STREAMED
             ):
-                raise UnsupportedMode("request_body_mode must be FULL_DUPLEX_STREAMED")
+                raise BadStream("request_body_mode must be FULL_DUPLEX_STREAMED")
         if headers.end_of_stream:
-            self.is_whole = True
+            self.stage = Stage.WHOLE
         return ()
 
     def _take_body(self, message: ProcessingRequest) -> _Replies:
         chunk = message.request_body
         self._body.append(chunk)
         self._num_bytes += len(chunk.body)
-        if self._num_bytes > self._max_body_bytes:
-            return self.refused(NotRouted(413, f"the body exceeds {self._max_body_bytes} bytes"))
+        self._room.take(len(chunk.body))
+        limit = self._room.max_body_bytes
+        if self._num_bytes > limit:
+            return self.refused(NotRouted(413, f"the body is larger than {limit} bytes"))
+        if self._room.is_full:
+            return self.refused(NotRouted(503, "too many large requests at once"))
         if chunk.end_of_stream:
-            self.is_whole = True
+            self.stage = Stage.WHOLE
         return ()
 
     def _take_trailers(self, message: ProcessingRequest) -> _Replies:
         self._has_trailers = True
-        self.is_whole = True
+        self.stage = Stage.WHOLE
         return ()
 
     def arrival(self) -> Arrival:
@@ -139,7 +160,7 @@ class Exchange:
         """
         if self._choice is None:
             raise InternalError("destinations for a request without a worker")
-        self.is_whole = False
+        self.stage = Stage.PLACED
         self._destinations = tuple(destinations)
         text = ",".join(destinations)
         added = {**self._choice.headers, messages.DESTINATION: text}
@@ -151,14 +172,19 @@ class Exchange:
         ]
         if self._has_trailers:
             replies.append(messages.REQUEST_TRAILERS)
-        self._body.clear()
+        self._forget_body()
         return replies
 
     def refused(self, error: NotRouted) -> _Replies:
         """Return the answer to a request that goes to no engine."""
-        self.is_over, self.is_whole = True, False
-        self._body.clear()
+        self.stage = Stage.OVER
+        self._forget_body()
         return [messages.refusal(error)]
+
+    def _forget_body(self) -> None:
+        self._body.clear()
+        self._room.give_back(self._num_bytes)
+        self._num_bytes = 0
 
     # -- the answer --------------------------------------------------------------------------------
 
@@ -198,7 +224,8 @@ class Exchange:
 
     def close(self) -> None:
         """End the request if it has not ended: its client left, or the engine."""
-        self.is_over = True
+        self.stage = Stage.OVER
+        self._forget_body()
         self._end(Outcome.ABORTED)
 
     def _note_first_token(self) -> None:

@@ -14,7 +14,8 @@ from flexcache.errors import MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.router.chooser import Choice, Chooser, NotRouted
 from flexcache.router.gateway.destinations import Destinations
-from flexcache.router.gateway.exchange import Exchange, UnsupportedMode
+from flexcache.router.gateway.exchange import BadStream, Exchange, Stage
+from flexcache.router.gateway.room import Room
 
 try:
     import grpc
@@ -31,15 +32,12 @@ MAX_FALLBACKS = 2
 
 
 class Picker(ExternalProcessorServicer):  # type: ignore[misc]
-    """Answers Envoy with the engine that a chooser names.
+    """Answers Envoy with the engine that a chooser names."""
 
-    Args:
-        max_body_bytes: Larger requests are refused with 413.
-    """
-
-    def __init__(self, chooser: Chooser, *, max_body_bytes: int) -> None:
+    def __init__(self, chooser: Chooser, room: Room) -> None:
         self._chooser = chooser
-        self._max_body_bytes = max_body_bytes
+        self._room = room
+        self._faults: set[str] = set()
         self._destinations = Destinations()
         self._numbers = itertools.count()
         self._prefix = f"picker-{os.urandom(6).hex()}"
@@ -48,12 +46,14 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
     async def Process(self, requests: Any, context: Any) -> None:  # noqa: N802
         """Follow one request and its answer."""
         request_id = f"{self._prefix}-{next(self._numbers)}"
-        exchange = Exchange(self._chooser, request_id, self._max_body_bytes)
+        exchange = Exchange(self._chooser, request_id, self._room)
         self.num_streams += 1
         try:
             await self._follow(exchange, context)
-        except UnsupportedMode as error:
-            log_event(logger, logging.ERROR, "gateway_misconfigured", error=str(error))
+        except BadStream as error:
+            if str(error) not in self._faults:
+                self._faults.add(str(error))
+                log_event(logger, logging.ERROR, "gateway_stream_refused", error=str(error))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         finally:
             exchange.close()
@@ -64,12 +64,12 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
         try:
             while (message := await reading) is not grpc.aio.EOF:
                 replies = exchange.take(message)
-                if exchange.is_whole:
+                if exchange.stage is Stage.WHOLE:
                     reading = asyncio.ensure_future(context.read())
                     replies = await self._place(exchange, reading)
                 for reply in replies:
                     await context.write(reply)
-                if exchange.is_over:
+                if exchange.stage is Stage.OVER:
                     return
                 if reading.done():
                     reading = asyncio.ensure_future(context.read())

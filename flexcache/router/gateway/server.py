@@ -12,6 +12,7 @@ from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.logs import log_event
 from flexcache.router.chooser import Chooser
 from flexcache.router.gateway.picker import Picker
+from flexcache.router.gateway.room import Room
 
 try:
     import grpc
@@ -44,6 +45,8 @@ class GatewayConfig:
         tls_cert: Certificate chain (PEM); None: plain text.
         tls_key: Its private key.
         max_body_bytes: Larger requests are refused with 413.
+        max_held_bytes: Size of the bodies of all requests that wait for a choice; beyond it they
+            are refused with 503.
         drain_timeout_s: Time that running requests have to end when the picker stops.
     """
 
@@ -52,6 +55,7 @@ class GatewayConfig:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     max_body_bytes: int = 64 << 20
+    max_held_bytes: int = 1 << 30
     drain_timeout_s: float = 30.0
 
 
@@ -63,6 +67,7 @@ class Gateway:
 
     Attributes:
         port: Where it listens, once it was started.
+        room: For the bodies of requests that wait.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class Gateway:
         self.port = config.port
         self._config = config
         self._is_ready = is_ready
-        self._picker = Picker(chooser, max_body_bytes=config.max_body_bytes)
+        self.room = Room(config.max_body_bytes, config.max_held_bytes)
+        self._picker = Picker(chooser, self.room)
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._reporting: asyncio.Task[None] | None = None

@@ -57,6 +57,7 @@ _rendered = msgspec.json.Decoder(_Rendered | list[_Rendered])
 _tokenized = msgspec.json.Decoder(_Tokenized)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError, msgspec.DecodeError)
+_LIST_TIMEOUT = aiohttp.ClientTimeout(total=5)
 _MISSING = (403, 404, 405, 501)
 """403: vLLM 0.32 has ``/render`` only with ``--enable-scale-out``."""
 
@@ -65,7 +66,7 @@ class Engines:
     """HTTP client of the engines.
 
     Args:
-        timeout_s: For one request, all in all.
+        timeout_s: For one prompt, all in all.
     """
 
     def __init__(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
@@ -77,7 +78,7 @@ class Engines:
         """Fetch the models that an engine serves; None: it did not answer."""
         try:
             async with self._session.get(
-                f"{url}/v1/models", headers=headers, timeout=self._timeout
+                f"{url}/v1/models", headers=headers, timeout=_LIST_TIMEOUT
             ) as answer:
                 if answer.status != 200:
                     return None

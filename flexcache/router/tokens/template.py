@@ -60,6 +60,9 @@ def _tojson(
 class ChatTemplate:
     """A compiled chat template.
 
+    It comes with the model, never with a request. It cannot reach beyond its variables, and what
+    it puts out is bounded; loops that put out nothing are not.
+
     Args:
         source: Jinja.
         special_tokens: Passed to the template: ``bos_token`` and so on.

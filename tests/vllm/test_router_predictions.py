@@ -1,0 +1,268 @@
+"""The router predicts from events what real engines report as cached: vLLM 0.28 and 0.32, with
+FlexCache's tiers, blocks of several sizes, salts and adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from api_server import ApiServer
+from engines import Engine, make_prompt
+from make_models import make_model
+from paths import MODELS
+
+from flexcache.router import KVRouter
+from flexcache.router.feed import Feed
+from flexcache.router.request import RouteRequest
+from flexcache.router.workers import EventSource, Tier, WorkerSpec
+
+OLD_VLLM = os.environ.get("OLD_VLLM_PATH")
+PATIENCE_S = 120.0
+_seeds = itertools.count(20_000)
+
+
+class Predictions:
+    """A router that follows engines and is asked what it expects."""
+
+    def __init__(self, workers: dict[str, tuple[EventSource, ...]]) -> None:
+        self.router = KVRouter(approximate="never")
+        self.router.set_workers(
+            [WorkerSpec(name=name, url=name, sources=sources) for name, sources in workers.items()]
+        )
+
+    def of(self, worker: str, prompt: list[int], **more: Any) -> dict[Tier, int]:
+        """Return the tokens that the worker is expected to find, by tier."""
+        request = RouteRequest(request_id="asked", num_tokens=len(prompt), token_ids=prompt, **more)
+        (score,) = [score for score in self.router.scores(request, 0.0) if score.worker == worker]
+        return score.matched
+
+    def total(self, worker: str, prompt: list[int], **more: Any) -> int:
+        return sum(self.of(worker, prompt, **more).values())
+
+    async def come_to(self, expected: int, worker: str, prompt: list[int], **more: Any) -> None:
+        """Wait until so much is expected: events come after the answer."""
+        deadline = asyncio.get_running_loop().time() + PATIENCE_S
+        while self.total(worker, prompt, **more) != expected:
+            assert asyncio.get_running_loop().time() < deadline, self.of(worker, prompt, **more)
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def predicting(**workers: tuple[EventSource, ...]) -> AsyncIterator[Predictions]:
+    predictions = Predictions(workers)
+    feed = Feed(predictions.router, asyncio.get_running_loop())
+    try:
+        feed.set_sources([source for sources in workers.values() for source in sources])
+        yield predictions
+        assert all(stats.bad_batches == 0 for stats in feed.stats().values())
+        predictions.router.check()
+    finally:
+        await feed.close()
+
+
+def usable(num_tokens: int, block: int) -> int:
+    """Return how much of a prompt an engine takes from its cache if it has all blocks: not the
+    last token, which it computes."""
+    return (num_tokens - 1) // block * block
+
+
+# -- vLLM with FlexCache, in this process ----------------------------------------------------------
+
+
+@pytest.fixture
+def sources(engine: Engine) -> tuple[EventSource, EventSource]:
+    """vLLM's publisher, which has our events too, and ours."""
+    engine.forget_all()
+    vllms, config = engine.scheduler.kv_events_config, engine.server.config
+    return (
+        EventSource(vllms.endpoint, vllms.replay_endpoint),
+        EventSource(config.kv_events_endpoint, config.kv_events_replay_endpoint),
+    )
+
+
+def test_what_engine_and_tiers_hold_is_predicted_by_tier(
+    engine: Engine, sources: tuple[EventSource, EventSource]
+) -> None:
+    vllms, ours = sources
+    prompt = make_prompt(300, next(_seeds))
+    all_of_it = usable(300, 32)
+
+    def next_step() -> None:
+        """vLLM sends events of tiers when it steps."""
+        engine.generate(make_prompt(5, 1), max_tokens=1)
+        engine.drain()
+
+    async def test() -> None:
+        async with predicting(one=(vllms,), both=(vllms, ours), cache=(ours,)) as predictions:
+            assert engine.generate(prompt, 1).num_cached_tokens == 0
+            engine.settle()
+            next_step()
+            for worker in ("one", "both", "cache"):
+                await predictions.come_to(all_of_it, worker, prompt)
+            assert predictions.of("both", prompt)[Tier.GPU] == all_of_it
+            assert predictions.of("cache", prompt)[Tier.DRAM] == all_of_it
+            assert engine.generate(prompt, 1).num_cached_tokens == all_of_it
+
+            engine.forget_gpu()
+            next_step()
+            for worker in ("one", "both"):
+                while predictions.of(worker, prompt)[Tier.GPU]:
+                    await asyncio.sleep(0.01)
+                assert predictions.of(worker, prompt)[Tier.DRAM] == all_of_it
+            longer = prompt + make_prompt(100, next(_seeds))
+            assert predictions.total("both", longer) == all_of_it
+            assert engine.generate(longer, 1).num_cached_tokens == all_of_it
+
+            engine.settle()
+            engine.manager.clear("CPU")
+            engine.forget_gpu()
+            next_step()
+            for worker in ("one", "both", "cache"):
+                while predictions.of(worker, prompt)[Tier.DISK] != all_of_it:
+                    await asyncio.sleep(0.01)
+                await predictions.come_to(all_of_it, worker, prompt)
+            assert engine.generate(prompt, 1).num_cached_tokens == all_of_it
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_a_salted_prompt_is_matched_with_its_salt_only(
+    engine: Engine, sources: tuple[EventSource, EventSource]
+) -> None:
+    prompt = make_prompt(200, next(_seeds))
+    all_of_it = usable(200, 32)
+
+    async def test() -> None:
+        async with predicting(worker=sources) as predictions:
+            engine.generate(prompt, 1, cache_salt="alice")
+            engine.settle()
+            await predictions.come_to(all_of_it, "worker", prompt, cache_salt="alice")
+            for salt, expected in ((None, 0), ("bob", 0), ("alice", all_of_it)):
+                extra = {} if salt is None else {"cache_salt": salt}
+                assert predictions.total("worker", prompt, cache_salt=salt) == expected
+                assert engine.generate(prompt, 1, **extra).num_cached_tokens == expected
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+# -- servers of two versions -----------------------------------------------------------------------
+
+BLOCK_OF = {"old": 16, "new": 32}
+
+
+def make_adapter(directory: Path, seed: int) -> Path:
+    """Write a LoRA adapter of the tiny model."""
+    from safetensors.torch import save_file
+
+    directory.mkdir()
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16,
+        "target_modules": ["q_proj", "v_proj"], "bias": "none",
+    }  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(4):
+        for name, width in (("q_proj", 256), ("v_proj", 128)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(8, 256, generator=generator)
+            weights[f"{place}.lora_B.weight"] = torch.randn(width, 8, generator=generator)
+    save_file(weights, directory / "adapter_model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A server of each version, by name, with its source."""
+    make_model(MODELS, "tiny")
+    directory = tmp_path_factory.mktemp("servers")
+    adapters = [f"{name}={make_adapter(directory / name, i)}" for i, name in enumerate("xy")]
+    sockets = tmp_path_factory.mktemp("events")
+    started: dict[str, Any] = {}
+    paths = {"new": [], "old": [OLD_VLLM]} if OLD_VLLM else {"new": []}
+    try:
+        for name, path in paths.items():
+            events, replay = (f"ipc://{sockets}/{name}-{kind}" for kind in ("kv", "again"))
+            server = ApiServer(
+                directory / f"{name}.log",
+                arguments=["--enable-lora", "--max-lora-rank", "8", "--lora-modules", *adapters],
+                kv_events={"endpoint": events, "replay_endpoint": replay},
+                block_size=BLOCK_OF[name],
+                python_path=[each for each in path if each],
+            )
+            started[name] = (server, EventSource(events, replay))
+        for server, _ in started.values():
+            server.wait_ready()
+        yield started
+    finally:
+        for server, _ in started.values():
+            server.stop()
+
+
+def cached(server: ApiServer, prompt: list[int], **more: Any) -> int:
+    """Have a server answer; return the cached tokens that it reports."""
+    _, num_cached = server.complete(prompt, max_tokens=1, **more)
+    return num_cached
+
+
+def follow(servers: dict[str, Any], test: Callable[[Predictions], Awaitable[None]]) -> None:
+    async def with_feed() -> None:
+        sources = {name: (source,) for name, (_, source) in servers.items()}
+        async with predicting(**sources) as predictions:
+            await test(predictions)
+
+    asyncio.run(asyncio.wait_for(with_feed(), PATIENCE_S))
+
+
+def test_versions_and_block_sizes_side_by_side(servers: dict[str, Any]) -> None:
+    if "old" not in servers:
+        pytest.skip("OLD_VLLM_PATH names no vLLM 0.28 (scripts/test.sh does)")
+    shared = make_prompt(150, next(_seeds))
+
+    async def test(predictions: Predictions) -> None:
+        for name, (server, _) in servers.items():
+            block = BLOCK_OF[name]
+            prompt = shared + make_prompt(100, next(_seeds))
+            assert predictions.total(name, prompt) == cached(server, prompt) == 0
+            await predictions.come_to(usable(250, block), name, prompt)
+            for other in (prompt, prompt + make_prompt(77, next(_seeds)), shared, prompt[:208]):
+                expected = min(len(prompt) // block * block, usable(len(other), block))
+                assert predictions.total(name, other) == expected
+                assert cached(server, other) == expected
+
+    follow(servers, test)
+
+
+@pytest.mark.parametrize("name", ["new", "old"])
+def test_salts_and_adapters_are_kept_apart(servers: dict[str, Any], name: str) -> None:
+    if name not in servers:
+        pytest.skip("OLD_VLLM_PATH names no vLLM 0.28 (scripts/test.sh does)")
+    server, _ = servers[name]
+    prompt = make_prompt(200, next(_seeds))
+    all_of_it = usable(200, BLOCK_OF[name])
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"cache_salt": "alice"}, {"cache_salt": "alice"}),
+        ({"model": "x"}, {"adapter": "x"}),
+        ({"model": "y"}, {"adapter": "y"}),
+        ({"model": "y", "cache_salt": "bob"}, {"adapter": "y", "cache_salt": "bob"}),
+    ]
+
+    async def test(predictions: Predictions) -> None:
+        for body, request in kinds:  # none finds what those before it stored
+            assert predictions.total(name, prompt, **request) == 0
+            assert cached(server, prompt, **body) == 0
+            await predictions.come_to(all_of_it, name, prompt, **request)
+        for body, request in kinds:
+            assert predictions.total(name, prompt, **request) == all_of_it
+            assert cached(server, prompt, **body) == all_of_it
+
+    follow(servers, test)
