@@ -7,6 +7,7 @@ The engines and the policies are those of `flexcache router simulate`. Sections:
 
 * *policies*: all arms on traces and generated agents; ratios of ours to Dynamo's default and to the
   best of the tuned Dynamo, llm-d's and LMetric.
+* *reference*: the arms on the conversation trace beside an independent simulator's figures.
 * *slow*: two of eight engines take twice as long.
 * *learning*: service times learned from a prior that is 4 times off, beside known constants.
 * *approximate*: no events, with the engines' capacity known and guessed 3 times too large.
@@ -51,6 +52,14 @@ TUNED_PEERS = ("dynamo_tuned", "sticky", "lmetric")
 ENGINES = 8
 SEEDS = (1, 2, 3)
 SKIPPED = 500
+REFERENCE = {
+    "dynamo": (2.42, 20.5),
+    "dynamo_tuned": (1.98, 19.3),
+    "sticky": (1.87, 19.0),
+    "lmetric": (1.94, 17.4),
+    "ours": (1.81, 16.5),
+}
+"""Mean times to the first and the last token of another implementation of the same model."""
 BLOCK = 512
 
 console = Console(width=120)
@@ -90,7 +99,7 @@ class Case:
 
     name: str
     workloads: Sequence[Workload]
-    spec: EngineSpec = EngineSpec()
+    spec: EngineSpec = field(default_factory=EngineSpec)
     bounds: tuple[float | None, float | None] = (None, None)
 
 
@@ -147,6 +156,14 @@ def measure_policies(results: Results, cases: Sequence[Case]) -> None:
     )
 
 
+def measure_reference(results: Results, workload: Workload) -> None:
+    for arm, (ttft_s, e2e_s) in REFERENCE.items():
+        figures = mean_figures([run(dispatcher(arm, 0), workload, [EngineSpec()] * ENGINES)])
+        results.add("reference", arm, **figures)
+        off = max(abs(figures["ttft_mean_s"] / ttft_s - 1), abs(figures["e2e_mean_s"] / e2e_s - 1))
+        results.targets.append(Target(f"reference, {arm}: relative difference", off, 0.05))
+
+
 def measure_slow(results: Results, workload: Workload) -> None:
     specs = [EngineSpec(slowdown=2.0)] * 2 + [EngineSpec()] * (ENGINES - 2)
     for arm in ARMS:
@@ -195,12 +212,31 @@ def measure_approximate(results: Results, workload: Workload, name: str) -> None
         results.targets.append(Target(f"{section}, {title}: TTFT", ratio, bound))
 
 
-def measure_deciders(results: Results, workload: Workload, name: str) -> None:
+def spread_out(recorded: Recorded, seed: int) -> Recorded:
+    """Spread requests of one recorded time until the next: the conversation trace has times of 3 s,
+    and no delay is short enough to tell of requests at the same moment."""
+    times = sorted({request.time_s for request in recorded.requests})
+    following = dict(zip(times, [*times[1:], times[-1] + 1.0], strict=True))
+    rng = random.Random(seed)
+    requests = [
+        replace(each, time_s=rng.uniform(each.time_s, following[each.time_s]))
+        for each in recorded.requests
+    ]
+    requests.sort(key=lambda request: request.time_s)
+    return Recorded(requests, recorded.block_tokens)
+
+
+def measure_deciders(results: Results, recorded: Recorded, name: str) -> None:
+    workloads = [spread_out(recorded, seed) for seed in SEEDS]
     section = f"deciders, {name}"
 
     def ttft_s(count: int, delay_s: float | None) -> float:
-        deciders = Deciders(count, ENGINES, delay_s)
-        figures = mean_figures([run(deciders, workload, [EngineSpec()] * ENGINES)])
+        figures = mean_figures(
+            [
+                run(Deciders(count, ENGINES, delay_s), workload, [EngineSpec()] * ENGINES)
+                for workload in workloads
+            ]
+        )
         title = f"{count}, {'unsynced' if delay_s is None else f'{delay_s * 1e3:g} ms'}"
         results.add(section, title, **figures)
         return figures["ttft_mean_s"]
@@ -313,6 +349,9 @@ def main(
         "approximate": lambda: measure_approximate(results, known, name),
         "deciders": lambda: measure_deciders(results, known, name),
     }
+    if chat is not None:
+        reference = chat
+        sections["reference"] = lambda: measure_reference(results, reference)
     for title, measure in sections.items():
         if only in title:
             with console.status(title):

@@ -32,6 +32,8 @@ _CROWDING = 0.1
 """Share of a request's prefill that it costs each other request on the worker. From 0.02 to 1 it
 trades the time to the first token against the time to the last; 0.1 is near best for both."""
 _SPREAD = 0.4
+_BUSY = 8.0
+"""Requests per worker from which on the spread is left out: it would be a thousandth."""
 _USUAL_GAIN = 0.02
 _EQUAL_SHARE = 0.05
 _EQUAL_S = 0.002
@@ -162,8 +164,9 @@ class ShortestTime:
             costs += 1.0
             costs *= own
             costs += candidates.wait_s
-        usual *= _SPREAD / (1.0 + candidates.mean_requests) ** 3
-        costs += (candidates.recent - candidates.recent.min()) * usual
+        if candidates.mean_requests < _BUSY:
+            usual *= _SPREAD / (1.0 + candidates.mean_requests) ** 3
+            costs += (candidates.recent - candidates.recent.min()) * usual
         if self._temperature > 0:
             return sample(costs, candidates, rng, self._temperature)
         return self._among_equals(pick_lowest(costs, candidates, rng), candidates, rng)

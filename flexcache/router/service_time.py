@@ -156,14 +156,14 @@ class ServiceTime:
             matched: Tokens that each tier supplies, fastest first; shape (3, workers).
         """
         a, b, att, dram, disk = self._used
-        new = num_tokens - matched.sum(axis=0)
+        cached, own = np.array([[1.0, 1.0, 1.0], [0.0, dram, disk]]) @ matched
+        new: FloatArray = num_tokens - cached
         # u*(b + att*(ctx + u/2)) with ctx = num_tokens - u
-        own: FloatArray = new * (-0.5 * att)
-        own += b + att * num_tokens
-        own *= new
+        compute: FloatArray = new * (-0.5 * att)
+        compute += b + att * num_tokens
+        compute *= new
+        own += compute
         own += a
-        own += matched[1] * dram
-        own += matched[2] * disk
         own *= self._factor
         return own
 
