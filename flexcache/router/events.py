@@ -19,7 +19,7 @@ from flexcache.events.wire import (
 )
 from flexcache.router.holders import Holder
 from flexcache.router.index import IndexPart, KVIndexer
-from flexcache.router.keys import Space, chain_of, pack
+from flexcache.router.keys import Space, chain_of, pack, pack_extra_keys
 from flexcache.router.names import BlockNames, NamesPart, Run
 from flexcache.router.workers import Tier
 
@@ -43,7 +43,7 @@ publishes the same names for its own blocks."""
 _UNNAMED_KINDS = frozenset({None, "unknown"})
 _LOW_64_BITS = (1 << 64) - 1
 _MAX_SIZES = 8
-_MAX_MEDIA = 16
+_MAX_MEDIA, _MAX_MEDIUM = 16, 32
 
 
 class SourcePart(msgspec.Struct, frozen=True, tag=True):
@@ -217,7 +217,7 @@ class EventApplier:
             if tier is None:
                 self.ignored["medium"] += 1
                 if len(self.unknown_media) < _MAX_MEDIA:
-                    self.unknown_media.add(str(medium))
+                    self.unknown_media.add(str(medium)[:_MAX_MEDIUM])
                 return None
             holder = self._places[source, rank, medium] = Holder(source, tier, rank)
             self._holders.setdefault(source, set()).add(holder)
@@ -258,12 +258,11 @@ class EventApplier:
         size, tokens, extra_keys = event.block_size, event.token_ids, event.extra_keys
         if not tokens or len(tokens) != size * len(names):
             return None
-        if extra_keys is not None:
-            if len(extra_keys) != len(names):
-                return None
-            extra_keys = [_without_adapter(keys, event.lora_name) for keys in extra_keys]
+        if extra_keys is not None and len(extra_keys) != len(names):
+            return None
+        own = [_without_adapter(keys, event.lora_name) for keys in extra_keys or ()]
         try:
-            packed = pack(tokens)
+            packed, extra = pack(tokens), pack_extra_keys(own) if any(own) else []
         except ValueError:
             self.ignored["malformed"] += 1
             return None
@@ -273,7 +272,7 @@ class EventApplier:
             names=names,
             parent=None if parent is None else low_64_bits(parent),
             packed=packed,
-            extra_keys=extra_keys,
+            extra_keys=extra,
         )
 
     # -- snapshots -------------------------------------------------------------------------------
@@ -328,6 +327,6 @@ def _low_64_bits(hashes: list[BlockHash]) -> list[int]:
 
 def _without_adapter(extra_keys: Any, adapter: str | None) -> Any:
     """Drop the adapter's name, which vLLM puts first in each block: it is part of the space."""
-    if adapter is not None and extra_keys and extra_keys[0] == adapter:
-        return extra_keys[1:]
-    return extra_keys
+    if adapter is None or not isinstance(extra_keys, list | tuple):
+        return extra_keys
+    return extra_keys[1:] if extra_keys[:1] in ([adapter], (adapter,)) else extra_keys

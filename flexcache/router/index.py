@@ -135,7 +135,7 @@ class KVIndexer:
             return self.holders.one(1 << bit)
         if mask >> bit & 1:
             return mask
-        return self.holders.one(mask & self.holders.alive | 1 << bit)
+        return self.holders.one(mask | 1 << bit)
 
     def removed(self, holder: Holder, keys: Sequence[int]) -> list[int]:
         """Note that a holder no longer has these blocks.

@@ -55,6 +55,19 @@ def pack(tokens: Tokens) -> bytes:
         raise ValueError(f"not token ids: {error}") from None
 
 
+def pack_extra_keys(extra_keys: Sequence[Any]) -> list[bytes]:
+    """Return what the KV of each block depends on besides its tokens and its space (images, salt,
+    embeddings) as bytes; none for a block without such.
+
+    Raises:
+        ValueError: An entry cannot be encoded.
+    """
+    try:
+        return [_encode(entry) if entry else b"" for entry in extra_keys]
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not extra keys: {error}") from None
+
+
 class KeyChain:
     """Computes the keys of one space. Immutable."""
 
@@ -77,17 +90,16 @@ class KeyChain:
         """
         stop = len(tokens) // self.space.block_size * self.space.block_size
         packed = pack(tokens if stop == len(tokens) else tokens[:stop])
-        return self.extend(None, packed, [[salt]] if salt else None)
+        return self.extend(None, packed, pack_extra_keys([[salt]]) if salt else ())
 
     def extend(
-        self, parent: int | None, packed: bytes, extra_keys: Sequence[Any] | None = None
+        self, parent: int | None, packed: bytes, extra_keys: Sequence[bytes] = ()
     ) -> list[int]:
         """Return the keys of the blocks after the block ``parent`` (None: a prompt's start).
 
         Args:
             packed: Tokens of whole blocks, from `pack`.
-            extra_keys: What the KV of a block depends on besides its tokens and its space (images,
-                salt, embeddings), one entry per block, None for nothing; may end early.
+            extra_keys: From `pack_extra_keys`, one entry per block; may end early.
         """
         key = self._root if parent is None else parent
         blocks = self._block.iter_unpack(packed)
@@ -95,7 +107,7 @@ class KeyChain:
             return [key := _hash(block, key) for (block,) in blocks]
         keys = []
         for extra, (block,) in zip(extra_keys, blocks, strict=False):
-            key = _hash(block + _encode(extra) if extra else block, key)
+            key = _hash(block + extra, key)
             keys.append(key)
         return keys + [key := _hash(block, key) for (block,) in blocks]
 

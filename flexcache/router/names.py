@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,14 +36,14 @@ class Run(NamedTuple):
         names: One per block.
         parent: Name of the block before them; None: a prompt's start.
         packed: All of their tokens, from `keys.pack`.
-        extra_keys: As for `KeyChain.extend`.
+        extra_keys: From `keys.pack_extra_keys`.
     """
 
     chain: KeyChain
     names: Sequence[int]
     parent: int | None
     packed: bytes
-    extra_keys: Sequence[Any] | None = None
+    extra_keys: Sequence[bytes] = ()
 
 
 class NamesPart(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +80,7 @@ class BlockNames:
         """Holdings by name instead of key."""
         self._loose: OrderedDict[tuple[int, int], Run] = OrderedDict()
         """Runs by the names of their parent and their first block."""
-        self._loose_after: dict[int, list[int]] = {}
+        self._loose_after: dict[int, dict[int, None]] = {}
         """By parent: the first names of its loose runs."""
         self._num_loose = 0
         self._max_loose = max_loose
@@ -201,7 +201,7 @@ class BlockNames:
         if known is not None and len(known.names) >= len(run.names):
             return
         if known is None:
-            self._loose_after.setdefault(parent, []).append(first)
+            self._loose_after.setdefault(parent, {})[first] = None
         else:
             self._num_loose -= len(known.names)
         self._loose[parent, first] = run
@@ -218,7 +218,7 @@ class BlockNames:
         self._num_loose -= len(run.names)
         parent, first = at
         firsts = self._loose_after[parent]
-        firsts.remove(first)
+        del firsts[first]
         if not firsts:
             del self._loose_after[parent]
         return run

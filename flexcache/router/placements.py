@@ -20,8 +20,8 @@ from flexcache.router.workers import Tier
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_NUM_BLOCKS = 8_192
-"""Capacity of a worker that tells none: 131,072 tokens, since guessing too much costs far more than
-guessing too little."""
+"""Capacity of a worker that tells none: 131,072 tokens. Small, because blocks that are assumed and
+not there draw requests to a worker that must compute them."""
 
 EXPECTED_FOR_S = 5.0
 

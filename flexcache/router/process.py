@@ -36,6 +36,8 @@ def run_router(config: RouterConfig) -> None:
     Raises:
         ConfigError: A setting, file or address cannot be used.
     """
+    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_config):
+        read(config)  # a bad setting is reported here, and not by each child again and again
     if config.proxies:
         asyncio.run(_supervise(config))
     else:
@@ -46,11 +48,11 @@ def run_router(config: RouterConfig) -> None:
 async def _run_alone(config: RouterConfig) -> None:
     """Decide and relay in one process."""
     stopped = _stop_event()
-    listener = bind_port(config.host, config.port, "port")
-    with bind_port(config.control_host, config.control_port, "control_port") as control_port:
-        config = with_ports(config, listener, control_port)
-    service = DeciderService(config, address_of(config))
     async with AsyncExitStack() as stack:
+        listener = stack.enter_context(bind_port(config.host, config.port, "port"))
+        with bind_port(config.control_host, config.control_port, "control_port") as control_port:
+            config = with_ports(config, listener, control_port)
+        service = DeciderService(config, address_of(config))
         stack.push_async_callback(service.close)
         await service.start()
         control = ControlApi(service)
@@ -68,8 +70,6 @@ async def _run_alone(config: RouterConfig) -> None:
 
 async def _supervise(config: RouterConfig) -> None:
     stopped = _stop_event()
-    for read in (listing_of, engine_headers, routing_of, proxy_config, gateway_config):
-        read(config)  # a bad setting is reported here, and not by each child again and again
     supervisor = Supervisor(config)
     _log_serving(supervisor.config)
     await supervisor.run(stopped)

@@ -38,6 +38,8 @@ def find_trouble(stats: RouterStats) -> Iterator[str]:
     yield from _of_workers(stats)
     yield from _of_sources(stats)
     yield from _of_predictions(stats)
+    if stats.index.blocks >= stats.index.max_blocks:
+        yield "The index is full and misses blocks that engines hold: raise max_blocks."
     if stats.tokens is not None:
         total, unknown = (
             sum(stats.tokens.requests.values()),

@@ -53,8 +53,11 @@ def listing_of(config: RouterConfig) -> tuple[Listing, WorkerFile | None]:
     """Return the workers that options list, and the file that lists others.
 
     Raises:
-        ConfigError: One is wrong.
+        ConfigError: One is wrong, or there is none and none could be added.
     """
+    if not (config.workers or config.worker_file or config.allowed_workers):
+        hint = "name an engine with --worker or in a file, or allow some to be added"
+        raise reject("workers", (), hint)
     file = None if config.worker_file is None else WorkerFile(config.worker_file)
     return parse_options(config.workers, config.events), file
 

@@ -474,18 +474,8 @@ def refusal(*options: str, **environ: str) -> str:
     return run.stdout + run.stderr
 
 
-def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
-    assert "control_token" in refusal("--control-host=0.0.0.0")
-    assert "--worker" in refusal("--worker=10.0.0.1:8000")
-    for proxies in (0, 1):
-        assert "policy" in refusal("--policy=best", f"--proxies={proxies}")
-    assert "no --worker" in refusal("--events=http://a:1=tcp://a:2")
-    with engines(1) as started, RouterProcess(started, proxies=1) as router:
-        port = router.url.rpartition(":")[2]
-        assert "port" in refusal(f"--port={port}", "--control-port=0")
-        assert "port" in refusal(f"--port={port}", "--control-port=0", "--proxies=1")
-        control_port = router.control.rpartition(":")[2]
-        assert "control_port" in refusal("--port=0", f"--control-port={control_port}")
+def test_what_cannot_work_is_refused_in_one_line() -> None:
+    assert "policy" in refusal("--worker=http://a:1", "--policy=best", "--port=0", "--proxies=1")
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_engines_figures_and_trouble_are_shown() -> None:
             figures = await words(page, "#figures")
             assert "76.9 %of 78 answers" in figures
             assert "123,456" in figures
+            assert "other routers1up, of 1; 42 requests" in figures
             assert "Only 60 of 78 predictions" in await words(page, "#trouble")
             assert page.complaints == []
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from builders import ROOT
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -421,6 +421,8 @@ def test_names_that_mean_other_blocks_elsewhere() -> None:
     assert depths(applier, PROMPT) == {("e", "gpu"): 16}
     assert depths(applier, other) == {("f", "gpu"): 20}
     applier.check()
+    applier.apply("f", batch(numbered(PROMPT), BlockRemoved([6], "GPU")))
+    assert depths(applier, PROMPT)["f", "gpu"] == 20, "a number means what it was told to mean last"
 
 
 def test_what_waits_is_bounded() -> None:
@@ -450,6 +452,48 @@ def test_malformed_events_do_no_harm() -> None:
     assert depths(applier, PROMPT) == {}
     applier.apply("e", batch(stored(PROMPT)))
     assert depths(applier, PROMPT) == {("e", "gpu"): 24}
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=3)
+    | st.binary(max_size=3) | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "type": st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "New"]),
+                "block_hashes": st.lists(st.integers(0, 3) | st.binary(max_size=9), max_size=3),
+                "token_ids": st.lists(st.integers(-1, 2**32), max_size=6),
+                "block_size": st.integers(-1, 3),
+            },
+            optional={
+                "medium": st.sampled_from(["GPU", "gpu", "?", None]),
+                "parent_block_hash": st.integers(0, 3),
+                "lora_name": st.text(max_size=1),
+                "lora_id": st.integers(),
+                "extra_keys": st.lists(anything, max_size=3),
+                "group_idx": st.integers(-1, 2),
+                "kv_cache_spec_kind": st.text(max_size=3),
+            },
+        ),
+        max_size=6,
+    )
+)
+def test_whatever_can_be_decoded_can_be_applied(events: list[dict[str, Any]]) -> None:
+    applier = make(("e", stored(PROMPT)))
+    for event in events:
+        try:
+            decoded = decode_batch(msgspec.msgpack.encode([1.0, [event], 0]))
+        except (ValueError, OverflowError):
+            continue
+        applier.apply("other", decoded)
+        applier.check()
+    assert depths(applier, PROMPT)["e", "gpu"] == 24
 
 
 # -- publishers ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from flexcache.errors import InternalError
 from flexcache.router.holders import Holder, Holders
 from flexcache.router.index import IndexPart, KVIndexer
-from flexcache.router.keys import KeyChain, Space, pack
+from flexcache.router.keys import KeyChain, Space, pack, pack_extra_keys
 from flexcache.router.lookup import WorkerTable
 from flexcache.router.workers import EventSource, Tier, WorkerSpec
 
@@ -212,6 +212,7 @@ def test_a_bit_is_given_again_only_after_a_whole_sweep() -> None:
     while index.sweep(10):
         index.check()
     index.stored(A, keys_of([5]))
+    assert index.num_blocks == 1
     for prompt, depth in (([1, 2, 3], 0), ([4], 0), ([5], 1)):
         assert depth_of(index, A, keys_of(prompt)) == depth
     assert index.holders.num_bits <= 3
@@ -269,7 +270,7 @@ def test_keys_are_the_same_in_one_go_and_block_by_block(
     assert len(keys) == len(tokens) // size
     assert chain.block_keys(np.array(tokens, np.int64), salt=salt) == keys
     split = min(split, len(keys))
-    extra = [[salt] if salt and not at else None for at in range(len(keys))]
+    extra = pack_extra_keys([[salt] if salt and not at else None for at in range(len(keys))])
     stop = len(keys) * size
     first = chain.extend(None, pack(tokens[: split * size]), extra[:split])
     parent = first[-1] if first else None
@@ -292,7 +293,7 @@ def test_spaces_salts_and_extra_keys_share_nothing() -> None:
     chains = [KeyChain(Space(size, name)) for size in (8, 16) for name in (None, "x", "y", 1)]
     sets = [chain.block_keys(tokens, salt=salt) for chain in chains for salt in (None, "x", "y")]
     sets += [
-        chain.extend(None, pack(tokens), extra)
+        chain.extend(None, pack(tokens), pack_extra_keys(extra))
         for chain in chains
         for extra in ([["image", 0]], [[["x", 0]]], [[["x", 1]]], [[b"x"]])
     ]

@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_stats import SOURCE_A, A, B, make_routing, make_source, make_stats, make_worker
+from router_stats import (
+    SOURCE_A,
+    A,
+    B,
+    make_index,
+    make_routing,
+    make_source,
+    make_stats,
+    make_worker,
+)
 
 from flexcache.errors import FlexCacheError
 from flexcache.router.report import find_trouble, from_json, to_json
@@ -79,6 +88,7 @@ PEER = PeerStats(is_up=False, requests=0, batches=0, gaps=0, last_batch_age_s=No
         ({"routing": routing(cached_tokens=cached(unreported=20))}, "No answer reports"),
         ({"routing": routing(cached_tokens=cached(exact=10, over=10))}, "Only 10 of 20"),
         ({"routing": routing(matched_tokens={"gpu": 0})}, "None of 100 prompts"),
+        ({"index": replace(make_index(), max_blocks=make_index().blocks)}, "index is full"),
         ({"tokens": replace(TOKENS, requests={"local": 9, "unknown": 11})}, "11 of 20 prompts"),
         ({"proxy": replace(PROXY, processes=0)}, "No proxy process"),
         ({"peers": {"a-peer": PEER}}, "Router a-peer is away"),

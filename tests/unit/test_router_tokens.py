@@ -332,7 +332,7 @@ def shared(directory: Path) -> Iterator[Reader]:
 def test_hostile_bodies_cost_little(make_reader: Callable[..., Reader]) -> None:
     reader = make_reader(max_body=1 << 20, max_messages=100, max_text=100_000)
     user = {"role": "user", "content": "x"}
-    deep = b'{"messages": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    deep = b'{"messages": ' + b"[" * 40_000 + b"]" * 40_000 + b"}"
     nested = (
         b'{"messages": [{"role": "user", "content": "x", "a": '
         + b'{"a":' * 900
@@ -340,6 +340,11 @@ def test_hostile_bodies_cost_little(make_reader: Callable[..., Reader]) -> None:
         + b"}" * 900
         + b"}]}"
     )
+    bombs = [b"{}," * 60_000, b"[]," * 60_000, b'"",' * 310_000]
+    for bomb in bombs:
+        body = b'{"messages": [{"role": "user", "content": "x", "a": [%s 1]}]}' % bomb
+        assert reader.read(CHAT, body).token_ids is None
+    assert reader.reasons() == {"too long": 3}
     for body, reason in (
         (b" " * (1 << 20) + b"1", "too long"),
         ({"messages": [user] * 101}, "too long"),

@@ -16,6 +16,9 @@ import numpy as np
 CHARS_PER_TOKEN = 4
 """For estimates: English text and code have 3.5 to 4.5 characters a token."""
 
+CHAT_PATH = "/v1/chat/completions"
+COMPLETION_PATH = "/v1/completions"
+
 TOKENS_PER_MEDIUM = 576
 """For estimates: an image of 336 by 336 pixels in patches of 14."""
 
@@ -184,12 +187,19 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 _DECODERS: dict[str, Callable[[bytes], Body]] = {
-    "/v1/completions": msgspec.json.Decoder(CompletionBody).decode,
-    "/v1/chat/completions": msgspec.json.Decoder(ChatBody).decode,
+    COMPLETION_PATH: msgspec.json.Decoder(CompletionBody).decode,
+    CHAT_PATH: msgspec.json.Decoder(ChatBody).decode,
 }
 _decode_any = msgspec.json.Decoder(Body).decode
 _text = msgspec.json.Decoder(str)
 _texts = msgspec.json.Decoder(list[str])
+
+
+def count_structure(raw: bytes) -> tuple[int, int]:
+    """Count opening braces with brackets, and commas: bounds on what a parser has to make."""
+    octets = np.frombuffer(raw, dtype=np.uint8)
+    opening = (octets | 0x20) == ord("{")  # "[" is the same without that bit
+    return int(np.count_nonzero(opening)), int(np.count_nonzero(octets == ord(",")))
 
 
 def read_body(path: str, raw: bytes) -> Body:

@@ -79,7 +79,7 @@ class Comparison:
             body = read_body(path, raw)
             if not isinstance(body, (ChatBody, CompletionBody)):
                 return False
-            made = await self._local.tokens(model.files, body)
+            made = await self._local.tokens(model.files, body, len(raw))
             if made.num_tokens > len(made.ids):
                 return False  # not all is known: media
             theirs = await self._asked.render(model, path, raw, body, url)

@@ -12,6 +12,8 @@ class TokenLimits:
 
     Attributes:
         max_body: Bytes of a body that is looked into.
+        max_braces: Braces and brackets in a body; each may be an object that the parser makes.
+        max_commas: Commas in a body, which separate the other values, unless it has token ids.
         max_messages: Messages of a chat.
         max_text: Characters of a prompt.
         memo_bytes: Memory of remembered tokens.
@@ -27,6 +29,8 @@ class TokenLimits:
     """
 
     max_body: int = 16 << 20
+    max_braces: int = 50_000
+    max_commas: int = 300_000
     max_messages: int = 4096
     max_text: int = 8 << 20
     memo_bytes: int = 256 << 20

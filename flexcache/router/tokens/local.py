@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 # What takes less than a millisecond or two is done in the loop.
 _LOOP_CHARS = 400  # to be encoded
 _LOOP_MESSAGES = 128  # to be rendered
-_LOOP_TEXT = 1 << 20  # to be split
+_LOOP_TEXT = 1 << 20  # to be rendered or split
 _SHORT_CHARS = 32_768  # 30 ms: not to wait behind texts of a second
 
 
@@ -50,26 +50,31 @@ class LocalTokens:
         """Memory of the memo."""
         return self._memo.num_bytes
 
-    async def tokens(self, files: ModelFiles, body: ChatBody | CompletionBody) -> Prompt:
+    async def tokens(
+        self, files: ModelFiles, body: ChatBody | CompletionBody, num_bytes: int
+    ) -> Prompt:
         """Make the tokens of a request.
+
+        Args:
+            num_bytes: Length of the raw body.
 
         Raises:
             UnknownPrompt: They cannot be made.
         """
         if isinstance(body, ChatBody):
-            return await self._chat(files, body)
+            return await self._chat(files, body, num_bytes)
         prompt = read_prompt(body.prompt)
         if isinstance(prompt, np.ndarray):
             return Prompt(prompt, len(prompt), 0)
         return await self._text(files, prompt, body.add_special_tokens)
 
-    async def _chat(self, files: ModelFiles, body: ChatBody) -> Prompt:
+    async def _chat(self, files: ModelFiles, body: ChatBody, num_bytes: int) -> Prompt:
         template = files.chat_with_tools if body.tools else files.chat
         if template is None:
             raise UnknownPrompt("no chat template")
         if len(body.messages) > self._limits.max_messages:
             raise UnknownPrompt("too long")
-        is_quick = len(body.messages) <= _LOOP_MESSAGES
+        is_quick = len(body.messages) <= _LOOP_MESSAGES and num_bytes <= _LOOP_TEXT
         text, whole = await self._call(is_quick, lambda: template.render(body))
         if whole:
             return await self._text(files, text, body.add_special_tokens)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from flexcache.router.tokens.body import Kind
+from flexcache.router.tokens.body import CHAT_PATH, COMPLETION_PATH, Kind
 
 _TEXT = (
     "  Ünïcode, 数字 1234567 and\ttabs;\n\n  def f(x):\n      return x ** 2  # 'quoted' \"text\"\n"
@@ -42,11 +42,11 @@ def probes(kind: Kind, model: str) -> tuple[str, list[bytes]]:
         Their path, and bodies, the most telling first. Not every template takes each of them.
     """
     if kind is Kind.COMPLETION:
-        return "/v1/completions", [_body(model, prompt=_TEXT)]
+        return COMPLETION_PATH, [_body(model, prompt=_TEXT)]
     if kind is Kind.CHAT:
-        return "/v1/chat/completions", [_body(model, messages=chat) for chat in _CHATS]
+        return CHAT_PATH, [_body(model, messages=chat) for chat in _CHATS]
     with_tools = {"tools": [_TOOL], "tool_choice": "none"}
-    return "/v1/chat/completions", [_body(model, messages=chat, **with_tools) for chat in _CHATS]
+    return CHAT_PATH, [_body(model, messages=chat, **with_tools) for chat in _CHATS]
 
 
 def _body(model: str, **fields: Any) -> bytes:

@@ -18,11 +18,13 @@ from flexcache.router.request import RouteRequest
 from flexcache.router.stats import TokenizerStats
 from flexcache.router.tokens.asked import AskedTokens
 from flexcache.router.tokens.body import (
+    CHAT_PATH,
     Body,
     ChatBody,
     CompletionBody,
     Kind,
     UnknownPrompt,
+    count_structure,
     read_body,
     read_prompt,
 )
@@ -141,7 +143,11 @@ class Tokenizers:
     def _parse(self, path: str, raw: bytes) -> Body:
         if not raw:
             raise UnknownPrompt("no body")
-        if len(raw) > self._limits.max_body:
+        limits = self._limits
+        if len(raw) > limits.max_body:
+            raise UnknownPrompt("too long")
+        braces, commas = count_structure(raw)
+        if braces > limits.max_braces or (path == CHAT_PATH and commas > limits.max_commas):
             raise UnknownPrompt("too long")
         return read_body(path, raw)
 
@@ -169,7 +175,7 @@ class Tokenizers:
         if model.engines:
             self._comparison.sample(model, path, raw, body, asyncio.get_running_loop().time())
         if way is Way.LOCAL and model.files is not None:
-            return await self._local.tokens(model.files, body), way.value
+            return await self._local.tokens(model.files, body, len(raw)), way.value
         if way is Way.RENDER and model.engines:
             return await self._asked.tokens(model, path, raw, body), way.value
         raise UnknownPrompt("no tokenizer")

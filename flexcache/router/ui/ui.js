@@ -200,6 +200,12 @@ function figures(stats) {
     found.push(figure("retries", count(stats.proxy.retries),
       `${count(ended.aborted || 0)} aborted, ${count(ended.broken || 0)} broken`));
   }
+  const peers = Object.values(stats.peers || {});
+  if (peers.length) {
+    const theirs = peers.reduce((n, peer) => n + peer.requests, 0);
+    found.push(figure("other routers", count(peers.filter((peer) => peer.is_up).length),
+      `up, of ${peers.length}; ${count(theirs)} requests`));
+  }
   found.push(figure("index", `${count(stats.index.blocks)}`, `blocks, ${bytes(stats.index.bytes)}`));
   return found;
 }
