@@ -95,8 +95,9 @@ def test_requests_go_where_their_blocks_are(proxies: int) -> None:
         assert {answer.matched for answer in answers} == {len(PROMPT) // BLOCK * BLOCK - BLOCK}
         until(lambda: router.stats()["routing"]["cached_tokens"]["exact"] == 4)
         assert router.num_reserved() == 0
-        (part,) = [json.loads(line) for line in router.get("/dump").splitlines()][:1]
-        assert part["holders"] == [[three[2].events, "gpu"]] and part["sets"] == [[0]]
+        parts = [json.loads(line) for line in router.get("/dump").splitlines()]
+        held = {part["holders"][at][0] for part in parts for each in part["sets"] for at in each}
+        assert held == {three[2].events}
         assert router.stop() == 0
 
 
