@@ -127,7 +127,7 @@ def compare(rounds: int, peers: Path, directory: Path, say: Say) -> Iterator[Res
                 measure(system, found[name], name)
                 for fake in fakes:
                     fake.behave(token_interval_s=0.0)
-                if name != PEERS[1]:
+                if name != PEERS[1]:  # its tokens are paced
                     measure_waiting(system, found[name])
         if PEERS[1] in systems:
             work.joinpath("at once").mkdir()
@@ -165,7 +165,9 @@ def abort(num_clients: int, say: Say) -> Iterator[Result]:
     """Clients that leave; checks that nothing is left of them."""
     say(f"{num_clients} clients leave")
     with ExitStack() as stack:
-        fakes = [stack.enter_context(FakeEngine(token_interval_s=0.002)) for _ in range(2)]
+        fakes = [
+            stack.enter_context(FakeEngine(token_interval_s=TOKEN_INTERVAL_S)) for _ in range(2)
+        ]
         system = stack.enter_context(ours(fakes))
         before = system.cpu_s()
         took = leave(system.port, num_clients, concurrency=64, seed=0)

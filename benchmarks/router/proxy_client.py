@@ -124,8 +124,9 @@ async def _send_and_leave(port: int, message: bytes, rng: random.Random) -> None
         stage = rng.randrange(10)
         writer.write(message[: rng.randrange(len(message))] if stage == 0 else message)
         if stage < 4:
-            await asyncio.sleep(rng.random() * 0.01)
+            await asyncio.sleep(rng.random() * 0.005)
         else:
-            for _ in range(stage - 3):
-                await reader.read(4096)
+            await reader.read(4096)  # the header, and perhaps the first token
+        if stage > 7:
+            await reader.read(4096)
         writer.transport.abort()

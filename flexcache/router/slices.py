@@ -13,18 +13,21 @@ MAX_BLOCKS = 256
 
 
 def slices(batch: EventBatch) -> Iterator[EventBatch]:
-    """Yield the batch in parts of at most `MAX_BLOCKS` blocks, in order."""
+    """Yield the batch in parts of at most `MAX_BLOCKS` blocks, in order.
+
+    The last part has the number of unknown events.
+    """
     events: list[Event] = []
     room = MAX_BLOCKS
     for event in batch.events:
         for piece in _pieces(event):
             size = _num_blocks(piece)
             if events and size > room:
-                yield msgspec.structs.replace(batch, events=events)
+                yield msgspec.structs.replace(batch, events=events, num_unknown=0)
                 events, room = [], MAX_BLOCKS
             events.append(piece)
             room -= size
-    if events:
+    if events or batch.num_unknown:
         yield msgspec.structs.replace(batch, events=events)
 
 

@@ -403,7 +403,7 @@ class Engine:
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", "none")}
         text = "x" * behaviour.token_bytes
         if not body.get("stream"):
-            await asyncio.sleep(behaviour.token_interval_s * count)
+            await asyncio.sleep(behaviour.token_interval_s * (count - 1))
             shown = usage if behaviour.reports_usage else None
             answer = _chunk(body, text * count, shown, "length")
             return web.json_response(answer, headers=headers)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -53,17 +54,19 @@ class InTurn:
         self.first_tokens: set[str] = set()
         self.outcomes: Counter[str] = Counter()
         self.ended_last: deque[dict[str, Any]] = deque(maxlen=_KEPT)
-        self.arrivals: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self.arrivals: deque[tuple[str, Mapping[str, str]]] = deque(maxlen=_KEPT)
         self._turn = 0
 
     async def choose(self, arrival: Arrival) -> Choice:
         if not self.urls:
             raise NotRouted(503, "no worker is up", 1.5)
-        self.arrivals.append({"path": arrival.path, "headers": dict(arrival.headers)})
-        turn = self.urls[self._turn :] + self.urls[: self._turn]
-        if not arrival.tried:
-            self._turn = (self._turn + 1) % len(self.urls)
-        url = min(turn, key=lambda url: url in arrival.tried)
+        self.arrivals.append((arrival.path, arrival.headers))
+        turn = self._turn
+        if arrival.tried:
+            url = min(self.urls, key=lambda url: (url in arrival.tried, url != self.urls[turn]))
+        else:
+            url = self.urls[turn]
+            self._turn = (turn + 1) % len(self.urls)
         assert arrival.request_id not in self.open
         self.open[arrival.request_id] = url
         return Choice(worker=url, url=url, headers=self.headers, matched_tokens=self.matched_tokens)
@@ -173,7 +176,9 @@ async def _run(setup: dict[str, Any]) -> None:
                 "num_open": len(chooser.open),
                 "outcomes": chooser.outcomes,
                 "ended": list(chooser.ended_last),
-                "arrivals": list(chooser.arrivals),
+                "arrivals": [
+                    {"path": path, "headers": dict(headers)} for path, headers in chooser.arrivals
+                ],
             }
         )
 

@@ -200,7 +200,8 @@ def test_a_plain_subscriber_gets_topic_number_and_payload() -> None:
     assert (topic, len(number)) == (b"kv@10.0.0.1:8000@llama", 8)
     ts, events, rank = msgspec.msgpack.decode(payload)
     assert isinstance(ts, float) and rank == 2
-    assert [event["type"] for event in events] == ["BlockStored", "BlockRemoved"]
+    types = [event["type"] for event in events]  # what was published meanwhile shares the batch
+    assert types == ["BlockStored", "BlockRemoved"] * (len(events) // 2)
     assert events[0]["block_hashes"] == events[1]["block_hashes"] == [7]
     assert events[0]["token_ids"] == [5, 6]
 

@@ -18,6 +18,7 @@ protocol = pytest.importorskip(
     "envoy.service.ext_proc.v3.external_processor_pb2", reason="the extra gateway is not installed"
 )
 
+import grpc  # noqa: E402
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, Metadata  # noqa: E402
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import (  # noqa: E402
     ProcessingMode,
@@ -26,6 +27,7 @@ from google.protobuf.struct_pb2 import Struct  # noqa: E402
 
 from flexcache.router.gateway.destinations import Destinations  # noqa: E402
 from flexcache.router.gateway.exchange import BadStream, Exchange, Stage  # noqa: E402
+from flexcache.router.gateway.picker import Picker  # noqa: E402
 from flexcache.router.gateway.room import Room  # noqa: E402
 
 HttpBody, HttpHeaders = protocol.HttpBody, protocol.HttpHeaders
@@ -248,6 +250,82 @@ def test_messages_in_any_order_leave_nothing(steps: list[str]) -> None:
     assert chooser.notes.count("first token") <= 1
     if "first token" in chooser.notes:
         assert chooser.notes[0] == "first token"
+
+
+# -- the stream -----------------------------------------------------------------------------------
+
+
+class FakeStream:
+    """A gRPC stream whose messages are all there already; every read and write takes a turn."""
+
+    def __init__(self, *names: str, is_open: bool = False) -> None:
+        self.written: list[str] = []
+        self._messages = [MESSAGES[name] for name in names]
+        self._is_open = is_open
+
+    async def read(self) -> Any:
+        await asyncio.sleep(0)
+        if self._messages:
+            return self._messages.pop(0)
+        if self._is_open:
+            await asyncio.Event().wait()
+        return grpc.aio.EOF
+
+    async def write(self, reply: Any) -> None:
+        await asyncio.sleep(0)
+        self.written.append(reply.WhichOneof("response"))
+
+    async def abort(self, code: Any, text: str) -> None:
+        self.written.append(code.name)
+
+
+class Choosing(Ledger):
+    """Takes some turns of the loop to choose, or for ever."""
+
+    def __init__(self, turns: int | None = 0) -> None:
+        super().__init__()
+        self._turns = turns
+
+    async def choose(self, arrival: Arrival) -> Choice:
+        if self._turns is None:
+            await asyncio.Event().wait()
+        for _ in range(self._turns or 0):
+            await asyncio.sleep(0)
+        return CHOICE
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 5])
+def test_no_message_is_lost_however_early_it_comes(turns: int) -> None:
+    chooser = Choosing(turns)
+    stream = FakeStream("headers", "last piece", "status", "answer", "last answer")
+    room = Room(1000, 1000)
+    asyncio.run(Picker(chooser, room).Process(None, stream))
+    assert stream.written == [
+        "request_headers", "request_body", "response_headers", "response_body", "response_body",
+    ]  # fmt: skip
+    assert chooser.notes == ["first token", "done"]
+    room.check(is_idle=True)
+
+
+def test_a_stream_that_ends_while_its_request_waits_ends_the_wait() -> None:
+    chooser = Choosing(None)
+    stream = FakeStream("headers", "last piece")
+    asyncio.run(asyncio.wait_for(Picker(chooser, Room(1000, 1000)).Process(None, stream), 30))
+    assert stream.written == chooser.notes == []
+
+
+def test_a_refused_stream_is_not_read_further() -> None:
+    stream = FakeStream("headers", "piece", "piece", "piece", is_open=True)
+    picker = Picker(Choosing(), Room(1000, 10_000))
+    asyncio.run(asyncio.wait_for(picker.Process(None, stream), 30))
+    assert stream.written == ["immediate_response"]
+
+
+def test_messages_out_of_order_end_the_stream() -> None:
+    stream = FakeStream("status", is_open=True)
+    picker = Picker(Choosing(), Room(1000, 1000))
+    asyncio.run(asyncio.wait_for(picker.Process(None, stream), 30))
+    assert stream.written == ["FAILED_PRECONDITION"]
 
 
 # -- addresses ------------------------------------------------------------------------------------

@@ -54,11 +54,14 @@ def told(event: Event) -> list[object]:
 
 @given(st.lists(some_event, max_size=6))
 def test_slices_are_small_and_say_the_same(events: list[Event]) -> None:
-    batch = EventBatch(1.0, events, 3)
+    batch = EventBatch(1.0, events, 3, num_unknown=2)
     parts = list(slices(batch))
+    assert sum(part.num_unknown for part in parts) == 2
     for part in parts:
         assert (part.ts, part.data_parallel_rank) == (1.0, 3)
-        assert 0 < sum(len(told(event)) for event in part.events) <= MAX_BLOCKS
+        num_blocks = sum(len(told(event)) for event in part.events)
+        assert num_blocks <= MAX_BLOCKS
+        assert num_blocks or part.num_unknown
     assert [block for part in parts for event in part.events for block in told(event)] == [
         block for event in events for block in told(event)
     ]

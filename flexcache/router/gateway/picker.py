@@ -60,9 +60,10 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
             self.num_streams -= 1
 
     async def _follow(self, exchange: Exchange, context: Any) -> None:
-        reading: asyncio.Future[Any] = asyncio.ensure_future(context.read())
+        reading: asyncio.Future[Any] | None = None
         try:
-            while (message := await reading) is not grpc.aio.EOF:
+            while (message := await (reading or context.read())) is not grpc.aio.EOF:
+                reading = None
                 replies = exchange.take(message)
                 if exchange.stage is Stage.WHOLE:
                     reading = asyncio.ensure_future(context.read())
@@ -71,11 +72,10 @@ class Picker(ExternalProcessorServicer):  # type: ignore[misc]
                     await context.write(reply)
                 if exchange.stage is Stage.OVER:
                     return
-                if reading.done():
-                    reading = asyncio.ensure_future(context.read())
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
 
     async def _place(
         self, exchange: Exchange, reading: asyncio.Future[Any]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from aiohttp import web
 
@@ -23,17 +21,21 @@ class BodyRefused(Exception):
         self.status = status
 
 
-class _Body:
+class Body:
     """The part of a body that has arrived."""
 
-    __slots__ = ("chunks", "size")
+    __slots__ = ("_chunks", "size")
 
     def __init__(self) -> None:
-        self.chunks: list[bytes] = []
+        self._chunks: list[bytes] = []
         self.size = 0
 
+    def add(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        self.size += len(chunk)
+
     def joined(self) -> bytes:
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+        return self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
 
 
 class Bodies:
@@ -51,22 +53,24 @@ class Bodies:
         self._timeout_s = timeout_s
         self._held_bytes = 0
 
-    @asynccontextmanager
-    async def read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """Hold the body of a request while the context lasts.
+    async def read(self, request: web.Request, body: Body) -> bytes:
+        """Read the body of a request.
+
+        Args:
+            body: Empty. To be released, also after an error.
 
         Raises:
             BodyRefused: It is too large, too slow, malformed or cut, or there is no room for it.
         """
-        body = _Body()
-        try:
-            if not request.content.is_eof():
-                await self._collect(request, body)
-            elif request.body_exists:
-                self._take(request.content.read_nowait(), body)
-            yield body.joined()
-        finally:
-            self._held_bytes -= body.size
+        if not request.content.is_eof():
+            await self._collect(request, body)
+        elif request.body_exists:
+            self._take(request.content.read_nowait(), body)
+        return body.joined()
+
+    def release(self, body: Body) -> None:
+        """Note that a body is no longer held."""
+        self._held_bytes -= body.size
 
     def check(self, *, is_idle: bool) -> None:
         """Check invariants.
@@ -80,7 +84,7 @@ class Bodies:
         if self._held_bytes < 0 or (is_idle and self._held_bytes):
             raise InternalError(f"{self._held_bytes} bytes held, is_idle={is_idle}")
 
-    async def _collect(self, request: web.Request, body: _Body) -> None:
+    async def _collect(self, request: web.Request, body: Body) -> None:
         if (request.content_length or 0) > self._max_bytes:
             raise self._too_large()
         try:
@@ -92,13 +96,12 @@ class Bodies:
         except ConnectionError:
             raise BodyRefused(400, "the client left") from None
 
-    async def _read_all(self, request: web.Request, body: _Body) -> None:
+    async def _read_all(self, request: web.Request, body: Body) -> None:
         while chunk := await request.content.readany():
             self._take(chunk, body)
 
-    def _take(self, chunk: bytes, body: _Body) -> None:
-        body.chunks.append(chunk)
-        body.size += len(chunk)
+    def _take(self, chunk: bytes, body: Body) -> None:
+        body.add(chunk)
         self._held_bytes += len(chunk)
         if body.size > self._max_bytes:
             raise self._too_large()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from multidict import CIMultiDict, CIMultiDictProxy
+from aiohttp import hdrs
+from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 REQUEST_ID = "x-request-id"
 WORKER = "x-flexcache-worker"
@@ -18,8 +19,9 @@ MATCHED_TOKENS = "x-flexcache-matched-tokens"
 ROUTING_HEADERS = ("content-type", "x-session-id")
 """Passed to the chooser."""
 
-_HOP_BY_HOP = frozenset(
-    {
+_HOP_BY_HOP = tuple(
+    istr(name)
+    for name in (
         "connection",
         "keep-alive",
         "proxy-authenticate",
@@ -30,9 +32,9 @@ _HOP_BY_HOP = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
-    }
+    )
 )
-_NOT_TO_ENGINES = _HOP_BY_HOP | {"host", "content-length", "expect"}
+_NOT_TO_ENGINES = (*_HOP_BY_HOP, hdrs.HOST, hdrs.CONTENT_LENGTH, hdrs.EXPECT)
 """`Host` and the body's length are the new request's own."""
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,200}")
@@ -66,13 +68,11 @@ def to_client(headers: Headers) -> CIMultiDict[str]:
     return _without(headers, _HOP_BY_HOP)
 
 
-def _without(headers: Headers, dropped: frozenset[str]) -> CIMultiDict[str]:
-    nominated = headers.getall("Connection", None)
-    if nominated is not None:
-        names = (name.strip().lower() for line in nominated for name in line.split(","))
-        dropped = dropped.union(names)
-    kept: CIMultiDict[str] = CIMultiDict()
-    for name, value in headers.items():
-        if name.lower() not in dropped:
-            kept.add(name, value)
+def _without(headers: Headers, dropped: tuple[istr, ...]) -> CIMultiDict[str]:
+    kept = CIMultiDict(headers)
+    for line in headers.getall(hdrs.CONNECTION, ()):
+        for name in line.split(","):
+            kept.popall(name.strip(), None)
+    for name in dropped:
+        kept.popall(name, None)
     return kept

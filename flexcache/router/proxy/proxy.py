@@ -18,7 +18,7 @@ from flexcache.errors import InternalError
 from flexcache.router.chooser import Arrival, Choice, Chooser, NotRouted, Outcome
 from flexcache.router.proxy import answers, headers
 from flexcache.router.proxy.access import ApiKeys
-from flexcache.router.proxy.bodies import Bodies, BodyRefused
+from flexcache.router.proxy.bodies import Bodies, Body, BodyRefused
 from flexcache.router.proxy.config import ProxyConfig
 from flexcache.router.proxy.engines import Engines, NoAnswer, NotTaken
 from flexcache.router.proxy.life import RequestLife
@@ -145,48 +145,61 @@ class Proxy:
     async def _send(
         self, request: web.Request, life: RequestLife, shown_id: str
     ) -> ClientResponse | web.Response:
-        """Send a request to engines until one answers. Its body is held only meanwhile.
+        """Read a request and send it to engines until one answers. Its body is held only meanwhile.
 
         Raises:
             BodyRefused: See `Bodies.read`.
         """
-        fields, method, target = request.headers, request.method, request.raw_path
-        async with self._bodies.read(request) as body:
-            self._budget.add_request()
+        fields, held = request.headers, Body()
+        try:
+            body = await self._bodies.read(request, held)
             arrival = Arrival(
                 request_id=life.request_id,
-                method=method,
-                path=target,
+                method=request.method,
+                path=request.raw_path,
                 headers={n: fields[n] for n in headers.ROUTING_HEADERS if n in fields},
                 body=body,
             )
-            data = body if body or request.body_exists else None
-            failure: NotTaken | None = None
-            while True:
-                try:
-                    choice = await self._chooser.choose(arrival)
-                except NotRouted as refused:
-                    return _not_routed(refused) if failure is None else _not_taken(failure)
-                life.begin(choice)
-                if failure and choice.worker in arrival.tried and not failure.may_be_stale:
+            return await self._place(arrival, fields, life, shown_id, request.body_exists)
+        finally:
+            self._bodies.release(held)
+
+    async def _place(
+        self,
+        arrival: Arrival,
+        fields: headers.Headers,
+        life: RequestLife,
+        shown_id: str,
+        has_body: bool,
+    ) -> ClientResponse | web.Response:
+        """Send a request to the engines that the chooser names, until one answers."""
+        self._budget.add_request()
+        body = arrival.body if has_body else None
+        failure: NotTaken | None = None
+        while True:
+            try:
+                choice = await self._chooser.choose(arrival)
+            except NotRouted as refused:
+                return _not_routed(refused) if failure is None else _not_taken(failure)
+            life.begin(choice)
+            if failure is not None:
+                if choice.worker in arrival.tried and not failure.may_be_stale:
                     return _not_taken(failure)  # no other engine is left
-                added = {**choice.headers, headers.REQUEST_ID: shown_id}
-                try:
-                    return await self._engines.send(
-                        choice, method, target, headers.to_engine(fields, added), data
-                    )
-                except NoAnswer as error:
-                    life.end(Outcome.BROKEN)
-                    return answers.error(502, str(error))
-                except NotTaken as error:
-                    life.end(Outcome.REFUSED)
-                    if error.retry_after is None and failure is not None:
-                        error.retry_after = failure.retry_after
-                    failure = error
-                arrival = replace(arrival, tried=(*arrival.tried, choice.worker))
-                if len(arrival.tried) > self._config.max_retries or not self._budget.take_retry():
-                    return _not_taken(failure)
                 self.num_retries += 1
+            passed = headers.to_engine(fields, {**choice.headers, headers.REQUEST_ID: shown_id})
+            try:
+                return await self._engines.send(choice, arrival.method, arrival.path, passed, body)
+            except NoAnswer as error:
+                life.end(Outcome.BROKEN)
+                return answers.error(502, str(error))
+            except NotTaken as error:
+                life.end(Outcome.REFUSED)
+                if error.retry_after is None and failure is not None:
+                    error.retry_after = failure.retry_after
+                failure = error
+            arrival = replace(arrival, tried=(*arrival.tried, choice.worker))
+            if len(arrival.tried) > self._config.max_retries or not self._budget.take_retry():
+                return _not_taken(failure)
 
     async def _pass_on(
         self, request: web.Request, life: RequestLife, answer: ClientResponse, shown_id: str

@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -131,8 +132,7 @@ class _Turned(asyncio.Protocol):
     """Closes a connection that is one too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+        cast(asyncio.Transport, transport).abort()
 
 
 def _within_limit(runner: web.AppRunner, limit: int) -> Callable[[], asyncio.Protocol]:

@@ -24,6 +24,7 @@ from flexcache.router.tokens.body import (
     CompletionBody,
     Kind,
     UnknownPrompt,
+    count_structure,
     read_body,
     read_prompt,
 )
@@ -143,11 +144,10 @@ class Tokenizers:
         if not raw:
             raise UnknownPrompt("no body")
         limits = self._limits
-        if (
-            len(raw) > limits.max_body
-            or raw.count(b"{") + raw.count(b"[") > limits.max_braces
-            or (path == CHAT_PATH and raw.count(b",") > limits.max_commas)
-        ):
+        if len(raw) > limits.max_body:
+            raise UnknownPrompt("too long")
+        braces, commas = count_structure(raw)
+        if braces > limits.max_braces or (path == CHAT_PATH and commas > limits.max_commas):
             raise UnknownPrompt("too long")
         return read_body(path, raw)
 
