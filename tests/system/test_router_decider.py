@@ -282,12 +282,13 @@ def test_workers_come_drain_and_go_under_load(proxies: int) -> None:
         until(lambda: router.states()[c.url] == "up")
         assert is_used(c)
         router.post("/workers/drain", {"worker": a.url})
-        until(lambda: a.stats()["running"] == 0)
+        until(lambda: router.stats()["workers"][a.url]["requests"] == 0)
         assert not is_used(a)
         router.post("/workers/drain", {"worker": a.url, "draining": False})
         assert is_used(a)
         assert router.call("DELETE", f"/workers?worker={b.url}")[0] == 200
         assert set(router.get("/workers")["workers"]) == {a.url, c.url}
+        load.wait_for_more(100)  # each client ends a request, of which one may be at b
         until(lambda: b.stats()["running"] == 0)
         assert not is_used(b)
         assert router.call("DELETE", f"/workers?worker={b.url}")[0] == 404
