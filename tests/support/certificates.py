@@ -6,14 +6,16 @@ import datetime
 import ipaddress
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+import pytest
 
 
 def make_certificate(directory: Path) -> tuple[Path, Path]:
     """Write a certificate of 127.0.0.1, which is its own authority, and its key; returns the
-    files."""
+    files. Skips the test if cryptography is not installed."""
+    x509 = pytest.importorskip("cryptography.x509", reason="cryptography is not installed")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a test")])
     now = datetime.datetime.now(datetime.timezone.utc)

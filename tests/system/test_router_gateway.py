@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
+from certificates import make_certificate
 from envoy_process import Envoy, find_envoy
 from fake_openai_engine import FakeEngine
 from ports import free_port, free_ports
@@ -547,9 +548,6 @@ def test_health_services_report_whether_the_router_is_ready(side: Side) -> None:
 
 
 def test_a_picker_with_a_certificate_speaks_tls(engines: list[FakeEngine], tmp_path: Path) -> None:
-    pytest.importorskip("cryptography", reason="cryptography is not installed")
-    from certificates import make_certificate
-
     certificate, key = make_certificate(tmp_path)
     side = Side([engine.url for engine in engines])
     try:

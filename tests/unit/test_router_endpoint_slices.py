@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import make_certificate
 
 from flexcache.errors import ConfigError
 from flexcache.router.discovery.listing import WorkerUrl
 
 web = pytest.importorskip("aiohttp.web", reason="the extra router is not installed")
-pytest.importorskip("cryptography", reason="cryptography is not installed")
-
-from certificates import make_certificate  # noqa: E402
-
 from flexcache.router.discovery.endpoint_slices import ApiServer, members  # noqa: E402
 
 PATIENCE_S = 30
