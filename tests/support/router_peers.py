@@ -24,7 +24,7 @@ from flexcache.events.batch_publisher import BatchPublisher
 from flexcache.events.wire import BlockStored, Event
 from flexcache.router.workers import EventSource
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 BLOCK = 16
 NUM_BLOCKS = 10
 
@@ -209,6 +209,11 @@ def see_all(peer: Peer, prompts: Sequence[Sequence[int]], publish_more: Callable
         publish_more: Has each source publish something else. Peers notice what they missed while
             they were subscribing only when something follows.
     """
-    while count_right(peer, prompts, 1) < len(prompts):
+
+    def sees_all() -> bool:
+        if count_right(peer, prompts, 15) == 15 * len(prompts):  # no luck
+            return True
         publish_more()
-        time.sleep(0.2)
+        return False
+
+    _wait(sees_all)
