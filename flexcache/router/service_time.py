@@ -157,6 +157,7 @@ class ServiceTime:
             matched: Tokens that each tier supplies, fastest first; shape (3, workers).
         """
         a, b, att, dram, disk = self._used
+        own: FloatArray
         cached, own = np.array([[1.0, 1.0, 1.0], [0.0, dram, disk]]) @ matched
         new: FloatArray = num_tokens - cached
         # u*(b + att*(ctx + u/2)) with ctx = num_tokens - u
