@@ -151,6 +151,11 @@ def _show_targets(found: dict[int, dict[str, Measured]], memory: dict[str, list[
     row(f"{prompt}, decide, p50 us", {name: t.p50 for name, t in decide.items()}, DECIDE_US)
     row(f"{prompt}, decide, p99 us", {name: t.p99 for name, t in decide.items()}, DECIDE_P99_US)
     row(
+        f"{prompt}, decide, p99 us of CPU",
+        {name: t.cpu_p99 for name, t in decide.items()},
+        DECIDE_P99_US,
+    )
+    row(
         "hash 131,072 tokens, p50 us",
         {name: each.hash_tokens.p50 for name, each in measured.items()},
         HASH_US,

@@ -25,6 +25,7 @@ from index_workload import (
     MEMORY_WORKERS,
     Measured,
     Memory,
+    Stopwatch,
     Times,
     Workload,
     expect,
@@ -167,14 +168,13 @@ async def _wait_until_idle() -> None:
 
 
 async def _times(call: Any, rounds: int) -> Times:
-    samples = []
-    for _ in range(rounds + 5):
-        started = time.perf_counter()
+    for _ in range(5):
         await call()
-        samples.append((time.perf_counter() - started) * 1e6)
-    samples = sorted(samples[5:])
-    p10, p50, p99 = (samples[int(rounds * share)] for share in (0.1, 0.5, 0.99))
-    return Times(p10, p50, p99)
+    stopwatch = Stopwatch()
+    for _ in range(rounds):
+        with stopwatch:
+            await call()
+    return stopwatch.times()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from flexcache.events.batch_publisher import BatchPublisher
 from flexcache.events.wire import BlockStored, Event
 from flexcache.router.workers import EventSource
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 BLOCK = 16
 NUM_BLOCKS = 10
 
@@ -69,6 +69,13 @@ class DynamoSelection:
             )
 
     def call(self, name: str, **request: Any) -> Any:
+        return self._ask(name, request)
+
+    def note(self, name: str, selection_id: str) -> None:
+        """Call something that takes only the id of a selection."""
+        self._ask(name, selection_id)
+
+    def _ask(self, name: str, request: dict[str, Any] | str) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([name, request]) + "\n")
         self._process.stdin.flush()
@@ -202,6 +209,11 @@ def see_all(peer: Peer, prompts: Sequence[Sequence[int]], publish_more: Callable
         publish_more: Has each source publish something else. Peers notice what they missed while
             they were subscribing only when something follows.
     """
-    while count_right(peer, prompts, 1) < len(prompts):
+
+    def sees_all() -> bool:
+        if count_right(peer, prompts, 15) == 15 * len(prompts):  # no luck
+            return True
         publish_more()
-        time.sleep(0.2)
+        return False
+
+    _wait(sees_all)

@@ -23,10 +23,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import pytest
+from certificates import make_certificate
 from envoy_process import Envoy, find_envoy
 from fake_openai_engine import FakeEngine
 from ports import free_port, free_ports
 
+from flexcache.errors import ConfigError
 from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
 
 for package in ("grpc_health.v1", "envoy.service.ext_proc.v3.external_processor_pb2"):
@@ -543,6 +545,31 @@ def test_health_services_report_whether_the_router_is_ready(side: Side) -> None:
         assert status("liveness") == "SERVING"
         side.is_ready = True
         wait_until(lambda: status("readiness") == "SERVING")
+
+
+def test_a_picker_with_a_certificate_speaks_tls(engines: list[FakeEngine], tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    side = Side([engine.url for engine in engines])
+    try:
+        side.start(tls_cert=certificate, tls_key=key)
+        trusted = grpc.ssl_channel_credentials(certificate.read_bytes())
+        with grpc.secure_channel(f"127.0.0.1:{side.port}", trusted) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            service = health_pb2.HealthCheckRequest(service="readiness")
+            assert stub.Check(service, timeout=PATIENCE_S).status == 1
+    finally:
+        side.close()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    side = Side(["http://127.0.0.1:1"])
+    try:
+        with socket.create_server(("127.0.0.1", side.port)):
+            with pytest.raises(ConfigError, match=str(side.port)):
+                side.start()
+            side.gateway = None
+    finally:
+        side.close()
 
 
 # -- the whole router -----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the extra router is not installed")
 
+from certificates import make_certificate
 from cluster import PATIENCE_S, until
 from fake_openai_engine import FakeEngine
 from ports import free_port
@@ -483,38 +484,6 @@ def test_tls(engine: FakeEngine, tmp_path: Path) -> None:
         with connect(proxy) as plain:
             plain.sendall(request_bytes())
             assert b"HTTP" not in read_all(plain)
-
-
-def make_certificate(directory: Path) -> tuple[Path, Path]:
-    """Write a certificate for 127.0.0.1 that signs itself, and its key."""
-    import datetime
-    import ipaddress
-
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "router")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(address, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    paths = directory / "cert.pem", directory / "key.pem"
-    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    paths[1].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    return paths
 
 
 def test_large_bodies_are_refused_before_they_are_read(engine: FakeEngine) -> None:

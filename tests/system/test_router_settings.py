@@ -21,11 +21,11 @@ import pytest
 pytest.importorskip("aiohttp", reason="the proxy needs the extra `router`")
 pytest.importorskip("grpc", reason="the endpoint picker needs the extra `gateway`")
 
+from certificates import make_certificate
 from fake_openai_engine import FakeEngine
 from make_tokenizers import make_tokenizer
 from ports import free_port, free_ports
 from router_process import PATIENCE_S, RouterProcess, until
-from test_router_proxy import make_certificate
 
 from flexcache.config.router import RouterConfig
 

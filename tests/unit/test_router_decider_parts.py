@@ -111,6 +111,22 @@ def test_a_failing_tokenizer_does_not_stop_routing() -> None:
     run(test())
 
 
+def test_a_fault_in_what_learns_from_answers_does_not_reach_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        world = World()
+        await world.decider.choose(arrival("a"))
+        for name in ("first_token", "ended"):
+            monkeypatch.setattr(world.routing, name, lambda *_, **__: 1 / 0)
+        world.decider.first_token("a")
+        world.decider.ended("a", Outcome.DONE)
+        assert world.decider.running == {}
+        assert caplog.text.count("routing_failed") == 2
+
+    run(test())
+
+
 def test_a_tried_worker_comes_last() -> None:
     async def test() -> None:
         world = World()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 import json
 import logging
 import ssl
@@ -14,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import make_certificate
 
 from flexcache.errors import ConfigError
 from flexcache.router.discovery.listing import WorkerUrl
 
 web = pytest.importorskip("aiohttp.web", reason="the extra router is not installed")
-x509 = pytest.importorskip("cryptography.x509", reason="cryptography is not installed")
-
-from cryptography.hazmat.primitives import hashes, serialization  # noqa: E402
-from cryptography.hazmat.primitives.asymmetric import ec  # noqa: E402
-
 from flexcache.router.discovery.endpoint_slices import ApiServer, members  # noqa: E402
 
 PATIENCE_S = 30
@@ -83,30 +77,7 @@ class FakeApiServer:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a self-signed certificate of this host, as a pod finds it."""
     directory = tmp_path_factory.mktemp("account")
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kubernetes")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (directory / "ca.crt").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    (directory / "key").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
+    make_certificate(directory)
     (directory / "token").write_text("first\n")
     return directory
 

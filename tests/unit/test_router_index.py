@@ -335,11 +335,13 @@ def test_a_token_counts_for_the_fastest_tier_that_has_it() -> None:
         ("shared", Tier.DISK, 12),
     ):
         index.stored(Holder(source, tier), keys[:depth])
-    table.set_workers([worker("1", "a", "shared"), worker("2", "b", "shared"), worker("3")])
+    table.set_workers(
+        [worker("1", "a", "shared"), worker("2", "b", "shared"), worker("3"), worker("4", "a")]
+    )
     matched = table.matched(index.depths(index.match(keys)))
-    assert matched.gpu.tolist() == [5, 0, 0]
-    assert matched.dram.tolist() == [2, 9, 0]
-    assert matched.disk.tolist() == [5, 3, 0]
+    assert matched.gpu.tolist() == [5, 0, 0, 5]
+    assert matched.dram.tolist() == [2, 9, 0, 0]
+    assert matched.disk.tolist() == [5, 3, 0, 0]
 
 
 def test_ranks_of_one_publisher_are_kept_apart_once_there_are_several() -> None:

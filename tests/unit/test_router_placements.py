@@ -123,6 +123,14 @@ def test_a_report_of_less_evicts_what_was_used_no_later() -> None:
     placements.check()
 
 
+def test_what_followed_an_evicted_block_is_evicted_too() -> None:
+    index, placements = make(100)
+    serve(placements, "1", "abcd")
+    serve(placements, "2", "abc", cached=2)
+    assert depth(index, "w", "abcd") == 3
+    placements.check()
+
+
 def test_a_report_of_more_changes_nothing() -> None:
     index, placements = make(100)
     serve(placements, "1", "abcd", cached=3)

@@ -25,7 +25,7 @@ from flexcache.router.request import RouteRequest
 from flexcache.router.workers import EventSource, Tier, WorkerSpec
 
 OLD_VLLM = os.environ.get("OLD_VLLM_PATH")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 _seeds = itertools.count(20_000)
 
 

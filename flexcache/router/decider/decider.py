@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -236,7 +237,8 @@ class Decider:
         if running is None or running.first_token_s is not None:
             return
         running.first_token_s = self.clock()
-        self.routing.first_token(request_id, running.first_token_s)
+        with _logged("first_token"):
+            self.routing.first_token(request_id, running.first_token_s)
         if self.observer is not None:
             self.observer.first_token(request_id)
         self.line.wake()
@@ -256,7 +258,8 @@ class Decider:
             return
         now = self.clock()
         self.num_ended[outcome] += 1
-        self.routing.ended(request_id, now, cached_tokens=cached_tokens)
+        with _logged("ended"):
+            self.routing.ended(request_id, now, cached_tokens=cached_tokens)
         self.roster.ended(running.worker, outcome, now)
         if self.observer is not None:
             self.observer.ended(request_id)
@@ -347,6 +350,15 @@ class Decider:
         for name, running in self.running.items():
             if running.expires_s is not None and running.expires_s < running.since_s:
                 raise InternalError(f"request {name!r} expired before it began")
+
+
+@contextmanager
+def _logged(call: str) -> Iterator[None]:
+    """Log a fault in what learns from an answer: the answer itself must not suffer."""
+    try:
+        yield
+    except Exception:
+        log_event(logger, logging.ERROR, "routing_failed", call=call, exc_info=True)
 
 
 def _since(moment_s: float | None, start_s: float) -> float | None:
