@@ -271,6 +271,42 @@ def test_a_client_that_leaves_the_line_holds_nothing(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_fault_with_one_message_stops_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        world = World()
+        async with linked(world, tmp_path) as (_, chooser):
+            await chooser.choose(arrival("a"))
+            with monkeypatch.context() as patch:
+                patch.delattr(world.decider, "line")
+                chooser.first_token("a")
+                await until(lambda: world.decider.running["a"].first_token_s is not None)
+            await chooser.choose(arrival("b"))
+            assert world.load == 2 and chooser.num_unsupervised == 0
+
+    run(test())
+
+
+def test_a_proxy_that_cannot_connect_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, faults = remote.find_listener, [OSError("no descriptors left")]
+
+    def find_listener(endpoint: str, has_keys: bool) -> Any:
+        if faults:
+            raise faults.pop()
+        return real(endpoint, has_keys)
+
+    monkeypatch.setattr(remote, "find_listener", find_listener)
+
+    async def test() -> None:
+        async with linked(World(), tmp_path) as (_, chooser):
+            assert chooser.is_linked
+
+    run(test())
+
+
 def test_the_requests_of_a_lost_proxy_end(tmp_path: Path) -> None:
     async def test() -> None:
         world = World(max_requests=1)

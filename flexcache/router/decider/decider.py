@@ -166,11 +166,28 @@ class Decider:
         lease_s: float | None = None,
         attempt: int = 0,
     ) -> Choice:
-        """Choose a worker for a request whose tokens are known; see `choose`.
+        """Choose a worker for a request that was read; see `choose`.
 
         Args:
             attempt: How often it was sent to a worker before.
         """
+        decision = await self.decide(
+            request, tried, only=only, owner=owner, lease_s=lease_s, attempt=attempt
+        )
+        predicted = None if request.token_ids is None else decision.matched_tokens
+        return self.choice(decision, predicted)
+
+    async def decide(
+        self,
+        request: RouteRequest,
+        tried: tuple[str, ...] = (),
+        *,
+        only: tuple[str, ...] | None = None,
+        owner: str = "",
+        lease_s: float | None = None,
+        attempt: int = 0,
+    ) -> Decision:
+        """Choose a worker as `place` does; returns why, and what is expected there."""
         arrived_s = self.clock()
         decision = await self.line.place(lambda: self._try(request, tried, only))
         now = self.clock()
@@ -183,7 +200,7 @@ class Decider:
         self._note_begin(request.request_id)
         if self.watchers:
             self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
-        return self.choice(decision, predicted)
+        return decision
 
     def _try(
         self, request: RouteRequest, tried: tuple[str, ...], only: tuple[str, ...] | None
