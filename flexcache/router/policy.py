@@ -54,7 +54,6 @@ class Candidates:
         new_tokens: Tokens that the requests without a first token have to compute.
         held_tokens: Prompt tokens of all requests in flight.
         recent: How many requests each worker got of late, as a weight.
-        last_added: When each got its last request.
         mean_requests: Mean of ``num_requests``.
         eligible: Workers that may be chosen, at least one; None: all.
         last_worker: Worker of the session's last request.
@@ -70,7 +69,6 @@ class Candidates:
     new_tokens: FloatArray
     held_tokens: FloatArray
     recent: FloatArray
-    last_added: FloatArray
     mean_requests: float
     eligible: np.ndarray | None = None
     last_worker: int | None = None
@@ -152,8 +150,7 @@ class ShortestTime:
         self._log_usual: float | None = None
 
     def choose(self, candidates: Candidates, rng: random.Random) -> Pick:
-        """Choose the worker with the lowest cost; among equals the session's last, or the one
-        whose last request is the longest ago."""
+        """Choose the worker with the lowest cost; among equals the session's last, or any."""
         own = candidates.own_s
         if own is None:
             usual = candidates.own_new_tokens.min()
@@ -189,9 +186,8 @@ class ShortestTime:
             return lowest
         if candidates.last_worker is not None and candidates.last_worker in equals:
             return Pick(candidates.last_worker, costs, "session")
-        last = candidates.last_added[equals]
-        longest_ago = equals[last == last.min()]
-        return Pick(int(longest_ago[rng.randrange(len(longest_ago))]), costs, "tie")
+        # Any of them: routers that decide at the same moment would all pick the same best one.
+        return Pick(int(equals[rng.randrange(len(equals))]), costs, "tie")
 
 
 def token_product(candidates: Candidates) -> FloatArray:

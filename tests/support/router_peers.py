@@ -114,7 +114,7 @@ class VllmRouter:
             arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            _wait(self._answers)
+            wait(self._answers)
         except BaseException:
             self.close()
             raise
@@ -153,7 +153,7 @@ PEERS: dict[str, tuple[str, Callable[[str, Sequence[EventSource]], Peer]]] = {
 }
 
 
-def _wait(condition: Callable[[], bool]) -> None:
+def wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -216,4 +216,4 @@ def see_all(peer: Peer, prompts: Sequence[Sequence[int]], publish_more: Callable
         publish_more()
         return False
 
-    _wait(sees_all)
+    wait(sees_all)

@@ -50,6 +50,16 @@ class Both:
             make_policy("dynamo"), Load(NUM_WORKERS), ServiceTime(NUM_WORKERS)
         )
         self.held: list[set[int]] = [set() for _ in range(NUM_WORKERS)]
+        for worker in range(NUM_WORKERS):
+            wait(lambda worker=worker: self._is_connected(worker))  # type: ignore[misc]
+
+    def _is_connected(self, worker: int) -> bool:
+        """Publish a block of no conversation; an event before the subscription would be lost."""
+        tokens = [90_000 + worker] * BLOCK
+        self._publishers[worker].publish(
+            [BlockStored([worker + 1], None, tokens, BLOCK, None, "GPU", None)]
+        )
+        return self._overlap(worker, tokens) == 1
 
     def route(self, name: str, conversation: Conversation) -> tuple[set[int], int]:
         """Route a request; returns the workers that are best for the policy, and Dynamo's choice,
@@ -82,12 +92,10 @@ class Both:
         event = BlockStored([*keys[start:]], parent, tokens, BLOCK, None, "GPU", None)
         self._publishers[worker].publish([event])
         self.held[worker].update(keys)
-        wait(lambda: self._overlap(worker, conversation) >= len(keys))
+        wait(lambda: self._overlap(worker, conversation.tokens) >= len(keys))
 
-    def _overlap(self, worker: int, conversation: Conversation) -> int:
-        answer = self.service.call(
-            "overlap_scores", model_name="model", token_ids=conversation.tokens
-        )
+    def _overlap(self, worker: int, tokens: list[int]) -> int:
+        answer = self.service.call("overlap_scores", model_name="model", token_ids=tokens)
         for each in answer["workers"]:
             if each["worker_id"] == worker:
                 return int(each["device_blocks"])
