@@ -130,7 +130,6 @@ class Dispatcher:
             new_tokens=load.new_tokens,
             held_tokens=load.held_tokens,
             recent=load.recent(),
-            last_added=load.last_added,
             mean_requests=load.mean_requests,
             eligible=eligible,
             last_worker=prompt.last_worker,

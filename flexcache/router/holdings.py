@@ -69,6 +69,8 @@ class Holdings:
         for name, was_guessed in self._guessed.items():
             if guessed.get(name) is not was_guessed:
                 self.forget_guesses(name)
+            if name not in guessed:
+                self.placements.forget(name)
         used = [self._as_used(spec) for spec in specs]
         sources = {source.endpoint for spec in used for source in spec.sources}
         for gone in sorted(self._sources - sources):
@@ -98,8 +100,8 @@ class Holdings:
         self.applier.forget(source)
 
     def forget_guesses(self, worker: str) -> None:
-        """Drop what is guessed of a worker: it is gone, or lost its cache."""
-        self.placements.forget(worker)
+        """Drop what is guessed of a worker, which may have lost its cache."""
+        self.placements.empty(worker)
         self.expectations.forget(worker)
 
     # -- requests ----------------------------------------------------------------------------------

@@ -76,7 +76,6 @@ class Load:
         num_waiting: Those without a first token.
         new_tokens: Tokens that the waiting requests have to compute.
         held_tokens: Prompt tokens of all requests in flight.
-        last_added: When the worker got its last request; minus infinity: never.
 
     Args:
         lease_s: A request counts for this long after it was added or renewed, and not for ever, in
@@ -88,7 +87,6 @@ class Load:
         self.num_waiting: FloatArray = np.zeros(0)
         self.new_tokens: FloatArray = np.zeros(0)
         self.held_tokens: FloatArray = np.zeros(0)
-        self.last_added: FloatArray = np.zeros(0)
         self._recent: FloatArray = np.zeros(0)  # in units that grow with every request
         self._recent_unit = 1.0
         self._free_at: FloatArray = np.zeros(0)  # if the head takes as long as predicted
@@ -118,7 +116,6 @@ class Load:
             setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
         usual = self._recent.mean() if len(self._recent) else 0.0
         self._recent = np.append(self._recent, np.full(more, usual))
-        self.last_added = np.append(self.last_added, np.full(more, -np.inf))
         self._free_at = np.append(self._free_at, np.full(more, _IDLE))
         self._head_since += [0.0] * more
         self._waiting += [OrderedDict() for _ in range(more)]
@@ -148,7 +145,6 @@ class Load:
         self.end(request_id, now)
         self._requests[request_id] = _Request(worker, work, owner, now + self._lease_s)
         self._count_recent(worker)
-        self.last_added[worker] = now
         self.num_requests[worker] += 1
         self.num_waiting[worker] += 1
         self.new_tokens[worker] += work.new_tokens

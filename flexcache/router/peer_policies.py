@@ -25,6 +25,7 @@ _STICKY_LEAD_S = 1.0
 _STICKY_TOKENS_PER_S = 15_928.0
 """llm-d's default for its peakPrefillThroughput."""
 _TUNED_SCALE = 8.0
+_DEFAULT_BLOCK = 16
 _TIER_CREDIT = np.array([1.0, 0.75, 0.25])
 """What Dynamo deducts for a block on GPU, in DRAM, on disk."""
 
@@ -97,15 +98,18 @@ class Dynamo:
         self._placed: dict[str, tuple[int, Sequence[Hashable]]] = {}
 
     def choose(self, candidates: Candidates, rng: random.Random) -> Pick:
-        blocks = max(candidates.block_tokens, 1)
+        blocks = candidates.block_tokens or _DEFAULT_BLOCK
         credit = _TIER_CREDIT @ candidates.matched
         prefill = candidates.new_tokens + np.maximum(candidates.num_tokens - credit, 0.0)
         costs = self._scale / blocks * prefill + self._decode_blocks(candidates)
         return pick_lowest(costs, candidates, rng)
 
     def _decode_blocks(self, candidates: Candidates) -> FloatArray:
-        """Return how many different blocks would be in use on each worker."""
-        own = set(candidates.keys)
+        """Return how many blocks would be in use on each worker, different ones if known."""
+        if not candidates.keys:
+            blocks_held: FloatArray = candidates.held_tokens + candidates.num_tokens
+            return blocks_held / (candidates.block_tokens or _DEFAULT_BLOCK)
+        own = set(_whole_blocks(candidates))
         blocks = np.full(candidates.num_workers, float(len(own)))
         for worker, in_use in self._in_use.items():
             blocks[worker] = len(in_use) + sum(key not in in_use for key in own)
@@ -113,8 +117,9 @@ class Dynamo:
 
     def placed(self, request_id: str, worker: int, candidates: Candidates) -> None:
         """Count the prompt's blocks as in use."""
-        self._placed[request_id] = worker, candidates.keys
-        self._in_use.setdefault(worker, Counter()).update(candidates.keys)
+        keys = _whole_blocks(candidates)
+        self._placed[request_id] = worker, keys
+        self._in_use.setdefault(worker, Counter()).update(keys)
 
     def ended(self, request_id: str) -> None:
         """Count the prompt's blocks no longer."""
@@ -124,6 +129,10 @@ class Dynamo:
             in_use[key] -= 1
             if not in_use[key]:
                 del in_use[key]
+
+
+def _whole_blocks(candidates: Candidates) -> Sequence[Hashable]:
+    return candidates.keys[: candidates.num_tokens // (candidates.block_tokens or _DEFAULT_BLOCK)]
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {

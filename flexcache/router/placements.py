@@ -89,7 +89,7 @@ class Placements:
     def set_capacity(self, worker: str, num_blocks: int, block_size: int) -> None:
         """Set the size of a worker's cache; another block size empties it."""
         if worker in self._caches and self._caches[worker].block_size != block_size:
-            self.forget(worker)
+            self.empty(worker)
         cache = self._cache(worker)
         cache.block_size, cache.num_blocks = block_size, num_blocks
         self._evict(cache, len(cache.last_use) - num_blocks)
@@ -124,9 +124,8 @@ class Placements:
         if placed is None or cache is None:
             return
         if not was_served:
-            self._drop(
-                cache, [key for key in placed.keys if cache.last_use.get(key) == placed.tick]
-            )
+            new = placed.keys[len(placed.uses) :]
+            self._drop(cache, [key for key in new if cache.last_use.get(key) == placed.tick])
             return
         if cached_tokens is not None:
             num_cached = cached_tokens // cache.block_size
@@ -135,9 +134,15 @@ class Placements:
         self._use(cache, placed.keys)
 
     def forget(self, worker: str) -> None:
-        """Forget a worker, which is gone or lost its cache."""
-        cache = self._caches.pop(worker, None)
+        """Forget a worker, which is gone."""
+        self.empty(worker)
+        self._caches.pop(worker, None)
+
+    def empty(self, worker: str) -> None:
+        """Forget the blocks of a worker, which may have lost them, and keep its capacity."""
+        cache = self._caches.get(worker)
         if cache is not None:
+            cache.last_use.clear()
             self._index.forget(cache.holder)
             for request_id in [at for at, each in self._placed.items() if each.worker == worker]:
                 del self._placed[request_id]

@@ -6,11 +6,11 @@
 third term is what its prefill costs the requests that the worker is decoding. The lowest cost wins,
 or at a temperature above 0 a random one, by softmax.
 
-    spread = 0.4 * usual own * (recent requests of the worker - the fewest of any) / (1 + mean)^2
+    spread = 0.4 * usual own * (recent requests of the worker - the fewest of any) / (1 + mean)^3
 
 While the workers are idle, the one that has a popular prefix would get all of its requests for
 ever. ``spread`` grows with each until it exceeds what the prefix saves, and another worker gets a
-copy. ``usual own`` is the mean of the lowest ``own`` of recent requests, ``mean`` the number of
+copy. ``usual own`` is the geometric mean of recent requests' lowest ``own``, ``mean`` the number of
 requests per worker: under load the term vanishes.
 
 Pure: the caller passes the random numbers.
@@ -32,6 +32,8 @@ _CROWDING = 0.1
 """Share of a request's prefill that it costs each other request on the worker. From 0.02 to 1 it
 trades the time to the first token against the time to the last; 0.1 is near best for both."""
 _SPREAD = 0.4
+_BUSY = 8.0
+"""Requests per worker from which on the spread is left out: it would be a thousandth."""
 _USUAL_GAIN = 0.02
 _EQUAL_SHARE = 0.05
 _EQUAL_S = 0.002
@@ -52,7 +54,6 @@ class Candidates:
         new_tokens: Tokens that the requests without a first token have to compute.
         held_tokens: Prompt tokens of all requests in flight.
         recent: How many requests each worker got of late, as a weight.
-        last_added: When each got its last request.
         mean_requests: Mean of ``num_requests``.
         eligible: Workers that may be chosen, at least one; None: all.
         last_worker: Worker of the session's last request.
@@ -68,7 +69,6 @@ class Candidates:
     new_tokens: FloatArray
     held_tokens: FloatArray
     recent: FloatArray
-    last_added: FloatArray
     mean_requests: float
     eligible: np.ndarray | None = None
     last_worker: int | None = None
@@ -147,23 +147,23 @@ class ShortestTime:
 
     def __init__(self, temperature: float = 0.0) -> None:
         self._temperature = temperature
-        self._usual_s: float | None = None
+        self._log_usual: float | None = None
 
     def choose(self, candidates: Candidates, rng: random.Random) -> Pick:
-        """Choose the worker with the lowest cost; among equals the session's last, or the one
-        whose last request is the longest ago."""
+        """Choose the worker with the lowest cost; among equals the session's last, or any."""
         own = candidates.own_s
         if own is None:
             usual = candidates.own_new_tokens.min()
             costs = token_product(candidates)
         else:
-            usual = own.min() if self._usual_s is None else self._usual_s
+            usual = own.min() if self._log_usual is None else math.exp(self._log_usual)
             costs = candidates.num_requests * _CROWDING
             costs += 1.0
             costs *= own
             costs += candidates.wait_s
-        usual *= _SPREAD / (1.0 + candidates.mean_requests) ** 2
-        costs += (candidates.recent - candidates.recent.min()) * usual
+        if candidates.mean_requests < _BUSY:
+            usual *= _SPREAD / (1.0 + candidates.mean_requests) ** 3
+            costs += (candidates.recent - candidates.recent.min()) * usual
         if self._temperature > 0:
             return sample(costs, candidates, rng, self._temperature)
         return self._among_equals(pick_lowest(costs, candidates, rng), candidates, rng)
@@ -171,9 +171,9 @@ class ShortestTime:
     def placed(self, request_id: str, worker: int, candidates: Candidates) -> None:
         """Average what requests usually cost."""
         if candidates.own_s is not None:
-            lowest_s = float(candidates.own_s.min())
-            before_s = lowest_s if self._usual_s is None else self._usual_s
-            self._usual_s = before_s + _USUAL_GAIN * (lowest_s - before_s)
+            lowest = math.log(max(float(candidates.own_s.min()), _EQUAL_S))
+            before = lowest if self._log_usual is None else self._log_usual
+            self._log_usual = before + _USUAL_GAIN * (lowest - before)
 
     def ended(self, request_id: str) -> None:
         """Remember nothing of it."""
@@ -186,9 +186,8 @@ class ShortestTime:
             return lowest
         if candidates.last_worker is not None and candidates.last_worker in equals:
             return Pick(candidates.last_worker, costs, "session")
-        last = candidates.last_added[equals]
-        longest_ago = equals[last == last.min()]
-        return Pick(int(longest_ago[rng.randrange(len(longest_ago))]), costs, "tie")
+        # Any of them: routers that decide at the same moment would all pick the same best one.
+        return Pick(int(equals[rng.randrange(len(equals))]), costs, "tie")
 
 
 def token_product(candidates: Candidates) -> FloatArray:

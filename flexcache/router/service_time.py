@@ -28,6 +28,7 @@ _PRIOR = np.array([0.05, 2e-4, 5e-9, 2e-5, 8e-5])
 70B model on a fast GPU takes about half of it."""
 _PRIOR_SPREAD = 30.0
 """How far from the prior a coefficient may well be, as a multiple of it."""
+_IDENTITY = np.eye(len(_PRIOR))
 _LARGEST = 1e4
 """The largest multiple of the prior that is believed."""
 _NOISE = 0.25
@@ -110,7 +111,7 @@ class ServiceTime:
         self._prior = _PRIOR * prior
         self._theta = self._prior.copy()
         self._used: list[float] = self._theta.tolist()
-        self._covariance = np.diag((self._prior * _PRIOR_SPREAD) ** 2)
+        self._covariance = _IDENTITY * _PRIOR_SPREAD**2
         self._factor: FloatArray = np.ones(0)
         self._ratios: list[_Ratio] = []
         self._sum_of_ratios = 0.0
@@ -156,14 +157,15 @@ class ServiceTime:
             matched: Tokens that each tier supplies, fastest first; shape (3, workers).
         """
         a, b, att, dram, disk = self._used
-        new = num_tokens - matched.sum(axis=0)
+        own: FloatArray
+        cached, own = np.array([[1.0, 1.0, 1.0], [0.0, dram, disk]]) @ matched
+        new: FloatArray = num_tokens - cached
         # u*(b + att*(ctx + u/2)) with ctx = num_tokens - u
-        own: FloatArray = new * (-0.5 * att)
-        own += b + att * num_tokens
-        own *= new
+        compute: FloatArray = new * (-0.5 * att)
+        compute += b + att * num_tokens
+        compute *= new
+        own += compute
         own += a
-        own += matched[1] * dram
-        own += matched[2] * disk
         own *= self._factor
         return own
 
@@ -194,17 +196,24 @@ class ServiceTime:
         self._factor[served.worker] = min(max(factor, _FACTORS[0]), _FACTORS[1])
 
     def _update(self, features: FloatArray, seconds: float, predicted: float) -> None:
-        """Take one step of recursive least squares with weights and forgetting."""
-        gain = self._covariance @ features
-        spread = (_NOISE * predicted) ** 2 + _NOISE_S**2 + float(features @ gain)
+        """Take one step of recursive least squares with weights and forgetting.
+
+        In units of the prior, and in Joseph's form (a sum of squares), so that rounding does not
+        add up to a covariance that is none, however many and alike the samples are.
+        """
+        scaled = features * self._prior
+        gain = self._covariance @ scaled
+        noise = (_NOISE * predicted) ** 2 + _NOISE_S**2
+        spread = noise + float(scaled @ gain)
+        gain /= spread
         error = seconds - float(self._theta @ features)
         largest = _OUTLIER * math.sqrt(spread)
-        self._theta += gain * (min(max(error, -largest), largest) / spread)
-        self._covariance -= np.outer(gain, gain / spread)
+        self._theta += self._prior * gain * min(max(error, -largest), largest)
+        kept = _IDENTITY - np.outer(gain, scaled)
+        self._covariance = kept @ self._covariance @ kept.T + np.outer(gain, gain) * noise
         self._covariance /= _KEEP
         # Never vaguer than at the start, however one-sided the samples are.
-        vague = (self._prior * _PRIOR_SPREAD) ** 2
-        excess = np.sqrt(np.maximum(np.diag(self._covariance) / vague, 1.0))
+        excess = np.sqrt(np.maximum(np.diag(self._covariance) / _PRIOR_SPREAD**2, 1.0))
         self._covariance /= np.outer(excess, excess)
         self._used = np.clip(self._theta, self._prior / _LARGEST, self._prior * _LARGEST).tolist()
 

@@ -93,8 +93,8 @@ class SourceThread:
     def stop(self) -> None:
         """Have the thread end; it may take `_REPLAY_TIMEOUT_S`. Idempotent."""
         if not self._stopping.is_set():
+            os.eventfd_write(self._wake_fd, 1)  # first: a thread that ends closes it
             self._stopping.set()
-            os.eventfd_write(self._wake_fd, 1)
 
     def join(self) -> None:
         """Wait until the thread has ended, after `stop`."""

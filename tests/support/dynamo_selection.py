@@ -16,6 +16,10 @@ async def serve() -> None:
     service = SelectionService(indexer_threads=1)
     for line in iter(sys.stdin.readline, ""):
         name, request = json.loads(line)
+        if isinstance(request, str):  # a selection's id
+            await getattr(service, name)(request)
+            print("{}", flush=True)
+            continue
         endpoints = request.get("kv_events_endpoints", {})  # JSON has no integer keys
         request |= {"kv_events_endpoints": {int(rank): endpoints[rank] for rank in endpoints}}
         if not endpoints:

@@ -343,9 +343,12 @@ class Engine:
             answer = await self._answer(request)
             self.counts["finished"] += 1
             return answer
-        except (asyncio.CancelledError, ConnectionError):
+        except asyncio.CancelledError:
             self.counts["aborted"] += 1
             raise
+        except ConnectionError:
+            self.counts["aborted"] += 1
+            return web.Response()
         finally:
             self.counts["running"] -= 1
 

@@ -69,6 +69,13 @@ class DynamoSelection:
             )
 
     def call(self, name: str, **request: Any) -> Any:
+        return self._ask(name, request)
+
+    def note(self, name: str, selection_id: str) -> None:
+        """Call something that takes only the id of a selection."""
+        self._ask(name, selection_id)
+
+    def _ask(self, name: str, request: dict[str, Any] | str) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([name, request]) + "\n")
         self._process.stdin.flush()
@@ -107,7 +114,7 @@ class VllmRouter:
             arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            _wait(self._answers)
+            wait(self._answers)
         except BaseException:
             self.close()
             raise
@@ -146,7 +153,7 @@ PEERS: dict[str, tuple[str, Callable[[str, Sequence[EventSource]], Peer]]] = {
 }
 
 
-def _wait(condition: Callable[[], bool]) -> None:
+def wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
@@ -209,4 +216,4 @@ def see_all(peer: Peer, prompts: Sequence[Sequence[int]], publish_more: Callable
         publish_more()
         return False
 
-    _wait(sees_all)
+    wait(sees_all)

@@ -168,7 +168,8 @@ class RouterProcess:
 
 def _content(answer: Any) -> Any:
     data = answer.read()
-    return json.loads(data) if "json" in answer.headers.get("Content-Type", "") else data.decode()
+    is_json = answer.headers.get_content_type() == "application/json"
+    return json.loads(data) if is_json else data.decode()
 
 
 # -- clients ---------------------------------------------------------------------------------------

@@ -95,8 +95,9 @@ def test_requests_go_where_their_blocks_are(proxies: int) -> None:
         assert {answer.matched for answer in answers} == {len(PROMPT) // BLOCK * BLOCK - BLOCK}
         until(lambda: router.stats()["routing"]["cached_tokens"]["exact"] == 4)
         assert router.num_reserved() == 0
-        (part,) = [json.loads(line) for line in router.get("/dump").splitlines()][:1]
-        assert part["holders"] == [[three[2].events, "gpu"]] and part["sets"] == [[0]]
+        parts = [json.loads(line) for line in router.get("/dump").splitlines()]
+        held = {part["holders"][at][0] for part in parts for each in part["sets"] for at in each}
+        assert held == {three[2].events}
         assert router.stop() == 0
 
 
@@ -281,12 +282,13 @@ def test_workers_come_drain_and_go_under_load(proxies: int) -> None:
         until(lambda: router.states()[c.url] == "up")
         assert is_used(c)
         router.post("/workers/drain", {"worker": a.url})
-        until(lambda: a.stats()["running"] == 0)
+        until(lambda: router.stats()["workers"][a.url]["requests"] == 0)
         assert not is_used(a)
         router.post("/workers/drain", {"worker": a.url, "draining": False})
         assert is_used(a)
         assert router.call("DELETE", f"/workers?worker={b.url}")[0] == 200
         assert set(router.get("/workers")["workers"]) == {a.url, c.url}
+        load.wait_for_more(100)  # each client ends a request, of which one may be at b
         until(lambda: b.stats()["running"] == 0)
         assert not is_used(b)
         assert router.call("DELETE", f"/workers?worker={b.url}")[0] == 404

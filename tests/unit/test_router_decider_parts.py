@@ -111,6 +111,22 @@ def test_a_failing_tokenizer_does_not_stop_routing() -> None:
     run(test())
 
 
+def test_a_fault_in_what_learns_from_answers_does_not_reach_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        world = World()
+        await world.decider.choose(arrival("a"))
+        for name in ("first_token", "ended"):
+            monkeypatch.setattr(world.routing, name, lambda *_, **__: 1 / 0)
+        world.decider.first_token("a")
+        world.decider.ended("a", Outcome.DONE)
+        assert world.decider.running == {}
+        assert caplog.text.count("routing_failed") == 2
+
+    run(test())
+
+
 def test_a_tried_worker_comes_last() -> None:
     async def test() -> None:
         world = World()
@@ -251,6 +267,42 @@ def test_a_client_that_leaves_the_line_holds_nothing(tmp_path: Path) -> None:
             await until(lambda: len(world.decider.line) == 0)
             chooser.ended("0", Outcome.DONE)
             await until(lambda: world.load == 2)
+
+    run(test())
+
+
+def test_a_fault_with_one_message_stops_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        world = World()
+        async with linked(world, tmp_path) as (_, chooser):
+            await chooser.choose(arrival("a"))
+            with monkeypatch.context() as patch:
+                patch.delattr(world.decider, "line")
+                chooser.first_token("a")
+                await until(lambda: world.decider.running["a"].first_token_s is not None)
+            await chooser.choose(arrival("b"))
+            assert world.load == 2 and chooser.num_unsupervised == 0
+
+    run(test())
+
+
+def test_a_proxy_that_cannot_connect_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, faults = remote.find_listener, [OSError("no descriptors left")]
+
+    def find_listener(endpoint: str, has_keys: bool) -> Any:
+        if faults:
+            raise faults.pop()
+        return real(endpoint, has_keys)
+
+    monkeypatch.setattr(remote, "find_listener", find_listener)
+
+    async def test() -> None:
+        async with linked(World(), tmp_path) as (_, chooser):
+            assert chooser.is_linked
 
     run(test())
 

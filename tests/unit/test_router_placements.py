@@ -148,6 +148,27 @@ def test_a_request_that_was_refused_leaves_what_was_there() -> None:
     placements.check()
 
 
+def test_a_request_that_was_refused_takes_no_blocks_of_earlier_ones_along() -> None:
+    index, placements = make(100)
+    serve(placements, "1", "ab")
+    placements.place("2", "w", keys_of("abxy"))
+    placements.ended("2", was_served=False)
+    assert depth(index, "w", "abxy") == 2
+    placements.check()
+
+
+def test_an_emptied_worker_keeps_its_capacity() -> None:
+    index, placements = make(2)
+    serve(placements, "1", "ab")
+    placements.place("2", "w", keys_of("ab"))
+    placements.empty("w")
+    placements.ended("2")
+    assert depth(index, "w", "ab") == 0
+    serve(placements, "3", "abcd")
+    assert (placements.block_size("w"), depth(index, "w", "abcd")) == (1, 2)
+    placements.check()
+
+
 def test_a_smaller_capacity_evicts_and_another_block_size_empties() -> None:
     index, placements = make(100)
     serve(placements, "1", "abcdef")

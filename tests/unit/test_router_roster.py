@@ -202,3 +202,4 @@ vllm:num_requests_running{engine="0"} 3.0
     older = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="5"} 1.0\n'
     assert list(parse_capacities(older)) == [Capacity(None, 5, 32)]
     assert list(parse_capacities("")) == []
+    assert list(parse_capacities(older.replace("32", "0"))) == [], "no prompt has blocks of nothing"

@@ -90,3 +90,13 @@ def test_all_workers_are_predicted_as_each_alone() -> None:
         new = 50_000 - matched[:, i].sum()
         one = times.predict_one(i, 50_000, new, matched[1, i], matched[2, i])
         assert own[i] == pytest.approx(one)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_does_not_add_up_over_many_prompts_that_are_alike(seed: int) -> None:
+    """Their samples determine one figure of five."""
+    rng, times = random.Random(seed), ServiceTime(2)
+    for step in range(100_000):
+        times.learn(Served(rng.randrange(2), Work(20, 20), rng.random() * 0.05))
+        if step % 5000 == 4999:
+            times.check()

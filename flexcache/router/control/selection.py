@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.chooser import Arrival, NotRouted, Outcome
 from flexcache.router.control.bodies import Selection, as_json, read
 from flexcache.router.decider.decider import Decider
-from flexcache.router.request import RouteRequest
+from flexcache.router.request import Decision, RouteRequest
 from flexcache.router.router import WorkerScore
 from flexcache.router.workers import Tier
 
@@ -59,15 +59,12 @@ class SelectionApi:
         if selection.selection_id is None:
             selection.selection_id = uuid.uuid4().hex
         wanted = await self._read(selection)
-        choice = await self._place(wanted, selection)
-        rank = choice.headers.get("X-data-parallel-rank")
-        score = next(
-            score
-            for score in self._decider.routing.scores(wanted, self._decider.clock())
-            if score.worker == choice.worker
-        )
-        answer = _selected(selection, choice.url, None if rank is None else int(rank), score)
-        return as_json(answer | {"effective_prefill_tokens": _to_compute(wanted, score)}, 201)
+        decision = await self._place(wanted, selection)
+        # Scores from now on would count the reservation itself.
+        found = WorkerScore(decision.worker, None, dict(decision.matched), decision.ttft_s)
+        spec = self._decider.roster.spec(decision.worker)
+        answer = _selected(selection, spec.url, spec.data_parallel_rank, found)
+        return as_json(answer | {"effective_prefill_tokens": _to_compute(wanted, found)}, 201)
 
     async def prefill_complete(self, request: web.Request) -> web.Response:
         self._require(request)
@@ -115,14 +112,14 @@ class SelectionApi:
             session_id=selection.session_id,
         )
 
-    async def _place(self, wanted: RouteRequest, selection: Selection) -> Choice:
+    async def _place(self, wanted: RouteRequest, selection: Selection) -> Decision:
         decider, worker = self._decider, selection.worker_id
         if worker is not None and worker not in decider.roster:
             raise web.HTTPNotFound(text=f"no worker {worker!r}")
         others = [] if worker is None else [each.name for each in decider.roster.specs]
         tried = tuple(name for name in others if name != worker)
         try:
-            choice = await decider.place(wanted, tried, owner=_OWNER, lease_s=selection.lease_s)
+            decision = await decider.decide(wanted, tried, owner=_OWNER, lease_s=selection.lease_s)
         except NotRouted as refusal:
             headers = {}
             if refusal.retry_after_s is not None:
@@ -131,10 +128,10 @@ class SelectionApi:
             raise kind(text=str(refusal), headers=headers) from None
         except ValueError as error:
             raise web.HTTPConflict(text=str(error)) from None
-        if worker not in (None, choice.worker):
+        if worker not in (None, decision.worker):
             decider.ended(wanted.request_id, Outcome.ABORTED)
             raise web.HTTPConflict(text=f"worker {worker!r} takes no requests now")
-        return choice
+        return decision
 
     def _scores(self, wanted: RouteRequest) -> list[WorkerScore]:
         scores = self._decider.routing.scores(wanted, self._decider.clock())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -165,11 +166,28 @@ class Decider:
         lease_s: float | None = None,
         attempt: int = 0,
     ) -> Choice:
-        """Choose a worker for a request whose tokens are known; see `choose`.
+        """Choose a worker for a request that was read; see `choose`.
 
         Args:
             attempt: How often it was sent to a worker before.
         """
+        decision = await self.decide(
+            request, tried, only=only, owner=owner, lease_s=lease_s, attempt=attempt
+        )
+        predicted = None if request.token_ids is None else decision.matched_tokens
+        return self.choice(decision, predicted)
+
+    async def decide(
+        self,
+        request: RouteRequest,
+        tried: tuple[str, ...] = (),
+        *,
+        only: tuple[str, ...] | None = None,
+        owner: str = "",
+        lease_s: float | None = None,
+        attempt: int = 0,
+    ) -> Decision:
+        """Choose a worker as `place` does; returns why, and what is expected there."""
         arrived_s = self.clock()
         decision = await self.line.place(lambda: self._try(request, tried, only))
         now = self.clock()
@@ -182,7 +200,7 @@ class Decider:
         self._note_begin(request.request_id)
         if self.watchers:
             self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
-        return self.choice(decision, predicted)
+        return decision
 
     def _try(
         self, request: RouteRequest, tried: tuple[str, ...], only: tuple[str, ...] | None
@@ -219,7 +237,8 @@ class Decider:
         if running is None or running.first_token_s is not None:
             return
         running.first_token_s = self.clock()
-        self.routing.first_token(request_id, running.first_token_s)
+        with _logged("first_token"):
+            self.routing.first_token(request_id, running.first_token_s)
         if self.observer is not None:
             self.observer.first_token(request_id)
         self.line.wake()
@@ -239,7 +258,8 @@ class Decider:
             return
         now = self.clock()
         self.num_ended[outcome] += 1
-        self.routing.ended(request_id, now, cached_tokens=cached_tokens)
+        with _logged("ended"):
+            self.routing.ended(request_id, now, cached_tokens=cached_tokens)
         self.roster.ended(running.worker, outcome, now)
         if self.observer is not None:
             self.observer.ended(request_id)
@@ -330,6 +350,15 @@ class Decider:
         for name, running in self.running.items():
             if running.expires_s is not None and running.expires_s < running.since_s:
                 raise InternalError(f"request {name!r} expired before it began")
+
+
+@contextmanager
+def _logged(call: str) -> Iterator[None]:
+    """Log a fault in what learns from an answer: the answer itself must not suffer."""
+    try:
+        yield
+    except Exception:
+        log_event(logger, logging.ERROR, "routing_failed", call=call, exc_info=True)
 
 
 def _since(moment_s: float | None, start_s: float) -> float | None:

@@ -138,6 +138,6 @@ def parse_capacities(text: str) -> Iterator[Capacity]:
         for sample in family.samples:
             labels: dict[str, Any] = sample.labels
             blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-            if blocks.isdecimal() and size.isdecimal():
+            if blocks.isdecimal() and size.isdecimal() and int(size) > 0:
                 rank = labels.get("engine", "")
                 yield Capacity(int(rank) if rank.isdecimal() else None, int(blocks), int(size))

@@ -198,7 +198,11 @@ class RemoteChooser:
     async def _keep_linked(self) -> None:
         """Connect, stay connected while the decider lives, and start over."""
         while True:
-            socket = self._connect()
+            socket = None
+            try:
+                socket = self._connect()
+            except Exception:  # no descriptors left, say: try again
+                log_event(logger, logging.ERROR, "link_failed", exc_info=True)
             if socket is not None:
                 receiving = asyncio.create_task(self._receive(socket))
                 try:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -144,8 +143,10 @@ class LinkServer:
             identity, *frames = await self._socket.recv_multipart()
             try:
                 self._take(identity, decode_to_decider(frames[-1]))
-            except (msgspec.MsgspecError, IndexError) as error:  # of another version, say
-                log_event(logger, logging.ERROR, "link_message_bad", error=str(error))
+            except Exception as error:  # of another version, say; the others are served on
+                log_event(
+                    logger, logging.ERROR, "link_message_bad", error=repr(error), exc_info=True
+                )
 
     def _take(self, identity: bytes, message: ToDecider) -> None:
         owner = identity.hex()

@@ -22,7 +22,14 @@ from flexcache.router.proxy.bodies import Bodies, Body, BodyRefused
 from flexcache.router.proxy.config import ProxyConfig
 from flexcache.router.proxy.engines import Engines, NoAnswer, NotTaken
 from flexcache.router.proxy.life import RequestLife
-from flexcache.router.proxy.relay import SMALL_BYTES, ClientStalled, EngineBroke, read_whole, relay
+from flexcache.router.proxy.relay import (
+    SMALL_BYTES,
+    ClientStalled,
+    EngineBroke,
+    end_within,
+    read_whole,
+    relay,
+)
 from flexcache.router.proxy.retries import RetryBudget
 from flexcache.router.proxy.usage import UsageReader
 
@@ -31,6 +38,7 @@ _REJECTED = {
     400: "malformed", 401: "unauthorized", 408: "malformed", 413: "too_large", 431: "too_large",
 }  # fmt: skip
 """Why a request was refused without an engine, by the status of its answer."""
+_FIRST_ERROR = 400
 _BROKE = "the connection to the engine broke before the answer was complete"
 
 
@@ -229,15 +237,21 @@ class Proxy:
         except EngineBroke:
             life.end(Outcome.BROKEN)
             return answers.error(502, _BROKE)
-        life.first_byte()
+        if answer.status < _FIRST_ERROR:
+            life.first_byte()
         usage.feed(body)
         response = web.Response(
             status=answer.status, reason=answer.reason, headers=fields, body=body
         )
-        with contextlib.suppress(ConnectionError):  # the client left
+        try:
             await response.prepare(request)
-            await response.write_eof()
+            await end_within(response, request.transport, len(body), self._config.client_idle_s)
             life.end(Outcome.DONE, usage.read())
+        except ClientStalled:
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            pass  # the client left
         return response
 
     async def _pass_on_stream(
@@ -259,7 +273,7 @@ class Proxy:
                 response,
                 transport,
                 usage=usage,
-                first_byte=life.first_byte,
+                first_byte=life.first_byte if answer.status < _FIRST_ERROR else _ignore,
                 stall_s=self._config.client_idle_s,
             )
             await response.write_eof()
@@ -275,6 +289,10 @@ class Proxy:
         except ConnectionError:
             pass  # the client left
         return response
+
+
+def _ignore() -> None:
+    """An error is no answer to the prompt: the time that it took says nothing."""
 
 
 def _of_choice(choice: Choice) -> dict[str, str]:

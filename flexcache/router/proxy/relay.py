@@ -35,6 +35,34 @@ async def read_whole(answer: ClientResponse) -> bytes:
         raise EngineBroke(type(error).__name__) from error
 
 
+async def end_within(
+    response: web.StreamResponse,
+    transport: asyncio.WriteTransport | None,
+    size: int,
+    stall_s: float,
+) -> None:
+    """Send a short answer, which is prepared, to its end.
+
+    Args:
+        size: Of its body.
+        stall_s: How long the client may leave data unread.
+
+    Raises:
+        ClientStalled: See ``stall_s``.
+        ConnectionError: The client is gone.
+    """
+    if transport is None:
+        raise ConnectionResetError
+    most_unread = transport.get_write_buffer_limits()[1] // 2  # the header needs room too
+    if transport.get_write_buffer_size() + size < most_unread:
+        await response.write_eof()  # does not wait
+        return
+    try:
+        await asyncio.wait_for(response.write_eof(), stall_s)
+    except asyncio.TimeoutError:
+        raise ClientStalled from None
+
+
 async def relay(
     answer: ClientResponse,
     response: web.StreamResponse,

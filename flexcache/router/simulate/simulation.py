@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flexcache.router.dispatcher import DRAM, GPU, Dispatcher, Prompt
+from flexcache.router.dispatcher import DRAM, GPU, Prompt
 from flexcache.router.load import FloatArray, Work
 from flexcache.router.policy import Pick
 from flexcache.router.simulate.engine import Engine, EngineSpec
@@ -39,6 +39,10 @@ class View(Protocol):
         """Note where a request was sent."""
         ...
 
+    def ended(self, request: SimRequest, cached_tokens: int) -> None:
+        """Note that a request ended, and what the engine reported."""
+        ...
+
 
 class ExactView:
     """Knows what the engines hold at every moment."""
@@ -54,6 +58,9 @@ class ExactView:
 
     def placed(self, request: SimRequest, worker: int) -> None:
         """The engine will tell."""
+
+    def ended(self, request: SimRequest, cached_tokens: int) -> None:
+        """The engine has told."""
 
 
 @dataclass(slots=True)
@@ -168,12 +175,9 @@ class Simulation:
             outcome.ttft_s.append(self._first_token_s.pop(request.request_id) - request.time_s)
             outcome.e2e_s.append(now - request.time_s)
             outcome.prompt_tokens += request.num_tokens
-            outcome.cached_tokens += engine.hits.pop(request.request_id)
+            cached_tokens = engine.hits.pop(request.request_id)
+            outcome.cached_tokens += cached_tokens
+            self._view.ended(request, cached_tokens)
             following = self._workload.after(request, now)
             if following is not None:
                 self._expect(following)
-
-
-def simulate(dispatcher: Dispatcher, specs: Sequence[EngineSpec], workload: Workload) -> Outcome:
-    """Run a workload; for tests and benchmarks."""
-    return Simulation(dispatcher, specs, workload).run()

@@ -1,0 +1,91 @@
+"""A proxy before an engine, in one process: clients that do not read, answers that are errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the extra router is not installed")
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from flexcache.router.chooser import Arrival, Choice, Outcome
+from flexcache.router.proxy.config import ProxyConfig
+from flexcache.router.proxy.server import PROXY, make_app, serve
+
+ANSWER = b"x" * (60 << 10)
+NUM_REQUESTS = 400
+PATIENCE_S = 60
+
+
+class OneEngine:
+    """Names one engine, and follows its requests."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.open: set[str] = set()
+        self.first_tokens = 0
+        self.ends: list[Outcome] = []
+
+    async def choose(self, arrival: Arrival) -> Choice:
+        self.open.add(arrival.request_id)
+        return Choice(worker="e", url=self.url, headers={}, matched_tokens=None)
+
+    def first_token(self, request_id: str) -> None:
+        self.first_tokens += 1
+
+    def ended(self, request_id: str, outcome: Outcome, **_: Any) -> None:
+        self.open.remove(request_id)
+        self.ends.append(outcome)
+
+
+async def answer(request: web.Request) -> web.Response:
+    return web.Response(body=ANSWER, status=int(request.query.get("status", 200)))
+
+
+def before_an_engine(test: Callable[[OneEngine, int], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/", answer)
+        async with TestServer(app) as engine:
+            chooser = OneEngine(str(engine.make_url("")).rstrip("/"))
+            app = make_app(chooser, ProxyConfig(client_idle_s=0.3, stop_deadline_s=1.0))
+            serving = await serve(app)
+            try:
+                await test(chooser, serving.port)
+            finally:
+                await serving.stop()
+            app[PROXY].check()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def test_a_client_that_reads_no_short_answers_holds_no_engine() -> None:
+    async def test(chooser: OneEngine, port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n" * NUM_REQUESTS)
+        while Outcome.ABORTED not in chooser.ends:
+            assert len(chooser.ends) < NUM_REQUESTS, "all were taken: send more"
+            await asyncio.sleep(0.02)
+        assert not chooser.open
+        writer.transport.abort()
+
+    before_an_engine(test)
+
+
+@pytest.mark.parametrize(("status", "first_tokens"), [(200, 1), (400, 0), (500, 0)])
+def test_an_error_has_no_first_token(status: int, first_tokens: int) -> None:
+    async def test(chooser: OneEngine, port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /?status=%d HTTP/1.1\r\nHost: r\r\n\r\n" % status)
+        assert await reader.readexactly(12) == b"HTTP/1.1 %d" % status
+        while not chooser.ends:
+            await asyncio.sleep(0.01)
+        assert (chooser.ends, chooser.first_tokens) == ([Outcome.DONE], first_tokens)
+        writer.transport.abort()
+
+    before_an_engine(test)
