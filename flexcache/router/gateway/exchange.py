@@ -71,7 +71,7 @@ class Exchange:
         self._destinations: tuple[str, ...] = ()
         self._outcome = Outcome.ABORTED
         self._usage = UsageReader()
-        self._has_first_token = False
+        self._has_first_token = self._is_error = False
         self._has_ended = False
         self._takers: dict[Stage, dict[str | None, Callable[[ProcessingRequest], _Replies]]] = {
             Stage.COLLECTING: {
@@ -195,7 +195,8 @@ class Exchange:
         headers = message.response_headers
         served = messages.served_by(message)
         was_moved = served is not None and served != self._destinations[0]
-        status = messages.read_headers(headers.headers).get(":status")
+        status = messages.read_headers(headers.headers).get(":status", "")
+        self._is_error = status[:1] in ("4", "5")
         is_refused = was_moved or status in _REFUSALS
         self._outcome = Outcome.REFUSED if is_refused else Outcome.DONE
         if self._answer_mode == ProcessingMode.NONE:
@@ -229,7 +230,9 @@ class Exchange:
         self._end(Outcome.ABORTED)
 
     def _note_first_token(self) -> None:
-        if not self._has_first_token and not self._has_ended and self._outcome is Outcome.DONE:
+        if self._has_first_token or self._has_ended or self._is_error:
+            return
+        if self._outcome is Outcome.DONE:
             self._has_first_token = True
             self._chooser.first_token(self._request_id)
 
