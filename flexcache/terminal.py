@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from flexcache.errors import ConfigError, MissingDependencyError, ServerLostError, TraceError
+from flexcache.errors import FlexCacheError, InternalError
 
 
 @contextlib.contextmanager
@@ -17,6 +17,8 @@ def user_errors(console: Console | None = None) -> Iterator[None]:
     """Print user errors without a traceback; exit status 1."""
     try:
         yield
-    except (ConfigError, MissingDependencyError, ServerLostError, TraceError) as error:
+    except InternalError:
+        raise
+    except FlexCacheError as error:
         (console or Console()).print(f"[red]error[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from None

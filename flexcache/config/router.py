@@ -19,6 +19,7 @@ from flexcache.config.values import Count, Megabytes, Seconds, parse, reject, se
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 _LISTS = ("workers", "events", "allowed_workers", "api_keys", "peers")
+_ANY_ADDRESS = {"0.0.0.0", "::"}
 _LISTING = ("workers", "shared_events")
 """Keys of a file that list workers, in tables. They are read again when the file changes."""
 
@@ -140,6 +141,7 @@ class RouterConfig:
                 value = parse(spec.name, value, hint, is_secret=is_secret)
             object.__setattr__(self, spec.name, value)
         _check_patterns(self)
+        _check_ports(self)
         _check_access(self)
         _check_sync(self)
 
@@ -194,6 +196,18 @@ def _check_patterns(config: RouterConfig) -> None:
             re.compile(pattern)
         except re.error as error:
             raise reject("allowed_workers", pattern, f"is no regular expression: {error}") from None
+
+
+def _check_ports(config: RouterConfig) -> None:
+    hosts: dict[int, list[tuple[str, str]]] = {}
+    for name in ("port", "control_port", "gateway_port"):
+        port, host = getattr(config, name), getattr(config, name.removesuffix("port") + "host")
+        if not port:  # unset, or any free one
+            continue
+        for other, taken in hosts.get(port, []):
+            if host == taken or _ANY_ADDRESS & {host, taken}:
+                raise reject(name, port, f"must differ from {other}")
+        hosts.setdefault(port, []).append((name, host))
 
 
 def _check_access(config: RouterConfig) -> None:

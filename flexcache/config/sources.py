@@ -45,7 +45,8 @@ def read_layers(
     """
     env = os.environ if environ is None else environ
     path = path or env.get(prefix + "CONFIG")
-    return read_file(path) if path else {}, read_environment(env, prefix)
+    file = read_file(path, prefix + "CONFIG") if path else {}
+    return file, read_environment(env, prefix)
 
 
 def read_environment(env: Mapping[str, str], prefix: str = ENV_PREFIX) -> dict[str, Any]:
@@ -60,8 +61,11 @@ def read_environment(env: Mapping[str, str], prefix: str = ENV_PREFIX) -> dict[s
     return found
 
 
-def read_file(path: str) -> dict[str, Any]:
+def read_file(path: str, name: str = CONFIG_FILE_ENV) -> dict[str, Any]:
     """Read a table of settings from a .json, .toml or .yaml file.
+
+    Args:
+        name: Of the setting that names the file, for the error.
 
     Raises:
         ConfigError: There is none, or it cannot be parsed.
@@ -70,7 +74,7 @@ def read_file(path: str) -> dict[str, Any]:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise reject(CONFIG_FILE_ENV, path, f"cannot be read: {error.strerror}") from None
+        raise reject(name, path, f"cannot be read: {error.strerror}") from None
     decoders: dict[str, Callable[[bytes], Any]] = {
         ".json": msgspec.json.decode,
         ".toml": _toml_decode,
@@ -78,13 +82,13 @@ def read_file(path: str) -> dict[str, Any]:
     }
     suffix = Path(path).suffix.replace(".yml", ".yaml")
     if suffix not in decoders:
-        raise reject(CONFIG_FILE_ENV, path, "must end in .json, .toml or .yaml")
+        raise reject(name, path, "must end in .json, .toml or .yaml")
     try:
         content = decoders[suffix](data)
     except (msgspec.DecodeError, ValueError) as error:
-        raise reject(CONFIG_FILE_ENV, path, f"cannot be parsed: {error}") from None
+        raise reject(name, path, f"cannot be parsed: {error}") from None
     if not isinstance(content, dict):
-        raise reject(CONFIG_FILE_ENV, path, "must hold a table of settings")
+        raise reject(name, path, "must hold a table of settings")
     return content
 
 

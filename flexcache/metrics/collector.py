@@ -20,10 +20,11 @@ try:
     )
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.utils import floatToGoString
-except ImportError:
+except ImportError as error:
     raise MissingDependencyError(
         "metrics need the package prometheus-client: pip install 'flexcache[http]', "
-        "or 'flexcache[router]' for a router"
+        "or 'flexcache[router]' for a router",
+        name=error.name,
     ) from None
 
 _FAMILIES = {

@@ -66,6 +66,9 @@ def test_a_cache_does_not_read_the_routers_variables() -> None:
         {"approximate": "perhaps"},
         {"temperature": -1},
         {"queue_sise": 1},
+        {"control_port": 8000},
+        {"gateway_port": 8090},
+        {"control_port": 7000, "gateway_port": 7000, "gateway_host": "0.0.0.0"},
     ],
 )
 def test_bad_settings_are_refused_by_name(settings: dict[str, Any]) -> None:
@@ -77,6 +80,20 @@ def test_the_control_api_needs_a_token_beyond_loopback() -> None:
     for host in ("127.0.0.1", "::1", "localhost"):
         RouterConfig(control_host=host)
     RouterConfig(control_host="0.0.0.0", control_token="secret")
+
+
+def test_ports_may_be_equal_on_different_addresses() -> None:
+    RouterConfig(host="10.0.0.1", port=8090)
+    RouterConfig(port=0, control_port=0)
+
+
+def test_a_bad_file_is_refused_by_the_routers_variable(tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    with pytest.raises(ConfigError, match=r"FLEXCACHE_ROUTER_CONFIG = .*cannot be read"):
+        RouterConfig.load(str(file), {})
+    file.write_text("broken = [")
+    with pytest.raises(ConfigError, match=r"FLEXCACHE_ROUTER_CONFIG = .*cannot be parsed"):
+        RouterConfig.load(None, {"FLEXCACHE_ROUTER_CONFIG": str(file)})
 
 
 def test_every_setting_is_documented_and_secrets_are_marked() -> None:

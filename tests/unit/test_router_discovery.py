@@ -67,9 +67,9 @@ def test_each_rank_is_a_worker_with_ports_of_its_own_and_a_cache_is_shared() -> 
 @pytest.mark.parametrize(
     ("workers", "events", "words"),
     [
-        (["10.0.0.7:8000"], [], "must be URL://HOST:PORT"),
-        (["ftp://10.0.0.7"], [], "must be URL://HOST:PORT"),
-        (["http://:8000"], [], "must be URL://HOST:PORT"),
+        (["10.0.0.7:8000"], [], "must be SCHEME://HOST:PORT"),
+        (["ftp://10.0.0.7"], [], "must be SCHEME://HOST:PORT"),
+        (["http://:8000"], [], "must be SCHEME://HOST:PORT"),
         (["http://h:99999"], [], "--worker"),
         (["http://[::1"], [], "--worker"),
         (["http://user:secret@h:1"], [], "no path, query, fragment or user"),

@@ -106,6 +106,9 @@ def test_the_statistics_are_read_with_the_token(monkeypatch: pytest.MonkeyPatch)
             read_router(pages.url, None, 30)
         with pytest.raises(FlexCacheError, match="answers 404"):
             read_router(f"{pages.url}/ui", "secret", 30)
+        done = CliRunner().invoke(app, ["status", "--endpoint", pages.url])
+        assert done.exit_code == 1
+        assert "error" in done.stdout and "FLEXCACHE_ROUTER_CONTROL_TOKEN" in done.stdout
         monkeypatch.setenv("FLEXCACHE_ROUTER_CONTROL_TOKEN", "secret")
         done = CliRunner().invoke(app, ["status", "--endpoint", pages.url])
         assert done.exit_code == 0

@@ -28,7 +28,7 @@ class WorkerFile:
         self._path = path
         self._version = self._read_version()
         self._fault: str | None = None
-        self.listing: Listing = parse_table(read_file(path))
+        self.listing: Listing = parse_table(read_file(path, "worker_file"))
 
     def reread(self) -> bool:
         """Read the file again if it changed; a wrong one leaves the listing as it is.
@@ -41,7 +41,7 @@ class WorkerFile:
             return False
         before = self.listing
         try:
-            self.listing = parse_table(read_file(self._path))
+            self.listing = parse_table(read_file(self._path, "worker_file"))
         except (ConfigError, MissingDependencyError) as error:
             self._note(str(error))
         else:

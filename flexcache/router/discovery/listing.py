@@ -59,7 +59,7 @@ class WorkerUrl(msgspec.Struct, frozen=True):
         except ValueError as error:
             raise reject(name, text, str(error)) from None
         if parts.scheme not in SCHEMES or not host:
-            raise reject(name, text, f"must be URL://HOST:PORT with one of {', '.join(SCHEMES)}")
+            raise reject(name, text, f"must be SCHEME://HOST:PORT with one of {', '.join(SCHEMES)}")
         if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
             raise reject(name, text, "must have no path, query, fragment or user")
         scheme, _, group = parts.scheme.partition("+")
