@@ -93,8 +93,13 @@ class Chooser(Protocol):
         """
         ...
 
-    def first_token(self, request_id: str) -> None:
-        """Note that the first byte of the answer's body came."""
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
+        """Note that the first byte of the answer's body came.
+
+        Args:
+            tells_time: False: it came after all tokens had been generated, because the answer is
+                not a stream, so nothing can be learned from when it came.
+        """
         ...
 
     def ended(

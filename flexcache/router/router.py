@@ -211,15 +211,20 @@ class KVRouter:
         ]
         return sorted(scores, key=lambda score: (score.cost is None, score.cost or 0.0))
 
-    def first_token(self, request_id: str, now: float) -> None:
-        """Note the first token of a request's answer."""
-        self.dispatcher.first_token(request_id, now)
+    def first_token(self, request_id: str, now: float, *, tells_time: bool = True) -> None:
+        """Note the first token of a request's answer.
+
+        Args:
+            tells_time: See `Chooser.first_token`.
+        """
+        if tells_time:
+            self.dispatcher.first_token(request_id, now)
         self.holdings.computed(request_id)
         running = self._running.get(request_id)
         if running is None or running.is_served:
             return
         running.is_served = True
-        if running.ttft_s is not None:
+        if tells_time and running.ttft_s is not None:
             self.ttft.add(running.ttft_s, now - running.since)
 
     def ended(self, request_id: str, now: float, *, cached_tokens: int | None = None) -> None:

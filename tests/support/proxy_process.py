@@ -71,7 +71,7 @@ class InTurn:
         self.open[arrival.request_id] = url
         return Choice(worker=url, url=url, headers=self.headers, matched_tokens=self.matched_tokens)
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         assert request_id in self.open and request_id not in self.first_tokens
         self.first_tokens.add(request_id)
 

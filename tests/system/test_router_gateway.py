@@ -93,7 +93,7 @@ class RecordingChooser:
             others=tuple(urls[1:]),
         )
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         assert request_id in self.running
         self.first_tokens.append(request_id)
 

@@ -277,6 +277,20 @@ def test_predictions_are_compared_with_what_engines_report() -> None:
     assert counts.actual_tokens == 59 * BLOCK
 
 
+def test_nothing_is_learned_from_when_the_body_of_a_whole_answer_came() -> None:
+    router = make_router("a")
+    for number in range(60):
+        router.choose(request(list(range(300)), str(number)), float(number))
+        router.first_token(str(number), number + 0.9, tells_time=False)
+        router.ended(str(number), number + 0.9, cached_tokens=0)
+    routing = router.stats(60.0).routing
+    assert routing.service_time.samples == 0
+    assert sum(routing.ttft.actual_s.counts) == 0
+    assert routing.cached_tokens.exact == 60
+    assert router.stats(60.0).workers["a"].requests == 0
+    router.check()
+
+
 def test_the_time_to_the_first_token_is_predicted_once_it_was_learned() -> None:
     router = make_router("a", "b")
     now = 0.0

@@ -44,7 +44,7 @@ class Ledger:
     async def choose(self, arrival: Arrival) -> Choice:
         raise NotImplementedError
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         self.notes.append("first token")
 
     def ended(self, request_id: str, outcome: Outcome, **counts: Any) -> None:

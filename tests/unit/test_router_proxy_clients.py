@@ -35,7 +35,7 @@ class OneEngine:
         self.open.add(arrival.request_id)
         return Choice(worker="e", url=self.url, headers={}, matched_tokens=None)
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         self.first_tokens += 1
 
     def ended(self, request_id: str, outcome: Outcome, **_: Any) -> None:

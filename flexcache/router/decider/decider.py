@@ -231,14 +231,17 @@ class Decider:
             return dict(self._engine_headers)
         return {**self._engine_headers, RANK_HEADER: str(spec.data_parallel_rank)}
 
-    def first_token(self, request_id: str) -> None:
-        """Note the first byte of an answer's body."""
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
+        """Note the first byte of an answer's body; see `Chooser`."""
         running = self.running.get(request_id)
         if running is None or running.first_token_s is not None:
             return
-        running.first_token_s = self.clock()
+        now = self.clock()
         with _logged("first_token"):
-            self.routing.first_token(request_id, running.first_token_s)
+            self.routing.first_token(request_id, now, tells_time=tells_time)
+        if not tells_time:  # its end follows
+            return
+        running.first_token_s = now
         if self.observer is not None:
             self.observer.first_token(request_id)
         self.line.wake()

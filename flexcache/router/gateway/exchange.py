@@ -26,6 +26,7 @@ except ImportError as error:
     ) from None
 
 _REFUSALS = ("429", "502", "503")
+_STREAM = "text/event-stream"
 _Replies = Sequence[ProcessingResponse]
 
 
@@ -71,7 +72,7 @@ class Exchange:
         self._destinations: tuple[str, ...] = ()
         self._outcome = Outcome.ABORTED
         self._usage = UsageReader()
-        self._has_first_token = self._is_error = False
+        self._has_first_token = self._is_error = self._tells_time = False
         self._has_ended = False
         self._takers: dict[Stage, dict[str | None, Callable[[ProcessingRequest], _Replies]]] = {
             Stage.COLLECTING: {
@@ -195,8 +196,11 @@ class Exchange:
         headers = message.response_headers
         served = messages.served_by(message)
         was_moved = served is not None and served != self._destinations[0]
-        status = messages.read_headers(headers.headers).get(":status", "")
+        fields = messages.read_headers(headers.headers)
+        status = fields.get(":status", "")
         self._is_error = status[:1] in ("4", "5")
+        is_stream = fields.get("content-type", "").startswith(_STREAM)
+        self._tells_time = is_stream and self._answer_mode != ProcessingMode.NONE
         is_refused = was_moved or status in _REFUSALS
         self._outcome = Outcome.REFUSED if is_refused else Outcome.DONE
         if self._answer_mode == ProcessingMode.NONE:
@@ -234,7 +238,7 @@ class Exchange:
             return
         if self._outcome is Outcome.DONE:
             self._has_first_token = True
-            self._chooser.first_token(self._request_id)
+            self._chooser.first_token(self._request_id, tells_time=self._tells_time)
 
     def _end(self, outcome: Outcome) -> None:
         if self._choice is None or self._has_ended:

@@ -82,7 +82,10 @@ class Choose(_Message, frozen=True):
 
 
 class FirstToken(_Message, frozen=True):
+    """Arguments of `Chooser.first_token`."""
+
     request_id: str
+    tells_time: bool = True
 
 
 class End(_Message, frozen=True):

@@ -142,12 +142,12 @@ class RemoteChooser:
         finally:
             self._asked.pop(name, None)
 
-    def first_token(self, request_id: str) -> None:
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         """See `Chooser`."""
         running = self._running.get(request_id)
         if running is not None and not running.has_first_token:
             self._running[request_id] = msgspec.structs.replace(running, has_first_token=True)
-            self._send(FirstToken(request_id))
+            self._send(FirstToken(request_id, tells_time))
 
     def ended(
         self,

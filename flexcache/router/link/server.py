@@ -46,7 +46,7 @@ class LinkedDecider(Protocol):
 
     async def choose(self, arrival: Arrival, *, owner: str = "") -> Choice: ...
 
-    def first_token(self, request_id: str) -> None: ...
+    def first_token(self, request_id: str, *, tells_time: bool = True) -> None: ...
 
     def ended(
         self,
@@ -161,7 +161,7 @@ class LinkServer:
             task = asyncio.create_task(self._choose(identity, proxy, message))
             proxy.tasks[message.request_id] = task
         elif isinstance(message, FirstToken):
-            self._decider.first_token(message.request_id)
+            self._decider.first_token(message.request_id, tells_time=message.tells_time)
         elif isinstance(message, End):
             task_of = proxy.tasks.pop(message.request_id, None)
             if task_of is not None:

@@ -21,8 +21,8 @@ class RequestLife:
         assert self.choice is None
         self.choice = choice
 
-    def first_byte(self) -> None:
-        self._chooser.first_token(self.request_id)
+    def first_byte(self, *, tells_time: bool) -> None:
+        self._chooser.first_token(self.request_id, tells_time=tells_time)
 
     def end(self, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         self.choice = None

@@ -9,6 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from aiohttp import ClientResponse, web
@@ -39,6 +40,7 @@ _REJECTED = {
 }  # fmt: skip
 """Why a request was refused without an engine, by the status of its answer."""
 _FIRST_ERROR = 400
+_STREAM = "text/event-stream"
 _BROKE = "the connection to the engine broke before the answer was complete"
 
 
@@ -238,7 +240,7 @@ class Proxy:
             life.end(Outcome.BROKEN)
             return answers.error(502, _BROKE)
         if answer.status < _FIRST_ERROR:
-            life.first_byte()
+            life.first_byte(tells_time=False)
         usage.feed(body)
         response = web.Response(
             status=answer.status, reason=answer.reason, headers=fields, body=body
@@ -266,6 +268,8 @@ class Proxy:
         transport = request.transport
         if transport is None:  # the client left
             return response
+        is_stream = answer.content_type == _STREAM
+        first_byte = partial(life.first_byte, tells_time=is_stream)
         try:
             await response.prepare(request)
             await relay(
@@ -273,14 +277,14 @@ class Proxy:
                 response,
                 transport,
                 usage=usage,
-                first_byte=life.first_byte if answer.status < _FIRST_ERROR else _ignore,
+                first_byte=_ignore if answer.status >= _FIRST_ERROR else first_byte,
                 stall_s=self._config.client_idle_s,
             )
             await response.write_eof()
             life.end(Outcome.DONE, usage.read())
         except EngineBroke:
             life.end(Outcome.BROKEN)
-            if response.content_type == "text/event-stream":
+            if is_stream:
                 with contextlib.suppress(ConnectionError):
                     await response.write(answers.broken_stream(_BROKE))
             transport.close()  # without the end of the body, so that the client notices
