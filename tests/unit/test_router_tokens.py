@@ -184,7 +184,9 @@ def test_a_final_message_is_continued(
     assert reader.read(CHAT, both).token_ids is None
 
 
-def test_token_ids_are_taken_as_they_are(make_reader: Callable[..., Reader]) -> None:
+def test_token_ids_are_taken_as_they_are(
+    make_reader: Callable[..., Reader], caplog: pytest.LogCaptureFixture
+) -> None:
     reader = make_reader()
     ids = list(range(0, 3000, 7))
     assert reader.ids(COMPLETIONS, prompt=ids) == ids
@@ -202,8 +204,11 @@ def test_token_ids_are_taken_as_they_are(make_reader: Callable[..., Reader]) -> 
         "[[]]",
         "1",
         "[1e3]",
+        '[1, 2, "x"]',
+        "[true, false]",
     ):
         assert reader.read(COMPLETIONS, b'{"prompt": %s}' % bad.encode()).token_ids is None, bad
+    assert "router_request_not_read" not in caplog.text  # no client may fill the log
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * 5000}}

@@ -240,7 +240,10 @@ def _token_ids(data: bytes) -> np.ndarray:
     """Parse numbers between commas, 10 times as fast as a JSON parser makes a list of them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # unread rest; counted below
-        numbers = np.fromstring(data, dtype=np.int64, sep=",")
+        try:
+            numbers = np.fromstring(data, dtype=np.int64, sep=",")
+        except ValueError:  # unread rest, by newer NumPy
+            raise UnknownPrompt("no prompt") from None
     if len(numbers) != data.count(b",") + 1:
         raise UnknownPrompt("no prompt")
     if numbers.min() < 0 or numbers.max() >= 2**32:
