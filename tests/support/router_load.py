@@ -24,7 +24,7 @@ from flexcache.router.report import from_json
 from flexcache.router.stats import RouterStats
 
 READY_S = 60.0
-_STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class RouterProcess:
@@ -170,7 +170,7 @@ class Conversations:
             for _ in range(chance.randint(2, 10)):
                 prompt += [chance.randrange(50_000) for _ in range(chance.randint(50, 600))]
                 with suppress(OSError):
-                    status = self._router.complete(prompt, chance.randint(4, 40), **_STREAMED)
+                    status = self._router.complete(prompt, chance.randint(4, 40), **STREAMED)
                     self.statuses.append(status)
                 if self._stopped.wait(chance.random() * self._think_s):
                     return

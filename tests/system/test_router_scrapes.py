@@ -27,7 +27,7 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("uvloop")
 
 from fake_openai_engine import FakeEngine
-from router_load import Engines, RouterProcess
+from router_load import STREAMED, Engines, RouterProcess
 from scrapes import CHANGES, Expected, Is, Scrapes
 
 from flexcache import __version__
@@ -83,7 +83,7 @@ def serve_prompts() -> tuple[Watched, Expected]:
     (engine,) = engines.engines
     with routed(engines) as watched:
         for turn in range(1, 26):
-            assert watched.router.complete(PROMPT[: 16 * turn % 320 + 16]) == 200
+            assert watched.router.complete(PROMPT[: 16 * turn % 320 + 16], **STREAMED) == 200
             watched.look_until(
                 lambda look, turn=turn: look['ended_requests_total{outcome="done"}'] == turn
             )
