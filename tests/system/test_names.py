@@ -176,7 +176,8 @@ def test_a_name_that_two_engines_claim_moves_nothing_until_one_is_gone(endpoint:
         with rival(endpoint, "same") as other:
             mine.client.register_kv_caches(mine.kv)
             both = f"claimed by process {other.pid} and process {os.getpid()}.*engine_id"
-            until(lambda: mine.client.error)
+            # The rank and the session learn of the dispute by messages of their own.
+            until(lambda: mine.client.error and not mine.manager.is_ready())
             with pytest.raises(RegistrationError, match=both):
                 mine.manager.wait_ready(60)
             assert mine.put(1) is KVStatus.NOT_FOUND
