@@ -37,7 +37,8 @@ CHECKS = {
 class TestLane:
     """One pytest run.
 
-    Most system tests wait for processes and deadlines, hence more workers than cores. A vLLM engine
+    Some unit tests and most system tests wait for processes and deadlines, hence more workers than
+    cores, though each worker imports all of its lane's modules. A vLLM engine
     computes on one core for about half of its life; vLLM has a run of its own since its CPU engine
     does not start in a process that has imported llvmlite.
     """
@@ -47,7 +48,7 @@ class TestLane:
 
 
 TESTS = {
-    "unit": TestLane(("tests/unit",), ("-n2", "--dist=worksteal")),
+    "unit": TestLane(("tests/unit",), ("-n3", "--dist=worksteal")),
     "system": TestLane(("tests/system", "tests/gpu"), ("-n4", "--dist=worksteal")),
     "vllm": TestLane(("tests/vllm",), ("-n2", "--dist=loadfile")),
 }

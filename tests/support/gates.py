@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 MAX_CLASS_LINES = 300
@@ -62,8 +62,9 @@ class Module:
         return self.name if is_package else self.name.rpartition(".")[0]
 
 
+@cache
 def load_modules(root: Path, directory: str) -> list[Module]:
-    """Read all modules below a directory of the repository."""
+    """Read all modules below a directory of the repository, once."""
     modules = []
     for path in sorted((root / directory).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
