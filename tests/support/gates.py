@@ -104,7 +104,10 @@ _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield the children of a node that may contain definitions or imports."""
-    return (node for node in ast.iter_child_nodes(tree) if not isinstance(node, ast.expr))
+    for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+        children = getattr(tree, field, ())
+        if isinstance(children, list):  # the body of a lambda or a conditional is an expression
+            yield from children
 
 
 def _definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, _Definition]]:
