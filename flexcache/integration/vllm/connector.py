@@ -93,6 +93,9 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.forget_blocks = kv_cache_manager.evict_blocks
 
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.arrived(request)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
