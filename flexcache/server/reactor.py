@@ -41,10 +41,11 @@ class Reactor:
         self._spin_until_s = 0.0
         self._poll_due_s = 0.0
 
-    def open(self, main_socket: RouterSocket) -> None:
-        """Wait for this socket from now on, and make the loop ready to be woken."""
-        self._main_socket = main_socket
-        self.add_socket(main_socket)
+    def open(self, main_socket: RouterSocket | None = None) -> None:
+        """Wait for this socket from now on, if given, and make the loop ready to be woken."""
+        if main_socket is not None:
+            self._main_socket = main_socket
+            self.add_socket(main_socket)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flexcache.cache.build import CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.storage.disk_pool import DiskPool
@@ -17,6 +19,7 @@ class CacheStore:
         block_bytes: Bytes of one block in one segment of the host pool.
         num_segments: One for each rank whose KV is stored.
         sizes: Capacities of the tiers, in blocks.
+        memory: Existing memory to use instead of a host pool of its own.
 
     Attributes:
         segments: The host pool.
@@ -24,13 +27,18 @@ class CacheStore:
     """
 
     def __init__(
-        self, config: CacheConfig, block_bytes: int, num_segments: int, sizes: CacheSizes
+        self,
+        config: CacheConfig,
+        block_bytes: int,
+        num_segments: int,
+        sizes: CacheSizes,
+        memory: Sequence[HostSegment] = (),
     ) -> None:
         self._config = config
         self._block_bytes = block_bytes
         self._num_segments = num_segments
         self._sizes = sizes
-        self.segments: list[HostSegment] = []
+        self.segments = list(memory)
         self.disk_pool: DiskPool | None = None
 
     def open(self) -> None:
@@ -41,7 +49,7 @@ class CacheStore:
         """
         config = self._config
         try:
-            for _ in range(self._num_segments):
+            for _ in range(self._num_segments - len(self.segments)):
                 segment = HostSegment.create(
                     self._block_bytes, self._sizes.num_host_blocks, config.hugepages
                 )
