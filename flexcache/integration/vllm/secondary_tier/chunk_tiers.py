@@ -126,7 +126,7 @@ class ChunkTiers:
         moves: list[Move] = []
         to_remote: list[tuple[BlockKey, int]] = []
         for key, block in zip(keys, blocks, strict=True):
-            if self._num_storing + len(to_remote) >= self._max_storing:
+            if self._num_storing + len(moves) + len(to_remote) >= self._max_storing:
                 self.dropped["backlog"] += 1
                 continue
             if self._wants_on_ssd(key):

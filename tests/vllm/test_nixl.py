@@ -1,0 +1,60 @@
+"""FlexCache behind vLLM's NixlConnector: one engine computes a prompt, another one decodes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from driven_engine import DrivenEngine
+from engine_systems import Settings
+from engines import make_prompt
+from paths import MODELS
+from ports import free_ports
+
+pytest.importorskip("nixl", reason="the nixl wheel is not installed")
+
+PROMPT = make_prompt(700, 1)
+CACHED = 672
+ENGINE = {
+    "dtype": "bfloat16",
+    "max_model_len": 2048,
+    "kv_cache_memory_bytes": 32 << 20,
+    "seed": 0,
+}
+NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+COMPUTE = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
+    "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
+
+
+def test_a_prompt_handed_over_by_nixl_is_stored_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from make_models import make_model
+
+    make_model(MODELS, "tiny")
+    settings = Settings(
+        "FlexCache", "tiny", dram_gb=None, more={"num_cpu_blocks": 128, "skip_slow_loads": False},
+        engine=ENGINE, num_threads=1, connectors=[NIXL, {}],
+    )  # fmt: skip
+    with ExitStack() as stack:
+        engines = []
+        for port in free_ports(2):
+            monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+            engines.append(DrivenEngine(settings, tmp_path / f"log-{port}"))
+            stack.callback(engines[-1].stop)
+        prefill, decode = engines
+        prefill.wait_ready()
+        decode.wait_ready()
+        computed = prefill.transfer(PROMPT, COMPUTE, num_generated=1)
+        decoded = decode.transfer(PROMPT, computed["params"])
+        assert decoded["cached"] >= CACHED
+        assert decoded["tokens"][0] == computed["tokens"][0]
+        assert decode.stats()["hit_blocks"] == {}  # it did not even look
+        for engine in engines:
+            engine.settle()
+            engine.forget("GPU")
+            assert engine.generate(PROMPT) == (decoded["tokens"], CACHED)
+            assert engine.stats()["hit_blocks"] == {"CPU": CACHED // 32}
