@@ -102,6 +102,11 @@ class TierHost:
             )  # fmt: skip
         self._thread.start()
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait for the workers; whether all serve."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pool.missing(), timeout_s)
+
     @contextlib.contextmanager
     def use(self) -> Iterator[ChunkTiers]:
         """Exclusive use of the tiers; what they decide is carried out afterwards."""

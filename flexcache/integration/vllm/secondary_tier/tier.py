@@ -7,15 +7,21 @@ the way. For vLLM 0.32 and later.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -27,8 +33,18 @@ from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey
 from flexcache.integration.vllm.secondary_tier.host import TierHost
 from flexcache.integration.vllm.secondary_tier.identity import read_chunk_identity
+from flexcache.logs import log_event
 from flexcache.storage.host_pool import HostSegment
 
+logger = logging.getLogger(__name__)
+
+_READY_TIMEOUT_S = 60.0
+_LOADED = "vllm:kv_offload_flexcache_loaded_chunks"
+_DROPPED = "vllm:kv_offload_flexcache_dropped_chunks"
+_METRICS = {
+    _LOADED: OffloadingCounterMetadata("Chunks loaded into vLLM's DRAM tier.", ("worker",)),
+    _DROPPED: OffloadingCounterMetadata("Chunks that were not stored.", ("reason",)),
+}
 _RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
@@ -57,6 +73,9 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         identity = read_chunk_identity(offloading_spec, chunk_bytes)
         self._host = TierHost(config, memory, identity, offloading_spec.config.engine_id)
         self._host.start()
+        if not self._host.wait_ready(_READY_TIMEOUT_S):
+            log_event(logger, logging.WARNING, "workers_late", waited_s=_READY_TIMEOUT_S)
+        self._reported = {_LOADED: Counter[str](), _DROPPED: Counter[str]()}
         self._loads: dict[int, int] = {}
         """Number of chunks of each open promotion."""
 
@@ -108,6 +127,21 @@ class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         with self._host.use() as tiers:
             tiers.step_ended(time.monotonic())
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return dict(_METRICS)
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Return what has happened since the last call."""
+        with self._host.use() as tiers:
+            counts = {_LOADED: Counter(tiers.hits), _DROPPED: Counter(tiers.dropped)}
+        stats = OffloadingConnectorStats()
+        for name, count in counts.items():
+            for label, gain in (count - self._reported[name]).items():
+                stats.increase_counter(name, gain, labelvalues=(label,))
+        self._reported = counts
+        return stats
 
     def drain_jobs(self) -> None:
         self._host.wait_idle()
