@@ -45,13 +45,20 @@ class DrivenEngine:
     Args:
         log: File that the engine's output is appended to.
         python: Interpreter of the environment it runs in.
+        packages: Further directories of packages.
     """
 
-    def __init__(self, settings: Settings, log: Path, python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        log: Path,
+        python: str = sys.executable,
+        packages: Sequence[str] = (),
+    ) -> None:
         self.settings = settings
         self._log = log
         self._runtime_dir = tempfile.TemporaryDirectory(prefix="fc-")  # socket paths must be short
-        path = [str(ROOT), str(SUPPORT), str(ROOT / "benchmarks" / "peers")]
+        path = [str(ROOT), str(SUPPORT), str(ROOT / "benchmarks" / "peers"), *packages]
         environment = {
             **os.environ,
             **ENGINE_ENV,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ from engines import make_prompt
 from paths import MODELS
 from ports import free_ports
 
-pytest.importorskip("nixl", reason="the nixl wheel is not installed")
+NIXL_PATH = os.environ.get("NIXL_PATH")
+"""Where the wheels nixl and nixl-cu12 are unpacked, unless they are installed."""
+if NIXL_PATH is None and find_spec("nixl") is None:
+    pytest.skip("the nixl wheel is not installed", allow_module_level=True)
 
 PROMPT = make_prompt(700, 1)
 CACHED = 672
@@ -40,10 +45,10 @@ def test_a_prompt_handed_over_by_nixl_is_stored_on_both_sides(
         engine=ENGINE, num_threads=1, connectors=[NIXL, {}],
     )  # fmt: skip
     with ExitStack() as stack:
-        engines = []
+        engines, packages = [], [NIXL_PATH] if NIXL_PATH else []
         for port in free_ports(2):
             monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
-            engines.append(DrivenEngine(settings, tmp_path / f"log-{port}"))
+            engines.append(DrivenEngine(settings, tmp_path / f"log-{port}", packages=packages))
             stack.callback(engines[-1].stop)
         prefill, decode = engines
         prefill.wait_ready()
