@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     """Delegates to the scheduler's or the worker's side; each process has one of them."""
 
+    supports_sleep_mode = False
+    """Copies run beside the engine's steps, so KV memory must stay mapped."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_where_vllm_does()
@@ -44,11 +47,6 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     @property
     def requires_kv_delivery(self) -> bool:
         """False: a cache is best effort, and no request has to wait for its KV to be stored."""
-        return False
-
-    @property
-    def supports_sleep_mode(self) -> bool:
-        """False: copies run beside the engine's steps, so KV memory must stay mapped."""
         return False
 
     @classmethod
