@@ -119,9 +119,9 @@ class Reactor:
             self._spin_until_s = time.monotonic() + _SPIN_S
 
     def _message_comes_soon(self) -> bool:
-        assert self._main_socket is not None
-        while time.monotonic() < self._spin_until_s:
-            if self._main_socket.has_message():
+        socket = self._main_socket
+        while socket is not None and time.monotonic() < self._spin_until_s:
+            if socket.has_message():
                 return True
         return False
 
