@@ -202,7 +202,7 @@ class ServiceTime:
         add up to a covariance that is none, however many and alike the samples are.
         """
         scaled = features * self._prior
-        # Forget only what this row tells anew (Cao and Schwartz): what it says nothing of stays.
+        # Forget only in the direction of this row (Cao and Schwartz): the rest stays known.
         told = float(scaled @ np.linalg.solve(self._covariance, scaled))
         self._covariance += np.outer(scaled, scaled) * ((1 - _KEEP) / _KEEP / told)
         gain = self._covariance @ scaled
