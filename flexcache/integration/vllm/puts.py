@@ -178,4 +178,4 @@ class Puts:
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is remembered or a block is pinned."""
         if self._prompts or self._num_offered or self._matched or self._pinned:
-            raise InternalError(f"puts are still open: {self._prompts, self._pinned}")
+            raise InternalError(f"still open: {list(self._prompts)}, {self._pinned}")
