@@ -25,10 +25,15 @@ class LentTensors:
     """
 
     def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], block_dim: int, layout_description: str
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        block_dim: int,
+        layout_description: str,
+        block_bytes: int | None,
     ) -> None:
+        self.block_bytes = block_bytes or bytes_per_index(kv_caches, block_dim)
         # A bad layout is refused by the call that lends it; the size is the server's to judge.
-        describe_kv_caches(kv_caches, bytes_per_index(kv_caches, block_dim), block_dim)
+        describe_kv_caches(kv_caches, self.block_bytes, block_dim)
         self._kv_caches = dict(kv_caches)
         self._block_dim = block_dim
         self._layout_description = layout_description
