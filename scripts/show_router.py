@@ -23,7 +23,8 @@ from show_metrics import DATA_PATIENCE_S, GRAFANA, SCRAPE_S, check_alerts, prome
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from router_load import Conversations, Engines, RouterProcess
+from router_load import Conversations, Engines
+from router_process import RouterProcess
 
 DASHBOARD = GRAFANA / "router.json"
 NUM_ENGINES, NUM_CONVERSATIONS = 3, 9
@@ -43,11 +44,11 @@ def main() -> int:
         engines = stack.enter_context(
             Engines(NUM_ENGINES, prefill_s_per_token=1e-4, token_interval_s=0.02)
         )
-        router = stack.enter_context(RouterProcess(engines.arguments))
-        target = router.control_url.removeprefix("http://")
+        router = stack.enter_context(RouterProcess(engines.engines))
+        target = router.control.removeprefix("http://")
         scraping = prometheus_scraping(target, None, directory, "flexcache-router")
         prometheus = Prometheus(stack.enter_context(scraping))
-        stack.enter_context(Conversations(router, NUM_CONVERSATIONS))
+        stack.enter_context(Conversations(router.url, NUM_CONVERSATIONS))
         started = time.time()
         time.sleep(0.5 * arguments.seconds)
         engines.engines[0].kill()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Outcome(str, Enum):
@@ -78,6 +78,17 @@ class NotRouted(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Usage(NamedTuple):
+    """Token counts of a request; None where the engine reported none."""
+
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+UNKNOWN = Usage()
+
+
 class Chooser(Protocol):
     """Chooses workers and follows the life of requests.
 
@@ -102,18 +113,10 @@ class Chooser(Protocol):
         """
         ...
 
-    def ended(
-        self,
-        request_id: str,
-        outcome: Outcome,
-        *,
-        cached_tokens: int | None = None,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-    ) -> None:
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         """Note that a request ended at its worker, also if it is going to be retried.
 
         Args:
-            cached_tokens: What the engine reported, if it did; the others likewise.
+            usage: What the engine reported.
         """
         ...

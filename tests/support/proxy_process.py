@@ -26,7 +26,7 @@ import uvloop
 from aiohttp import web
 from paths import ROOT
 
-from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
 from flexcache.router.proxy.config import ProxyConfig
 from flexcache.router.proxy.server import PROXY, make_app, serve
 
@@ -75,15 +75,7 @@ class InTurn:
         assert request_id in self.open and request_id not in self.first_tokens
         self.first_tokens.add(request_id)
 
-    def ended(
-        self,
-        request_id: str,
-        outcome: Outcome,
-        *,
-        cached_tokens: int | None = None,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-    ) -> None:
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         worker = self.open.pop(request_id)
         self.outcomes[outcome.value] += 1
         self.ended_last.append(
@@ -91,9 +83,7 @@ class InTurn:
                 "worker": worker,
                 "outcome": outcome.value,
                 "first_token": request_id in self.first_tokens,
-                "cached_tokens": cached_tokens,
-                "prompt_tokens": prompt_tokens,
-                "output_tokens": output_tokens,
+                **usage._asdict(),
             }
         )
         self.first_tokens.discard(request_id)

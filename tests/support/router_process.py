@@ -54,11 +54,15 @@ class RouterProcess:
         wait: bool = True,
         **settings: Any,
     ) -> None:
-        port, control_port = free_ports(2)
-        self.url = f"http://127.0.0.1:{port}"
+        self.port, control_port = free_ports(2)
+        self.url = f"http://127.0.0.1:{self.port}"
         self.control = f"http://127.0.0.1:{control_port}"
         self._wait = wait
-        arguments = [f"--port={port}", f"--control-port={control_port}", f"--proxies={proxies}"]
+        arguments = [
+            f"--port={self.port}",
+            f"--control-port={control_port}",
+            f"--proxies={proxies}",
+        ]
         for engine in engines:
             arguments.append(f"--worker={engine.url}")
             if engine.events is not None:
@@ -71,6 +75,10 @@ class RouterProcess:
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> RouterProcess:
+        self.start()
+        return self
+
+    def start(self) -> None:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "flexcache.cli", "router", *self._arguments],
@@ -78,7 +86,6 @@ class RouterProcess:
         )
         if self._wait:
             until(self.is_ready)
-        return self
 
     def __exit__(self, *_: object) -> None:
         assert self.process is not None

@@ -10,11 +10,8 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,10 +23,11 @@ import pytest
 from certificates import make_certificate
 from envoy_process import Envoy, find_envoy
 from fake_openai_engine import FakeEngine
-from ports import free_port, free_ports
+from ports import free_port
+from router_process import RouterProcess
 
 from flexcache.errors import ConfigError
-from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
 
 for package in ("grpc_health.v1", "envoy.service.ext_proc.v3.external_processor_pb2"):
     pytest.importorskip(package, reason="the extra gateway is not installed")
@@ -64,7 +62,7 @@ class RecordingChooser:
         self.arrivals: list[Arrival] = []
         self.running: dict[str, str] = {}
         self.first_tokens: list[str] = []
-        self.ends: list[tuple[Outcome, dict[str, int | None]]] = []
+        self.ends: list[tuple[Outcome, Usage]] = []
 
     async def choose(self, arrival: Arrival) -> Choice:
         self.arrivals.append(arrival)
@@ -97,9 +95,9 @@ class RecordingChooser:
         assert request_id in self.running
         self.first_tokens.append(request_id)
 
-    def ended(self, request_id: str, outcome: Outcome, **counts: int | None) -> None:
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         del self.running[request_id]
-        self.ends.append((outcome, counts))
+        self.ends.append((outcome, usage))
 
 
 class Side:
@@ -229,7 +227,7 @@ def test_a_request_goes_to_the_chosen_engine_and_its_end_is_noted(
     assert len(side.chooser.first_tokens) == 4
     assert side.chooser.ends[0] == (
         Outcome.DONE,
-        {"cached_tokens": 0, "prompt_tokens": 64, "output_tokens": 4},
+        Usage(cached_tokens=0, prompt_tokens=64, output_tokens=4),
     )
     arrival = side.chooser.arrivals[0]
     assert (arrival.method, arrival.path, arrival.body) == ("POST", COMPLETIONS, prompt())
@@ -271,7 +269,7 @@ def test_an_answer_streams_through_while_the_engine_writes_it(
         wait_until(side.settled)
         assert side.chooser.ends[-1] == (
             Outcome.DONE,
-            {"cached_tokens": 48, "prompt_tokens": 64, "output_tokens": 4},
+            Usage(cached_tokens=48, prompt_tokens=64, output_tokens=4),
         )
 
 
@@ -322,7 +320,7 @@ def test_large_answers_arrive_unchanged(
     _, content = request(envoy, prompt())
     assert json.loads(content)["choices"][0]["text"] == "x" * 2_000_000
     wait_until(side.settled)
-    assert side.chooser.ends[-1][1]["output_tokens"] == 8
+    assert side.chooser.ends[-1][1].output_tokens == 8
 
 
 def test_headers_of_the_choice_replace_those_of_the_client(
@@ -575,39 +573,13 @@ def test_a_port_that_is_taken_is_named() -> None:
 # -- the whole router -----------------------------------------------------------------------------
 
 
-class RouterProcess:
-    """`flexcache router` with a picker."""
+class PickerProcess(RouterProcess):
+    """A router with a picker."""
 
-    def __init__(self, engines: list[FakeEngine], *options: str) -> None:
-        self.gateway_port, self._port, self._control_port = free_ports(3)
-        workers = [option for engine in engines for option in ("--worker", engine.url)]
-        ports = (
-            f"--port={self._port}", f"--control-port={self._control_port}",
-            f"--gateway-port={self.gateway_port}",
-        )  # fmt: skip
-        self._command = [sys.executable, "-m", "flexcache.cli", "router", *workers, *ports]
-        self._command += options
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> RouterProcess:
-        self._process = subprocess.Popen(self._command)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        self._process.terminate()
-        assert self._process.wait() == 0
-
-    def kill_and_restart(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        self.__enter__()
-
-    def stats(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._control_port}/stats") as answer:
-            stats: dict[str, Any] = json.load(answer)
-            return stats
+    def __init__(self, engines: list[FakeEngine], *options: str, proxies: int = 0) -> None:
+        self.gateway_port = free_port()
+        port = f"--gateway-port={self.gateway_port}"
+        super().__init__(engines, port, *options, proxies=proxies)
 
 
 def test_a_prompt_goes_to_the_engine_that_holds_it(tmp_path: Path) -> None:
@@ -615,7 +587,7 @@ def test_a_prompt_goes_to_the_engine_that_holds_it(tmp_path: Path) -> None:
     with (
         FakeEngine() as other,
         FakeEngine(events=endpoint, tokens=4) as holder,
-        RouterProcess([other, holder], "--events", f"{holder.url}={endpoint}") as router,
+        PickerProcess([other, holder]) as router,
         Envoy(tmp_path, [other.port, holder.port], router.gateway_port) as envoy,
     ):
         token_ids = list(range(1600))
@@ -635,7 +607,7 @@ def test_a_prompt_goes_to_the_engine_that_holds_it(tmp_path: Path) -> None:
 def test_a_router_chooses_from_a_subset(engines: list[FakeEngine], tmp_path: Path) -> None:
     ports = [engine.port for engine in engines]
     with (
-        RouterProcess(engines) as router,
+        PickerProcess(engines) as router,
         Envoy(
             tmp_path,
             ports,
@@ -648,7 +620,7 @@ def test_a_router_chooses_from_a_subset(engines: list[FakeEngine], tmp_path: Pat
             assert answer.headers["x-flexcache-worker"] == engines[1].url
     (tmp_path / "none").mkdir()
     with (
-        RouterProcess(engines) as router,
+        PickerProcess(engines) as router,
         Envoy(
             tmp_path / "none", ports, router.gateway_port, filters=[subset_hint("127.0.0.1:1")]
         ) as envoy,
@@ -662,7 +634,7 @@ def test_while_a_killed_router_comes_back_envoy_balances_requests(
 ) -> None:
     ports = [engine.port for engine in engines]
     with (
-        RouterProcess(engines, f"--proxies={proxies}") as router,
+        PickerProcess(engines, proxies=proxies) as router,
         Envoy(tmp_path, ports, router.gateway_port) as envoy,
     ):
 
@@ -675,7 +647,9 @@ def test_while_a_killed_router_comes_back_envoy_balances_requests(
         if proxies:
             os.kill(router.stats()["process"]["pid"], signal.SIGKILL)  # the decider
         else:
-            router.kill_and_restart()
+            router.kill()
         wait_until(lambda: not is_chosen())
+        if not proxies:
+            router.start()
         wait_until(is_chosen)
         wait_until(lambda: router.stats()["proxy"]["open_requests"] == 0)

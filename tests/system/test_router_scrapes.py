@@ -27,7 +27,8 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("uvloop")
 
 from fake_openai_engine import FakeEngine
-from router_load import STREAMED, Engines, RouterProcess
+from router_load import STREAMED, Engines, ask
+from router_process import RouterProcess
 from scrapes import CHANGES, Expected, Is, Scrapes
 
 from flexcache import __version__
@@ -41,7 +42,7 @@ class Watched(Scrapes):
     """A router, and its metrics at each scrape."""
 
     def __init__(self, router: RouterProcess) -> None:
-        super().__init__(lambda: router.get("/metrics").decode(), "flexcache_router_")
+        super().__init__(lambda: router.get("/metrics"), "flexcache_router_")
         self.router = router
 
     def open_request(self, **headers: str) -> socket.socket:
@@ -66,8 +67,7 @@ def routed(engines: Engines, options: Sequence[str] = (), **settings: object) ->
     Args:
         settings: Of `RouterConfig`.
     """
-    environ = {f"FLEXCACHE_ROUTER_{name.upper()}": str(each) for name, each in settings.items()}
-    with engines, RouterProcess([*engines.arguments, *options], environ) as router:
+    with engines, RouterProcess(engines.engines, *options, **settings) as router:
         watched = Watched(router)
         if engines.engines:
             count = len(engines.engines)
@@ -83,13 +83,13 @@ def serve_prompts() -> tuple[Watched, Expected]:
     (engine,) = engines.engines
     with routed(engines) as watched:
         for turn in range(1, 26):
-            assert watched.router.complete(PROMPT[: 16 * turn % 320 + 16], **STREAMED) == 200
+            assert ask(watched.router.url, PROMPT[: 16 * turn % 320 + 16], **STREAMED) == 200
             watched.look_until(
                 lambda look, turn=turn: look['ended_requests_total{outcome="done"}'] == turn
             )
-        assert watched.router.complete(PROMPT) == 200
+        assert ask(watched.router.url, PROMPT) == 200
         engine.behave(reports_usage=False)
-        assert watched.router.complete(PROMPT) == 200
+        assert ask(watched.router.url, PROMPT) == 200
         engine.behave(fail="hang")
         with watched.open_request():
             watched.look_until(lambda look: total(look, "worker_waiting_requests") == 1)
@@ -148,14 +148,14 @@ def lose_engines() -> tuple[Watched, Expected]:
         first.behave(fail="502")
         second.behave(fail="502", times=1)
         for number in range(40):  # prompts that no engine holds, so both get some
-            assert watched.router.complete([number] * 320) in (200, 502)
+            assert ask(watched.router.url, [number] * 320) in (200, 502)
         watched.look_until(
             lambda look: look[f'worker_circuit{{state="open",worker="{first.url}"}}'] == 1
         )
         first.kill()
         second.kill()
         watched.look_until(lambda look: look["ready"] == 0)
-        assert watched.router.complete(PROMPT) in (502, 503)
+        assert ask(watched.router.url, PROMPT) in (502, 503)
         watched.look_until(lambda look: look['refused_requests_total{reason="no_worker"}'] > 0)
     return watched, {
         "retries_total": CHANGES,
@@ -175,7 +175,7 @@ def crowd_the_queue() -> tuple[Watched, Expected]:
         watched.look_until(lambda look: total(look, "worker_requests") == 1)
         with watched.open_request():
             watched.look_until(lambda look: look["queued_requests"] == 1)
-            assert watched.router.complete(PROMPT) == 429
+            assert ask(watched.router.url, PROMPT) == 429
             watched.look()
         watched.look_until(lambda look: look["queued_requests"] == 0)
     return watched, {
@@ -234,9 +234,8 @@ def publish_badly() -> tuple[Watched, Expected]:
     publisher = make_publisher()
     try:
         with FakeEngine() as engine:
-            place = f"{engine.url}={endpoint},{replay}"
-            arguments = ["--worker", engine.url, "--events", place]
-            with RouterProcess(arguments, {"FLEXCACHE_ROUTER_MAX_BLOCKS": "8"}) as router:
+            events = f"--events={engine.url}={endpoint},{replay}"
+            with RouterProcess([engine], events, max_blocks=8) as router:
                 watched = Watched(router)
                 watched.look_until(lambda look: look[f"source_connected{{{source}}}"] == 1)
                 publisher.publish([blocks(1, "GPU")])

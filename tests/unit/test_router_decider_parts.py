@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flexcache.router.chooser import Arrival, NotRouted, Outcome
+from flexcache.router.chooser import Arrival, NotRouted, Outcome, Usage
 from flexcache.router.decider.decider import Decider
 from flexcache.router.decider.health import Probe
 from flexcache.router.decider.line import WaitingLine
@@ -95,7 +95,7 @@ def test_a_choice_says_how_to_reach_the_worker_and_counts_until_it_ends() -> Non
             await world.decider.choose(arrival("1"))
         for number in range(3):
             world.decider.first_token(str(number))
-            world.decider.ended(str(number), Outcome.DONE, cached_tokens=0)
+            world.decider.ended(str(number), Outcome.DONE, Usage(cached_tokens=0))
             world.decider.ended(str(number), Outcome.DONE)
         assert world.load == 0 and world.decider.running == {}
 
@@ -182,7 +182,7 @@ def test_complete_answers_are_compared_with_predictions() -> None:
         world.decider.on_answer = lambda *answer: seen.append(answer)
         for name, outcome in (("a", Outcome.DONE), ("b", Outcome.ABORTED)):
             await world.decider.choose(arrival(name))
-            world.decider.ended(name, outcome, cached_tokens=2)
+            world.decider.ended(name, outcome, Usage(cached_tokens=2))
         assert [answer[1:] for answer in seen] == [(3, 0, 2)]
 
     run(test())
@@ -235,7 +235,7 @@ def test_a_proxy_chooses_over_the_link(tmp_path: Path) -> None:
             assert world.load == 1
             chooser.first_token("a")
             await until(lambda: world.decider.running["a"].first_token_s is not None)
-            chooser.ended("a", Outcome.DONE, cached_tokens=0)
+            chooser.ended("a", Outcome.DONE, Usage(cached_tokens=0))
             await until(lambda: world.load == 0)
             assert chooser.num_unsupervised == 0
 

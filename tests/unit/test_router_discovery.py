@@ -322,9 +322,43 @@ def test_a_set_that_did_not_change_is_not_handed_out_again(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_a_follower_that_fails_ends_the_discovery() -> None:
+def test_a_group_whose_lookup_fails_keeps_its_members_and_is_looked_up_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = iter([RuntimeError("a bug"), ConfigError("a field")])
+
     async def members(url: WorkerUrl) -> AsyncIterator[tuple[str, ...]]:
-        raise RuntimeError("a bug")
+        if url.host == "others":
+            yield ("10.0.0.8",)
+            await asyncio.Event().wait()
+        for failure in failures:
+            yield ("10.0.0.7",)
+            raise failure
+        yield ("10.0.0.9",)
+
+    async def scenario() -> None:
+        observed = Observed()
+        path = tmp_path / "workers.toml"
+        path.write_text('[[workers]]\nurl = "http+dns://engines:8000"\n')
+        discovery = Discovery(
+            parse_options(["http+dns://others:8000"], []),
+            observed.sets.put_nowait,
+            file=WorkerFile(str(path)),
+            lookups={"dns": members},
+            file_interval_s=0.01,
+            retry_interval_s=0.01,
+        )
+        with running(discovery):
+            await observed.until(["http://10.0.0.7:8000", B])
+            await observed.until(["http://10.0.0.9:8000", B])
+
+    asyncio.run(scenario())
+    assert "a bug" in caplog.text and "a field" in caplog.text
+
+
+def test_an_option_that_can_never_be_looked_up_ends_the_discovery() -> None:
+    async def members(url: WorkerUrl) -> AsyncIterator[tuple[str, ...]]:
+        raise ConfigError("a package is missing")
         yield ()
 
     async def scenario() -> None:
@@ -334,5 +368,5 @@ def test_a_follower_that_fails_ends_the_discovery() -> None:
         )
         await asyncio.wait_for(discovery.run(), 30)
 
-    with pytest.raises(RuntimeError, match="a bug"):
+    with pytest.raises(ConfigError, match="a package is missing"):
         asyncio.run(scenario())

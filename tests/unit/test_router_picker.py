@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
 from flexcache.router.fleet import Fleet
 from flexcache.router.workers import WorkerSpec, WorkerState
 
@@ -47,7 +47,7 @@ class Ledger:
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         self.notes.append("first token")
 
-    def ended(self, request_id: str, outcome: Outcome, **counts: Any) -> None:
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         self.notes.append(outcome.value)
 
 

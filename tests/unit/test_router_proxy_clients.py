@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp", reason="the extra router is not installed")
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from flexcache.router.chooser import Arrival, Choice, Outcome
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, Outcome, Usage
 from flexcache.router.proxy.config import ProxyConfig
 from flexcache.router.proxy.server import PROXY, make_app, serve
 
@@ -38,7 +38,7 @@ class OneEngine:
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None:
         self.first_tokens += 1
 
-    def ended(self, request_id: str, outcome: Outcome, **_: Any) -> None:
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         self.open.remove(request_id)
         self.ends.append(outcome)
 

@@ -16,12 +16,13 @@ pytest.importorskip("aiohttp", reason="the extra router is not installed")
 from multidict import CIMultiDict
 
 from flexcache.errors import ConfigError
+from flexcache.router.chooser import UNKNOWN, Usage
 from flexcache.router.proxy import answers
 from flexcache.router.proxy.access import ApiKeys
 from flexcache.router.proxy.config import ProxyConfig, read_api_keys
 from flexcache.router.proxy.headers import is_request_id, to_client, to_engine
 from flexcache.router.proxy.retries import RetryBudget
-from flexcache.router.proxy.usage import UNKNOWN, Usage, UsageReader
+from flexcache.router.proxy.usage import UsageReader
 
 # -- header fields ---------------------------------------------------------------------------------
 

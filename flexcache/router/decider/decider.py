@@ -11,7 +11,7 @@ from typing import Protocol
 
 from flexcache.errors import InternalError
 from flexcache.logs import log_event
-from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
 from flexcache.router.decider.line import WaitingLine
 from flexcache.router.decider.roster import Roster
 from flexcache.router.decider.watchers import Watchers
@@ -246,15 +246,7 @@ class Decider:
             self.observer.first_token(request_id)
         self.line.wake()
 
-    def ended(
-        self,
-        request_id: str,
-        outcome: Outcome,
-        *,
-        cached_tokens: int | None = None,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-    ) -> None:
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         """Note that a request ended at its worker; an unknown one is ignored."""
         running = self.running.pop(request_id, None)
         if running is None:
@@ -262,22 +254,21 @@ class Decider:
         now = self.clock()
         self.num_ended[outcome] += 1
         with _logged("ended"):
-            self.routing.ended(request_id, now, cached_tokens=cached_tokens)
+            self.routing.ended(request_id, now, cached_tokens=usage.cached_tokens)
         self.roster.ended(running.worker, outcome, now)
         if self.observer is not None:
             self.observer.ended(request_id)
         self.line.wake()
         predicted = running.predicted_tokens
         if self.on_answer and outcome is Outcome.DONE and predicted is not None:
-            self.on_answer(running.worker, running.num_tokens, predicted, cached_tokens)
+            self.on_answer(running.worker, running.num_tokens, predicted, usage.cached_tokens)
         if self.watchers:
             ttft_s = _since(running.first_token_s, running.since_s)
             event = Ended(
                 time=time.time(), request_id=request_id, worker=running.worker,
                 outcome=outcome.value, predicted_tokens=predicted,
-                cached_tokens=cached_tokens, prompt_tokens=prompt_tokens,
-                output_tokens=output_tokens, predicted_ttft_s=running.ttft_s,
-                ttft_s=ttft_s, total_s=now - running.since_s,
+                predicted_ttft_s=running.ttft_s, ttft_s=ttft_s, total_s=now - running.since_s,
+                **usage._asdict(),
             )  # fmt: skip
             self.watchers.publish(event)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from flexcache.errors import ConfigError
+from flexcache.logs import log_event
 from flexcache.router.discovery import dns
 from flexcache.router.discovery.file import WorkerFile
 from flexcache.router.discovery.listing import Listing, WorkerEntry, WorkerUrl
 from flexcache.router.workers import WorkerSpec
 
+logger = logging.getLogger(__name__)
+
 FILE_INTERVAL_S = 1.0
+RETRY_INTERVAL_S = 10.0
 
 Members = Callable[[WorkerUrl], AsyncIterator[tuple[str, ...]]]
 """Yields the complete set of a group's addresses at first and after each change, and never ends."""
@@ -39,6 +45,7 @@ class Discovery:
         on_change: Called with the complete set at first and after each change.
         file: Read again when it changes.
         lookups: See `LOOKUPS`.
+        retry_interval_s: Until a group is looked up again whose look-up failed.
     """
 
     def __init__(
@@ -49,12 +56,14 @@ class Discovery:
         file: WorkerFile | None = None,
         lookups: Mapping[str, Members] = LOOKUPS,
         file_interval_s: float = FILE_INTERVAL_S,
+        retry_interval_s: float = RETRY_INTERVAL_S,
     ) -> None:
         self._options = options
         self._on_change = on_change
         self._file = file
         self._lookups = lookups
         self._file_interval_s = file_interval_s
+        self._retry_interval_s = retry_interval_s
         self._followers: dict[_Group, asyncio.Task[None]] = {}
         self._addresses: dict[_Group, tuple[str, ...]] = {}
         self._published: tuple[WorkerSpec, ...] | None = None
@@ -71,9 +80,7 @@ class Discovery:
                 self._follow_groups()
                 self._publish()
                 await asyncio.sleep(self._file_interval_s)
-                for follower in self._followers.values():
-                    if follower.done():
-                        follower.result()
+                self._restart_failed()
                 if self._file is not None:
                     await asyncio.to_thread(self._file.reread)
         finally:
@@ -89,8 +96,29 @@ class Discovery:
             if group not in self._followers:
                 self._followers[group] = asyncio.create_task(self._follow(group))
 
-    async def _follow(self, group: _Group) -> None:
+    def _restart_failed(self) -> None:
+        """Look up a group again whose look-up failed; its members stay as they were.
+
+        Raises:
+            ConfigError: A group of the options can never be looked up.
+        """
+        for group, follower in self._followers.items():
+            if follower.done():
+                if (
+                    isinstance(follower.exception(), ConfigError)
+                    and group in self._options.groups()
+                ):
+                    follower.result()
+                log_event(
+                    logger, logging.ERROR, "discovery_failed", group=group[1],
+                    error=repr(follower.exception()), retried_in=f"{self._retry_interval_s:g} s",
+                )  # fmt: skip
+                follow = self._follow(group, delay_s=self._retry_interval_s)
+                self._followers[group] = asyncio.create_task(follow)
+
+    async def _follow(self, group: _Group, delay_s: float = 0.0) -> None:
         url = group[1]
+        await asyncio.sleep(delay_s)
         async for addresses in self._lookups[url.group](url):
             self._addresses[group] = addresses
             self._publish()

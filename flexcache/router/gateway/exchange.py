@@ -244,11 +244,4 @@ class Exchange:
         if self._choice is None or self._has_ended:
             return
         self._has_ended = True
-        cached, prompt, output = self._usage.read()
-        self._chooser.ended(
-            self._request_id,
-            outcome,
-            cached_tokens=cached,
-            prompt_tokens=prompt,
-            output_tokens=output,
-        )
+        self._chooser.ended(self._request_id, outcome, self._usage.read())

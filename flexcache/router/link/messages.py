@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import msgspec
 
+from flexcache.router.chooser import UNKNOWN, Usage
 from flexcache.router.load import Work
 
 
@@ -93,9 +94,7 @@ class End(_Message, frozen=True):
 
     request_id: str
     outcome: str
-    cached_tokens: int | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
+    usage: Usage = UNKNOWN
 
 
 class Moved(_Message, frozen=True):

@@ -18,7 +18,7 @@ import zmq.asyncio
 from flexcache.errors import UntrustedError
 from flexcache.logs import log_event
 from flexcache.protocol.trust import find_listener
-from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
 from flexcache.router.link.messages import (
     BEAT_S,
     DECIDER_TIMEOUT_S,
@@ -149,22 +149,14 @@ class RemoteChooser:
             self._running[request_id] = msgspec.structs.replace(running, has_first_token=True)
             self._send(FirstToken(request_id, tells_time))
 
-    def ended(
-        self,
-        request_id: str,
-        outcome: Outcome,
-        *,
-        cached_tokens: int | None = None,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-    ) -> None:
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         """See `Chooser`."""
         running = self._running.pop(request_id, None)
         if running is None:
             return
         if outcome in (Outcome.REFUSED, Outcome.BROKEN):
             self._failed_s[running.worker] = time.monotonic()
-        self._send(End(request_id, outcome.value, cached_tokens, prompt_tokens, output_tokens))
+        self._send(End(request_id, outcome.value, usage))
 
     # -- without the decider -----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from flexcache.logs import log_event
 from flexcache.protocol.runtime import listen_privately
-from flexcache.router.chooser import Arrival, Choice, NotRouted, Outcome
+from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
 from flexcache.router.link.messages import (
     PROXY_LEASE_S,
     Alive,
@@ -48,15 +48,7 @@ class LinkedDecider(Protocol):
 
     def first_token(self, request_id: str, *, tells_time: bool = True) -> None: ...
 
-    def ended(
-        self,
-        request_id: str,
-        outcome: Outcome,
-        *,
-        cached_tokens: int | None = None,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-    ) -> None: ...
+    def ended(self, request_id: str, outcome: Outcome, usage: Usage = UNKNOWN) -> None: ...
 
     def describe(self, request_id: str) -> RunningRequest:
         """Return a running request as its proxy may announce it again."""
@@ -166,10 +158,7 @@ class LinkServer:
             task_of = proxy.tasks.pop(message.request_id, None)
             if task_of is not None:
                 task_of.cancel()
-            self._decider.ended(
-                message.request_id, Outcome(message.outcome), cached_tokens=message.cached_tokens,
-                prompt_tokens=message.prompt_tokens, output_tokens=message.output_tokens,
-            )  # fmt: skip
+            self._decider.ended(message.request_id, Outcome(message.outcome), message.usage)
         elif isinstance(message, Moved):
             self._decider.adopt(message.running, owner)
         else:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flexcache.router.chooser import Choice, Chooser, Outcome
-from flexcache.router.proxy.usage import UNKNOWN, Usage
+from flexcache.router.chooser import UNKNOWN, Choice, Chooser, Outcome, Usage
 
 
 class RequestLife:
@@ -26,7 +25,7 @@ class RequestLife:
 
     def end(self, outcome: Outcome, usage: Usage = UNKNOWN) -> None:
         self.choice = None
-        self._chooser.ended(self.request_id, outcome, **usage._asdict())
+        self._chooser.ended(self.request_id, outcome, usage)
 
     def __enter__(self) -> RequestLife:
         return self

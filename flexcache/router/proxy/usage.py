@@ -5,22 +5,13 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
+
+from flexcache.router.chooser import UNKNOWN, Usage
 
 _KEY = b'"usage"'
 _KEPT_CHUNKS = 16  # pieces as they come from the engine; the last event spans one or two
 _decode_first = json.JSONDecoder().raw_decode
-
-
-class Usage(NamedTuple):
-    """Token counts of a request; None where the engine reported none."""
-
-    cached_tokens: int | None = None
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-
-
-UNKNOWN = Usage()
 
 
 class UsageReader:
