@@ -94,16 +94,20 @@ def test_unequal_stages_come_back_from_a_remote_store_to_another_engine(tmp_path
 
         def engine(*layers: int) -> Cluster:
             cluster = stack.enter_context(staged_cluster(layers, **settings))
-            until(lambda: not cluster.server.health()["missing"])  # the remote worker is up
+            until(lambda: not cluster.server.health()["missing"])  # it may not be connected yet
             return cluster
 
         one = engine(3, 1)
         expected = one.read(SOURCE)
-        assert one.put(TOKENS, SOURCE).mask.all()
+        until(lambda: one.put(TOKENS, SOURCE) and count_files(tmp_path) == 12)
         other = engine(3, 1)
-        until(lambda: other.get(TOKENS, TARGET).mask.all())  # its store may not be connected yet
+        until(lambda: other.get(TOKENS, TARGET).mask.all())
         assert other.read(TARGET) == expected
         assert not engine(2, 2).get(TOKENS, TARGET).mask.any()  # other bytes have other names
+
+
+def count_files(directory: Path) -> int:
+    return sum(path.is_file() for path in directory.rglob("*"))
 
 
 def test_a_restart_finds_its_own_split_of_the_layers_and_refuses_another(tmp_path: Path) -> None:
