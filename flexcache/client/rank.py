@@ -71,6 +71,7 @@ class ClientState(Enum):
     CLOSED = "closed"
 
 
+_decoder = msgspec.msgpack.Decoder(ToRank)
 _SETTLED = (ClientState.SERVING, ClientState.REFUSED, ClientState.CLOSED)
 
 
@@ -106,12 +107,10 @@ class KVTPClient:
         self._state = ClientState.HELLO
         self._changed = threading.Condition()
         self._error: str | None = None
-        self._attachment: Attachment | None = None
-        """Must be closed before the engine may reuse its slots."""
+        self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
         self._gates = GatedTasks()
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._decoder = msgspec.msgpack.Decoder(ToRank)
 
     def register_kv_caches(
         self,
@@ -120,6 +119,7 @@ class KVTPClient:
         block_dim: int = 0,
         layout_description: str = "",
         block_bytes: int | None = None,
+        kv_replicas: int | None = None,
     ) -> None:
         """Lend the engine's paged KV tensors. Returns at once; the server may not be up yet.
 
@@ -128,8 +128,8 @@ class KVTPClient:
             block_dim: The dimension that counts GPU blocks.
             layout_description: What else determines a block's byte order (attention backend, NHD
                 or HND, number format). Different descriptions make different blocks.
-            block_bytes: Bytes of a block, where the model is ``sized_by_ranks`` and tensors count
-                parts of blocks. None: each index of ``block_dim`` is one.
+            block_bytes: For ``sized_by_ranks``; None: each index of ``block_dim`` is a block.
+            kv_replicas: As in `ModelConfig`, with which it must agree; None: not known here.
 
         Raises:
             UnsupportedLayoutError: A tensor, which it names, cannot be moved as whole blocks.
@@ -139,7 +139,8 @@ class KVTPClient:
         if self._thread is not None:
             raise ValueError("KV caches are already registered")
         self._tensors = LentTensors(kv_caches, block_dim, layout_description, block_bytes)
-        self._hello = msgspec.structs.replace(self._hello, block_bytes=self._tensors.block_bytes)
+        told = {"block_bytes": self._tensors.block_bytes, "kv_replicas": kv_replicas or 0}
+        self._hello = msgspec.structs.replace(self._hello, **told)
         name = f"flexcache-rank{self.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -295,7 +296,7 @@ class KVTPClient:
             if self._state is ClientState.HELLO:
                 self._link.greet(self._hello)
             for data in self._link.receive(self._patience_s()):
-                if not self._take(self._decoder.decode(data)):
+                if not self._take(_decoder.decode(data)):
                     return
             if (worker := self._worker) is not None:
                 for done in worker.advance():

@@ -92,6 +92,8 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
     """How the rank lays out KV, once known. A conflict is then refused before it maps the pool."""
     block_bytes: int = 0
     """Bytes of one of its blocks. Counts where the model leaves sizes to the ranks."""
+    kv_replicas: int = 0
+    """How many neighbouring ranks hold the same KV, if the rank knows."""
 
 
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):

@@ -27,7 +27,7 @@ from flexcache.protocol.messages import (
 )
 from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.claims import Claimant, Claims
-from flexcache.server.greetings import name_problem, refuse_version
+from flexcache.server.greetings import misplaced, name_problem, refuse_version
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
@@ -82,11 +82,7 @@ class Peers:
             if self._slot.failure is not None:
                 self._outbox.send(identity, Refused(str(self._slot.failure), final=False))
             return
-        if not 0 <= hello.rank < cache.shards.num_ranks:
-            reason = (
-                f"rank {hello.rank} of engine {hello.engine!r} is not below the number of ranks, "
-                f"{cache.shards.num_ranks}"
-            )
+        if (reason := misplaced(hello, cache.shards)) is not None:
             self._outbox.send(identity, Refused(reason))
             return
         holder = self._registry.rank(device(hello.engine, hello.rank))

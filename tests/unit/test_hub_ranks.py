@@ -201,3 +201,12 @@ def test_a_rank_beyond_the_engine_is_refused_by_name(world: World) -> None:
     open_cache(world)
     [refused] = greet(world, 4, size=1)
     assert "rank 4 of engine 'e' is not below the number of ranks, 4" in refused.reason
+
+
+def test_a_rank_that_shares_its_kv_with_fewer_ranks_than_the_scheduler_says_is_refused(
+    world: World,
+) -> None:
+    open_cache(world)
+    for replicas, expected in ((1, Refused), (2, WelcomeRank)):
+        hello = HelloRank("e", 2, "e2", 2, block_bytes=SIZES[2], kv_replicas=replicas)
+        assert isinstance(world.send(b"e2", hello)[0], expected)

@@ -48,6 +48,8 @@ def find_obstacle(vllm_config: Any) -> str | None:
     A load may fail after its step was computed. vLLM then discards that step, but not the next one
     if it has already scheduled it.
     """
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "with pipeline stages the next step is under way when a load is lost"
     if vllm_config.scheduler_config.async_scheduling:
         return "vLLM does not recover from a load lost in a step; set async_scheduling=False"
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
