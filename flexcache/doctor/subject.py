@@ -17,6 +17,7 @@ from flexcache.protocol.runtime import is_served, private_endpoint
 from flexcache.storage.shards import Shards
 from flexcache.tasks.stats import Stats, from_plain
 
+CONNECTOR = "FlexCacheConnectorV1"
 _ANSWER_TIMEOUT_S = 3.0
 
 
@@ -35,9 +36,24 @@ class VllmOptions:
     hash_algo: str = "sha256"
 
     @property
+    def connector(self) -> Mapping[str, Any]:
+        """The config of FlexCache's connector: ``transfer``, or its entry there if that is
+        MultiConnector's."""
+        given = self.transfer or {}
+        if given.get("kv_connector") == "MultiConnector":
+            for child in _extra_config(given).get("connectors", ()):
+                if isinstance(child, Mapping) and child.get("kv_connector") == CONNECTOR:
+                    return child
+        return given
+
+    @property
     def extra_config(self) -> dict[str, Any]:
-        extra = (self.transfer or {}).get("kv_connector_extra_config")
-        return dict(extra) if isinstance(extra, Mapping) else {}
+        return _extra_config(self.connector)
+
+
+def _extra_config(transfer: Mapping[str, Any]) -> dict[str, Any]:
+    extra = transfer.get("kv_connector_extra_config")
+    return dict(extra) if isinstance(extra, Mapping) else {}
 
 
 @dataclass(frozen=True)

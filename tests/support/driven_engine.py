@@ -118,6 +118,10 @@ class DrivenEngine:
         """`KVManager.stats`; empty for the other systems."""
         return dict(self._call("stats"))
 
+    def metric(self, name: str) -> float:
+        """Value of one of vLLM's Prometheus counters."""
+        return float(self._call("metric", name=name))
+
     def kill(self) -> None:
         """Kill the engine and its workers at once."""
         os.killpg(self._process.pid, signal.SIGKILL)
@@ -279,6 +283,9 @@ class Commands(Engine):
 
     def stats(self) -> dict[str, Any]:
         return {} if self.manager is None else self.manager.stats()
+
+    def metric(self, name: str) -> float:
+        return float(sum(m.value for m in self.llm.get_metrics() if m.name == name))
 
 
 def main(settings: Settings) -> None:

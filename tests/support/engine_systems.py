@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ class Settings:
         peer_url: Address of LMCache's server.
         more: Further settings of FlexCache.
         engine: Further arguments of `vllm.LLM`.
+        connectors: Configs of the connectors that MultiConnector combines, in this order; an empty
+            one stands for FlexCache. If there are none, it is not used.
+        role: The connectors' ``kv_role``.
         probe_dir: Directory for digests of the blocks; None to compute none.
         num_threads: Threads that compute; None for one per processor.
     """
@@ -44,6 +47,8 @@ class Settings:
     engine: Mapping[str, Any] = field(default_factory=dict)
     probe_dir: str | None = None
     num_threads: int | None = None
+    connectors: Sequence[Mapping[str, Any]] = ()
+    role: str = "kv_both"
 
 
 def llm_arguments(settings: Settings) -> dict[str, Any]:
@@ -99,8 +104,17 @@ def _connector(settings: Settings) -> dict[str, Any]:
             names = {"kv_connector": "LMCacheMPConnector"}
         case other:
             raise ValueError(f"no system is called {other!r}")
-    config = KVTransferConfig(**names, kv_role="kv_both", kv_connector_extra_config=extra)
-    return {"kv_transfer_config": config}
+    policy = {name: names.pop(name) for name in ("kv_load_failure_policy",) if name in names}
+    connector = {**names, "kv_role": settings.role, "kv_connector_extra_config": extra}
+    if settings.connectors:
+        others = [{"kv_role": settings.role, **other} for other in settings.connectors]
+        children = [other if "kv_connector" in other else connector for other in others]
+        connector = {
+            "kv_connector": "MultiConnector",
+            "kv_role": settings.role,
+            "kv_connector_extra_config": {"connectors": children},
+        }
+    return {"kv_transfer_config": KVTransferConfig(**connector, **policy)}
 
 
 def _hide_from_vllm() -> None:

@@ -58,8 +58,15 @@ class Engine:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
+    def connector(self) -> Any:
+        """FlexCache's connector, scheduler side; it may be one of several."""
+        connector = self.scheduler.connector
+        children = getattr(connector, "sub_connectors", [connector])
+        return next(child for child in children if hasattr(child, "_scheduler"))
+
+    @property
     def manager(self) -> Any:
-        return self.scheduler.connector._scheduler.manager
+        return self.connector._scheduler.manager
 
     @property
     def server(self) -> Any:

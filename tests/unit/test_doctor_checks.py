@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -432,6 +433,30 @@ def test_an_omitted_load_failure_policy_is_vllms_default() -> None:
     (found,) = check_transfer_config(Subject(vllm=VllmOptions(transfer=given)))
     assert found.level is WARNING
     assert "'fail'" in found.text
+
+
+@pytest.mark.parametrize(
+    ("policy", "child", "expected"),
+    [
+        ("recompute", {"kv_load_failure_policy": "fail"}, [OK]),
+        ("fail", {}, [WARNING]),
+        ("recompute", {"kv_connector_module_path": None}, [ERROR]),
+        ("recompute", {"kv_role": "kv_consumer"}, [OK]),
+        ("recompute", {"kv_connector": "Other"}, [ERROR, ERROR]),
+    ],
+)
+def test_beside_other_connectors_the_parents_policy_counts(
+    policy: str, child: dict[str, Any], expected: list[Level]
+) -> None:
+    children = [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {**GOOD, **child}]
+    given = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    found = list(check_transfer_config(Subject(vllm=VllmOptions(transfer=given))))
+    assert levels(found) == expected
 
 
 def test_extra_config_counts_as_settings() -> None:

@@ -428,22 +428,19 @@ def test_blocks_of_a_lost_load_are_not_shared_when_its_request_is_aborted_within
 
 
 def test_layerwise_on_is_refused_for_an_engine_that_schedules_ahead() -> None:
-    obstacle = find_obstacle(config_with(async_scheduling=True))
+    obstacle = find_obstacle(config_with(async_scheduling=True), "recompute")
     with pytest.raises(ConfigError, match=r"layerwise_load = 'on': .*async_scheduling=False"):
         LayerwiseRule("on", obstacle)
     assert not LayerwiseRule("auto", obstacle).allows("any")
 
 
 def test_a_lost_load_must_not_end_its_request() -> None:
-    assert "kv_load_failure_policy" in (find_obstacle(config_with(policy="fail")) or "")
-    assert find_obstacle(config_with()) is None
+    assert "kv_load_failure_policy" in (find_obstacle(config_with(), "fail") or "")
+    assert find_obstacle(config_with(), "recompute") is None
 
 
-def config_with(async_scheduling: bool = False, policy: str = "recompute") -> Any:
-    return SimpleNamespace(
-        scheduler_config=SimpleNamespace(async_scheduling=async_scheduling),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
-    )
+def config_with(async_scheduling: bool = False) -> Any:
+    return SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=async_scheduling))
 
 
 def test_auto_loads_by_layer_while_nothing_else_runs() -> None:

@@ -42,17 +42,20 @@ class LayerwiseRule:
         return not self._is_off and (self._always or self._running <= {request_id})
 
 
-def find_obstacle(vllm_config: Any) -> str | None:
+def find_obstacle(vllm_config: Any, failure_policy: str) -> str | None:
     """Return why loads of an engine cannot run within a step; None if they can.
 
     A load may fail after its step was computed. vLLM then discards that step, but not the next one
     if it has already scheduled it.
+
+    Args:
+        failure_policy: The ``kv_load_failure_policy`` that vLLM obeys.
     """
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "with pipeline stages the next step is under way when a load is lost"
     if vllm_config.scheduler_config.async_scheduling:
         return "vLLM does not recover from a load lost in a step; set async_scheduling=False"
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+    if failure_policy != "recompute":
         return (
             "a load lost in a step would fail its request; set kv_load_failure_policy='recompute'"
         )

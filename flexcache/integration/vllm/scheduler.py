@@ -38,6 +38,7 @@ from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.prefill import PrefillMeter
 from flexcache.integration.vllm.requests import Get, RequestRecord, StepLoad
+from flexcache.integration.vllm.siblings import is_served_by_sibling, read_transfer_config
 from flexcache.integration.vllm.stats import FlexCacheStats
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
@@ -70,13 +71,16 @@ class FlexCacheScheduler:
         config = read_cache_config(vllm_config, self._block_size)
         self._match_ttl_s = config.match_ttl_s
         self._lookup_timeout_s = config.remote_lookup_timeout_s
-        self._layerwise = LayerwiseRule(config.layerwise_load, find_obstacle(vllm_config))
+        transfer = read_transfer_config(vllm_config)
+        self._has_siblings = transfer is not vllm_config.kv_transfer_config
+        obstacle = find_obstacle(vllm_config, transfer.kv_load_failure_policy)
+        self._layerwise = LayerwiseRule(config.layerwise_load, obstacle)
         place = read_place(vllm_config, config)
         self.manager = KVManager(
             model, config, endpoint=place.endpoint, dp_rank=place.dp_rank, engine_id=place.engine_id
         )
         _start(self.manager)
-        _warn_of_surprises(vllm_config, config, place)
+        _warn_of_surprises(transfer.kv_load_failure_policy, config, place)
         namespace = read_key_namespace(vllm_config)
         self._cache = CacheCalls(self.manager, self._block_size, namespace)
         self._publishes = config.kv_events and place.endpoint is None
@@ -101,6 +105,8 @@ class FlexCacheScheduler:
         """
         if self._shares_a_load(request, num_computed):
             return None, False
+        if self._has_siblings and is_served_by_sibling(request):
+            return 0, False  # no look-up of ours may hold it back
         record = self._requests.setdefault(request.request_id, RequestRecord())
         get = self._open_get(request, record, num_computed)
         if get is None:
@@ -332,9 +338,8 @@ def _start(manager: KVManager) -> None:
         raise
 
 
-def _warn_of_surprises(vllm_config: Any, config: CacheConfig, place: Place) -> None:
+def _warn_of_surprises(failure_policy: str, config: CacheConfig, place: Place) -> None:
     """Log what a user of these settings may not expect."""
-    failure_policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if failure_policy != "recompute":
         log_event(
             logger, logging.WARNING, "requests_may_fail",
