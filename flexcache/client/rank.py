@@ -118,7 +118,7 @@ class KVTPClient:
         *,
         block_dim: int = 0,
         layout_description: str = "",
-        block_bytes: int | None = None,
+        num_blocks: int | None = None,
         kv_replicas: int | None = None,
     ) -> None:
         """Lend the engine's paged KV tensors. Returns at once; the server may not be up yet.
@@ -128,7 +128,7 @@ class KVTPClient:
             block_dim: The dimension that counts GPU blocks.
             layout_description: What else determines a block's byte order (attention backend, NHD
                 or HND, number format). Different descriptions make different blocks.
-            block_bytes: For ``sized_by_ranks``; None: each index of ``block_dim`` is a block.
+            num_blocks: The engine's, if tensors may count parts of blocks in ``block_dim``.
             kv_replicas: As in `ModelConfig`, with which it must agree; None: not known here.
 
         Raises:
@@ -138,7 +138,7 @@ class KVTPClient:
             raise ClosedError("the client is closed")
         if self._thread is not None:
             raise ValueError("KV caches are already registered")
-        self._tensors = LentTensors(kv_caches, block_dim, layout_description, block_bytes)
+        self._tensors = LentTensors(kv_caches, block_dim, layout_description, num_blocks)
         told = {"block_bytes": self._tensors.block_bytes, "kv_replicas": kv_replicas or 0}
         self._hello = msgspec.structs.replace(self._hello, **told)
         name = f"flexcache-rank{self.rank}"

@@ -100,8 +100,8 @@ def read_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
 def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     """Return the model, and how the engine's ranks divide its KV.
 
-    The sizes of blocks are the ranks' to tell (`read_block_bytes`): each knows its own layers, and
-    the scheduler only those of rank 0.
+    The sizes of blocks are the ranks' to tell: each knows its own layers' tensors, the scheduler
+    only the names of rank 0's.
     """
     _refuse_unsupported(vllm_config, kv_cache_config)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
@@ -137,14 +137,6 @@ def _read_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
 def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
     """Name what vLLM's block hashes depend on besides tokens, LoRA, salt and images."""
     return ("vllm", str(vllm_config.cache_config.prefix_caching_hash_algo))
-
-
-def read_block_bytes(kv_cache_config: Any) -> int:
-    """Return the bytes of one rank's block, over all its layers, as vLLM allocates it."""
-    tensors = kv_cache_config.kv_cache_tensors
-    # In vLLM 0.28 each entry has its own memory; in later versions all share one allocation.
-    sizes = [t.size for t in tensors] if hasattr(tensors[0], "shared_by") else [tensors[0].size]
-    return int(sum(sizes)) // int(kv_cache_config.num_blocks)
 
 
 def _layer_specs(group_spec: Any) -> list[Any]:

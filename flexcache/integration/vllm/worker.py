@@ -14,12 +14,7 @@ from typing import Any
 import torch
 
 from flexcache.client.rank import KVTPClient
-from flexcache.integration.vllm.engine import (
-    read_block_bytes,
-    read_block_size,
-    read_cache_config,
-    read_place,
-)
+from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_place
 from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
 from flexcache.integration.vllm.step_loads import StepLoads
@@ -56,7 +51,7 @@ class FlexCacheWorker:
         self.client.register_kv_caches(
             kv_caches,
             layout_description=describe_layout(self._vllm_config, kv_caches),
-            block_bytes=read_block_bytes(self._kv_cache_config),
+            num_blocks=self._kv_cache_config.num_blocks,
             kv_replicas=getattr(self._kv_cache_config, "kv_tp_replicas", None),
         )
         self._in_step = StepLoads(kv_caches, self._config.server_timeout_s)
