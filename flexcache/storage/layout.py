@@ -143,7 +143,7 @@ def _count_blocks(layers: Mapping[str, torch.Tensor], block_bytes: int, block_di
             f"KV tensors have {sorted(counts)} blocks in dimension {block_dim}; all must have "
             f"the same number, a multiple of {ratio}"
         )
-    return next(iter(counts)) // ratio
+    return int(next(iter(counts))) // ratio
 
 
 def _signature(forms: list[str], layers: Iterable[str], description: str) -> str:
