@@ -180,7 +180,7 @@ class KVTaskEngine:
         self.cache.finish(plan)
         self._runner.end_empty(task)
         if kind is TaskKind.PUT and start < stop and not plan.dropped:
-            self._runner.store(self._matcher.plan_store(owner, keys, stop, retain_s), now)
+            self._runner.store(self._matcher.plan_store(owner, keys, start, stop, retain_s), now)
         return plan
 
     def launch(
