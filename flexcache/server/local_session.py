@@ -48,7 +48,7 @@ class LocalSession:
 
     def look_up(self, prompt: Prompt) -> None:
         """Begin to ask the remote store about a prompt; no task is made."""
-        if self._has_store:
+        if self._has_store and self.server.is_open:
             self._look_up(TaskKind.GET, prompt.keys, prompt.stop, may_wait=False)
 
     def _look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, may_wait: bool) -> bool:
