@@ -113,7 +113,7 @@ class StorePlanner:
             plan.dropped["host_tier_full"] = stop - plan.stop
         copies = self._add_copies(plan)
         if copies:
-            self._add_stores(plan, keys, cached, copies, None, max_backlog, retain_s)
+            self._add_stores(plan, keys, cached, copies, None, max_backlog, retain_s, start)
         return plan
 
     def plan_store(
@@ -123,6 +123,7 @@ class StorePlanner:
         max_backlog: int | None = None,
         retain_s: float = 0.0,
         tiers: Iterable[Tier] | None = None,
+        start: int = 0,
     ) -> Plan:
         """Plan to write what the host has of a prompt's first blocks to the tiers that lack it.
 
@@ -130,12 +131,13 @@ class StorePlanner:
 
         Args:
             tiers: Write only to these, whatever their write policy.
+            start: The blocks before it were offered by an earlier put of the same request.
         """
         cached = self._host.index.match(keys)
         stop = min(stop, cached.num_blocks)
         plan = Plan(TaskKind.STORE, keys.root, stop, stop)
         self._tiers.num_holders += 1
-        self._add_stores(plan, keys, cached, [], tiers, max_backlog, retain_s)
+        self._add_stores(plan, keys, cached, [], tiers, max_backlog, retain_s, start)
         return plan
 
     def plan_write_back(self) -> Plan | None:
@@ -219,17 +221,19 @@ class StorePlanner:
         tiers: Iterable[Tier] | None,
         max_backlog: int | None,
         retain_s: float,
+        start: int,
     ) -> None:
         """Write to the tiers below what they lack of the host's blocks and of those being copied.
 
         Args:
             copies: Ops that copy blocks ``[plan.start, plan.stop)`` to the host.
             tiers: None for all, each by its own policy.
+            start: The blocks before it were offered by an earlier put of the request.
         """
         for tier in self._tiers.lower if tiers is None else tiers:
             begin = tier.refresh(keys, retain_s).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
-            end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop)
+            end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop, start)
             if begin >= end:
                 if tiers is None and begin < plan.start <= cached.num_blocks:
                     self._mark_dirty(tier, keys, begin, plan.start)
@@ -264,12 +268,12 @@ class StorePlanner:
         if late is not None:
             late.mark(keys.root, keys.slice(begin, end), keys.content, begin)
 
-    def _admitted(self, tier: Tier, keys: BlockKeys, stop: int) -> int:
+    def _admitted(self, tier: Tier, keys: BlockKeys, stop: int, start: int) -> int:
         """Return how many of a prompt's first blocks the tier's policy writes now."""
         if tier.name in self._write_back:
             return 0
         admission = self._admissions.get(tier.name)
-        return stop if admission is None else admission.admit(keys, stop)
+        return stop if admission is None else admission.admit(keys, stop, start)
 
     def _room(self, tier: Tier) -> int:
         """Return how many more host blocks may wait to be written to a tier."""

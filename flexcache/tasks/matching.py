@@ -86,9 +86,12 @@ class Matcher:
             keys, start, stop, self._share_of_backlog(owner), retain_s
         )
 
-    def plan_store(self, owner: Session, keys: BlockKeys, stop: int, retain_s: float) -> Plan:
+    def plan_store(
+        self, owner: Session, keys: BlockKeys, start: int, stop: int, retain_s: float
+    ) -> Plan:
         """For a put that DRAM had nothing to take from: what the tiers below it lack."""
-        return self._cache.stores.plan_store(keys, stop, self._share_of_backlog(owner), retain_s)
+        backlog = self._share_of_backlog(owner)
+        return self._cache.stores.plan_store(keys, stop, backlog, retain_s, start=start)
 
     def _why_not(self, owner: Session, kind: TaskKind) -> str | None:
         """Why nothing can be matched for a session now."""

@@ -36,6 +36,7 @@ from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.remote import check_packages
+from flexcache.storage.shards import Shards
 from flexcache.tasks.instructions import DISK, REMOTE
 from flexcache.transfer.messages import Done, LookedUp, unpack_checksums
 
@@ -68,7 +69,7 @@ class TierHost:
         self._instructions: list[WorkerInstruction] = []
         num_slots = config.ssd_blocks_for(memory.stride)
         sizes = CacheSizes(memory.num_blocks, num_slots, 1, 1)
-        self._store = CacheStore(config, memory.stride, 1, sizes, [memory])
+        self._store = CacheStore(config, Shards((memory.stride,)), sizes, [memory])
         self._lock = EndpointLock(private_endpoint(f"offload-{engine_id}"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
