@@ -31,7 +31,7 @@ def lose_disk_worker(engine: Any) -> None:
         supervisor.restart_at = now + 0.05
         return False
 
-    WorkerSupervisor.start = refuse  # type: ignore[method-assign]
+    WorkerSupervisor.start = refuse  # type: ignore[assignment, method-assign]
     os.kill(_host(engine).pids()[DISK], signal.SIGKILL)
     _until(lambda: not _host(engine).is_up(DISK))
 

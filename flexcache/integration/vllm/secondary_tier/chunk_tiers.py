@@ -107,7 +107,7 @@ class ChunkTiers:
         """Return whether a chunk can be loaded; None if the remote store has yet to say."""
         if self._ssd is not None and self._lanes.is_up(DISK):
             self._ssd.advance(now)
-            if self._ssd.match(self._one(key)).run is not None:
+            if self._ssd.match(_alone(self._root, key)).run is not None:
                 return True
         if self._presence is None:
             return False
@@ -222,14 +222,11 @@ class ChunkTiers:
 
     # -- moves -----------------------------------------------------------------------------------
 
-    def _one(self, key: BlockKey) -> EngineBlockKeys:
-        return EngineBlockKeys(self._root, [key], 1)
-
     def _wants_on_ssd(self, key: BlockKey) -> bool:
         ssd = self._ssd
         if ssd is None or not self._lanes.is_up(DISK) or ssd.index.contains(self._root, key):
             return False
-        return not ssd.num_in_flight(self._one(key), 0, 1)
+        return not ssd.num_in_flight(_alone(self._root, key), 0, 1)
 
     def _wants_at_store(self, key: BlockKey) -> bool:
         presence = self._presence
@@ -334,6 +331,11 @@ class ChunkTiers:
             raise InternalError("a job is open without an op")
         if not self._jobs and (self._num_storing or self._going_to_store):
             raise InternalError("chunks are on their way down without a job")
+
+
+def _alone(root: RootId, key: BlockKey) -> EngineBlockKeys:
+    """A prompt of this one chunk."""
+    return EngineBlockKeys(root, [key], 1)
 
 
 def _ids(blocks: Sequence[int]) -> BlockIds:
