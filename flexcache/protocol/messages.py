@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from flexcache.config.groups import KVGroup
 from flexcache.config.model import ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, TaskKind
@@ -28,7 +29,7 @@ from flexcache.request_info import PromptDetail, RequestInfo
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Server and clients must have the same version; docs/formats.md describes what others receive."""
 _MAX_TP_SIZE = 1024
 _MAX_MODEL_ID_LENGTH = 4096
@@ -47,12 +48,14 @@ class ModelSpec(msgspec.Struct, frozen=True):
     use_mla: bool
     tp_size: int
     tokens_per_block: int
+    groups: tuple[KVGroup, ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig, tokens_per_block: int) -> ModelSpec:
         return cls(
             model.model_id, model.num_layers, model.num_kv_heads, model.head_size,
             str(model.dtype).removeprefix("torch."), model.use_mla, model.tp_size, tokens_per_block,
+            model.groups,
         )  # fmt: skip
 
     def model(self) -> ModelConfig:
@@ -65,7 +68,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
             raise ConfigError(f"tokens_per_block = {self.tokens_per_block}: must be at least 1")
         return ModelConfig(
             self.model_id, self.num_layers, self.num_kv_heads, self.head_size, dtype,
-            self.use_mla, self.tp_size,
+            self.use_mla, self.tp_size, groups=self.groups,
         )  # fmt: skip
 
 
@@ -86,7 +89,8 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
 
 
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
-    """The rank's share of the host pool, and the required size of one of its blocks.
+    """The rank's share of the host pool, and the required size of one of its blocks: the size of
+    ``blocks_per_unit`` blocks of the GPU. With ``may_skip``, -1 stands for one not to be copied.
 
     ``epoch`` is that of the task ids that this server gives out; ``fence``: see `protocol.fence`.
     """
@@ -97,6 +101,8 @@ class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     fence: str
     block_bytes: int
     fingerprint: str
+    blocks_per_unit: int = 1
+    may_skip: bool = False
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -173,6 +179,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
 
     ``retain_s``: stored blocks of a put count as used this many seconds later.
     ``prefill_blocks_per_s``: how fast the engine computes, if known.
+    ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
     """
 
     request_id: int
@@ -190,21 +197,29 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     may_wait: bool = True
     token_bytes: int = 0
     info: RequestInfo | None = None
+    tail_at: int = 0
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
     """Answer to `Match`. ``is_pending``: no task was made, because the remote store has yet to
-    answer; ask again."""
+    answer; ask again. A launch needs ``num_gpu_blocks``, those of the tail behind ``tail_at``
+    blocks included."""
 
     request_id: int
     start: int
     num_blocks: int
     sources: dict[str, int]
     is_pending: bool = False
+    num_gpu_blocks: int = 0
+    tail_at: int = 0
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
-    """Start a matched task. A problem with it is answered as the task's failure."""
+    """Start a matched task. A problem with it is answered as the task's failure.
+
+    ``gpu_blocks``: for each block, then for each unit of the tail, `WelcomeRank.blocks_per_unit`
+    ids; -1 where there is nothing to copy.
+    """
 
     task_id: int
     gpu_blocks: bytes

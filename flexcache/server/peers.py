@@ -98,7 +98,8 @@ class Peers:
         fence = self._registry.fence(hello.engine)
         welcome = WelcomeRank(
             self._config.epoch, self._config.server_pid, segment.ref(), fence.path,
-            cache.block_bytes_per_rank, cache.fingerprint,
+            cache.block_bytes_per_rank, cache.fingerprint, cache.shape.blocks_per_unit,
+            may_skip=cache.model.has_tails,
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid, now)
         self._registry.add(rank)

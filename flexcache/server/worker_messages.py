@@ -69,8 +69,8 @@ class WorkerMessages:
                 )  # fmt: skip
                 tasks.executor_up(worker.name)
                 self._hub.readiness.changed()
-            case LookedUp(lookup_id, num_present, error) if worker.name == REMOTE:
-                tasks.looked_up(lookup_id, num_present, error, now)
+            case LookedUp(lookup_id, num_present, error, tail) if worker.name == REMOTE:
+                tasks.looked_up(lookup_id, num_present, error, now, tail)
             case Done(checksums=sums) if len(sums) % _CHECKSUM_BYTES:
                 self._refuse(sender, "malformed", f"{len(sums)} bytes are not whole checksums")
             case Done() as done:
