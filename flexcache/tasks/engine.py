@@ -189,11 +189,7 @@ class KVTaskEngine:
         self, task_ids: Sequence[TaskId], gpu_blocks: Sequence[BlockIds], now: float,
         gated: bool = False,
     ) -> list[TaskId]:  # fmt: skip
-        """Start tasks with the GPU blocks for each. All are checked before any is started.
-
-        Args:
-            gpu_blocks: For each block of the task, then for each unit of its tail, as many as there
-                are in a unit; -1 where there is nothing to copy.
+        """Start tasks with their GPU blocks (`Launch`). All are checked before any is started.
 
         Returns:
             Those that had ended before: cancelled, say. They stay as they are.

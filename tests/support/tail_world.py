@@ -46,7 +46,7 @@ TIER_OF = {
 }
 
 Content = tuple[str, str, int] | str
-"""Of a GPU block: ("block" | "tail", prefix, number within it)."""
+"""Content of a GPU block: ("block" | "tail", prefix, number within it)."""
 
 
 def keys_of(word: str) -> EngineBlockKeys:
