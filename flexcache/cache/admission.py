@@ -50,10 +50,11 @@ following chance costs more than it gains, because a tier's contents change slow
 class Admission(Protocol):
     """Decides, prompt by prompt, what is written to a tier."""
 
-    def admit(self, keys: BlockKeys, stop: int) -> int:
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0) -> int:
         """Record that a prompt's first ``stop`` blocks were seen; return how many to write.
 
-        Call once per request: each call counts as a sighting.
+        Each block counts as seen once per call, except for those before ``start``: an earlier call
+        for the same request has recorded them and admitted what it would.
         """
 
     def stats(self) -> dict[str, int]:
@@ -84,6 +85,10 @@ class Sample:
         if count == self.num_blocks:
             return self._stop
         return self._positions[count] if count else 0
+
+    def num_before(self, start: int) -> int:
+        """Return how many sampled blocks are among the prompt's first ``start``."""
+        return len(range(self._positions.start, start, self._positions.step))
 
     def key(self, index: int) -> BlockKey:
         return self._keys.key(self._positions[index])
@@ -133,18 +138,21 @@ class Sightings:
     def __init__(self, count: int, capacity: int) -> None:
         self._ghosts = [GhostTier(SIGHTINGS_PER_BLOCK * capacity) for _ in range(count)]
 
-    def record(self, keys: BlockKeys) -> int:
-        """Count a sighting of the prompt; return how many of its blocks had ``count`` before."""
+    def record(self, keys: BlockKeys, start: int = 0) -> int:
+        """Count a sighting of the prompt's blocks from ``start`` on, where those before it were
+        just counted; return how many of its blocks had ``count`` before: 0 if none of these."""
         reach = keys.num_blocks
         for ghost in self._ghosts:
             reach = ghost.see(keys, reach)
+            if start and reach <= start:
+                return 0
         return reach
 
 
 class WriteThrough:
     """Admits every block, at once."""
 
-    def admit(self, keys: BlockKeys, stop: int) -> int:
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0) -> int:
         return stop
 
     def stats(self) -> dict[str, int]:
@@ -168,11 +176,12 @@ class Selective:
         self._seen_blocks = 0
         self._refused_blocks = 0
 
-    def admit(self, keys: BlockKeys, stop: int) -> int:
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0) -> int:
         sample = Sample(keys, stop, self._stride)
-        admitted = sample.num_represented(self._sightings.record(sample))
-        self._seen_blocks += stop
-        self._refused_blocks += stop - admitted
+        num_proven = self._sightings.record(sample, sample.num_before(start))
+        admitted = sample.num_represented(num_proven)
+        self._seen_blocks += stop - start
+        self._refused_blocks += stop - max(start, admitted)
         return admitted
 
     def stats(self) -> dict[str, int]:
@@ -205,13 +214,14 @@ class Adaptive:
         self._seen_blocks = 0
         self._refused_blocks = 0
 
-    def admit(self, keys: BlockKeys, stop: int) -> int:
+    def admit(self, keys: BlockKeys, stop: int, start: int = 0) -> int:
         sample = Sample(keys, stop, self._stride)
-        num_proven = self._sightings.record(sample)
-        self._compare(sample, num_proven)
+        num_before = sample.num_before(start)
+        num_proven = self._sightings.record(sample, num_before)
+        self._compare(sample, num_proven, num_before)
         admitted = sample.num_represented(num_proven) if self._is_selective else stop
-        self._seen_blocks += stop
-        self._refused_blocks += stop - admitted
+        self._seen_blocks += stop - start
+        self._refused_blocks += stop - max(start, admitted)
         return admitted
 
     def stats(self) -> dict[str, int]:
@@ -222,10 +232,15 @@ class Adaptive:
             "policy_switches": self._num_switches,
         }
 
-    def _compare(self, sample: Sample, num_proven: int) -> None:
-        """Let both ghosts see the prompt, and choose the policy that leads."""
-        num_seen = sample.num_blocks
-        lead = self._selective.see(sample, num_proven) - self._write_through.see(sample, num_seen)
+    def _compare(self, sample: Sample, num_proven: int, num_before: int) -> None:
+        """Let both ghosts see the prompt, and choose the policy that leads.
+
+        The first ``num_before`` blocks were compared by an earlier call.
+        """
+        num_seen = sample.num_blocks - num_before
+        hits = self._selective.see(sample, num_proven)
+        written = self._write_through.see(sample, sample.num_blocks)
+        lead = max(hits, num_before) - max(written, num_before)
         remaining = 0.5 ** (num_seen / self._half_life)
         self._lead = self._lead * remaining + lead
         self._compared = self._compared * remaining + num_seen

@@ -124,18 +124,15 @@ class StorePlanner:
             plan.pin(self._host, cached)
             tail_copies = self._tails.copy(plan, keys, tail_at, retain_s)
         if copies or tail_copies:
-            self._add_stores(plan, keys, cached, copies, tail_copies, None, max_backlog, retain_s)
+            self._add_stores(
+                plan, keys, cached, copies, tail_copies, None, max_backlog, retain_s, start
+            )
         return plan
 
     def plan_store(
-        self,
-        keys: BlockKeys,
-        stop: int,
-        max_backlog: int | None = None,
-        retain_s: float = 0.0,
-        tiers: Iterable[Tier] | None = None,
-        tail_at: int = 0,
-    ) -> Plan:
+        self, keys: BlockKeys, stop: int, max_backlog: int | None = None, retain_s: float = 0.0,
+        tiers: Iterable[Tier] | None = None, tail_at: int = 0, start: int = 0,
+    ) -> Plan:  # fmt: skip
         """Plan to write what the host has of a prompt's first blocks to the tiers that lack it.
 
         Does not touch the GPU. The graph is empty if no tier lacks anything.
@@ -143,6 +140,7 @@ class StorePlanner:
         Args:
             tiers: Write only to these, whatever their write policy.
             tail_at: Write the tail behind this many blocks too, unless it is 0.
+            start: The blocks before it were offered by an earlier put of the same request.
         """
         cached = self._host.index.match(keys)
         plan = self._plan(TaskKind.STORE, keys, stop)
@@ -150,7 +148,7 @@ class StorePlanner:
             plan.start = plan.stop = min(stop, cached.num_blocks)
         if self._tails is not None and 0 < tail_at <= plan.stop:
             self._tails.find(plan, keys, tail_at, retain_s)
-        self._add_stores(plan, keys, cached, [], {}, tiers, max_backlog, retain_s)
+        self._add_stores(plan, keys, cached, [], {}, tiers, max_backlog, retain_s, start)
         return plan
 
     def _plan(self, kind: TaskKind, keys: BlockKeys, position: int) -> Plan:
@@ -237,7 +235,7 @@ class StorePlanner:
     def _add_stores(
         self, plan: Plan, keys: BlockKeys, cached: PrefixMatch, copies: Sequence[_Copy],
         tail_copies: dict[OpId, range], tiers: Iterable[Tier] | None, max_backlog: int | None,
-        retain_s: float,
+        retain_s: float, start: int,
     ) -> None:  # fmt: skip
         """Write to the tiers below what they lack of the host's blocks and of those being copied.
 
@@ -245,12 +243,13 @@ class StorePlanner:
             copies: Ops that copy blocks ``[plan.start, plan.stop)`` to the host.
             tail_copies: Ops that copy the units of ``plan.tail`` to the host.
             tiers: None for all, each by its own policy.
+            start: The blocks before it were offered by an earlier put of the request.
         """
         tail_end = 0 if plan.tail is None else plan.tail.position
         for tier in self._tiers.lower if tiers is None else tiers:
             begin = tier.refresh(keys, retain_s).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
-            end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop)
+            end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop, start)
             if begin < end:
                 self._add_blocks(
                     plan, tier, keys, cached, copies, begin, end, max_backlog, retain_s
@@ -298,12 +297,12 @@ class StorePlanner:
         if late is not None:
             late.mark(keys.root, keys.slice(begin, end), keys.content, begin)
 
-    def _admitted(self, tier: Tier, keys: BlockKeys, stop: int) -> int:
+    def _admitted(self, tier: Tier, keys: BlockKeys, stop: int, start: int) -> int:
         """Return how many of a prompt's first blocks the tier's policy writes now."""
         if tier.name in self._write_back:
             return 0
         admission = self._admissions.get(tier.name)
-        return stop if admission is None else admission.admit(keys, stop)
+        return stop if admission is None else admission.admit(keys, stop, start)
 
     def _add_back_fill(
         self, plan: Plan, tier: Tier, keys: BlockKeys, lease: Lease, cached: PrefixMatch,

@@ -202,6 +202,9 @@ class ServiceTime:
         add up to a covariance that is none, however many and alike the samples are.
         """
         scaled = features * self._prior
+        # Forget only in the direction of this row (Cao and Schwartz): the rest stays known.
+        told = float(scaled @ np.linalg.solve(self._covariance, scaled))
+        self._covariance += np.outer(scaled, scaled) * ((1 - _KEEP) / _KEEP / told)
         gain = self._covariance @ scaled
         noise = (_NOISE * predicted) ** 2 + _NOISE_S**2
         spread = noise + float(scaled @ gain)
@@ -211,10 +214,6 @@ class ServiceTime:
         self._theta += self._prior * gain * min(max(error, -largest), largest)
         kept = _IDENTITY - np.outer(gain, scaled)
         self._covariance = kept @ self._covariance @ kept.T + np.outer(gain, gain) * noise
-        self._covariance /= _KEEP
-        # Never vaguer than at the start, however one-sided the samples are.
-        excess = np.sqrt(np.maximum(np.diag(self._covariance) / _PRIOR_SPREAD**2, 1.0))
-        self._covariance /= np.outer(excess, excess)
         self._used = np.clip(self._theta, self._prior / _LARGEST, self._prior * _LARGEST).tolist()
 
     def check(self) -> None:

@@ -181,7 +181,7 @@ class KVTaskEngine:
         self.cache.finish(plan)
         self._runner.end_empty(task)
         if kind is TaskKind.PUT and start < stop and not plan.dropped:
-            store = self._matcher.plan_store(owner, keys, stop, retain_s, tail_at)
+            store = self._matcher.plan_store(owner, keys, start, stop, retain_s, tail_at)
             self._runner.store(store, now)
         return plan
 

@@ -93,11 +93,12 @@ class Matcher:
         )
 
     def plan_store(
-        self, owner: Session, keys: BlockKeys, stop: int, retain_s: float, tail_at: int
+        self, owner: Session, keys: BlockKeys, start: int, stop: int, retain_s: float, tail_at: int
     ) -> Plan:
         """For a put that DRAM had nothing to take from: what the tiers below it lack."""
         room = self._share_of_backlog(owner)
-        return self._cache.stores.plan_store(keys, stop, room, retain_s, tail_at=tail_at)
+        stores = self._cache.stores
+        return stores.plan_store(keys, stop, room, retain_s, tail_at=tail_at, start=start)
 
     def _why_not(self, owner: Session, kind: TaskKind) -> str | None:
         """Why nothing can be matched for a session now."""

@@ -7,6 +7,7 @@ each with a line on standard output, and shuts down in an orderly way when the i
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -25,6 +27,8 @@ from engines import ENGINE_ENV, Engine
 from paths import ROOT, SUPPORT
 
 STOP_S = 120.0
+ABORTED_AFTER_STEPS = 10
+RESET_EVERY_STEPS = 7
 _MARK = "ANSWER "  # vLLM writes to standard output too
 _TEST_ENGINE = {
     "dtype": "bfloat16",
@@ -105,6 +109,32 @@ class DrivenEngine:
         return dict(
             self._call("serve", prompts=prompts, num_generated=num_generated, without=without)
         )
+
+    def open_gates_late(self, num_steps: int) -> None:
+        """Let copies between steps begin this many steps later than they could."""
+        self._call("open_gates_late", num_steps=num_steps)
+
+    def answers(
+        self, prompts: list[list[int]], num_generated: int, without: str | None = None,
+        aborted: Sequence[int] = (), resets: bool = False, kill: int = 0,
+    ) -> dict[int, list[int]]:  # fmt: skip
+        """Serve prompts together until nothing is left to do; return the tokens by position.
+
+        Args:
+            without: As for `serve`.
+            aborted: Positions of prompts that are aborted on the way.
+            resets: Whether the caches are reset again and again meanwhile.
+            kill: A process to kill while FlexCache copies from the GPU.
+        """
+        seen = self._call(
+            "answers", prompts=prompts, num_generated=num_generated, without=without,
+            aborted=list(aborted), resets=resets, kill=kill,
+        )  # fmt: skip
+        return {int(position): tokens for position, tokens in seen.items()}
+
+    def gpu_blocks(self) -> dict[str, int]:
+        """Number of blocks: ``free``, and ``all`` that requests can have."""
+        return dict(self._call("gpu_blocks"))
 
     def settle(self) -> None:
         """Wait until what was stored is in every tier."""
@@ -232,6 +262,52 @@ class Commands(Engine):
         assert all(len(output.outputs[0].token_ids) == num_generated for output in outputs)
         assert sum(output.num_cached_tokens or 0 for output in outputs) == 0, "a prompt was known"
         return took
+
+    def open_gates_late(self, num_steps: int) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        open_gates, take_received = worker.client.open_gates, worker.take_received
+        waiting: deque[list[int]] = deque([[] for _ in range(num_steps)])
+
+        def step() -> Any:
+            waiting.append([])
+            open_gates(waiting.popleft())
+            return take_received()
+
+        worker.client.open_gates = lambda task_ids: waiting[-1].extend(task_ids)
+        worker.take_received = step
+
+    def answers(
+        self, prompts: list[list[int]], num_generated: int, without: str | None,
+        aborted: list[int], resets: bool, kill: int,
+    ) -> dict[int, list[int]]:  # fmt: skip
+        from vllm import SamplingParams
+
+        engine, tokens = self.llm.llm_engine, {}
+        sampling = SamplingParams(temperature=0, max_tokens=num_generated, ignore_eos=True)
+        with self._alone() if without == "cache" else nullcontext():
+            for position, prompt in enumerate(prompts):
+                engine.add_request(str(position), {"prompt_token_ids": prompt}, sampling)
+            for number in itertools.count():
+                if not engine.has_unfinished_requests():
+                    break
+                for output in engine.step():
+                    if output.finished:
+                        tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+                if number == ABORTED_AFTER_STEPS:
+                    engine.abort_request([str(position) for position in aborted])
+                if resets and number % RESET_EVERY_STEPS == 0:
+                    self.llm.reset_prefix_cache(reset_connector=True)
+                if kill and self.scheduler.connector.has_pending_push_work():
+                    os.kill(kill, signal.SIGKILL)
+                    kill = 0
+            self.drain()
+        return {position: seen for position, seen in tokens.items() if position not in aborted}
+
+    def gpu_blocks(self) -> dict[str, int]:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {"free": pool.get_num_free_blocks(), "all": pool.num_gpu_blocks - 1}
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import xxhash
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from flexcache.integration.vllm.connector import FlexCacheConnectorV1 as _Connector
 
@@ -30,7 +31,9 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size = vllm_config.cache_config.block_size
-        self._stored: list[Pairs] = []
+        if role is KVConnectorRole.SCHEDULER:
+            self._note_puts(self._scheduler._cache)
+        self._stored: dict[int, Pairs] = {}
         self._loading: dict[str, Pairs] = {}
         self._by_layer: list[str] = []
         self._num_computed: dict[str, int] = {}
@@ -54,18 +57,29 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
                 (request.block_hashes[i].hex(), ids[i]) for i in range(first, last)
             ]
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
-        computed = min(request.num_computed_tokens, request.num_tokens - 1) // self._block_size
-        self._stored.append(
-            [(request.block_hashes[i].hex(), block_ids[i]) for i in range(computed)]
-        )
-        return super().request_finished(request, block_ids)
-
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
-        metadata.probe = (self._stored, self._loading)
-        self._stored, self._loading = [], {}
+        metadata.probe = ([self._stored.pop(task) for task in metadata.stores], self._loading)
+        self._loading = {}
         return metadata
+
+    def _note_puts(self, cache: Any) -> None:
+        """Keep which block of which key each put will copy."""
+        match_put, launch = cache.match_put, cache.launch
+        keys: dict[int, list[str]] = {}
+
+        def noted_match(request: Any, first: int, stop: int) -> Any:
+            found = match_put(request, first, stop)
+            if found is not None:
+                keys[found[0]] = [request.block_hashes[i].hex() for i in found[1]]
+            return found
+
+        def noted_launch(task_id: int, block_ids: list[int]) -> bool:
+            if task_id in keys:
+                self._stored[task_id] = list(zip(keys.pop(task_id), block_ids, strict=True))
+            return bool(launch(task_id, block_ids))
+
+        cache.match_put, cache.launch = noted_match, noted_launch
 
     # -- worker
 
@@ -74,10 +88,10 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
         super().register_kv_caches(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        super().bind_connector_metadata(connector_metadata)
         stored, loading = connector_metadata.probe
         for pairs in stored:
             self._write("stored", pairs)
+        super().bind_connector_metadata(connector_metadata)
         self._loading.update(loading)
         self._by_layer = [load.request_id for load in connector_metadata.loads if load.by_layer]
 

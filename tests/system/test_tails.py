@@ -286,12 +286,10 @@ def test_another_cache_finds_the_tails_at_the_remote_store(
             assert engine.put(prompt[:end], tables) is KVStatus.SUCCESS
     with tailed_engine(groups, **remote) as engine:
         until_it_stores(engine)
-        before = engine.manager.stats()["tiers"]["CPU"]["tails"]
         stop, came, status = engine.get(prompt)
         assert (stop, status) == (32 * 4, KVStatus.SUCCESS)
         tails = [number for number, group in enumerate(groups) if not group.is_dense]
         assert [came[number] for number in tails] == [expected[number] for number in tails]
-        assert engine.manager.stats()["tiers"]["CPU"]["tails"] == before + 1
         assert engine.get(np.concatenate((prompt[:96], prompt[:96])))[0] == 32 * 2
 
 

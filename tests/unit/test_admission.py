@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from flexcache.cache.admission import (
     SAMPLED_BLOCKS,
     SIGHTINGS_PER_BLOCK,
+    Adaptive,
     Admission,
     GhostTier,
     make_admission,
@@ -67,6 +68,44 @@ def test_blocks_seen_too_rarely_are_never_admitted_however_small_the_memory(
         assert 0 <= admitted <= stop
         assert all(seen[root, word[:end]] >= min_sightings - 1 for end in range(1, admitted + 1))
         seen.update((root, word[:end]) for end in range(1, stop + 1))
+
+
+@given(
+    st.lists(st.tuples(some_sight, st.integers(1, 11)), max_size=40),
+    st.integers(1, 4),
+    st.sampled_from([1, 3]),
+)
+def test_a_request_that_is_offered_in_two_puts_is_seen_once(
+    sights: list[tuple[Sight, int]], min_sightings: int, stride: int
+) -> None:
+    capacity = stride * SAMPLED_BLOCKS  # nothing is forgotten
+    whole, parts = (make_admission("selective", capacity, min_sightings) for _ in range(2))
+    for (root, word, offered), split in sights:
+        keys, stop = prompt(word, root), min(offered, len(word))
+        expected = whole.admit(keys, stop)
+        if split >= stop:
+            assert parts.admit(keys, stop) == expected
+            continue
+        first, rest = parts.admit(keys, split), parts.admit(keys, stop, split)
+        if stride == 1:
+            assert max(first, rest) == expected
+        assert rest == 0 or rest == expected > split
+    assert stride > 1 or parts.stats() == whole.stats()
+
+
+def test_adaptive_compares_a_request_that_is_offered_in_two_puts_once() -> None:
+    whole, parts = (make_admission("adaptive", CAPACITY) for _ in range(2))
+    names = count()
+    for _ in range(40):
+        keys = one_off(names, 10)
+        for _ in range(2):
+            assert whole.admit(keys, 10) == 10
+            assert parts.admit(keys, 4) == 4
+            assert parts.admit(keys, 10, 4) == 10
+    assert parts.stats() == whole.stats()
+    assert isinstance(whole, Adaptive)
+    assert isinstance(parts, Adaptive)
+    assert parts._lead == pytest.approx(whole._lead, rel=0.01)  # decays in smaller steps
 
 
 def test_old_sightings_do_not_count() -> None:

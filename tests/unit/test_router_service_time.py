@@ -100,3 +100,14 @@ def test_rounding_does_not_add_up_over_many_prompts_that_are_alike(seed: int) ->
         times.learn(Served(rng.randrange(2), Work(20, 20), rng.random() * 0.05))
         if step % 5000 == 4999:
             times.check()
+
+
+@pytest.mark.parametrize("num_tokens", [50, 1000, 8000])
+def test_prompts_that_are_alike_do_not_unlearn_what_they_say_nothing_of(num_tokens: int) -> None:
+    """Their samples determine one figure of five; the others may not wander off meanwhile."""
+    rng, times = random.Random(5), ServiceTime(2)
+    work = Work(num_tokens, num_tokens)
+    took_s = 0.01 + 1e-5 * num_tokens
+    for i in range(300):
+        times.learn(Served(i % 2, work, took_s * rng.uniform(0.8, 1.2)))
+    assert 0.8 < predicted(times, work) / took_s < 3.0

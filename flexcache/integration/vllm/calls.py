@@ -7,7 +7,7 @@ nothing to load or store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -85,10 +85,14 @@ class CacheCalls:
         task_id, found, sources = matched
         return Found(task_id, int(found.sum()), sources)
 
-    def put(self, request: Any, block_ids: Sequence[int], num_blocks: int) -> int | None:
-        """Launch a put of a request's first blocks; None if there is nothing to store."""
+    def match_put(self, request: Any, first: int, stop: int) -> tuple[int, range] | None:
+        """Match a put of a request's blocks ``[first, stop)``.
+
+        Returns:
+            The task, and which of its blocks will be copied; None if there is nothing to store.
+        """
         mask = np.zeros(request.num_tokens, dtype=np.bool_)
-        mask[: num_blocks * self._block_size] = True
+        mask[first * self._block_size : stop * self._block_size] = True
         try:
             task_id, wanted = self._manager.put_match(
                 request.all_token_ids,
@@ -105,9 +109,8 @@ class CacheCalls:
             return None
         if not wanted.any():
             return None
-        first = int(wanted.argmax()) // self._block_size
-        count = int(wanted.sum()) // self._block_size
-        return task_id if self.launch(task_id, block_ids[first : first + count]) else None
+        begin = int(wanted.argmax()) // self._block_size
+        return task_id, range(begin, begin + int(wanted.sum()) // self._block_size)
 
     def launch(self, task_id: int, block_ids: Sequence[int]) -> bool:
         """Launch a matched task, which the workers start with their next step.
@@ -143,6 +146,14 @@ class CacheCalls:
             effect="vLLM computes it",
         )  # fmt: skip
         return False
+
+    def ended(self, task_ids: Iterable[int]) -> Collection[int]:
+        """Return those of the tasks whose copies to and from the GPU have ended on every rank."""
+        asked = list(task_ids)
+        try:
+            return self._manager.try_wait(asked).keys()
+        except (FlexCacheError, KeyError):  # the cache was shut down: it has let go of the GPU
+            return asked
 
     def cancel(self, task_id: int) -> None:
         self._safely(self._manager.cancel, [task_id])

@@ -1,7 +1,7 @@
 """FlexCacheConnectorV1: implements vLLM's KV connector interface, for vLLM 0.28 to 0.33.
 
-Loads run between steps, or layer by layer within one. A put at a request's end covers prompt and
-generated tokens while vLLM keeps the blocks. Set ``kv_load_failure_policy="recompute"``.
+Loads run between steps, or layer by layer within one. Puts store a prompt once it is computed, and
+generated tokens when their request ends. Set ``kv_load_failure_policy="recompute"``.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 
 from flexcache.ids import TierName
 from flexcache.integration.vllm.engine import read_layerwise_setting
-from flexcache.integration.vllm.metadata import FlexCacheMetadata
 from flexcache.integration.vllm.scheduler import FlexCacheScheduler
 from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStats
 from flexcache.integration.vllm.worker import FlexCacheWorker
+from flexcache.integration.vllm.worker_hooks import WorkerHooks
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
+class FlexCacheConnectorV1(WorkerHooks):
     """Delegates to the scheduler's or the worker's side; each process has one of them."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -56,42 +54,14 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """True with loads by layer: a graph of the whole model does not wait for its layers."""
         return read_layerwise_setting(extra_config) == "on"
 
-    # -- worker ----------------------------------------------------------------------------------
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, FlexCacheMetadata)
-        self._worker.begin_step(connector_metadata)
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.before_step()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._worker.before_layer(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Do nothing: a put at the request's end covers all layers."""
-
-    def wait_for_save(self) -> None:
-        """Do nothing: vLLM keeps the blocks until the put has ended."""
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        sent, received = self._worker.take_finished()
-        return sent or None, received or None
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_bad_blocks()
-
     # -- scheduler -------------------------------------------------------------------------------
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.forget_blocks = kv_cache_manager.evict_blocks
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.puts.pool = gpu_block_pool
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -104,19 +74,26 @@ class FlexCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._scheduler.take_step(scheduler_output.num_scheduled_tokens)
+        return self._scheduler.take_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._scheduler.transfers_ended(
-            connector_output.finished_sending or (),
-            connector_output.finished_recving or (),
-            connector_output.invalid_block_ids,
+            connector_output.finished_recving or (), connector_output.invalid_block_ids
         )
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request, block_ids), None
+        self._scheduler.finished(request, block_ids)
+        return False, None  # a put refers to its blocks by itself
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether blocks are pinned: vLLM then steps on, though no request is left."""
+        return self._scheduler.puts.is_pinning
+
+    def has_pending_block_frees(self) -> bool:
+        """Return whether blocks are pinned: vLLM then waits for them instead of preempting."""
+        return self._scheduler.puts.is_pinning
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int

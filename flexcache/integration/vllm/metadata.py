@@ -20,18 +20,15 @@ class Load:
     by_layer: bool = False
 
 
-@dataclass(frozen=True)
-class Store:
-    """A finished request whose blocks a task copies before they are freed."""
-
-    request_id: str
-    task_id: int
-
-
 @dataclass
 class FlexCacheMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Tasks launched since the last step. ``idle``: the engine computes nothing in this step."""
+    """Tasks launched since the last step.
+
+    Attributes:
+        stores: Puts, whose blocks the steps before this one have computed.
+        idle: The engine computes nothing in this step.
+    """
 
     loads: list[Load] = field(default_factory=list)
-    stores: list[Store] = field(default_factory=list)
+    stores: list[int] = field(default_factory=list)
     idle: bool = False

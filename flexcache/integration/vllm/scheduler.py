@@ -6,7 +6,7 @@ A request has at most one open get, however often vLLM asks; the get's life:
        |
        +--(other prefix, no blocks wanted, request ends)--> cancelled, gone
 
-A request ends with at most one put, during which vLLM keeps its blocks.
+Puts are in `puts`.
 
 A get that runs within the step (`layerwise`) is gone when its step begins. vLLM counts its blocks
 as computed, and shares them, as soon as they are allocated. Hence no request that shares them is
@@ -35,8 +35,9 @@ from flexcache.integration.vllm.engine import (
 )
 from flexcache.integration.vllm.kv_events import to_vllm_events
 from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
-from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
+from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
 from flexcache.integration.vllm.prefill import PrefillMeter
+from flexcache.integration.vllm.puts import Puts
 from flexcache.integration.vllm.requests import Get, RequestRecord, StepLoad
 from flexcache.integration.vllm.siblings import is_served_by_sibling, read_transfer_config
 from flexcache.integration.vllm.stats import FlexCacheStats
@@ -58,7 +59,6 @@ class _Step:
     """Content of the next step's metadata; ``by_layer`` names the loads that run within it."""
 
     loads: list[Load] = field(default_factory=list)
-    stores: list[Store] = field(default_factory=list)
     by_layer: dict[str, None] = field(default_factory=dict)
 
 
@@ -83,6 +83,7 @@ class FlexCacheScheduler:
         _warn_of_surprises(transfer.kv_load_failure_policy, config, place)
         namespace = read_key_namespace(vllm_config)
         self._cache = CacheCalls(self.manager, self._block_size, namespace)
+        self.puts = Puts(self._cache, self._block_size)
         self._publishes = config.kv_events and place.endpoint is None
         self._requests: dict[str, RequestRecord] = {}
         self._step = _Step()
@@ -169,6 +170,7 @@ class FlexCacheScheduler:
     def allocated(self, request: Any, block_ids: Sequence[int], num_external: int) -> None:
         """Launch the load of ``num_external`` tokens into the blocks that vLLM allocated."""
         request_id = request.request_id
+        self.puts.admitted(request)
         record = self._requests.setdefault(request_id, RequestRecord())
         get = record.get
         if get is not None and get.launched:
@@ -201,8 +203,8 @@ class FlexCacheScheduler:
         blocks = block_ids[: get.num_tokens // self._block_size]
         return get.task_id if self._cache.launch(get.task_id, blocks) else None
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
-        """End a request. Return whether vLLM must keep its blocks until their put is done."""
+    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
+        """End a request, whose blocks vLLM may reuse from now on."""
         request_id = request.request_id
         record = self._requests.get(request_id, RequestRecord())
         self._layerwise.finished(request_id)
@@ -211,26 +213,17 @@ class FlexCacheScheduler:
         self._cancel_get(record)
         if record.step_load is None:
             self._requests.pop(request_id, None)
-        if was_loading:  # aborted; the workers report the load's end
-            return False
-        if record.step_load is not None and request.status.name == "FINISHED_ABORTED":
-            return False  # the contents of its blocks are unknown yet
-        # Count only tokens that are certainly computed: no step in flight, no token just sampled.
-        num_tokens = min(
-            request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
-            request.num_tokens - 1,
+        status = request.status.name
+        has_unknown_blocks = (
+            was_loading  # aborted; the workers report the load's end
+            or (record.step_load is not None and status == "FINISHED_ABORTED")
+            or status == "FINISHED_ERROR"
         )
-        num_blocks = min(num_tokens // self._block_size, len(block_ids), len(request.block_hashes))
-        if num_blocks <= 0 or request.status.name == "FINISHED_ERROR":
-            return False
-        task_id = self._cache.put(request, block_ids, num_blocks)
-        if task_id is None:
-            return False
-        self._step.stores.append(Store(request_id, task_id))
-        return True
+        self.puts.finished(request, () if has_unknown_blocks else block_ids)
 
-    def take_step(self, num_scheduled_tokens: Mapping[str, int]) -> FlexCacheMetadata:
-        """Return the metadata for this step, which computes this many tokens per request."""
+    def take_step(self, scheduled: Any) -> FlexCacheMetadata:
+        """Return the metadata for the step that vLLM has scheduled."""
+        num_scheduled_tokens: Mapping[str, int] = scheduled.num_scheduled_tokens
         self._layerwise.step(num_scheduled_tokens)
         num_tokens = sum(num_scheduled_tokens.values())
         rate = self._prefill.step(num_tokens, time.monotonic())
@@ -243,14 +236,19 @@ class FlexCacheScheduler:
         self._computing |= step.by_layer
         for request_id in step.by_layer:
             self._requests[request_id].get = None
-        return FlexCacheMetadata(step.loads, step.stores, idle)
+        self._has_news |= self.puts.release()
+        stores = self.puts.launch()
+        blocks = getattr(scheduled, "kv_connector_block_state", None)
+        if blocks is not None:  # vLLM 0.32 and later
+            self.puts.scheduled(num_scheduled_tokens, blocks.get_block_ids)
+        return FlexCacheMetadata(step.loads, stores, idle)
 
-    def transfers_ended(
-        self, sent: Collection[str], received: Collection[str], bad_blocks: Collection[int]
-    ) -> None:
-        """End a step. On all ranks, the puts of the requests ``sent`` and the gets between steps of
-        the requests ``received`` have ended; ``bad_blocks`` were not loaded."""
-        self._has_news |= bool(sent or received or self._computing)
+    def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
+        """End a step. On all ranks, the gets between steps of the requests ``received`` have ended;
+        ``bad_blocks`` were not loaded."""
+        self._has_news |= bool(received or self._computing) | self.puts.release()
+        if bad_blocks:
+            self.puts.withdraw(bad_blocks)
         self._end_step_loads(bad_blocks)
         for request_id in received:
             record = self._requests.get(request_id)
@@ -291,6 +289,7 @@ class FlexCacheScheduler:
         for record in self._requests.values():
             if record.get is not None and not record.get.launched:
                 self._cancel_get(record)
+        self.puts.cancel()
         return self._cache.reset()
 
     def take_stats(self) -> FlexCacheStats | None:
@@ -314,6 +313,7 @@ class FlexCacheScheduler:
         """Raise `InternalError` if a request is still remembered; all must have ended."""
         if self._requests or self._computing:
             raise InternalError(f"ended requests are still remembered: {list(self._requests)}")
+        self.puts.check_idle()
 
     def shutdown(self) -> None:
         self.manager.shutdown()

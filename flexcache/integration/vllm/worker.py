@@ -2,8 +2,8 @@
 
 Nothing is copied on vLLM's thread, which waits only for the layers of loads that belong to its step
 (`step_loads`). A task may touch the GPU only after the step that carries its metadata has begun
-(its gate), so never while an earlier owner of its blocks still computes. It is reported only when
-it has ended on every rank, so its blocks are never reused too early.
+(its gate), so never while an earlier owner of its blocks still computes. A load is reported only
+when it has ended on every rank; the end of a put is known to the scheduler's side.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from flexcache.client.rank import KVTPClient
 from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_place
 from flexcache.integration.vllm.kv_layout import describe_layout
-from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load, Store
+from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
 from flexcache.integration.vllm.step_loads import StepLoads
 
 _IDLE_WAIT_S = 0.002  # an engine with nothing to compute spins; waiting leaves the CPU to the copy
@@ -31,7 +31,7 @@ class FlexCacheWorker:
         self._place = read_place(vllm_config, self._config)
         self.client: KVTPClient | None = None
         self._loads: dict[int, Load] = {}
-        self._stores: dict[int, Store] = {}
+        self._stores: set[int] = set()
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._in_step = StepLoads((), self._config.server_timeout_s)
@@ -68,8 +68,8 @@ class FlexCacheWorker:
             else:
                 self._loads[load.task_id] = load
                 new.append(load.task_id)
-        self._stores.update({store.task_id: store for store in metadata.stores})
-        new += [store.task_id for store in metadata.stores]
+        self._stores.update(metadata.stores)
+        new += metadata.stores
         if new and self.client is not None:
             self.client.open_gates(new)
 
@@ -81,24 +81,22 @@ class FlexCacheWorker:
         """Wait for this layer, which the model is about to run."""
         self._in_step.before_layer(name)
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose put, and those whose get between steps, has ended on every rank
-        since the last call. Called at the end of each step."""
+    def take_received(self) -> set[str]:
+        """Return the requests whose get between steps has ended on every rank since the last call.
+        Called at the end of each step."""
         self._bad_blocks |= self._in_step.finish()
-        sent: set[str] = set()
         received, self._received = self._received, set()
         if self.client is None or not (self._loads or self._stores):
-            return sent, received
+            return received
         if self._idle:
             self.client.wait_ended(_IDLE_WAIT_S)
         for task_id, num_ok in self.client.take_ended([*self._loads, *self._stores]).items():
+            self._stores.discard(task_id)
             load = self._loads.pop(task_id, None)
             if load is not None:
                 received.add(load.request_id)
                 self._bad_blocks.update(load.block_ids[num_ok:])
-            else:
-                sent.add(self._stores.pop(task_id).request_id)
-        return sent, received
+        return received
 
     def take_bad_blocks(self) -> set[int]:
         """Return the GPU blocks that a get should have filled but did not."""

@@ -1,0 +1,48 @@
+"""The workers' half of vLLM's KV connector interface, without policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+)
+
+from flexcache.integration.vllm.metadata import FlexCacheMetadata
+from flexcache.integration.vllm.worker import FlexCacheWorker
+
+
+class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
+    """Hooks that vLLM calls in each worker process, around the model's steps."""
+
+    _worker: FlexCacheWorker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, FlexCacheMetadata)
+        self._worker.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.before_step()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker.before_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: a put covers all layers of blocks that are complete."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: blocks are pinned until their put has ended."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.take_received() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_bad_blocks()
