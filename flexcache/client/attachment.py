@@ -10,7 +10,12 @@ import torch
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import WelcomeRank
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
+from flexcache.storage.layout import (
+    BlockLayout,
+    bytes_per_block,
+    bytes_per_index,
+    describe_kv_caches,
+)
 from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.life import show_life_during
@@ -25,10 +30,19 @@ class LentTensors:
     """
 
     def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], block_dim: int, layout_description: str
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        block_dim: int,
+        layout_description: str,
+        num_blocks: int | None,
     ) -> None:
+        if num_blocks is None:
+            self.block_bytes = bytes_per_index(kv_caches, block_dim)
+        else:
+            self.block_bytes = bytes_per_block(kv_caches, num_blocks, block_dim)
         # A bad layout is refused by the call that lends it; the size is the server's to judge.
-        describe_kv_caches(kv_caches, bytes_per_index(kv_caches, block_dim), block_dim)
+        describe_kv_caches(kv_caches, self.block_bytes, block_dim, num_blocks=num_blocks)
+        self._num_blocks = num_blocks
         self._kv_caches = dict(kv_caches)
         self._block_dim = block_dim
         self._layout_description = layout_description
@@ -40,8 +54,9 @@ class LentTensors:
     def layout(self, block_bytes: int) -> BlockLayout:
         """How they hold blocks of this size."""
         return describe_kv_caches(
-            self._kv_caches, block_bytes, self._block_dim, self._layout_description
-        )
+            self._kv_caches, block_bytes, self._block_dim, self._layout_description,
+            self._num_blocks,
+        )  # fmt: skip
 
 
 class Attachment:

@@ -99,6 +99,8 @@ class SessionLife:
         """The server says what the engine still waits for, and which ranks were refused."""
         if self.state is SessionState.SERVING:
             self.missing, self.problems = list(missing), list(problems)
+        elif self.state is SessionState.CONNECTING and missing:
+            self.missing = list(missing)  # the server waits for them to open its cache
 
     def refused(self, reason: str, final: bool) -> bool:
         """The server will not have the engine, or not yet; whether that is news."""
@@ -123,6 +125,8 @@ class SessionLife:
         """
         if reason is not None:
             self.error = reason
+        if self.state is SessionState.CONNECTING:
+            self.missing = ["the server"]
         if not self._has_session:
             return None
         self._has_session = False

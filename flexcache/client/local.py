@@ -54,6 +54,8 @@ class LocalTransport(LocalSession):
         return to_plain(self.server.stats(self.ids.session))
 
     def check(self) -> None:
+        if not self.server.is_open:
+            return
         with self.server.session() as tasks:
             tasks.check()
 

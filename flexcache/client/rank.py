@@ -1,4 +1,4 @@
-"""KVTPClient: client of one tensor-parallel rank, inside the engine's worker process.
+"""KVTPClient: client of one rank, inside the engine's worker process.
 
 It lends the engine's own KV tensors to FlexCache: it maps the rank's share of the host pool and
 executes device ops on its own thread. The engine's thread waits only for the layers of a load that
@@ -71,13 +71,18 @@ class ClientState(Enum):
     CLOSED = "closed"
 
 
+_decoder = msgspec.msgpack.Decoder(ToRank)
+_SETTLED = (ClientState.SERVING, ClientState.REFUSED, ClientState.CLOSED)
+
+
 class KVTPClient:
     """Lends one rank's KV tensors to the server at ``endpoint``. A context manager closes it.
 
     Args:
         endpoint: `KVManager.endpoint`; or the address of a server, with an ``engine_id``.
         dp_rank: The engine's data-parallel rank.
-        tp_rank: The worker's tensor-parallel rank.
+        tp_rank: The worker's rank where the engine is tensor parallel only.
+        rank: The worker's place in the whole engine (`ModelConfig.num_ranks`).
         engine_id: The id of the engine's `KVManager`, which `KVManager.endpoint` contains.
         curve_keys: Directory of CURVE keys, if the server requires them.
         server_timeout_s: A server silent for this long is considered dead.
@@ -89,24 +94,23 @@ class KVTPClient:
         *,
         dp_rank: int = 0,
         tp_rank: int = 0,
+        rank: int | None = None,
         engine_id: str = "",
         curve_keys: str | None = None,
         server_timeout_s: float = 3.0,
     ) -> None:
         endpoint, engine_id = split_address(endpoint, engine_id)
         self._link = ServerLink(endpoint, curve_keys, server_timeout_s)
-        name = engine_name(engine_id, dp_rank)
-        self._hello = HelloRank(name, tp_rank, uuid.uuid4().hex, os.getpid())
+        name, place = engine_name(engine_id, dp_rank), tp_rank if rank is None else rank
+        self._hello = HelloRank(name, place, uuid.uuid4().hex, os.getpid())
         self._tensors: LentTensors | None = None
         self._state = ClientState.HELLO
         self._changed = threading.Condition()
         self._error: str | None = None
-        self._attachment: Attachment | None = None
-        """Must be closed before the engine may reuse its slots."""
+        self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
         self._gates = GatedTasks()
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._decoder = msgspec.msgpack.Decoder(ToRank)
 
     def register_kv_caches(
         self,
@@ -114,6 +118,8 @@ class KVTPClient:
         *,
         block_dim: int = 0,
         layout_description: str = "",
+        num_blocks: int | None = None,
+        kv_replicas: int | None = None,
     ) -> None:
         """Lend the engine's paged KV tensors. Returns at once; the server may not be up yet.
 
@@ -122,6 +128,8 @@ class KVTPClient:
             block_dim: The dimension that counts GPU blocks.
             layout_description: What else determines a block's byte order (attention backend, NHD
                 or HND, number format). Different descriptions make different blocks.
+            num_blocks: The engine's, if tensors may count parts of blocks in ``block_dim``.
+            kv_replicas: As in `ModelConfig`, with which it must agree; None: not known here.
 
         Raises:
             UnsupportedLayoutError: A tensor, which it names, cannot be moved as whole blocks.
@@ -130,14 +138,16 @@ class KVTPClient:
             raise ClosedError("the client is closed")
         if self._thread is not None:
             raise ValueError("KV caches are already registered")
-        self._tensors = LentTensors(kv_caches, block_dim, layout_description)
-        name = f"flexcache-tp{self.tp_rank}"
+        self._tensors = LentTensors(kv_caches, block_dim, layout_description, num_blocks)
+        told = {"block_bytes": self._tensors.block_bytes, "kv_replicas": kv_replicas or 0}
+        self._hello = msgspec.structs.replace(self._hello, **told)
+        name = f"flexcache-rank{self.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
-    def tp_rank(self) -> int:
-        return self._hello.tp_rank
+    def rank(self) -> int:
+        return self._hello.rank
 
     @property
     def state(self) -> ClientState:
@@ -155,9 +165,8 @@ class KVTPClient:
             TimeoutError: It is not within ``timeout`` seconds.
             RegistrationError: The server refused it; the message says why.
         """
-        settled = (ClientState.SERVING, ClientState.REFUSED, ClientState.CLOSED)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state in settled, timeout):
+            if not self._changed.wait_for(lambda: self._state in _SETTLED, timeout):
                 why = f": {self._error}" if self._error else ""
                 raise TimeoutError(
                     f"{self._link.endpoint}: {self._state.value} after {timeout} s{why}"
@@ -236,7 +245,7 @@ class KVTPClient:
         return attachment.worker if (attachment := self._attachment) is not None else None
 
     def _log(self, level: int, event: str, exc_info: bool = False, **fields: object) -> None:
-        log_event(logger, level, event, exc_info=exc_info, tp_rank=self.tp_rank, **fields)
+        log_event(logger, level, event, exc_info=exc_info, rank=self.rank, **fields)
 
     def _set_state(self, state: ClientState, error: str | None = None, epoch: int = 0) -> None:
         with self._changed:
@@ -287,7 +296,7 @@ class KVTPClient:
             if self._state is ClientState.HELLO:
                 self._link.greet(self._hello)
             for data in self._link.receive(self._patience_s()):
-                if not self._take(self._decoder.decode(data)):
+                if not self._take(_decoder.decode(data)):
                     return
             if (worker := self._worker) is not None:
                 for done in worker.advance():
@@ -324,7 +333,7 @@ class KVTPClient:
                 with self._changed:
                     self._gates.end_session(session)
                     self._changed.notify_all()
-                    self._end_layer_loads(session)
+                    _end_layer_loads(self._worker, session)
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
             case Registered():
@@ -342,11 +351,6 @@ class KVTPClient:
             case Stop():
                 return False
         return True
-
-    def _end_layer_loads(self, session: int) -> None:
-        if self._worker is not None:
-            for task_id in [t for t in self._worker.layer_loads if session_of(t) == session]:
-                self._worker.end_layer_load(task_id)
 
     def _register(self, welcome: WelcomeRank) -> None:
         self._link.attend(welcome.server_pid, [welcome.fence, welcome.segment.path])
@@ -371,6 +375,13 @@ class KVTPClient:
             except Exception:
                 self._log(logging.ERROR, "rank_let_go_failed", exc_info=True)
             self._attachment = None
+
+
+def _end_layer_loads(worker: DeviceWorker | None, session: int) -> None:
+    if worker is not None:
+        for task_id in worker.layer_loads:
+            if session_of(task_id) == session:
+                worker.end_layer_load(task_id)
 
 
 def _text_of(error: Exception) -> str:

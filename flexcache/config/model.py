@@ -14,6 +14,10 @@ from flexcache.config.values import reject
 LAYOUT_VERSION = 1
 """Increases when FlexCache stores other bytes for the same KV."""
 
+_COUNTS = (
+    "num_layers", "num_kv_heads", "head_size", "tp_size", "dp_size", "pp_size", "cp_size",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -28,6 +32,13 @@ class ModelConfig:
         use_mla: One latent vector per token instead of K and V per head, the same on every rank.
         tp_size: Tensor-parallel ranks, each with its share of the heads.
         dp_size: Data-parallel engine ranks.
+        pp_size: Pipeline stages, each with its own layers.
+        cp_size: Context-parallel ranks beside the tensor-parallel ones.
+        kv_replicas: Neighbouring tensor-parallel ranks that hold the same KV. None: as the heads
+            divide; MLA holds the same on all.
+        sized_by_ranks: Each rank tells the size of its blocks (`KVTPClient.register_kv_caches`),
+            and the cache opens when all ranks of an engine have. For KV whose size does not follow
+            from the shape: pipeline stages, context parallelism, pages of different size.
         groups: Groups of layers with tables of their own in the engine, in its order; layers, heads
             and head size are then those of one group. Empty: all layers share one table.
     """
@@ -40,12 +51,16 @@ class ModelConfig:
     use_mla: bool = False
     tp_size: int = 1
     dp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    kv_replicas: int | None = None
+    sized_by_ranks: bool = False
     groups: tuple[KVGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_id, str) or not self.model_id:
             raise reject("model_id", self.model_id, "must be a non-empty string")
-        for name in ("num_layers", "num_kv_heads", "head_size", "tp_size", "dp_size"):
+        for name in (*_COUNTS, *(["kv_replicas"] if self.kv_replicas is not None else [])):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise reject(name, value, "must be an integer of at least 1")
@@ -61,15 +76,40 @@ class ModelConfig:
                 self.num_kv_heads,
                 f"must divide evenly over tp_size = {self.tp_size}, or the other way round",
             )
+        if self.tp_size % self.num_replicas:
+            raise reject("kv_replicas", self.kv_replicas, f"must divide tp_size = {self.tp_size}")
+        for name in ("pp_size", "cp_size"):
+            if getattr(self, name) > 1 and not self.sized_by_ranks:
+                raise reject(name, getattr(self, name), "above 1 needs sized_by_ranks = True")
 
     @property
-    def num_kv_copies(self) -> int:
-        """Ranks whose bytes are stored: one for MLA, where every rank holds the same."""
-        return 1 if self.use_mla else self.tp_size
+    def num_ranks(self) -> int:
+        """Ranks of one engine. They are numbered by stage, then context, then tensor rank."""
+        return self.pp_size * self.cp_size * self.tp_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Neighbouring ranks that hold the same KV, of which one is stored."""
+        return self._usual_replicas if self.kv_replicas is None else self.kv_replicas
+
+    @property
+    def _usual_replicas(self) -> int:
+        return self.tp_size if self.use_mla else max(1, self.tp_size // self.num_kv_heads)
+
+    @property
+    def num_shards(self) -> int:
+        """Parts of a block that are stored, each by one rank."""
+        return self.num_ranks // self.num_replicas
 
     @property
     def token_size_in_bytes_per_rank(self) -> int:
-        """KV bytes of one token on one rank, over all layers."""
+        """KV bytes of one token on one rank, over all layers.
+
+        Raises:
+            ConfigError: Only the ranks know (``sized_by_ranks``).
+        """
+        if self.sized_by_ranks:
+            raise reject("sized_by_ranks", True, "leaves the size of a token to the ranks")
         if self.use_mla:
             elements = self.head_size
         else:  # more ranks than heads: heads are replicated, as vLLM does
@@ -78,8 +118,8 @@ class ModelConfig:
 
     @property
     def token_size_in_bytes(self) -> int:
-        """KV bytes of one token as stored: over all layers and all ranks (MLA: one rank's copy)."""
-        return self.token_size_in_bytes_per_rank * self.num_kv_copies
+        """KV bytes of one token as stored: over all layers and shards. As for one rank."""
+        return self.token_size_in_bytes_per_rank * self.num_shards
 
     @property
     def has_tails(self) -> bool:
@@ -96,10 +136,17 @@ class ModelConfig:
         """Name, in readable form, all that must agree for KV bytes to be interchangeable."""
         attention = "mla" if self.use_mla else "mha"
         groups = ",".join(group.describe() for group in self.groups)
+        ranks = f"tp={self.tp_size}"
+        if self.pp_size > 1:
+            ranks += f",pp={self.pp_size}"
+        if self.cp_size > 1:
+            ranks += f",cp={self.cp_size}"
+        if self.num_replicas != (self.tp_size if self.use_mla else 1):
+            ranks += f",replicas={self.num_replicas}"
         return (
             f"{self.model_id}|{str(self.dtype).removeprefix('torch.')}|{attention}"
             f"|layers={self.num_layers}|heads={self.num_kv_heads}|head={self.head_size}"
-            f"|tp={self.tp_size}|block={tokens_per_block}|layout=v{LAYOUT_VERSION}"
+            f"|{ranks}|block={tokens_per_block}|layout=v{LAYOUT_VERSION}"
             + (f"|groups={groups}" if groups else "")
         )
 

@@ -14,7 +14,7 @@ from flexcache.config import CacheConfig, ModelConfig, ServerConfig
 from flexcache.config.sources import CONFIG_FILE_ENV, ENV_PREFIX
 from flexcache.errors import ConfigError, FlexCacheError
 from flexcache.protocol.runtime import is_served, private_endpoint
-from flexcache.storage.alignment import align_up
+from flexcache.storage.shards import Shards
 from flexcache.tasks.stats import Stats, from_plain
 
 CONNECTOR = "FlexCacheConnectorV1"
@@ -114,11 +114,12 @@ class Subject:
 
     @property
     def slot_bytes(self) -> int | None:
-        """Stored size of one block, if the model is known."""
+        """Stored size of one block, if the model is known and tells it."""
         if self.config is None or self.model is None:
             return None
-        per_rank = self.config.tokens_per_block * self.model.token_size_in_bytes_per_rank
-        return align_up(per_rank) * self.model.num_kv_copies
+        if self.model.sized_by_ranks:
+            return None
+        return Shards.of_model(self.model, self.config.tokens_per_block).stored_bytes
 
     @property
     def pool_bytes(self) -> int | None:

@@ -31,7 +31,7 @@ from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
 PROTOCOL_VERSION = 4
 """Server and clients must have the same version; docs/formats.md describes what others receive."""
-_MAX_TP_SIZE = 1024
+_MAX_RANKS = 1024
 _MAX_MODEL_ID_LENGTH = 4096
 MAX_FRAME_BYTES = 16 << 20
 """Two million token ids. A larger frame is refused."""
@@ -48,6 +48,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     use_mla: bool
     tp_size: int
     tokens_per_block: int
+    pp_size: int = 1
+    cp_size: int = 1
+    kv_replicas: int | None = None
+    sized_by_ranks: bool = False
     groups: tuple[KVGroup, ...] = ()
 
     @classmethod
@@ -55,20 +59,23 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return cls(
             model.model_id, model.num_layers, model.num_kv_heads, model.head_size,
             str(model.dtype).removeprefix("torch."), model.use_mla, model.tp_size, tokens_per_block,
+            model.pp_size, model.cp_size, model.kv_replicas, model.sized_by_ranks,
             model.groups,
         )  # fmt: skip
 
     def model(self) -> ModelConfig:
         """Return the model; raises `ConfigError` if the fields do not describe one."""
         dtype = read_dtype(self.dtype)
-        if self.tp_size > _MAX_TP_SIZE or len(self.model_id) > _MAX_MODEL_ID_LENGTH:
-            raise ConfigError(f"tp_size = {self.tp_size}: beyond {_MAX_TP_SIZE}, or the model_id "
+        num_ranks = self.pp_size * self.cp_size * self.tp_size
+        if num_ranks > _MAX_RANKS or len(self.model_id) > _MAX_MODEL_ID_LENGTH:
+            raise ConfigError(f"{num_ranks} ranks are more than {_MAX_RANKS}, or the model_id "
                               f"is longer than {_MAX_MODEL_ID_LENGTH}")  # fmt: skip
         if self.tokens_per_block < 1:
             raise ConfigError(f"tokens_per_block = {self.tokens_per_block}: must be at least 1")
         return ModelConfig(
             self.model_id, self.num_layers, self.num_kv_heads, self.head_size, dtype,
-            self.use_mla, self.tp_size, groups=self.groups,
+            self.use_mla, self.tp_size, 1, self.pp_size, self.cp_size, self.kv_replicas,
+            self.sized_by_ranks, groups=self.groups,
         )  # fmt: skip
 
 
@@ -76,16 +83,20 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 class HelloRank(msgspec.Struct, tag=True, frozen=True):
-    """A tensor-parallel rank of an engine asks for its share of the host pool."""
+    """A rank of an engine asks for its share of the host pool."""
 
     engine: str
-    tp_rank: int
+    rank: int
     client: str
     """The same in every connection of one client, so that it can reclaim its own place."""
     pid: int
     version: int = PROTOCOL_VERSION
     layout: str = ""
     """How the rank lays out KV, once known. A conflict is then refused before it maps the pool."""
+    block_bytes: int = 0
+    """Bytes of one of its blocks. Counts where the model leaves sizes to the ranks."""
+    kv_replicas: int = 0
+    """How many neighbouring ranks hold the same KV, if the rank knows."""
 
 
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):

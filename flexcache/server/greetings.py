@@ -15,6 +15,7 @@ from flexcache.protocol.messages import (
 )
 from flexcache.protocol.names import is_anonymous
 from flexcache.server.guard import Buffer
+from flexcache.storage.shards import Shards
 
 _MAX_NAME_LENGTH = 256
 _decoder = msgspec.msgpack.Decoder(Greeting)
@@ -24,6 +25,19 @@ def malformed_greeting(hello: HelloRank | HelloEngine) -> str | None:
     """What makes a greeting malformed."""
     if len(hello.engine) > _MAX_NAME_LENGTH or len(hello.client) > _MAX_NAME_LENGTH:
         return "a name is too long"
+    return None
+
+
+def misplaced(hello: HelloRank, shards: Shards) -> str | None:
+    """Why a rank has no place among those that share a cache."""
+    place = f"rank {hello.rank} of engine {hello.engine!r}"
+    if not 0 <= hello.rank < shards.num_ranks:
+        return f"{place} is not below the number of ranks, {shards.num_ranks}"
+    if hello.kv_replicas % shards.num_replicas:
+        return (
+            f"{place} says that {hello.kv_replicas} ranks hold the same KV, but the engine's "
+            f"scheduler that {shards.num_replicas} do"
+        )
     return None
 
 

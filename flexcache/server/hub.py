@@ -140,11 +140,11 @@ class Hub:
         """Carry out or queue what the task engine decided.
 
         Returns:
-            Whether a look-up has ended, or what an engine waits for has changed.
+            Whether a look-up has ended, what an engine waits for has changed, or will never come.
         """
         cache = self._slot.cache
         if cache is None:
-            return False
+            return self._slot.failure is not None
         tasks, has_news = cache.tasks, False
         while instructions := tasks.take_instructions():
             for instruction in instructions:
@@ -276,9 +276,10 @@ class Hub:
         """Whether the peer that left last said Goodbye."""
         return self._peers.last_left_orderly
 
-    def open_cache(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
-        """Open the cache for a model that is known before any engine greets."""
-        return self._slot.open(model, tokens_per_block)
+    def expect_cache(self, model: ModelConfig, tokens_per_block: int, engine: str | None) -> None:
+        """Open the cache for a model that is known before any engine greets: now, or with the
+        sizes that the ranks of the engine (None: of any) tell."""
+        self._slot.expect(model, tokens_per_block, engine)
 
     def workers(self, engine: str | None = None) -> dict[str, int]:
         """Process id of every rank, of one engine or of all."""
@@ -294,7 +295,7 @@ class Hub:
             f"{name} of engine {engine!r}"
             for engine in sorted({engine for engine, _, _ in self.sessions.engines()})
             for name in self.readiness.missing(engine)
-            if name.startswith("tp_rank")
+            if name.startswith("rank")
         ]
 
     def stats(self, now: float, session: SessionId | None = None) -> Stats:
@@ -307,7 +308,7 @@ class Hub:
         identity = CacheIdentity(
             fingerprint=cache.fingerprint,
             layout=cache.layout or "",
-            block_bytes=cache.block_bytes,
+            block_bytes=cache.shards.block_bytes,
             tokens_per_block=cache.config.tokens_per_block,
         )
         engines = {

@@ -35,6 +35,8 @@ class LocalSession:
     ) -> MatchedTask | None:
         """None if the remote store has yet to answer, and the caller may not wait."""
         keys, start, stop, num_tokens, retain_s, tail_at = prompt
+        if not self.server.is_open:
+            return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
         if look_up and self._has_store and not self._look_up(kind, keys, stop, may_wait):
             return None
         with self.server.session() as tasks:
@@ -70,5 +72,7 @@ class LocalSession:
             tasks.cancel([TaskId(t) for t in task_ids], time.monotonic())
 
     def report_prefill(self, blocks_per_s: float) -> None:
+        if not self.server.is_open:
+            return
         with self.server.session() as tasks:
             tasks.report_prefill(self.ids.session, blocks_per_s)

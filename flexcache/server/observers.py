@@ -70,7 +70,7 @@ class Observers:
             cache.config,
             cache.tasks.cache.tiers,
             fingerprint=cache.fingerprint,
-            block_bytes=cache.block_bytes,
+            block_bytes=cache.shards.block_bytes,
         )
         return Tracer(self._config, header)
 

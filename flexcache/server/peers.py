@@ -27,7 +27,7 @@ from flexcache.protocol.messages import (
 )
 from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.claims import Claimant, Claims
-from flexcache.server.greetings import name_problem, refuse_version
+from flexcache.server.greetings import misplaced, name_problem, refuse_version
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.notices import Notices
 from flexcache.server.outbox import Outbox
@@ -76,32 +76,31 @@ class Peers:
         """Answer a rank's Hello. Without a cache there is no answer yet: it will ask again."""
         if not self._may_greet(identity, hello):
             return
+        self._slot.hear(hello, now)
         cache = self._slot.cache
         if cache is None:
+            if self._slot.failure is not None:
+                self._outbox.send(identity, Refused(str(self._slot.failure), final=False))
             return
-        if not 0 <= hello.tp_rank < cache.model.tp_size:
-            reason = (
-                f"tp_rank {hello.tp_rank} of engine {hello.engine!r} is not below "
-                f"tp_size = {cache.model.tp_size}"
-            )
+        if (reason := misplaced(hello, cache.shards)) is not None:
             self._outbox.send(identity, Refused(reason))
             return
-        holder = self._registry.rank(device(hello.engine, hello.tp_rank))
+        holder = self._registry.rank(device(hello.engine, hello.rank))
         if not self._may_replace(identity, holder, hello, now):
             return
-        conflict = self._layout_conflict(hello.layout) if hello.layout else None
+        conflict = self._layout_conflict(hello.rank, hello.layout) if hello.layout else None
         if conflict is not None:
-            refused = Refused(f"tp_rank {hello.tp_rank}: {conflict}", final=False)
+            refused = Refused(f"rank {hello.rank}: {conflict}", final=False)
             self._outbox.send(identity, refused)
             return
-        segment = cache.store.segment_of(hello.tp_rank)
+        segment = cache.store.segment_of(hello.rank)
         fence = self._registry.fence(hello.engine)
         welcome = WelcomeRank(
             self._config.epoch, self._config.server_pid, segment.ref(), fence.path,
-            cache.block_bytes_per_rank, cache.fingerprint, cache.shape.blocks_per_unit,
-            may_skip=cache.model.has_tails,
+            cache.shards.sizes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
+            cache.shape.blocks_per_unit, may_skip=cache.model.has_tails,
         )  # fmt: skip
-        rank = Rank(identity, hello.engine, hello.tp_rank, hello.client, hello.pid, now)
+        rank = Rank(identity, hello.engine, hello.rank, hello.client, hello.pid, now)
         self._registry.add(rank)
         self._readiness.retry(rank)
         self._outbox.send(identity, welcome)
@@ -110,20 +109,22 @@ class Peers:
 
     def register(self, rank: Rank, message: Register, now: float) -> None:
         """Let a greeted rank serve, or refuse it for its layout or its own problem."""
-        problem, final = message.problem, True
-        if problem is None and (problem := self._layout_conflict(message.layout)) is not None:
+        problem, final, layout = message.problem, True, message.layout
+        if problem is None and (problem := self._layout_conflict(rank.rank, layout)) is not None:
             final = False  # it may register once the others have left
-        problem = problem or self._slot.adopt_layout(message.layout, now)
+        if problem is None:
+            is_first = not any(other.serving for other in self._registry.ranks)
+            problem = self._slot.adopt_layout(rank, layout, is_first, now)
         if problem is not None:
-            self._refuse_rank(rank, f"tp_rank {rank.tp_rank}: {problem}", final)
+            self._refuse_rank(rank, f"rank {rank.rank}: {problem}", final)
         else:
-            rank.serving = True
+            rank.serving, rank.layout = True, layout
             self._outbox.send(rank.identity, Registered())
             self._notices.replay(rank)
             self._slot.tasks.executor_up(rank.executor)
             log_event(
-                logger, logging.INFO, "rank_began", engine=rank.engine, tp_rank=rank.tp_rank,
-                pid=rank.pid, gpu_blocks=message.num_blocks, layout=message.layout,
+                logger, logging.INFO, "rank_began", engine=rank.engine, rank=rank.rank,
+                pid=rank.pid, gpu_blocks=message.num_blocks, layout=layout,
             )  # fmt: skip
         self._readiness.changed()
 
@@ -133,16 +134,17 @@ class Peers:
         self._outbox.send(rank.identity, Refused(problem, final))
         self._forget(rank)
 
-    def _layout_conflict(self, layout: str) -> str | None:
+    def _layout_conflict(self, rank: int, layout: str) -> str | None:
         """Return why a rank of this layout cannot serve now, if so.
 
-        Ranks that serve agree on one layout; ranks that have left do not count.
+        Ranks of one shard that serve agree on its layout; ranks that have left do not count.
         """
         assert self._slot.cache is not None
-        current = self._slot.cache.layout
-        if layout == current or not any(rank.serving for rank in self._registry.ranks):
-            return None
-        return f"KV layout {layout} differs from the other ranks' {current}"
+        shard_of = self._slot.cache.shards.of_rank
+        for other in self._registry.ranks:
+            if other.serving and shard_of(other.rank) == shard_of(rank) and other.layout != layout:
+                return f"KV layout {layout} differs from the other ranks' {other.layout}"
+        return None
 
     # -- schedulers ------------------------------------------------------------------------------
 
@@ -150,10 +152,13 @@ class Peers:
         """Answer a scheduler's Hello, and open a session for it if its engine may have one."""
         if not self._may_greet(identity, hello):
             return
-        refused = self._refusal(hello)
+        refused = self._refusal(hello, now)
         if refused is not None:
             self._outbox.send(identity, refused)
             return
+        if self._slot.cache is None:
+            self._outbox.send(identity, Readiness(self._slot.awaited, []))
+            return  # it will ask again
         holder = self._registry.scheduler_of(hello.engine)
         if not self._may_replace(identity, holder, hello, now):
             return
@@ -163,8 +168,9 @@ class Peers:
             return
         self._begin_session(identity, hello, now)
 
-    def _refusal(self, hello: HelloEngine) -> Refused | None:
-        """Why the engine cannot use this cache. Opens the cache for the first engine."""
+    def _refusal(self, hello: HelloEngine, now: float) -> Refused | None:
+        """Why the engine cannot use this cache. Opens the cache for the first engine, if the sizes
+        of its blocks are known."""
         owner = self._config.owner
         if owner is not None:
             return Refused(
@@ -172,7 +178,7 @@ class Peers:
             )
         try:
             model = hello.model.model()
-            cache = self._slot.open(model, hello.model.tokens_per_block)
+            cache = self._slot.open(model, hello.model.tokens_per_block, hello.engine, now)
         except DirectoryInUseError as error:
             return Refused(str(error), final=False)  # it may be free soon
         except ConfigError as error:
@@ -180,7 +186,7 @@ class Peers:
         except (RegistrationError, OSError) as error:
             return Refused(str(error), final=False)
         fingerprint = model.fingerprint(hello.model.tokens_per_block)
-        if fingerprint == cache.fingerprint:
+        if cache is None or fingerprint == cache.fingerprint:
             return None
         reason = f"the engine's KV is {fingerprint}, the server holds {cache.fingerprint}"
         log_event(logger, logging.ERROR, "engine_refused", engine=hello.engine, reason=reason)
@@ -296,9 +302,8 @@ class Peers:
         if isinstance(peer, Rank):
             if peer.serving:
                 log_event(
-                    logger, level, "rank_ended", engine=peer.engine, tp_rank=peer.tp_rank,
-                    reason=reason,
-                )  # fmt: skip
+                    logger, level, "rank_ended", engine=peer.engine, rank=peer.rank, reason=reason
+                )
             self._slot.tasks.executor_down(peer.executor, reason, now)
             self._readiness.changed()
         else:

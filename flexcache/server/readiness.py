@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexcache.errors import RegistrationError
 from flexcache.protocol.messages import Readiness
 from flexcache.server.cache_slot import CacheSlot
 from flexcache.server.claims import Claims
@@ -27,10 +28,10 @@ class EngineReadiness:
         """Ranks and workers that an engine still waits for."""
         cache = self._slot.cache
         if cache is None:
-            return ["a model"]
+            return self._slot.awaited
         names = [
-            f"tp_rank {rank}"
-            for rank in range(cache.model.tp_size)
+            f"rank {rank}"
+            for rank in range(cache.model.num_ranks)
             if not cache.tasks.queries.is_up(device(engine, rank))
         ]
         if cache.store.disk_pool is not None and not cache.tasks.queries.is_up(DISK):
@@ -42,6 +43,27 @@ class EngineReadiness:
         refused = [text for (name, _), text in self._refused.items() if name == engine]
         return refused + self._claims.problems(engine)
 
+    def is_settled(self, engine: str) -> bool:
+        """Whether waiting for the engine's parts is over, for better or worse."""
+        is_refused = self._slot.failure is not None or bool(self.problems(engine))
+        return is_refused or not self.missing(engine)
+
+    def require(self, engine: str, timeout: float | None) -> None:
+        """Raise why the engine is not ready after ``timeout`` seconds, if so.
+
+        Raises:
+            TimeoutError: Names those that do not serve yet.
+            RegistrationError: A rank was refused; says why.
+            ConfigError: The cache could not be opened for the blocks of the engine's ranks.
+        """
+        if self._slot.failure is not None:
+            raise self._slot.failure
+        missing, problems = self.missing(engine), self.problems(engine)
+        if problems and missing:
+            raise RegistrationError("; ".join(problems))
+        if missing:
+            raise TimeoutError(f"not registered after {timeout} s: {', '.join(missing)}")
+
     def changed(self) -> None:
         """Report to every scheduler what its engine still waits for."""
         self.num_changes += 1
@@ -52,13 +74,13 @@ class EngineReadiness:
 
     def refuse(self, rank: Rank, problem: str) -> None:
         """Remember why a rank was refused; the oldest of too many problems are dropped."""
-        self._refused[rank.engine, rank.tp_rank] = problem
+        self._refused[rank.engine, rank.rank] = problem
         while len(self._refused) > _MAX_PROBLEMS:
             del self._refused[next(iter(self._refused))]
 
     def retry(self, rank: Rank) -> None:
         """The rank tries again: what was wrong with it may be over."""
-        self._refused.pop((rank.engine, rank.tp_rank), None)
+        self._refused.pop((rank.engine, rank.rank), None)
 
     def forget(self, engine: str) -> None:
         """The engine's scheduler is gone, and with it the interest in its problems."""

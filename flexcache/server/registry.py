@@ -35,23 +35,25 @@ class Host(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """A tensor-parallel rank that said Hello."""
+    """A rank that said Hello."""
 
     identity: bytes
     engine: str
-    tp_rank: int
+    rank: int
     client: str
     pid: int
     heard_s: float
     serving: bool = False
+    layout: str = ""
+    """Its KV layout, once it serves."""
 
     @property
     def executor(self) -> str:
-        return device(self.engine, self.tp_rank)
+        return device(self.engine, self.rank)
 
     @property
     def place(self) -> str:
-        return f"tp_rank {self.tp_rank}"
+        return f"rank {self.rank}"
 
 
 @dataclass(slots=True, eq=False)

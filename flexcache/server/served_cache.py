@@ -15,11 +15,12 @@ from flexcache.errors import ConfigError, StorageError
 from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.server.store import CacheStore
-from flexcache.storage.alignment import align_up
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.memory_limit import check_pool_fits
 from flexcache.storage.remote import check_packages
+from flexcache.storage.shard_layouts import ShardLayouts
+from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
 
 logger = logging.getLogger(__name__)
@@ -72,30 +73,33 @@ class Clearing:
 class ServedCache:
     """The cache of one model, sized by the config. Nothing is allocated before `open`.
 
+    Args:
+        shards: How a block is divided over the ranks of an engine.
+
     Attributes:
-        engine: Its task engine.
+        tasks: Its task engine.
         store: Its memory and files.
         shape: How the blocks of the model's groups fill the cache's.
-        layout: How the ranks lay out the bytes of a block; None until the first has registered.
+        layouts: How the ranks that have registered lay out their shards.
+        layout: How the ranks lay out the bytes of a block; None until it is known of all shards.
 
     Raises:
         ConfigError: A size does not fit the model or the machine.
         MissingDependencyError: The remote store needs a package that is not installed.
     """
 
-    def __init__(self, model: ModelConfig, config: CacheConfig) -> None:
+    def __init__(self, model: ModelConfig, config: CacheConfig, shards: Shards) -> None:
         self.model = model
         self.config = config
         self.fingerprint = model.fingerprint(config.tokens_per_block)
         self.shape = UnitShape(model.groups, config.tokens_per_block)
-        self.block_bytes_per_rank = config.tokens_per_block * model.token_size_in_bytes_per_rank
-        self.block_bytes = self.block_bytes_per_rank * model.num_kv_copies
-        stored_bytes = align_up(self.block_bytes_per_rank) * model.num_kv_copies
-        sizes = CacheSizes.for_blocks(config, self.block_bytes, stored_bytes)
+        self.shards = shards
+        self.layouts = ShardLayouts(len(shards.sizes))
+        sizes = CacheSizes.for_blocks(config, shards.block_bytes, shards.stored_bytes)
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
         check_pool_fits(
-            stored_bytes * sizes.num_host_blocks,
+            shards.stored_bytes * sizes.num_host_blocks,
             in_control_group=config.hugepages != "reserved",  # those are not counted there
         )
         try:
@@ -105,16 +109,16 @@ class ServedCache:
                 f"{sizes.num_host_blocks} blocks in DRAM and {sizes.num_slots} on SSD: their index "
                 "does not fit into memory; lower the sizes"
             ) from None
-        self.store = CacheStore(config, self.block_bytes_per_rank, model.num_kv_copies, sizes)
+        self.store = CacheStore(config, shards, sizes)
         self.layout: str | None = None
 
     def _make_engine(self, sizes: CacheSizes) -> KVTaskEngine:
         config = self.config
         return KVTaskEngine(
             build_cache(config, sizes, self.shape if self.model.groups else None),
-            block_bytes=self.block_bytes,
-            load_ranks=range(self.model.tp_size),
-            store_ranks=range(self.model.num_kv_copies),
+            block_bytes=self.shards.block_bytes,
+            load_ranks=range(self.shards.num_ranks),
+            store_ranks=self.shards.storing_ranks,
             op_timeout_s=config.op_timeout_s,
             remote_timeout_s=config.remote_timeout_s + _REPLACE_AFTER_S,
             lookup_timeout_s=config.remote_lookup_timeout_s,

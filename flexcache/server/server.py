@@ -27,8 +27,8 @@ from typing import Any
 
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
-from flexcache.errors import ClosedError, RegistrationError
-from flexcache.ids import SessionId
+from flexcache.errors import ClosedError
+from flexcache.ids import SessionId, TaskId
 from flexcache.logs import log_event
 from flexcache.protocol.runtime import (
     check_endpoint,
@@ -46,6 +46,7 @@ from flexcache.server.reactor import Reactor
 from flexcache.server.served_cache import ServedCache
 from flexcache.server.sessions import Answers
 from flexcache.server.workers import WorkerPool
+from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
 from flexcache.tasks.instructions import DISK, REMOTE
@@ -87,7 +88,11 @@ class KVServer:
         self.config = config
         self.endpoint = endpoint or config.endpoint or private_endpoint()
         check_endpoint(self.endpoint, has_keys=config.curve_keys is not None)
-        self._cache = ServedCache(model, config) if model is not None else None
+        self._model = model
+        self._cache: ServedCache | None = None
+        if model is not None and not model.sized_by_ranks:  # wrong sizes are refused at once
+            shards = Shards.of_model(model, config.tokens_per_block)
+            self._cache = ServedCache(model, config, shards)
         self._engine_name = engine
         self._idle_exit_s = idle_exit_s
         self._is_needed = is_needed
@@ -180,9 +185,11 @@ class KVServer:
             self._reactor.open(self._endpoint.socket)
             if self.config.has_workers:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
-            if self._cache is not None:
+            if self._model is not None:
                 with self._changed:
-                    self.hub.open_cache(self._cache.model, self.config.tokens_per_block)
+                    self.hub.expect_cache(
+                        self._model, self.config.tokens_per_block, self._engine_name
+                    )
                     if self._engine_name is not None:
                         ids = self.hub.sessions.open_local(self._engine_name, answers)
             if self._open_http is not None:
@@ -201,12 +208,12 @@ class KVServer:
         log_event(logger, logging.INFO, "server_began", endpoint=self.endpoint)
         return loop, ids
 
-    def _open_cache(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
+    def _open_cache(self, model: ModelConfig, tokens_per_block: int, shards: Shards) -> ServedCache:
         """Open the tiers, and start what serves and observes them."""
         cache = self._cache
         if cache is None:
             config = dataclasses.replace(self.config, tokens_per_block=tokens_per_block)
-            cache = ServedCache(model, config)
+            cache = ServedCache(model, config, shards)
         cache.open()
         self._cache = cache
         self._observers.follow(cache)
@@ -251,6 +258,16 @@ class KVServer:
             return self.hub.cache
 
     @property
+    def is_open(self) -> bool:
+        """Whether there are tiers: what an engine of this process asks for before is a miss."""
+        return self._cache is not None
+
+    def next_id(self, ids: TaskIds) -> TaskId:
+        """Number a task of an engine in this process, before there are tiers."""
+        with self._changed:
+            return ids.next()
+
+    @property
     def stopping(self) -> bool:
         return self._reactor.stopping
 
@@ -260,30 +277,19 @@ class KVServer:
             return self.hub.readiness.missing(engine)
 
     def wait_ready(self, engine: str, timeout: float | None) -> None:
-        """Wait until every rank of an engine and the disk worker serve.
-
-        Raises:
-            TimeoutError: Names those that do not serve yet.
-            RegistrationError: A rank was refused; says why.
-        """
+        """Wait until every rank of an engine and the disk worker serve. Raises what
+        `EngineReadiness.require` does."""
         with self._changed:
             readiness = self.hub.readiness
-            self._changed.wait_for(
-                lambda: (
-                    self.stopping or readiness.problems(engine) or not readiness.missing(engine)
-                ),
-                timeout,
-            )
+            self._changed.wait_for(lambda: self.stopping or readiness.is_settled(engine), timeout)
             if self.stopping:
                 raise ClosedError("the cache was shut down")
-            missing, problems = readiness.missing(engine), readiness.problems(engine)
-        if problems and missing:
-            raise RegistrationError("; ".join(problems))
-        if missing:
-            raise TimeoutError(f"not registered after {timeout} s: {', '.join(missing)}")
+            readiness.require(engine, timeout)
 
     def clear(self, tier: str | None) -> int:
         """Drop the blocks of one tier, or of all, that are not in use; how many."""
+        if not self.is_open:
+            return 0
         with self._clearing:
             with self.session():
                 assert self._cache is not None

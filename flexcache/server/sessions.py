@@ -42,7 +42,7 @@ class ServerSessions:
         return self._open(name)
 
     def open_local(self, name: str, answers: Answers | None = None) -> TaskIds:
-        """Open a session for calls from this process; there must be a cache.
+        """Open a session for calls from this process.
 
         Args:
             answers: Receives the results of the session's tasks, if the caller needs them.
@@ -83,5 +83,5 @@ class ServerSessions:
             session = make_session(self._config.epoch, next(self._numbers))
             if self._registry.scheduler(session) is None and not self.is_local(session):
                 break
-        self._slot.tasks.add_session(session, name)
+        self._slot.add_session(session, name)
         return session

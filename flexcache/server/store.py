@@ -6,6 +6,7 @@ from flexcache.cache.build import CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.shards import Shards
 from flexcache.transfer.workers.disk import DiskWorkerConfig
 from flexcache.transfer.workers.remote import RemoteWorkerConfig
 
@@ -14,21 +15,17 @@ class CacheStore:
     """Host pool and SSD files. Nothing is allocated before `open`.
 
     Args:
-        block_bytes: Bytes of one block in one segment of the host pool.
-        num_segments: One for each rank whose KV is stored.
+        shards: The parts of a block; the host pool has a segment for each.
         sizes: Capacities of the tiers, in blocks.
 
     Attributes:
-        segments: The host pool.
+        segments: The host pool, shard by shard.
         disk_pool: The SSD tier's files; None without such a tier.
     """
 
-    def __init__(
-        self, config: CacheConfig, block_bytes: int, num_segments: int, sizes: CacheSizes
-    ) -> None:
+    def __init__(self, config: CacheConfig, shards: Shards, sizes: CacheSizes) -> None:
         self._config = config
-        self._block_bytes = block_bytes
-        self._num_segments = num_segments
+        self._shards = shards
         self._sizes = sizes
         self.segments: list[HostSegment] = []
         self.disk_pool: DiskPool | None = None
@@ -41,15 +38,15 @@ class CacheStore:
         """
         config = self._config
         try:
-            for _ in range(self._num_segments):
+            for shard_bytes in self._shards.sizes:
                 segment = HostSegment.create(
-                    self._block_bytes, self._sizes.num_host_blocks, config.hugepages
+                    shard_bytes, self._sizes.num_host_blocks, config.hugepages
                 )
                 self.segments.append(segment)
             if self._sizes.num_slots:
                 self.disk_pool = DiskPool(
                     config.ssd_cache_dirs,
-                    sum(segment.stride for segment in self.segments),
+                    self._shards.stored_bytes,
                     self._sizes.num_slots,
                     config.direct_io,
                     config.ssd_on_mismatch,
@@ -58,13 +55,17 @@ class CacheStore:
             self.close()
             raise
 
-    def segment_of(self, tp_rank: int) -> HostSegment:
-        return self.segments[tp_rank if len(self.segments) > 1 else 0]
+    def segment_of(self, rank: int) -> HostSegment:
+        return self.segments[self._shards.of_rank(rank)]
 
     @property
     def segment_fds(self) -> list[int]:
         """Descriptors of the host pool, which every worker maps."""
         return [segment.fd for segment in self.segments]
+
+    @property
+    def _strides(self) -> list[int]:
+        return [segment.stride for segment in self.segments]
 
     @property
     def inherited_fds(self) -> list[int]:
@@ -80,7 +81,7 @@ class CacheStore:
             endpoint=endpoint,
             identity=identity,
             segment_fds=self.segment_fds,
-            segment_stride=self.segments[0].stride,
+            segment_strides=self._strides,
             num_host_blocks=self._sizes.num_host_blocks,
             data_fds=pool.data_fds,
             index_fds=pool.index_fds,
@@ -101,9 +102,9 @@ class CacheStore:
             endpoint=endpoint,
             identity=identity,
             segment_fds=self.segment_fds,
-            segment_stride=self.segments[0].stride,
+            segment_strides=self._strides,
             num_host_blocks=self._sizes.num_host_blocks,
-            block_bytes=self._block_bytes,
+            shard_bytes=list(self._shards.sizes),
             url=config.remote_url,
             compression=config.remote_compression,
             timeout_s=config.remote_timeout_s,

@@ -71,14 +71,19 @@ def describe_kv_caches(
     block_bytes: int,
     block_dim: int = 0,
     description: str = "",
+    num_blocks: int | None = None,
 ) -> BlockLayout:
     """Derive the layout from an engine's KV tensors.
+
+    Only what the tensors show is moved: neither padding between blocks nor other layers' bytes.
 
     Args:
         kv_caches: Maps layer names to paged KV tensors, in the engine's order.
         block_bytes: Required size of a block on this rank. If the tensors count finer blocks (an
             attention kernel's), as many as necessary make up one block.
         block_dim: The dimension of each tensor that counts blocks.
+        num_blocks: Number of blocks of the engine, of which each tensor may count its own parts.
+            None: the size of a block tells.
         description: The engine's description of the bytes beyond shapes and strides. Becomes part
             of the signature.
 
@@ -86,24 +91,19 @@ def describe_kv_caches(
         UnsupportedLayoutError: A tensor cannot be moved as whole blocks; the message says why.
     """
     layers = _without_aliases(kv_caches, block_dim)
-    per_index = bytes_per_index(kv_caches, block_dim)
-    if per_index == 0 or block_bytes <= 0 or block_bytes % per_index:
+    if num_blocks is None:
+        num_blocks = _count_blocks(layers, block_bytes, block_dim)
+    elif bytes_per_block(kv_caches, num_blocks, block_dim) != block_bytes:
         raise UnsupportedLayoutError(
-            f"a block has {per_index} bytes in the {len(layers)} KV tensors, but "
-            f"{block_bytes} by the model's shape: layers, heads, head size, dtype or "
-            "tokens per block do not agree"
-        )
-    ratio = block_bytes // per_index
-    num_blocks = {tensor.shape[block_dim] for tensor in layers.values()}
-    if len(num_blocks) != 1 or next(iter(num_blocks)) % ratio:
-        raise UnsupportedLayoutError(
-            f"KV tensors have {sorted(num_blocks)} blocks in dimension {block_dim}; all must have "
-            f"the same number, a multiple of {ratio}"
+            f"a block has {bytes_per_block(kv_caches, num_blocks, block_dim)} bytes in the "
+            f"{len(layers)} KV tensors, but {block_bytes} in the cache: layers, heads, head size, "
+            "dtype or tokens per block do not agree"
         )
     segments: list[_Segment] = []
     signature: list[str] = []
     bytes_until: dict[_Identity, int] = {}
     for name, tensor in layers.items():
+        ratio = tensor.shape[block_dim] // num_blocks
         stride, inner, form = _inner_segments(name, tensor, block_dim, ratio)
         segments.extend(_Segment(tensor.data_ptr() + at, stride, size) for at, size in inner)
         signature.append(form)
@@ -117,7 +117,7 @@ def describe_kv_caches(
         strides=np.array([segment.stride for segment in merged], dtype=np.int64),
         sizes=sizes,
         offsets=offsets,
-        num_blocks=next(iter(num_blocks)) // ratio,
+        num_blocks=num_blocks,
         block_bytes=block_bytes,
         signature=_signature(runs, layers, description),
         layer_ends={
@@ -127,11 +127,48 @@ def describe_kv_caches(
     )
 
 
+def _count_blocks(layers: Mapping[str, torch.Tensor], block_bytes: int, block_dim: int) -> int:
+    """Return how many blocks of this size the tensors hold; all must count the same parts."""
+    per_index = bytes_per_index(layers, block_dim)
+    if per_index == 0 or block_bytes <= 0 or block_bytes % per_index:
+        raise UnsupportedLayoutError(
+            f"a block has {per_index} bytes in the {len(layers)} KV tensors, but "
+            f"{block_bytes} by the model's shape: layers, heads, head size, dtype or "
+            "tokens per block do not agree"
+        )
+    ratio = block_bytes // per_index
+    counts = {tensor.shape[block_dim] for tensor in layers.values()}
+    if len(counts) != 1 or next(iter(counts)) % ratio:
+        raise UnsupportedLayoutError(
+            f"KV tensors have {sorted(counts)} blocks in dimension {block_dim}; all must have "
+            f"the same number, a multiple of {ratio}"
+        )
+    return int(next(iter(counts))) // ratio
+
+
 def _signature(forms: list[str], layers: Iterable[str], description: str) -> str:
     """Make the signature. It includes names: reordered layers would have the same forms."""
     names = xxhash.xxh3_64_hexdigest("\n".join(layers).encode())
     parts = [",".join(forms), f"layers {names}", description]
     return "; ".join(part for part in parts if part)
+
+
+def bytes_per_block(
+    kv_caches: Mapping[str, torch.Tensor], num_blocks: int, block_dim: int = 0
+) -> int:
+    """Return the bytes of a block in all tensors, without padding.
+
+    Raises:
+        UnsupportedLayoutError: A tensor does not hold the engine's number of blocks.
+    """
+    layers = _without_aliases(kv_caches, block_dim)
+    for name, tensor in layers.items():
+        if num_blocks < 1 or not tensor.numel() or tensor.shape[block_dim] % num_blocks:
+            raise UnsupportedLayoutError(
+                f"{name}: {tensor.shape[block_dim]} indices of dimension {block_dim} do not "
+                f"divide into {num_blocks} blocks"
+            )
+    return sum(t.numel() * t.element_size() // num_blocks for t in layers.values())
 
 
 def bytes_per_index(kv_caches: Mapping[str, torch.Tensor], block_dim: int = 0) -> int:

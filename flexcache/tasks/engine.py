@@ -53,7 +53,7 @@ class KVTaskEngine:
         cache: The planner with its tiers.
         block_bytes: Bytes of one block over all ranks, for the counters.
         load_ranks: Ranks that must all execute an H2D.
-        store_ranks: Ranks that must all execute a D2H (MLA: one).
+        store_ranks: Ranks that must all execute a D2H: one for each shard.
         op_timeout_s: Deadline of an op.
         remote_timeout_s: Deadline of an op of the remote store.
         lookup_timeout_s: How long a match may wait for what the remote store has.

@@ -25,7 +25,7 @@ class TaskSessions:
 
     Args:
         load_ranks: Ranks that must all execute an H2D.
-        store_ranks: Ranks that must all execute a D2H (MLA: one).
+        store_ranks: Ranks that must all execute a D2H: one for each shard.
     """
 
     def __init__(self, load_ranks: Sequence[int], store_ranks: Sequence[int]) -> None:

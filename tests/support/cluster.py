@@ -45,7 +45,7 @@ class Cluster:
         self.block_dim = block_dim
         self.layout_description = layout_description
         self.manager = KVManager(model, config)
-        self.kv = [make_kv(model, config.tokens_per_block) for _ in range(model.tp_size)]
+        self.kv = [make_kv(model, config.tokens_per_block) for _ in range(model.num_ranks)]
         self.clients: list[KVTPClient] = []
 
     @property
@@ -64,7 +64,7 @@ class Cluster:
     def add_client(self, rank: int, kv: dict[str, torch.Tensor]) -> KVTPClient:
         client = KVTPClient(
             self.manager.endpoint,
-            tp_rank=rank,
+            rank=rank,
             curve_keys=self.config.curve_keys,
             server_timeout_s=self.config.server_timeout_s,
         )

@@ -107,7 +107,7 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
 
     def _write(self, event: str, pairs: Pairs) -> None:
         assert self._worker.client is not None
-        path = Path(os.environ["KV_PROBE_DIR"]) / f"rank-{self._worker.client.tp_rank}.jsonl"
+        path = Path(os.environ["KV_PROBE_DIR"]) / f"rank-{self._worker.client.rank}.jsonl"
         with path.open("a") as file:
             for key, block in pairs:
                 digest = digest_block(self._layers, block)

@@ -211,5 +211,5 @@ def test_closing_a_rank_whose_copier_hangs_returns_and_says_so(
         assert client.state is ClientState.CLOSED
         assert not fence_is_free()
         copier.hangs_at["close"].set()
-        until(lambda: not any(t.name == "flexcache-tp0" for t in threading.enumerate()))
+        until(lambda: not any(t.name == "flexcache-rank0" for t in threading.enumerate()))
         assert fence_is_free()

@@ -153,7 +153,7 @@ def test_an_engine_hits_nothing_while_a_rank_is_away_and_again_when_it_is_back()
         cluster.clients[1].close()
         until(lambda: not cluster.manager.is_ready())
         assert cluster.get(TOKENS, SOURCE).status is KVStatus.NOT_FOUND
-        with pytest.raises(TimeoutError, match="tp_rank 1"):
+        with pytest.raises(TimeoutError, match="rank 1"):
             cluster.manager.wait_ready(0.01)
         cluster.add_client(1, cluster.kv[1])
         cluster.manager.wait_ready(30)
@@ -229,7 +229,7 @@ def test_a_second_client_for_a_rank_is_refused_by_name() -> None:
     with running_cluster() as cluster:
         second = KVTPClient(cluster.manager.endpoint)
         second.register_kv_caches(cluster.kv[0])
-        claimed = f"tp_rank 0 of engine 'dp0' is claimed by process {os.getpid()} and process"
+        claimed = f"rank 0 of engine 'dp0' is claimed by process {os.getpid()} and process"
         with pytest.raises(TimeoutError, match=claimed):
             second.wait_registered(5)
         with pytest.raises(RegistrationError, match=claimed):

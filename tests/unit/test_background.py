@@ -86,7 +86,7 @@ def test_a_flood_of_clears_makes_one_thread_and_is_refused_by_name(
     manager = KVManager(ModelConfig("m", 1, 1, 8, torch.uint8), CacheConfig(), endpoint=endpoint)
     try:
         manager.start()
-        with pytest.raises(TimeoutError, match="tp_rank 0"):
+        with pytest.raises(TimeoutError, match="rank 0"):
             manager.wait_ready(2)
         calls: zmq.Socket[bytes] = manager._client.transport._calls._socket  # type: ignore[attr-defined]
         calls.rcvtimeo = int(WAIT_S * 1000)

@@ -24,7 +24,7 @@ def test_sizes_of_a_token_follow_from_the_shape() -> None:
     assert model.token_size_in_bytes_per_rank == model.token_size_in_bytes // 2
     replicated = ModelConfig("m", 4, 2, 128, torch.bfloat16, tp_size=4)
     assert replicated.token_size_in_bytes_per_rank == 4 * 2 * 1 * 128 * 2
-    assert replicated.token_size_in_bytes == 4 * replicated.token_size_in_bytes_per_rank
+    assert replicated.token_size_in_bytes == 2 * replicated.token_size_in_bytes_per_rank
     latent = ModelConfig("m", 4, 1, 576, torch.bfloat16, use_mla=True, tp_size=8)
     assert latent.token_size_in_bytes == 4 * 576 * 2
 
@@ -37,6 +37,9 @@ def test_the_fingerprint_differs_wherever_bytes_could() -> None:
     variants = [
         {}, {"model_id": "n"}, {"num_layers": 5}, {"num_kv_heads": 4}, {"head_size": 128},
         {"dtype": torch.float16}, {"use_mla": True}, {"tp_size": 2},
+        {"sized_by_ranks": True, "pp_size": 2}, {"sized_by_ranks": True, "cp_size": 2},
+        {"tp_size": 4, "kv_replicas": 2}, {"tp_size": 4},
+        {"tp_size": 4, "use_mla": True}, {"tp_size": 4, "use_mla": True, "kv_replicas": 1},
     ]  # fmt: skip
     seen = {ModelConfig(**{**base, **change}).fingerprint(16) for change in variants}
     seen.add(ModelConfig(**base).fingerprint(32))
@@ -51,6 +54,10 @@ def test_the_fingerprint_differs_wherever_bytes_could() -> None:
         ({"dtype": "bf16"}, "dtype = 'bf16'"),
         ({"tp_size": 3}, "num_kv_heads = 8"),
         ({"head_size": 6.5}, "head_size = 6.5"),
+        ({"pp_size": 2}, "sized_by_ranks"),
+        ({"cp_size": 2}, "sized_by_ranks"),
+        ({"tp_size": 4, "kv_replicas": 3}, "kv_replicas = 3"),
+        ({"kv_replicas": 0}, "kv_replicas = 0"),
     ],
 )
 def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> None:

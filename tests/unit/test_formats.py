@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from flexcache.storage.kv_identity import KVIdentity, digest
 from flexcache.storage.pool_directory import DATA_FILE, FORMAT_VERSION, INDEX_FILE, PoolHeader
 from flexcache.storage.remote import object_format
 from flexcache.storage.remote.object_format import BlockCodec, object_name
+from flexcache.storage.shard_layouts import ShardLayouts
+from flexcache.storage.shards import Shards
 from flexcache.storage.slot_index import SlotIndex, make_records
 
 ROOT, KEY = b"r" * 16, b"k" * 16
@@ -182,6 +185,19 @@ def test_the_fingerprint_of_a_model_does_not_change() -> None:
     groups = KVGroup("full", 16), KVGroup("window", 16, 64, ("a", "b")), KVGroup("state", 16)
     grouped = ModelConfig("m", 2, 4, 64, torch.bfloat16, groups=groups).fingerprint(16)
     assert grouped.endswith("|layout=v1|groups=full:16,window:16:64:c60f8ba575c1ad36,state:16")
+    staged = replace(model, pp_size=3, cp_size=2, kv_replicas=2, sized_by_ranks=True)
+    assert staged.fingerprint(16) == (
+        "m|bfloat16|mha|layers=2|heads=4|head=64|tp=2,pp=3,cp=2,replicas=2|block=16|layout=v1"
+    )
+
+
+def test_the_layout_of_a_block_does_not_change() -> None:
+    layouts = ShardLayouts(2)
+    for shard, signature in enumerate(("one", "one", "a|b")):
+        layouts.set(shard % 2, signature, is_first=False)
+        if shard == 1:
+            assert layouts.whole == "one"
+    assert layouts.whole == '["a|b", "one"]'
 
 
 # -- protocol ------------------------------------------------------------------------------------
@@ -190,6 +206,7 @@ RANK_2 = (
     b"\x86\xa4type\xa9HelloRank\xa6engine\xa1e\xa7tp_rank\x00\xa6client\xa1c\xa3pid\x02"
     b"\xa7version\x02"
 )
+RANK_3 = RANK_2.replace(b"\xa7version\x02", b"\xa7version\x03")
 ENGINE_2 = (
     b"\x88\xa4type\xabHelloEngine\xa6engine\xa1e\xa6client\xa1c\xa3pid\x01\xa5model\x88"
     b"\xa8model_id\xa1m\xaanum_layers\x01\xacnum_kv_heads\x01\xa9head_size\x08\xa5dtype\xa5uint8"
@@ -211,7 +228,7 @@ class NoHost:
 
 
 def answers(frame: bytes) -> list[Any]:
-    def never(model: ModelConfig, tokens_per_block: int) -> Any:
+    def never(model: ModelConfig, tokens_per_block: int, shards: Shards) -> Any:
         raise AssertionError("no store is made for a client of another version")
 
     config = HubConfig(epoch=1, server_pid=1, client_timeout_s=30.0)
@@ -232,6 +249,7 @@ NEWER = PROTOCOL_VERSION + 1
     ("frame", "version"),
     [
         (RANK_2, 2),
+        (RANK_3, 3),
         (ENGINE_2, 2),
         (greeting("HelloRank", NEWER), NEWER),
         (greeting("HelloEngine", NEWER), NEWER),

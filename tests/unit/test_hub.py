@@ -57,6 +57,7 @@ from flexcache.server.hub import Hub
 from flexcache.server.hub_config import HubConfig
 from flexcache.server.outbox import make_execute
 from flexcache.server.served_cache import ServedCache
+from flexcache.storage.shards import Shards
 from flexcache.tasks.ids import TaskIds, last_id
 from flexcache.tasks.instructions import REMOTE, RunLookUp, RunOp, device
 from flexcache.tasks.stats import CacheStats, TierStats
@@ -83,7 +84,7 @@ class World:
         self.config = CacheConfig(num_cpu_blocks=BLOCKS, **settings)
         self.watched: dict[bytes, int] = {}
         self.fences: list[Fence] = []
-        self.open: Callable[[ModelConfig, int], ServedCache] = self.open_cache
+        self.open: Callable[[ModelConfig, int, Shards], ServedCache] = self.open_cache
         hub_config = HubConfig(
             epoch=7, server_pid=1, client_timeout_s=TIMEOUT_S, owner=owner,
             prompt_detail=prompt_detail, first_session=first_session,
@@ -95,8 +96,9 @@ class World:
         self.asked: list[int] = []
         """Look-ups that the remote store was asked for."""
 
-    def open_cache(self, model: ModelConfig, tokens_per_block: int) -> ServedCache:
-        cache = ServedCache(model, replace(self.config, tokens_per_block=tokens_per_block))
+    def open_cache(self, model: ModelConfig, tokens_per_block: int, shards: Shards) -> ServedCache:
+        config = replace(self.config, tokens_per_block=tokens_per_block)
+        cache = ServedCache(model, config, shards)
         cache.open()
         self.caches.append(cache)
         return cache
@@ -357,7 +359,7 @@ def test_an_invalid_model_is_refused_and_decides_nothing(world: World, spec: Mod
 
 
 def test_a_cache_that_cannot_be_opened_is_the_reason_for_the_refusal(world: World) -> None:
-    def fail(model: ModelConfig, tokens: int) -> ServedCache:
+    def fail(*_: object) -> ServedCache:
         raise ConfigError("no room")
 
     world.open = fail
@@ -446,7 +448,7 @@ def test_a_rank_with_a_different_layout_is_refused_and_its_engine_is_notified(wo
     assert "another layout" in answers[0].reason
     told = world.last(two.events)
     assert isinstance(told, Readiness)
-    assert told.missing == ["tp_rank 0"]
+    assert told.missing == ["rank 0"]
     assert "another layout" in told.problems[0]
     assert world.last(one.events).problems == []
     assert not world.hub.cache.tasks.queries.is_up(device("two", 0))  # type: ignore[union-attr]
@@ -600,10 +602,10 @@ def test_a_launch_that_comes_after_its_cancel_is_answered(world: World) -> None:
 def test_a_cache_that_cannot_be_opened_now_may_be_opened_later(world: World) -> None:
     real, failures = world.open, iter([RegistrationError("in use"), OSError("no fds")])
 
-    def fail_at_first(model: ModelConfig, tokens: int) -> ServedCache:
+    def fail_at_first(model: ModelConfig, tokens: int, shards: Shards) -> ServedCache:
         for failure in failures:
             raise failure
-        return real(model, tokens)
+        return real(model, tokens, shards)
 
     world.open = fail_at_first
     for _ in range(2):
@@ -621,7 +623,7 @@ def test_problems_of_a_rank_are_reported_to_its_engine_and_forgotten_with_it(
     world.send(b"rank", HelloRank("e", 0, "e", 2))
     world.send(b"rank", Register("", 0, "does not fit"))
     engine = Engine(world)
-    assert world.last(engine.events) == Readiness(["tp_rank 0"], ["tp_rank 0: does not fit"])
+    assert world.last(engine.events) == Readiness(["rank 0"], ["rank 0: does not fit"])
     world.send(b"rank", HelloRank("e", 0, "e", 2))  # another try
     assert world.hub.readiness.problems("e") == []
     world.send(b"rank", Register("", 0, "does not fit"))
@@ -946,7 +948,7 @@ def test_a_rank_that_another_client_claims_too_stops_its_engine_until_one_is_lef
     assert isinstance(refused, Refused) and not refused.final
     assert "process 2 and process 77" in refused.reason and "engine_id" in refused.reason
     ready = [m for m in world.inbox[engine.events] if isinstance(m, Readiness)][-1]
-    assert ready.missing == ["tp_rank 0 (claimed by process 2 and process 77)"]
+    assert ready.missing == ["rank 0 (claimed by process 2 and process 77)"]
     assert ready.problems == []  # it may be the successor of one whose death is not seen yet
     engine.launch(waiting, 3)
     assert world.last(engine.events).status is KVStatus.CANCELLED
@@ -981,7 +983,7 @@ def test_a_rank_that_had_claimed_the_place_of_one_that_died_is_not_paired_with_i
     engine.put("abc")
     register_heir(world, engine)
     ready = world.last(engine.events)
-    assert ready.missing == ["tp_rank 0 (taken over by process 77)"]
+    assert ready.missing == ["rank 0 (taken over by process 77)"]
     assert "engine_id" in ready.problems[0]
     assert engine.match(TaskKind.PUT, "xyz")[1].num_blocks == 0
     assert engine.match(TaskKind.GET, "abc")[1].num_blocks == 0
@@ -1009,7 +1011,7 @@ def test_an_engine_goes_on_when_the_rank_that_took_a_place_over_leaves_it(world:
     engine.put("abc")
     register_heir(world, engine)
     world.send(b"second", Goodbye())
-    assert world.last(engine.events) == Readiness(["tp_rank 0"], [])
+    assert world.last(engine.events) == Readiness(["rank 0"], [])
     engine.rank = b"third"
     [welcome] = world.send(engine.rank, HelloRank("e", 0, "third", 2))
     assert isinstance(welcome, WelcomeRank)

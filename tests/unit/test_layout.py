@@ -13,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.errors import UnsupportedLayoutError
-from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
+from flexcache.storage.layout import (
+    BlockLayout,
+    bytes_per_block,
+    bytes_per_index,
+    describe_kv_caches,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -439,3 +444,44 @@ def test_what_is_not_a_tensor_is_refused_by_name() -> None:
 def test_tensors_on_several_devices_are_refused() -> None:
     tensors = {"a": torch.zeros(4, 16, 8), "b": torch.zeros(4, 16, 8, device="meta")}
     assert "['cpu', 'meta']" in refusal(tensors, 4096)
+
+
+# -- the engine's own number of blocks -----------------------------------------------------------
+
+
+def by_count(tensors: Tensors, num_blocks: int) -> BlockLayout:
+    size = bytes_per_block(tensors, num_blocks)
+    return describe_kv_caches(tensors, size, num_blocks=num_blocks)
+
+
+def test_padding_between_blocks_is_not_moved() -> None:
+    content, page = 96, 128  # a state in a page of the attention layers' size
+    raw = random_tensor((2, NUM_BLOCKS, page), torch.uint8).view(torch.int8)
+    states = {f"state.{i}": raw[i, :, None, None, :content] for i in range(2)}
+    layout = by_count(states, NUM_BLOCKS)
+    assert layout.block_bytes == layout.sizes.sum() == 2 * content
+    assert layout.num_blocks == NUM_BLOCKS
+    for block in range(NUM_BLOCKS):
+        assert gather(layout, block) == reference(states, 0, block)
+        starts = layout.gpu_addresses(np.array([block]))[0] - raw.data_ptr()
+        covered = {int(at) % page + offset for at in starts for offset in range(content)}
+        assert covered == set(range(content))
+
+
+def test_layers_may_count_different_parts_of_a_block() -> None:
+    fine = random_tensor((2 * NUM_BLOCKS, 8, HEAD_SIZE), torch.bfloat16)
+    coarse = random_tensor((NUM_BLOCKS, 16, 2 * HEAD_SIZE), torch.bfloat16)
+    layout = by_count({"fine": fine, "coarse": coarse}, NUM_BLOCKS)
+    for block in range(NUM_BLOCKS):
+        expected = in_memory_order(fine[2 * block : 2 * block + 2]) + in_memory_order(coarse[block])
+        assert gather(layout, block) == expected
+    halves = {"fine": fine, "coarse": coarse.view(2 * NUM_BLOCKS, 8, 2 * HEAD_SIZE)}
+    assert by_count(halves, NUM_BLOCKS).block_bytes == layout.block_bytes
+
+
+def test_a_tensor_that_does_not_hold_the_engines_blocks_is_refused_by_name() -> None:
+    tensors = {"whole": torch.zeros(8, 16), "torn": torch.zeros(6, 16)}
+    with pytest.raises(UnsupportedLayoutError, match=r"torn: 6 indices of dimension 0 .* 4 blocks"):
+        by_count(tensors, 4)
+    with pytest.raises(UnsupportedLayoutError, match=r"has 256 bytes in the 1 .* but 257 in the"):
+        describe_kv_caches({"whole": torch.zeros(8, 16)}, 257, num_blocks=2)

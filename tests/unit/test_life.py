@@ -60,7 +60,7 @@ def test_a_rank_sends_heartbeats_while_its_copier_is_compiled(
 
     def watch(link: ServerLink, message: Any) -> None:
         offer(link, message)
-        if isinstance(message, Ping) and threading.current_thread().name == "flexcache-tp0":
+        if isinstance(message, Ping) and threading.current_thread().name == "flexcache-rank0":
             pinged.set()
 
     def compile_until_pinged(*arguments: Any) -> Any:

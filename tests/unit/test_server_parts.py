@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -384,6 +385,8 @@ def test_an_engine_of_a_named_server_needs_no_size() -> None:
 def test_a_model_survives_the_trip_to_the_server() -> None:
     model = ModelConfig("m", 3, 1, 576, torch.float8_e4m3fn, use_mla=True, tp_size=4)
     assert ModelSpec.of(model, 64).model() == model
+    staged = replace(model, pp_size=2, cp_size=3, kv_replicas=2, sized_by_ranks=True)
+    assert ModelSpec.of(staged, 64).model() == staged
 
 
 def test_existing_curve_keys_are_not_overwritten(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class LifeMachine(RuleBasedStateMachine):
     # -- what happens ----------------------------------------------------------------------------
 
     @precondition(lambda self: self.model.session is None and not self.life.is_over)
-    @rule(server=st.sampled_from([7, 8]), missing=st.lists(st.just("tp_rank 0"), max_size=1),
+    @rule(server=st.sampled_from([7, 8]), missing=st.lists(st.just("rank 0"), max_size=1),
           launched=st.lists(st.booleans(), max_size=2), is_held=st.booleans())  # fmt: skip
     def welcome(self, server: int, missing: list[str], launched: list[bool], is_held: bool) -> None:
         session = make_session(server, next(self.numbers))
@@ -103,7 +103,7 @@ class LifeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.session is not None)
     @rule(missing=st.lists(st.just("disk worker"), max_size=1),
-          problems=st.lists(st.just("tp_rank 0: no"), max_size=1))  # fmt: skip
+          problems=st.lists(st.just("rank 0: no"), max_size=1))  # fmt: skip
     def inform(self, missing: list[str], problems: list[str]) -> None:
         self.life.informed(missing, problems)
         if self.life.state is SessionState.SERVING:

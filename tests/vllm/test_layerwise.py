@@ -440,7 +440,10 @@ def test_a_lost_load_must_not_end_its_request() -> None:
 
 
 def config_with(async_scheduling: bool = False) -> Any:
-    return SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=async_scheduling))
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=async_scheduling),
+    )
 
 
 def test_auto_loads_by_layer_while_nothing_else_runs() -> None:

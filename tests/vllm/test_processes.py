@@ -73,6 +73,21 @@ def test_scheduler_and_workers_in_separate_processes(tp_size: int) -> None:
     assert seen["ssd_hit_tokens"] > 0
 
 
+@pytest.mark.parametrize("model", ["tiny", "two_sizes"])
+def test_pipeline_stages_each_store_their_own_layers(model: str) -> None:
+    options = {
+        "model": model,
+        "prompts": [65, 700, 900, 1000],
+        "cpu_blocks": 72,  # not all of them
+        "settle": True,
+        "engine": {"pipeline_parallel_size": 2, "worker_extension_cls": "pp_eager.EagerStages"},
+    }
+    seen = run(options)
+    assert_exact(seen, 2, [64, 672, 896, 992])
+    assert seen["ssd_hit_tokens"] > 0
+    assert seen["errors"] == []
+
+
 def test_preemption_under_a_small_pool_changes_nothing() -> None:
     options = {
         "model": "tiny",

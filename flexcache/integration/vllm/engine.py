@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from vllm import envs
 
 from flexcache.client.connect import local_endpoint
@@ -77,8 +76,9 @@ def read_place(vllm_config: Any, cache_config: CacheConfig) -> Place:
     return Place(cache_config.endpoint or private_endpoint(f"group-{group}"), group, rank)
 
 
-def read_block_size(kv_cache_config: Any) -> int:
-    """Return tokens per KV block. Refuses caches of several groups, and KV other than attention."""
+def read_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return tokens per KV block, over all context-parallel ranks. Refuses caches of several
+    groups, and KV other than attention."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
@@ -86,46 +86,52 @@ def read_block_size(kv_cache_config: Any) -> int:
             f"the model has {len(groups)} KV cache groups ({kinds}); FlexCache moves one. "
             "Set disable_hybrid_kv_cache_manager=True: all layers then share one group"
         )
-    for spec in _layer_specs(kv_cache_config).values():
+    group_spec = groups[0].kv_cache_spec
+    for spec in _layer_specs(group_spec):
         if not hasattr(spec, "head_size"):
             raise ConfigError(
                 f"{type(spec).__name__}: only attention KV is cached, not recurrent state"
             )
-    return int(groups[0].kv_cache_spec.block_size)
+    is_sharded = getattr(group_spec, "dcp_sharded", True)  # absent before vLLM 0.32
+    dcp_size = vllm_config.parallel_config.decode_context_parallel_size if is_sharded else 1
+    return int(group_spec.block_size) * int(dcp_size)
 
 
 def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
-    """Return the shape of the KV cache as vLLM allocates it.
+    """Return the model, and how the engine's ranks divide its KV.
 
-    A page that is not plain K and V of ``num_kv_heads`` heads (padded, quantised with scales,
-    different head sizes) is described as opaque bytes of the same size.
+    The sizes of blocks are the ranks' to tell: each knows its own layers' tensors, the scheduler
+    only the names of rank 0's.
     """
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     _refuse_unsupported(vllm_config, kv_cache_config)
-    specs = list(_layer_specs(kv_cache_config).values())
-    block_size = read_block_size(kv_cache_config)
-    tp_size = parallel.tensor_parallel_size
-    page_bytes = _read_page_bytes(kv_cache_config)
-    first = specs[0]
-    use_mla = bool(model.use_mla)
-    model_id = read_model_id(vllm_config)
-    heads = first.num_kv_heads * tp_size
-    plain = ModelConfig(
-        model_id=model_id, num_layers=len(specs), num_kv_heads=heads,
-        head_size=first.head_size, dtype=first.dtype, use_mla=use_mla, tp_size=tp_size,
-    )  # fmt: skip
-    if plain.token_size_in_bytes_per_rank * block_size == page_bytes:
-        return plain
-    token_bytes, rest = divmod(page_bytes, block_size)
-    if rest or (token_bytes % 2 and not use_mla):
-        raise ConfigError(
-            f"a KV page of {page_bytes} bytes does not divide into {block_size} tokens"
-        )
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return ModelConfig(
-        model_id=model_id, num_layers=1, num_kv_heads=tp_size,
-        head_size=token_bytes if use_mla else token_bytes // 2,
-        dtype=torch.uint8, use_mla=use_mla, tp_size=tp_size,
-    )  # fmt: skip
+        model_id=read_model_id(vllm_config),
+        num_layers=model.get_total_num_hidden_layers(),
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_size=model.get_head_size(),
+        dtype=_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0].dtype,
+        use_mla=bool(model.use_mla),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        cp_size=getattr(parallel, "prefill_context_parallel_size", 1),
+        kv_replicas=_read_replicas(vllm_config, kv_cache_config),
+        sized_by_ranks=True,
+    )
+
+
+def _read_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
+    """Return how many neighbouring ranks hold the same KV; None to follow the number of heads.
+
+    vLLM tells the scheduler what is true of rank 0's layers. A draft model's are on the last stage,
+    so with both none share; a rank of another stage that differs nevertheless is refused.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config is not None:
+        return 1
+    if parallel.decode_context_parallel_size > 1 and not hasattr(kv_cache_config, "kv_tp_replicas"):
+        return 1
+    return getattr(kv_cache_config, "kv_tp_replicas", None)
 
 
 def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
@@ -133,42 +139,19 @@ def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
     return ("vllm", str(vllm_config.cache_config.prefix_caching_hash_algo))
 
 
-def _read_page_bytes(kv_cache_config: Any) -> int:
-    """Return the bytes of one rank's block, over all layers, as vLLM allocates it.
-
-    Both sides see the same allocation, but not the same specs: for a group whose layers differ in
-    size, vLLM gives its scheduler the spec of one layer only.
-    """
-    tensors = kv_cache_config.kv_cache_tensors
-    # In vLLM 0.28 each entry has its own memory; in later versions all share one allocation.
-    sizes = [t.size for t in tensors] if hasattr(tensors[0], "shared_by") else [tensors[0].size]
-    return int(sum(sizes)) // int(kv_cache_config.num_blocks)
-
-
-def _layer_specs(kv_cache_config: Any) -> dict[str, Any]:
-    group = kv_cache_config.kv_cache_groups[0]
-    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    if per_layer is not None:  # layers of one type and different sizes
-        return dict(per_layer)
-    return dict.fromkeys(group.layer_names, group.kv_cache_spec)
+def _layer_specs(group_spec: Any) -> list[Any]:
+    per_layer = getattr(group_spec, "kv_cache_specs", None)  # layers of one type, different sizes
+    return [group_spec] if per_layer is None else list(per_layer.values())
 
 
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    parallel = vllm_config.parallel_config
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
             "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying;"
             " leave it off, or run without the connector"
         )
-    for name in (
-        "pipeline_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigError(f"{name} = {getattr(parallel, name)}: must be 1 with FlexCache")
     hash_size = getattr(kv_cache_config, "hash_block_size", None)
-    block_size = read_block_size(kv_cache_config)
+    block_size = read_block_size(vllm_config, kv_cache_config)
     if hash_size not in (None, block_size):
         raise ConfigError(
             f"vLLM hashes {hash_size} tokens at a time and caches {block_size}: they must agree"

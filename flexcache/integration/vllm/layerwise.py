@@ -51,6 +51,8 @@ def find_obstacle(vllm_config: Any, failure_policy: str) -> str | None:
     Args:
         failure_policy: The ``kv_load_failure_policy`` that vLLM obeys.
     """
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "with pipeline stages the next step is under way when a load is lost"
     if vllm_config.scheduler_config.async_scheduling:
         return "vLLM does not recover from a load lost in a step; set async_scheduling=False"
     if failure_policy != "recompute":

@@ -66,7 +66,7 @@ class FlexCacheScheduler:
     """Owns the `KVManager` of one engine. Called by vLLM's scheduler on its one thread."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        self._block_size = read_block_size(kv_cache_config)
+        self._block_size = read_block_size(vllm_config, kv_cache_config)
         model = read_model_config(vllm_config, kv_cache_config)
         config = read_cache_config(vllm_config, self._block_size)
         self._match_ttl_s = config.match_ttl_s

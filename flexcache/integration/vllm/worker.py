@@ -27,7 +27,9 @@ class FlexCacheWorker:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
-        self._config = read_cache_config(vllm_config, read_block_size(kv_cache_config))
+        self._kv_cache_config = kv_cache_config
+        block_size = read_block_size(vllm_config, kv_cache_config)
+        self._config = read_cache_config(vllm_config, block_size)
         self._place = read_place(vllm_config, self._config)
         self.client: KVTPClient | None = None
         self._loads: dict[int, Load] = {}
@@ -38,18 +40,19 @@ class FlexCacheWorker:
         self._idle = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
         self.client = KVTPClient(
             self._place.client_endpoint,
             dp_rank=self._place.dp_rank,
-            tp_rank=get_tensor_model_parallel_rank(),
+            rank=self._vllm_config.parallel_config.rank,
             engine_id=self._place.engine_id,
             curve_keys=self._config.curve_keys,
             server_timeout_s=self._config.server_timeout_s,
         )
         self.client.register_kv_caches(
-            kv_caches, layout_description=describe_layout(self._vllm_config, kv_caches)
+            kv_caches,
+            layout_description=describe_layout(self._vllm_config, kv_caches),
+            num_blocks=self._kv_cache_config.num_blocks,
+            kv_replicas=getattr(self._kv_cache_config, "kv_tp_replicas", None),
         )
         self._in_step = StepLoads(kv_caches, self._config.server_timeout_s)
 

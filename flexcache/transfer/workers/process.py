@@ -26,7 +26,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     endpoint: str
     identity: str
     segment_fds: list[int]
-    segment_stride: int
+    segment_strides: list[int]
     num_host_blocks: int
     log_level: str
     log_format: str
@@ -47,7 +47,8 @@ def start_worker_process(config_type: type[Config]) -> Config:
 def map_segments(config: WorkerConfig) -> list[HostSegment]:
     """Map the host pool."""
     segments = [
-        HostSegment(fd, config.segment_stride, config.num_host_blocks) for fd in config.segment_fds
+        HostSegment(fd, stride, config.num_host_blocks)
+        for fd, stride in zip(config.segment_fds, config.segment_strides, strict=True)
     ]
     for segment in segments:
         segment.map()

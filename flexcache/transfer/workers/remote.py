@@ -135,11 +135,11 @@ class RemoteWorker:
 class RemoteWorkerConfig(WorkerConfig, frozen=True):
     """The configuration of the process, on the first line of its standard input.
 
-    ``block_bytes`` is the size of a block on one rank without padding; a segment's stride may be
+    ``shard_bytes`` is what a block has in each segment without padding; a segment's stride may be
     padded. ``concurrency`` is for stores that take one request per object.
     """
 
-    block_bytes: int
+    shard_bytes: list[int]
     url: str
     compression: str
     timeout_s: float
@@ -169,7 +169,7 @@ class RemoteService:
         self._answers: deque[Done | LookedUp] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         codecs = [BlockCodec(config.compression) for _ in range(_TRANSFER_THREADS)]
-        block_bytes = config.block_bytes * len(segments)
+        block_bytes = sum(config.shard_bytes)
         room_bytes = batch_size(block_bytes) * codecs[0].room_bytes(block_bytes)
         self._rooms = mmap.mmap(-1, room_bytes * len(codecs))
         regions = [Region(segment.address, segment.size) for segment in segments]
@@ -253,7 +253,8 @@ class RemoteService:
         return move(store, op.names.root, op.names.keys, blocks, op.deadline)
 
     def _pieces(self, block: int) -> Parts:
-        return [segment.block(block)[: self._config.block_bytes] for segment in self._segments]
+        sizes = self._config.shard_bytes
+        return [s.block(block)[:size] for s, size in zip(self._segments, sizes, strict=True)]
 
     def _look_up(self) -> None:
         while True:

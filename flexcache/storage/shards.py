@@ -1,0 +1,80 @@
+"""How the bytes of a block are divided over an engine's ranks.
+
+A *shard* is what one rank stores of a block. Ranks are numbered over the whole engine, pipeline
+stage by stage, tensor-parallel neighbours side by side. Neighbours that hold the same KV are
+*replicas*: they share one shard, which the first of them stores and all of them load.
+
+    rank      0   1 | 2   3         two replicas of each shard
+    shard       0   |   1           shards may differ in size: a stage has its own layers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexcache.config.model import ModelConfig
+from flexcache.errors import ConfigError
+from flexcache.storage.alignment import align_up
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """The shards of a block.
+
+    Attributes:
+        sizes: Bytes of each shard.
+        num_replicas: Neighbouring ranks that share a shard.
+    """
+
+    sizes: tuple[int, ...]
+    num_replicas: int = 1
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, tokens_per_block: int) -> Shards:
+        """Divide a block as the model's shape says. Raises `ConfigError` if only ranks know."""
+        size = tokens_per_block * model.token_size_in_bytes_per_rank
+        return cls((size,) * model.num_shards, model.num_replicas)
+
+    @classmethod
+    def of_ranks(cls, model: ModelConfig, rank_bytes: Sequence[int]) -> Shards:
+        """Divide a block as the ranks say.
+
+        Args:
+            rank_bytes: Bytes of a block on each rank of an engine.
+
+        Raises:
+            ConfigError: A rank holds nothing, or replicas differ.
+        """
+        step = model.num_replicas
+        for first in range(0, len(rank_bytes), step):
+            sizes = set(rank_bytes[first : first + step])
+            if len(sizes) > 1 or min(sizes) < 1:
+                raise ConfigError(
+                    f"ranks {first} to {first + step - 1} hold the same KV, but their blocks have "
+                    f"{', '.join(map(str, sorted(sizes)))} bytes"
+                )
+        return cls(tuple(rank_bytes[::step]), step)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.sizes) * self.num_replicas
+
+    @property
+    def storing_ranks(self) -> range:
+        """One rank of each shard."""
+        return range(0, self.num_ranks, self.num_replicas)
+
+    @property
+    def block_bytes(self) -> int:
+        """KV bytes of a block over all shards."""
+        return sum(self.sizes)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of a block in a tier: each shard starts at a page."""
+        return sum(map(align_up, self.sizes))
+
+    def of_rank(self, rank: int) -> int:
+        """Return which shard a rank stores or loads."""
+        return rank // self.num_replicas
