@@ -194,7 +194,7 @@ def test_blocks_of_an_aborted_request_stay_until_they_are_copied(
     step_until_pinned(engine)
     engine.llm.llm_engine.abort_request(["aborted"])
     assert num_used(engine) == num_pinned(engine) == 9
-    others = [make_prompt(1900, next(_seeds)) for _ in range(16)]  # take all that is free
+    others = [make_prompt(1000, next(_seeds)) for _ in range(6)]
     engine.generate_all(others, max_tokens=2)
     gates.open()
     engine.drain()
