@@ -12,7 +12,7 @@ from flexcache.version import __version__
 
 if TYPE_CHECKING:
     from flexcache.client.rank import KVTPClient
-    from flexcache.config import CacheConfig, ModelConfig
+    from flexcache.config import CacheConfig, KVGroup, ModelConfig
     from flexcache.errors import (
         ClosedError,
         ConfigError,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CacheConfig": "flexcache.config",
+    "KVGroup": "flexcache.config",
     "KVManager": "flexcache.manager",
     "KVResponse": "flexcache.manager",
     "KVStatus": "flexcache.ids",
@@ -50,6 +51,7 @@ __all__ = [
     "DeviceLostError",
     "FlexCacheError",
     "InternalError",
+    "KVGroup",
     "KVManager",
     "KVResponse",
     "KVStatus",

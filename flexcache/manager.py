@@ -13,6 +13,7 @@ from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Mask, Namespace, Prompt, PromptMaker, Tokens, retention_s
 from flexcache.client.client import EngineClient
 from flexcache.client.connect import open_client
+from flexcache.client.group_blocks import GroupBlocks, GroupTable
 from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks, matched_slots
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.address import with_engine
@@ -80,6 +81,7 @@ class KVManager:
             model_config, cache_config, endpoint or cache_config.endpoint, engine_id, dp_rank
         )
         size = cache_config.tokens_per_block
+        self._groups = GroupTable(model_config, size)
         self._prompts = PromptMaker(
             model_config.fingerprint(size), size, lambda: self._client.transport.prompt_detail
         )
@@ -121,7 +123,8 @@ class KVManager:
         block_keys: Sequence[bytes] | None = None,
         request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:
-        """Find the longest cached prefix and reserve it for a load.
+        """Find the longest cached prefix and reserve it for a load. With window or state groups, it
+        ends where what they need is cached too.
 
         Args:
             token_ids: The prompt, 1-D.
@@ -135,7 +138,7 @@ class KVManager:
             A task id, and a mask over the tokens: True where FlexCache will supply KV.
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
-        task = self._client.match(TaskKind.GET, prompt)
+        task = self._client.match(TaskKind.GET, self._groups.loadable(prompt))
         mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
 
@@ -152,9 +155,9 @@ class KVManager:
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
         if look_up == "only":
-            self._client.look_up(prompt)
+            self._client.look_up(self._groups.loadable(prompt))
             return None
-        task = self._client.match_nowait(TaskKind.GET, prompt, look_up)
+        task = self._client.match_nowait(TaskKind.GET, self._groups.loadable(prompt), look_up)
         if task is None:
             return None
         mask = _mask(self._prompts, prompt, task)
@@ -162,16 +165,10 @@ class KVManager:
         return task.task_id, mask, {tier: count * size for tier, count in task.sources.items()}
 
     def put_match(
-        self,
-        token_ids: Tokens,
-        token_mask: Mask | None = None,
-        *,
-        namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None,
-        priority: int = 0,
-        ttl_s: float = 0.0,
-        request_info: RequestInfo | None = None,
-    ) -> tuple[int, Mask]:
+        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        block_keys: Sequence[bytes] | None = None, priority: int = 0, ttl_s: float = 0.0,
+        tail_at: int | None = None, request_info: RequestInfo | None = None,
+    ) -> tuple[int, Mask]:  # fmt: skip
         """Find the part of a prompt that is not cached yet and reserve room for it.
 
         The mask returned is True where KV will be copied, and False where it is cached, on its way,
@@ -181,12 +178,15 @@ class KVManager:
             priority: Each step counts as a use ``priority_step_s`` later when room is needed;
                 negative steps make the prompt's blocks go first.
             ttl_s: Prefer to keep for this many seconds. Best effort, not a pin.
+            tail_at: Also store what window and state groups need to resume after this many tokens.
+                Launch the task even if the mask is all False: the tail may be missing. If it is
+                not, the launch does nothing.
         """
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, request_info, retain_s
         )
-        task = self._client.match(TaskKind.PUT, prompt)
+        task = self._client.match(TaskKind.PUT, self._groups.with_tail(prompt, tail_at))
         mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
 
@@ -205,22 +205,17 @@ class KVManager:
         ``slot_mapping`` has a slot for each token needed (True in ``token_mask``, or all), or only
         for those that match.
         """
+        self._groups.require_slots("get_match")
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
         return _start(self._client, self._prompts, TaskKind.GET, prompt, slot_mapping, token_mask)
 
     def put_async(
-        self,
-        token_ids: Tokens,
-        slot_mapping: Slots,
-        token_mask: Mask | None = None,
-        *,
-        namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None,
-        priority: int = 0,
-        ttl_s: float = 0.0,
-        request_info: RequestInfo | None = None,
-    ) -> tuple[int, Mask]:
+        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Mask | None = None, *,
+        namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
+        priority: int = 0, ttl_s: float = 0.0, request_info: RequestInfo | None = None,
+    ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
+        self._groups.require_slots("put_match")
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, request_info, retain_s
@@ -242,12 +237,17 @@ class KVManager:
         return task.task_id
 
     def launch(
-        self, task_ids: Sequence[int], slot_mappings: Sequence[Slots], *, gated: bool = False
-    ) -> None:
+        self, task_ids: Sequence[int], slot_mappings: Sequence[Slots] = (), *,
+        group_blocks: Sequence[GroupBlocks] | None = None, gated: bool = False,
+    ) -> None:  # fmt: skip
         """Start matched tasks.
 
         Args:
             slot_mappings: For each task, one GPU slot per True token of its mask, in order.
+            group_blocks: Instead, for a model with groups: for each task and each group the ids of
+                its GPU blocks, in order: of a full-attention group those of the True tokens; of any
+                other `KVGroup.num_needed` up to the end of the hit, or to ``tail_at`` of a put, -1
+                for those not wanted.
             gated: Delay copies to and from the GPU until each rank opens the gate
                 (`KVTPClient.open_gates`).
 
@@ -256,8 +256,8 @@ class KVManager:
                 before. None is started in this case.
             KeyError: An id was never issued.
         """
-        size = self._prompts.tokens_per_block
-        blocks = [gpu_blocks(as_slots(slots), size) for slots in slot_mappings]
+        extents = map(self._client.extent, task_ids)
+        blocks = self._groups.gpu_blocks(slot_mappings, group_blocks, extents)
         self._client.launch(task_ids, blocks, gated)
 
     def report_prefill(self, tokens_per_s: float) -> None:

@@ -13,6 +13,7 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.config import CacheConfig
+from flexcache.config.groups import UnitShape
 from flexcache.ids import TierName
 
 _UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
@@ -57,8 +58,14 @@ class CacheSizes:
         )
 
 
-def build_cache(config: CacheConfig, sizes: CacheSizes) -> TieredCache:
-    """Build an empty cache with the tiers that the sizes and ``remote_url`` name."""
+def build_cache(
+    config: CacheConfig, sizes: CacheSizes, shape: UnitShape | None = None
+) -> TieredCache:
+    """Build an empty cache with the tiers that the sizes and ``remote_url`` name.
+
+    Args:
+        shape: How the blocks of several groups fill the cache's units; None for a single group.
+    """
     host_policy = make_eviction_policy(config.eviction_policy, sizes.num_host_blocks)
     tiers = [Tier(TierName.CPU, sizes.num_host_blocks, host_policy)]
     policies: dict[TierName, str] = {}
@@ -86,6 +93,7 @@ def build_cache(config: CacheConfig, sizes: CacheSizes) -> TieredCache:
             if policy == "write_back"
         },
         load_cost=LoadCost() if config.skip_slow_loads else None,
+        shape=shape,
     )
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)

@@ -5,6 +5,9 @@
                                    engine   H2D          DISK2H, H2D    not cached
                                    has it   at once      in chunks
 
+In a model with tails a load ends at the last position that has one, and loads it too; a plan that
+falls short of that position is made again for an earlier one.
+
 Pure: no I/O, no clock.
 """
 
@@ -18,8 +21,10 @@ from flexcache.cache.load_cost import LoadCost, why_recomputed
 from flexcache.cache.plan import LOAD_OP, Plan, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.tail_loads import TailLoads
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
+from flexcache.config.groups import UnitShape
 from flexcache.ids import OpId, OpKind, TaskKind, TierName
 
 
@@ -39,6 +44,7 @@ class LoadPlanner:
         op_ids: Shared with the cache's other planner.
         chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
         load_cost: Estimates which loads would take longer than recomputing; None to load all.
+        shape: How the blocks of several groups fill the cache's units; None for a single group.
     """
 
     def __init__(
@@ -47,12 +53,18 @@ class LoadPlanner:
         op_ids: Iterator[OpId],
         chunk_blocks: int,
         load_cost: LoadCost | None = None,
+        shape: UnitShape | None = None,
     ) -> None:
         self._tiers = tiers
         self._host = tiers.host
         self._op_ids = op_ids
         self._chunk_blocks = chunk_blocks
         self.cost = load_cost
+        self._shape = shape
+        self.tails: TailLoads | None = None
+        """Finds and loads tails, if the model has any."""
+        if shape is not None and shape.sparse:
+            self.tails = TailLoads(tiers, op_ids, chunk_blocks, shape)
 
     def plan_get(
         self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0
@@ -85,6 +97,34 @@ class LoadPlanner:
     ) -> Plan:
         plan = Plan(kind, keys.root, start, start)
         self._tiers.num_holders += 1
+        if self._shape is not None:
+            plan.blocks_per_unit = self._shape.blocks_per_unit
+            plan.has_dense = self._shape.dense_blocks > 0
+        if self.tails is None:
+            self._add_blocks(plan, keys, start, stop, prefill_blocks_per_s)
+        else:
+            self._add_up_to_tail(self.tails, plan, keys, start, stop, prefill_blocks_per_s)
+        return plan
+
+    def _add_up_to_tail(
+        self, tails: TailLoads, plan: Plan, keys: BlockKeys, start: int, stop: int, rate: float
+    ) -> None:
+        """Load up to the last tail that can be loaded with all that is before it; or nothing."""
+        while (found := tails.last(keys, start, stop)) is not None:
+            tails.begin(plan, found)
+            if plan.has_dense:
+                self._add_blocks(plan, keys, start, found.position, rate)
+            else:
+                plan.stop = found.position
+            if plan.stop == found.position and tails.add(plan, keys, found):
+                return
+            stop = min(plan.stop, found.position - 1)
+            plan.take_back(self._host)
+
+    def _add_blocks(
+        self, plan: Plan, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float
+    ) -> None:
+        """Load the cached part of blocks ``[start, stop)``."""
         on_host = self._host.match(keys)
         covered = min(on_host.num_blocks, stop)
         segments: list[_Segment] = []
@@ -103,7 +143,7 @@ class LoadPlanner:
             segments.append(_Segment(tier, match, begin, end))
             covered = end
         if covered <= start:
-            return plan
+            return
         if on_host.num_blocks:
             plan.pin(self._host, on_host)
         for segment in segments:
@@ -112,12 +152,11 @@ class LoadPlanner:
         plan.stop = host_stop
         if host_stop > start:
             plan.sources[TierName.CPU] = host_stop - start
-            if kind is TaskKind.GET:
+            if plan.kind is TaskKind.GET:
                 source = self._host.index.blocks(on_host, start)[: host_stop - start]
                 plan.graph.add(next(self._op_ids), OpKind.H2D, start, source, None)
         if segments:
             self._add_staged_loads(plan, keys, on_host, segments, covered)
-        return plan
 
     def _pays(self, name: TierName, num_blocks: int, prefill_blocks_per_s: float) -> bool:
         cost = self.cost

@@ -8,13 +8,45 @@ from dataclasses import dataclass, field
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
-from flexcache.cache.tier import Lease, Tier
+from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
+from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import TransferOpGraph
 from flexcache.transfer.messages import BlockNames
 
 LOAD_OP = {TierName.SSD: OpKind.DISK2H, TierName.REMOTE: OpKind.REMOTE2H}
 STORE_OP = {TierName.SSD: OpKind.H2DISK, TierName.REMOTE: OpKind.H2REMOTE}
+
+
+@dataclass(slots=True, eq=False)
+class PlannedTail:
+    """The tail that a plan moves. Its units are at positions from `TAIL_FIRST` on in the graph.
+
+    Attributes:
+        position: Blocks of the prompt before it.
+        key: Key of the last of them.
+        units: Its units on the host tier.
+        num_copied: How many of them are copied from or to the GPU: all or none.
+        staging: The lease on them, unless they are cached.
+        stores: Leases on the tiers below the host that a put writes it to.
+        pins: Tails kept in place until the plan is finished.
+    """
+
+    position: int
+    key: BlockKey
+    units: BlockIds
+    num_copied: int = 0
+    staging: Lease | None = None
+    stores: dict[TierName, Lease] = field(default_factory=dict)
+    pins: list[tuple[Tier, Tail]] = field(default_factory=list)
+
+    def names(self, tier: Tier, root: RootId, units: range) -> BlockNames:
+        """Name some of its units, for storage that outlives this process."""
+        at_store = tier.root_at_store(root) if isinstance(tier, RemoteTier) else root
+        names = tail_keys(self.key, len(self.units))
+        parent = names[units.start - 1] if units.start else self.key
+        first = TAIL_FIRST + units.start
+        return BlockNames(at_store, first, parent, list(names[units.start : units.stop]))
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +64,9 @@ class Plan:
         is_write_back: Whether it writes dirty blocks.
         is_put_off: Whether blocks that it fails to write become dirty again, whatever failed.
         has_failed: Whether a write has failed.
+        tail: The tail that it moves, if the model has tails.
+        blocks_per_unit: GPU blocks for each block and unit of a tail.
+        has_dense: Whether its blocks hold anything: in a model with tails only they do not.
     """
 
     kind: TaskKind
@@ -53,10 +88,38 @@ class Plan:
     is_write_back: bool = False
     is_put_off: bool = False
     has_failed: bool = False
+    tail: PlannedTail | None = None
+    blocks_per_unit: int = 1
+    has_dense: bool = True
 
     @property
     def num_blocks(self) -> int:
         return self.stop - self.start
+
+    @property
+    def num_gpu_blocks(self) -> int:
+        """GPU blocks that a launch needs: those of its blocks, then those of its tail."""
+        num_units = self.num_blocks if self.has_dense else 0
+        if self.tail is not None:
+            num_units += self.tail.num_copied
+        return num_units * self.blocks_per_unit
+
+    @property
+    def tail_at(self) -> int:
+        """Blocks of the prompt before the tail that is copied from or to the GPU; 0 for none."""
+        return 0 if self.tail is None or not self.tail.num_copied else self.tail.position
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.num_blocks and not self.tail_at
+
+    def bind_gpu_blocks(self, gpu_blocks: BlockIds) -> None:
+        """Assign the GPU blocks that a launch brings to the ops."""
+        size = self.blocks_per_unit
+        split = self.num_blocks * size if self.has_dense else 0
+        self.graph.bind_gpu_blocks(gpu_blocks[:split], self.start, size)
+        if self.tail is not None:
+            self.graph.bind_gpu_blocks(gpu_blocks[split:], TAIL_FIRST, size)
 
     @property
     def num_backlogged(self) -> int:
@@ -67,6 +130,31 @@ class Plan:
         """Keep matched blocks in place until the plan is finished."""
         tier.pin(match)
         self.pins.append((tier, match))
+
+    def drop(self, reason: str, count: int) -> None:
+        """Count blocks or units of a tail that it cannot store."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    def let_go(self, host: Tier) -> None:
+        """End its leases on the host tier and its pins."""
+        if self.staging is not None:
+            host.release(self.staging)
+        for tier, match in self.pins:
+            tier.unpin(match)
+        self.staging, self.pins = None, []
+        if self.tail is not None:
+            if self.tail.staging is not None:
+                host.release(self.tail.staging)
+            for tier, tail in self.tail.pins:
+                tier.unpin_tail(tail)
+            self.tail.staging, self.tail.pins = None, []
+
+    def take_back(self, host: Tier) -> None:
+        """Give up all that was planned to load; what was skipped remains counted."""
+        self.let_go(host)
+        self.stop, self.tail = self.start, None
+        self.graph = TransferOpGraph()
+        self.sources = {}
 
 
 def chunks(start: int, stop: int, size: int) -> Iterator[range]:

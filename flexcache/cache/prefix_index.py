@@ -30,6 +30,7 @@ blocks with the lowest go first.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -255,6 +256,11 @@ class PrefixIndex:
             run.touch(length, due)
             length, run = run.parent_length, run.parent
 
+    def due(self, match: PrefixMatch) -> float:
+        """Return when the last matched block is due for eviction. O(uses of its run)."""
+        assert match.run is not None
+        return next(time for end, time in match.run.recency if end >= match.length)
+
     def pin(self, match: PrefixMatch) -> None:
         """Keep the matched blocks in place until `unpin` with the same match. O(log holds)."""
         if match.run is not None:
@@ -301,15 +307,15 @@ class PrefixIndex:
         self._queue_if_evictable(run)
         return match
 
-    def evict(self, count: int) -> BlockIds:
+    def evict(self, count: int, before: float = math.inf) -> BlockIds:
         """Remove up to ``count`` blocks, least recent leaves first, and return their ids.
 
-        Pinned blocks and those with blocks behind them stay. Amortised O(log leaves) per run cut,
-        slices within a run.
+        Pinned blocks, those with blocks behind them and those not due ``before`` stay. Amortised
+        O(log leaves) per run cut, slices within a run.
         """
         freed: list[BlockIds] = []
         missing = count
-        while missing > 0 and self._lru:
+        while missing > 0 and self._lru and self._lru[0][0] < before:
             time, run_id = heapq.heappop(self._lru)
             run = self._runs.get(run_id)
             if run is None or not run.queued:

@@ -38,6 +38,7 @@ class Prompt(NamedTuple):
     """Blocks ``[start, stop)`` of a prompt of ``num_tokens``.
 
     ``retain_s``: stored blocks of a put count as used this much later when room is needed.
+    ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
     """
 
     keys: PromptKeys
@@ -45,6 +46,7 @@ class Prompt(NamedTuple):
     stop: int
     num_tokens: int
     retain_s: float = 0.0
+    tail_at: int = 0
 
 
 class PromptMaker:

@@ -49,14 +49,15 @@ class RemoteTier(Tier):
         position += self.num_in_flight(keys, position, stop)
         if position >= stop:
             return None
-        key = (keys.root, keys.key(position))
-        until = self._absent.get(key)
-        if until is None:
-            return position
-        if until > now:
-            return None
-        del self._absent[key]
-        return position
+        return None if self.is_absent(keys.root, keys.key(position), now) else position
+
+    def is_absent(self, root: RootId, key: BlockKey, now: float) -> bool:
+        """Whether a block is known to be missing."""
+        until = self._absent.get((root, key))
+        if until is not None and until <= now:
+            del self._absent[root, key]
+            return False
+        return until is not None
 
     def learn(
         self,
@@ -79,6 +80,14 @@ class RemoteTier(Tier):
         self.publish(lease, count)
         self.release(lease)
         return count
+
+    def learn_tail(self, root: RootId, key: BlockKey, count: int) -> None:
+        """Remember that the tail of ``count`` units behind the block ``key`` is there."""
+        if self.tails.find(root, key) is None:
+            lease = self.reserve_tail(root, key, count)
+            if lease is not None:
+                self.publish(lease, count)
+                self.release(lease)
 
     def learn_absent(self, root: RootId, key: BlockKey, now: float) -> None:
         """Remember that a block is missing, or that nothing could be learned about it."""

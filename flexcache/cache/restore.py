@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.cache.restore_tails import are_tails, whole_tails
 from flexcache.cache.tier import RestoredRun, Tier
 from flexcache.ids import BlockKey, RootId
 
@@ -38,15 +39,25 @@ class RestoreReport:
 
 
 def restore_tier(tier: Tier, records: Records) -> RestoreReport:
-    """Index the blocks of ``records`` that can be found from a prompt's start. O(n log depth).
+    """Index the blocks of ``records`` that can be found from a prompt's start, and whole tails.
+
+    O(n log depth).
 
     The tier must be unused. Blocks count as used when they were written.
     """
+    num_records, tails = len(records), []
+    of_tails = are_tails(records)
+    if of_tails.any():
+        tails = whole_tails(records[of_tails])
+        records = records[~of_tails]
     records = records[np.argsort(records["generation"])]
     parents = link(records)
     order, parents = _order(records, parents)
     tier.restore(_runs(records[order], parents))
-    return RestoreReport(len(order), len(records) - len(order))
+    if tails:
+        tier.restore_tails(tails)
+    num_restored = len(order) + sum(len(tail.units) for tail in tails)
+    return RestoreReport(num_restored, num_records - num_restored)
 
 
 def link(records: Records) -> Indices:

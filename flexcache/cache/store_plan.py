@@ -16,13 +16,14 @@ from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.plan import STORE_OP, Plan, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.store_backlog import StoreBacklog
+from flexcache.cache.tail_stores import TailStores
 from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue, WriteBack
+from flexcache.config.groups import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import BlockIds
-
-_REMOTE_SHARE_OF_BACKLOG = 4  # a quarter: a store that hangs must not hold up the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class StorePlanner:
             on the host tier only.
         admissions: Policies of the tiers that do not take every block.
         write_back: Queues of the tiers with write-back.
+        shape: How the blocks of several groups fill the cache's units; None for a single group.
     """
 
     def __init__(
@@ -54,12 +56,13 @@ class StorePlanner:
         max_backlog: int,
         admissions: Mapping[TierName, Admission],
         write_back: Mapping[TierName, DirtyQueue],
+        shape: UnitShape | None = None,
     ) -> None:
         self._tiers = tiers
         self._host = tiers.host
         self._op_ids = op_ids
         self._chunk_blocks = chunk_blocks
-        self.max_backlog = max_backlog
+        self._backlog = StoreBacklog(tiers, max_backlog)
         self.is_recording = True
         """Whether blocks written to SSD must outlive this process."""
         self._admissions = dict(admissions)
@@ -67,12 +70,19 @@ class StorePlanner:
             name: WriteBack(self._host, tiers.by_name[name], dirty, tiers.lose)
             for name, dirty in write_back.items()
         }
-        self._backlog = dict.fromkeys(tiers.by_name, 0)
+        self._shape = shape
+        self._tails: TailStores | None = None
+        if shape is not None and shape.sparse:
+            self._tails = TailStores(tiers.host, op_ids, chunk_blocks, self._backlog, shape)
 
     @property
     def backlog(self) -> int:
         """Host blocks that wait to be written below, counted once per tier."""
-        return sum(self._backlog.values())
+        return self._backlog.total
+
+    @property
+    def max_backlog(self) -> int:
+        return self._backlog.max_blocks
 
     def keep_content(self, tokens_per_block: int) -> None:
         """Keep, for a journal, the content of blocks that wait to be written back."""
@@ -80,13 +90,9 @@ class StorePlanner:
             late.tokens_per_block = tokens_per_block
 
     def plan_put(
-        self,
-        keys: BlockKeys,
-        start: int,
-        stop: int,
-        max_backlog: int | None = None,
-        retain_s: float = 0.0,
-    ) -> Plan:
+        self, keys: BlockKeys, start: int, stop: int, max_backlog: int | None = None,
+        retain_s: float = 0.0, tail_at: int = 0,
+    ) -> Plan:  # fmt: skip
         """Plan to store the blocks ``[start, stop)`` that the host tier neither has nor awaits.
 
         Blocks whose prefix is not cached are not stored: no lookup could find them.
@@ -94,50 +100,63 @@ class StorePlanner:
         Args:
             max_backlog: At most this many are written below.
             retain_s: In every tier the prompt counts as used this much later.
+            tail_at: Store the tail behind this many blocks too, unless it is 0.
         """
         cached = self._host.refresh(keys, retain_s)
         first = cached.num_blocks
         first += self._host.num_in_flight(keys, first, stop)
-        plan = Plan(TaskKind.PUT, keys.root, first, first)
-        self._tiers.num_holders += 1
-        if start > first:
+        plan = self._plan(TaskKind.PUT, keys, first)
+        copies: list[_Copy] = []
+        if first >= stop or not plan.has_dense:
+            plan.start = plan.stop = stop
+        elif start > first:
             plan.dropped["prefix_not_cached"] = stop - start
             return plan
-        if first >= stop:
-            plan.start = plan.stop = stop
-            return plan
-        plan.staging = self._host.reserve(keys, first, stop)
-        plan.staging.retain_s = retain_s
-        plan.stop = first + len(plan.staging)
-        if plan.stop < stop:
-            plan.dropped["host_tier_full"] = stop - plan.stop
-        copies = self._add_copies(plan)
-        if copies:
-            self._add_stores(plan, keys, cached, copies, None, max_backlog, retain_s, start)
+        else:
+            plan.staging = self._host.reserve(keys, first, stop)
+            plan.staging.retain_s = retain_s
+            plan.stop = first + len(plan.staging)
+            if plan.stop < stop:
+                plan.dropped["host_tier_full"] = stop - plan.stop
+            copies = self._add_copies(plan)
+        tail_copies: dict[OpId, range] = {}
+        if self._tails is not None and 0 < tail_at <= plan.stop:
+            plan.pin(self._host, cached)
+            tail_copies = self._tails.copy(plan, keys, tail_at, retain_s)
+        if copies or tail_copies:
+            self._add_stores(
+                plan, keys, cached, copies, tail_copies, None, max_backlog, retain_s, start
+            )
         return plan
 
     def plan_store(
-        self,
-        keys: BlockKeys,
-        stop: int,
-        max_backlog: int | None = None,
-        retain_s: float = 0.0,
-        tiers: Iterable[Tier] | None = None,
-        start: int = 0,
-    ) -> Plan:
+        self, keys: BlockKeys, stop: int, max_backlog: int | None = None, retain_s: float = 0.0,
+        tiers: Iterable[Tier] | None = None, tail_at: int = 0, start: int = 0,
+    ) -> Plan:  # fmt: skip
         """Plan to write what the host has of a prompt's first blocks to the tiers that lack it.
 
         Does not touch the GPU. The graph is empty if no tier lacks anything.
 
         Args:
             tiers: Write only to these, whatever their write policy.
+            tail_at: Write the tail behind this many blocks too, unless it is 0.
             start: The blocks before it were offered by an earlier put of the same request.
         """
         cached = self._host.index.match(keys)
-        stop = min(stop, cached.num_blocks)
-        plan = Plan(TaskKind.STORE, keys.root, stop, stop)
+        plan = self._plan(TaskKind.STORE, keys, stop)
+        if plan.has_dense:
+            plan.start = plan.stop = min(stop, cached.num_blocks)
+        if self._tails is not None and 0 < tail_at <= plan.stop:
+            self._tails.find(plan, keys, tail_at, retain_s)
+        self._add_stores(plan, keys, cached, [], {}, tiers, max_backlog, retain_s, start)
+        return plan
+
+    def _plan(self, kind: TaskKind, keys: BlockKeys, position: int) -> Plan:
+        plan = Plan(kind, keys.root, position, position)
         self._tiers.num_holders += 1
-        self._add_stores(plan, keys, cached, [], tiers, max_backlog, retain_s, start)
+        if self._shape is not None:
+            plan.blocks_per_unit = self._shape.blocks_per_unit
+            plan.has_dense = self._shape.dense_blocks > 0
         return plan
 
     def plan_write_back(self) -> Plan | None:
@@ -150,8 +169,8 @@ class StorePlanner:
                 continue
             tier = self._tiers.by_name[name]
             while (prompt := late.dirty.peek()) is not None:
-                room = self._room(tier)
-                if not room or (self._backlog[name] and room < len(prompt.keys)):
+                room = self._backlog.room(name)
+                if not room or (self._backlog.of(name) and room < len(prompt.keys)):
                     break  # until the blocks in flight have been written
                 prompt = late.dirty.pop()
                 root, content, last = prompt.root, prompt.content, next(reversed(prompt.keys))
@@ -191,10 +210,11 @@ class StorePlanner:
 
     def release(self, plan: Plan) -> None:
         """End a plan's writes: blocks that were not published are freed."""
-        for name, lease in plan.stores.items():
-            self._backlog[name] -= plan.num_reserved[name]
-            self._tiers.by_name[name].release(lease)
-        plan.stores = {}
+        self._backlog.release(plan)
+        for stores in (plan.stores, {} if plan.tail is None else plan.tail.stores):
+            for name, lease in stores.items():
+                self._tiers.by_name[name].release(lease)
+            stores.clear()
 
     def stats_of(self, name: TierName) -> dict[str, int]:
         """Counters of a tier's write policy."""
@@ -213,54 +233,63 @@ class StorePlanner:
         return copies
 
     def _add_stores(
-        self,
-        plan: Plan,
-        keys: BlockKeys,
-        cached: PrefixMatch,
-        copies: Sequence[_Copy],
-        tiers: Iterable[Tier] | None,
-        max_backlog: int | None,
-        retain_s: float,
-        start: int,
-    ) -> None:
+        self, plan: Plan, keys: BlockKeys, cached: PrefixMatch, copies: Sequence[_Copy],
+        tail_copies: dict[OpId, range], tiers: Iterable[Tier] | None, max_backlog: int | None,
+        retain_s: float, start: int,
+    ) -> None:  # fmt: skip
         """Write to the tiers below what they lack of the host's blocks and of those being copied.
 
         Args:
             copies: Ops that copy blocks ``[plan.start, plan.stop)`` to the host.
+            tail_copies: Ops that copy the units of ``plan.tail`` to the host.
             tiers: None for all, each by its own policy.
             start: The blocks before it were offered by an earlier put of the request.
         """
+        tail_end = 0 if plan.tail is None else plan.tail.position
         for tier in self._tiers.lower if tiers is None else tiers:
             begin = tier.refresh(keys, retain_s).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
             end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop, start)
-            if begin >= end:
-                if tiers is None and begin < plan.start <= cached.num_blocks:
-                    self._mark_dirty(tier, keys, begin, plan.start)
-                continue
-            if begin < plan.start and cached.num_blocks < plan.start:
-                continue  # earlier blocks are still being copied to the host: their put writes them
-            end = self._bounded(plan, tier, begin, end, max_backlog)
-            if begin >= end:
-                continue
-            lease = tier.reserve(keys, begin, end)
-            lease.retain_s = retain_s
-            plan.stores[tier.name] = lease
-            plan.store_starts[tier.name] = begin
-            plan.num_reserved[tier.name] = len(lease)
-            if isinstance(tier, RemoteTier):
-                plan.remote_root = tier.root_at_store(plan.root)
-            self._backlog[tier.name] += len(lease)
-            if begin + len(lease) < end:
-                plan.dropped[f"{tier.name.value.lower()}_tier_full"] = end - begin - len(lease)
-            end = begin + len(lease)
-            self._add_back_fill(plan, tier, keys, lease, cached, begin, min(end, plan.start))
-            for copy in copies:
-                low, high = max(copy.chunk.start, begin), min(copy.chunk.stop, end)
-                if low < high:
-                    source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
-                    target = lease.blocks[low - begin : high - begin]
-                    self._add_store(plan, tier, keys, low, source, target, [copy.op])
+            if begin < end:
+                self._add_blocks(
+                    plan, tier, keys, cached, copies, begin, end, max_backlog, retain_s
+                )
+            elif tiers is None and begin < plan.start <= cached.num_blocks:
+                self._mark_dirty(tier, keys, begin, plan.start)
+            is_admitted = tier.name in self._write_back or tail_end <= end
+            if self._tails is not None and plan.tail is not None and is_admitted:
+                self._tails.store(plan, tier, tail_copies, self.is_recording, max_backlog, retain_s)
+
+    def _add_blocks(
+        self, plan: Plan, tier: Tier, keys: BlockKeys, cached: PrefixMatch, copies: Sequence[_Copy],
+        begin: int, end: int, max_backlog: int | None, retain_s: float,
+    ) -> None:  # fmt: skip
+        """Write blocks ``[begin, end)`` to a tier, as far as there is room."""
+        if begin < plan.start and cached.num_blocks < plan.start:
+            return  # earlier blocks are still being copied to the host: their put writes them
+        room, reason = self._backlog.room_for(plan, tier, end - begin, max_backlog)
+        if reason is not None:
+            plan.dropped[reason] = end - begin - room
+        if not room:
+            return
+        end = begin + room
+        lease = tier.reserve(keys, begin, end)
+        lease.retain_s = retain_s
+        plan.stores[tier.name] = lease
+        plan.store_starts[tier.name] = begin
+        self._backlog.reserve(plan, tier.name, len(lease))
+        if isinstance(tier, RemoteTier):
+            plan.remote_root = tier.root_at_store(plan.root)
+        if begin + len(lease) < end:
+            plan.dropped[f"{tier.name.value.lower()}_tier_full"] = end - begin - len(lease)
+        end = begin + len(lease)
+        self._add_back_fill(plan, tier, keys, lease, cached, begin, min(end, plan.start))
+        for copy in copies:
+            low, high = max(copy.chunk.start, begin), min(copy.chunk.stop, end)
+            if low < high:
+                source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
+                target = lease.blocks[low - begin : high - begin]
+                self._add_store(plan, tier, keys, low, source, target, [copy.op])
 
     def _mark_dirty(self, tier: Tier, keys: BlockKeys, begin: int, end: int) -> None:
         """Mark host blocks that a tier with write-back lacks, for example after a failed write."""
@@ -275,38 +304,10 @@ class StorePlanner:
         admission = self._admissions.get(tier.name)
         return stop if admission is None else admission.admit(keys, stop, start)
 
-    def _room(self, tier: Tier) -> int:
-        """Return how many more host blocks may wait to be written to a tier."""
-        room = self.max_backlog - self.backlog
-        if tier.name is TierName.REMOTE:
-            share = self.max_backlog // _REMOTE_SHARE_OF_BACKLOG
-            room = min(room, share - self._backlog[tier.name])
-        return max(0, room)
-
-    def _bounded(
-        self, plan: Plan, tier: Tier, begin: int, end: int, max_backlog: int | None
-    ) -> int:
-        """Return where to stop writing to keep the backlog bounded; count the blocks beyond."""
-        name, room = tier.name.value.lower(), self._room(tier)
-        if max_backlog is not None:
-            room = max(0, min(room, max_backlog))
-        reason = f"{name}_write_backlog"
-        if tier.name in self._tiers.unavailable:
-            room, reason = 0, f"{name}_unavailable"
-        if end - begin > room:
-            plan.dropped[reason] = end - begin - room
-        return min(end, begin + room)
-
     def _add_back_fill(
-        self,
-        plan: Plan,
-        tier: Tier,
-        keys: BlockKeys,
-        lease: Lease,
-        cached: PrefixMatch,
-        begin: int,
-        end: int,
-    ) -> None:
+        self, plan: Plan, tier: Tier, keys: BlockKeys, lease: Lease, cached: PrefixMatch,
+        begin: int, end: int,
+    ) -> None:  # fmt: skip
         """Write blocks that the host tier has and a lower one lacks."""
         if begin >= end:
             return
@@ -319,15 +320,9 @@ class StorePlanner:
             )
 
     def _add_store(
-        self,
-        plan: Plan,
-        tier: Tier,
-        keys: BlockKeys,
-        first: int,
-        source: BlockIds,
-        target: BlockIds,
-        depends_on: Sequence[OpId],
-    ) -> None:
+        self, plan: Plan, tier: Tier, keys: BlockKeys, first: int, source: BlockIds,
+        target: BlockIds, depends_on: Sequence[OpId],
+    ) -> None:  # fmt: skip
         names = None
         if self.is_recording or isinstance(tier, RemoteTier):
             names = block_names(tier, keys, first, first + len(target))

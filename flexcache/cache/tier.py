@@ -10,11 +10,15 @@ Keys of a lease that may still be published are *in flight*: no other task reser
 sees them. A lease can build on another lease's blocks in flight. If those have not arrived when it
 is published, it waits for them, beyond its release if necessary, and shares their fate.
 
+The lease on a tail (`tail_index`) builds on no block, and is published whole or not at all. Blocks
+and tails share the pool and one order of eviction.
+
 Not thread-safe, no I/O.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -26,6 +30,7 @@ from flexcache.cache.block_pool import BlockPool
 from flexcache.cache.eviction_policy import EvictionPolicy
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
 
@@ -66,6 +71,8 @@ class Lease:
     num_published: int = 0
     is_given_up: bool = False
     """Whether blocks that were not published must not be written again on their own."""
+    tail: Tail | None = None
+    """The tail that the blocks make up, if they do."""
     waiting: bool = False
     in_flight: bool = False
     released: bool = False
@@ -101,6 +108,7 @@ class Tier:
         self.name = name
         self.pool = BlockPool(capacity)
         self.index = PrefixIndex(policy)
+        self.tails = TailIndex()
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
@@ -113,6 +121,11 @@ class Tier:
     @property
     def capacity(self) -> int:
         return self.pool.capacity
+
+    @property
+    def num_indexed(self) -> int:
+        """Blocks and units of tails that can be found, or were discarded while pinned."""
+        return self.index.num_blocks + self.tails.num_units
 
     @property
     def num_leased(self) -> int:
@@ -196,8 +209,26 @@ class Tier:
         """Reserve up to ``count`` blocks as staging that will not be published."""
         return Lease(root, None, (), self._allocate(count))
 
+    def is_tail_in_flight(self, root: RootId, key: BlockKey, count: int) -> bool:
+        """Whether the tail of ``count`` units behind the block ``key`` is in flight."""
+        flight = self._flights.get(root)
+        return flight is not None and tail_keys(key, count)[0] in flight.owners
+
+    def reserve_tail(self, root: RootId, key: BlockKey, count: int) -> Lease | None:
+        """Reserve ``count`` units for the tail behind the block ``key``.
+
+        None if there is no room for all of it.
+        """
+        names = tail_keys(key, count)
+        lease = self._reserve(root, None, count, lambda n: names[:n])
+        if len(lease) < count:
+            self.release(lease)
+            return None
+        lease.tail = Tail(root, key, lease.blocks)
+        return lease
+
     def publish(self, lease: Lease, count: int) -> None:
-        """Make the first ``count`` blocks findable; their bytes are in place.
+        """Make the first ``count`` blocks findable; their bytes are in place. A tail needs all.
 
         They stay pinned until the lease is released. Waits if the block before them is in flight.
         """
@@ -225,6 +256,22 @@ class Tier:
         self.index.unpin(match)
         self._drop(self.index.sweep())
 
+    def use_tail(self, tail: Tail, retain_s: float = 0.0) -> None:
+        """Make a tail as recent as the prefix that it stands on, or as now without one."""
+        self.tails.touch(tail, self._tail_due(tail, retain_s))
+
+    def pin_tail(self, tail: Tail) -> None:
+        """Keep a tail in place until `unpin_tail`."""
+        self.tails.pin(tail)
+
+    def unpin_tail(self, tail: Tail) -> None:
+        """Release a tail; it is freed if it was discarded in the meantime."""
+        self._drop(self.tails.unpin(tail))
+
+    def discard_tail(self, root: RootId, key: BlockKey) -> None:
+        """Drop the tail behind the block ``key``: some of its bytes are bad."""
+        self._drop(self.tails.discard(root, key))
+
     def discard(self, root: RootId, key: BlockKey) -> int:
         """Drop a block with bad bytes and all that build on it; return how many are freed now."""
         freed = self.index.discard(root, key)
@@ -233,7 +280,7 @@ class Tier:
 
     def clear(self) -> BlockIds:
         """Drop every unheld block; return their ids."""
-        freed = self.index.evict(self.capacity)
+        freed = self._evict(self.capacity)
         self.pool.give_back(freed)
         return freed
 
@@ -241,8 +288,9 @@ class Tier:
         return {
             "capacity": self.capacity,
             "free": self.pool.num_free,
-            "indexed": self.index.num_blocks,
+            "indexed": self.num_indexed,
             "leased": self._num_leased,
+            "tails": self.tails.num_tails,
             **asdict(self.counters),
         }
 
@@ -264,11 +312,38 @@ class Tier:
         num_free = min(count, self.pool.num_free)
         blocks = self.pool.take(num_free)
         if count > num_free:
-            evicted = self.index.evict(count - num_free)
+            missing = count - num_free
+            evicted = self._evict(missing)
             self.counters.evicted_blocks += len(evicted)
+            if len(evicted) > missing:  # the rest of a tail
+                self.pool.give_back(evicted[missing:])
+                evicted = evicted[:missing]
             blocks = np.concatenate((blocks, evicted)) if num_free else evicted
         self._num_leased += len(blocks)
         return blocks
+
+    def _evict(self, count: int) -> BlockIds:
+        """Remove ``count`` unheld blocks if possible, and a few more if the last are a tail's.
+
+        A tail goes before the blocks that are due when it is: without them it would be useless.
+        """
+        if not self.tails.num_tails:
+            return self.index.evict(count)
+        pieces: list[BlockIds] = []
+        while count > 0:
+            due = self.tails.next_due()
+            pieces.append(self.index.evict(count, before=due))
+            count -= len(pieces[-1])
+            if due == math.inf:
+                break
+            if count > 0:
+                pieces.append(self.tails.evict())
+                count -= len(pieces[-1])
+        return np.concatenate(pieces)
+
+    def _tail_due(self, tail: Tail, retain_s: float) -> float:
+        prefix = self.index.locate(tail.root, tail.key)
+        return self._tick() + retain_s if prefix.run is None else self.index.due(prefix)
 
     def _try_publish(self, leases: list[Lease]) -> None:
         """Publish each lease whose parent is indexed; those that waited for it follow."""
@@ -279,7 +354,9 @@ class Tier:
                 parent = self.index.locate(lease.root, lease.parent_key)
                 if parent.run is None and self._wait_for_parent(lease):
                     continue
-            if lease.parent_key is None or parent.run is not None:
+            if lease.tail is not None:
+                self._insert_tail(lease, lease.tail)
+            elif lease.parent_key is None or parent.run is not None:
                 self._insert(lease, parent)
             leases.extend(self._land(lease))
             if lease.released:
@@ -325,6 +402,17 @@ class Tier:
         for tell in self.on_stored:
             tell(lease.root, parent_key, keys, lease.content, lease.first + start)
 
+    def _insert_tail(self, lease: Lease, tail: Tail) -> None:
+        """Index the lease's tail if all of it is there, and no other lease published it first."""
+        is_whole = lease.to_publish == len(lease)
+        if not is_whole or self.tails.find(tail.root, tail.key) is not None:
+            return
+        self.tails.insert(tail, self._tail_due(tail, lease.retain_s))
+        self.tails.pin(tail)
+        lease.num_published = len(lease)
+        self._num_leased -= lease.num_published
+        self.counters.stored_blocks += lease.num_published
+
     def _land(self, lease: Lease) -> list[Lease]:
         """End the flight of the lease's keys; return the leases that waited for them."""
         if not lease.in_flight:
@@ -348,12 +436,15 @@ class Tier:
     def _settle(self, lease: Lease) -> None:
         """Free the blocks that a released lease did not publish."""
         self.unpin(lease.published)
+        if lease.tail is not None and lease.num_published:
+            self.unpin_tail(lease.tail)
         followers = self._land(lease)
         unpublished = lease.blocks[lease.num_published :]
         self.pool.give_back(unpublished)
         self._num_leased -= len(unpublished)
         lease.blocks = NO_BLOCKS
-        if self.on_unpublished is not None and lease.num_published < len(lease.keys):
+        is_short = lease.num_published < len(lease.keys) and lease.tail is None
+        if is_short and self.on_unpublished is not None:
             self.on_unpublished(lease)
         self._try_publish(followers)
 
@@ -371,17 +462,32 @@ class Tier:
                 tell(run.root, run.parent, run.keys, None, 0)
         self.pool.take_exactly(np.concatenate(taken))
 
+    def restore_tails(self, tails: Sequence[Tail]) -> None:
+        """Index whole tails whose bytes are already in place, after `restore`.
+
+        Each is as recent as the prefix that it stands on. Those without one are due before all
+        others; of them, later ones count as more recent.
+        """
+        taken = [NO_BLOCKS]
+        for number, tail in enumerate(tails, -len(tails)):
+            prefix = self.index.locate(tail.root, tail.key)
+            due = float(number) if prefix.run is None else self.index.due(prefix)
+            self.tails.insert(tail, due)
+            taken.append(tail.units)
+        self.pool.take_exactly(np.concatenate(taken))
+
     def check(self) -> None:
         """Raise `InternalError` if ids were lost or a structure is broken. O(capacity)."""
         self.pool.check()
         self.index.check()
+        self.tails.check()
         self.check_counts()
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that ids were lost. O(1)."""
-        total = self.pool.num_free + self.index.num_blocks + self._num_leased
+        total = self.pool.num_free + self.num_indexed + self._num_leased
         if total != self.capacity:
             raise InternalError(
-                f"{self.name.value}: {self.pool.num_free} free + {self.index.num_blocks} indexed "
+                f"{self.name.value}: {self.pool.num_free} free + {self.num_indexed} indexed "
                 f"+ {self._num_leased} leased != {self.capacity}"
             )

@@ -19,8 +19,10 @@ from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.plan import Plan
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.store_plan import StorePlanner
+from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
+from flexcache.config.groups import UnitShape
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskKind, TierName
 
@@ -35,6 +37,7 @@ class TieredCache:
         admissions: Policies of the tiers that do not take every block.
         write_back: Queues of the tiers with write-back.
         load_cost: Estimates which loads would take longer than recomputing; None to load all.
+        shape: How the blocks of several groups fill its units; None for a single group.
     """
 
     def __init__(
@@ -45,14 +48,16 @@ class TieredCache:
         admissions: Mapping[TierName, Admission] | None = None,
         write_back: Mapping[TierName, DirtyQueue] | None = None,
         load_cost: LoadCost | None = None,
+        shape: UnitShape | None = None,
     ) -> None:
         op_ids: Iterator[OpId] = map(OpId, itertools.count(1))
         chunk_blocks = max(1, chunk_blocks)
         self.tiers = tiers
-        self.loads = LoadPlanner(tiers, op_ids, chunk_blocks, load_cost)
+        self.loads = LoadPlanner(tiers, op_ids, chunk_blocks, load_cost, shape)
         self.stores = StorePlanner(
-            tiers, op_ids, chunk_blocks, max_store_backlog, admissions or {}, write_back or {}
-        )
+            tiers, op_ids, chunk_blocks, max_store_backlog, admissions or {}, write_back or {},
+            shape,
+        )  # fmt: skip
 
     def keep_journal(self, tokens_per_block: int) -> None:
         """Record, from now on, what every tier stores and loses."""
@@ -69,37 +74,42 @@ class TieredCache:
             plan.dropped[reason] = stop - start
         return plan
 
-    def publish_staging(self, plan: Plan, num_ok: int) -> None:
-        """Make the first ``num_ok`` staged blocks findable: they hold their bytes."""
+    def publish_staging(self, plan: Plan, num_ok: int, num_units_ok: int = 0) -> None:
+        """Make the first ``num_ok`` staged blocks findable, and the tail if all its units are
+        there: they hold their bytes."""
         if plan.staging is not None:
             self.tiers.host.publish(plan.staging, num_ok)
+        if plan.tail is not None and plan.tail.staging is not None:
+            self.tiers.host.publish(plan.tail.staging, num_units_ok)
 
-    def publish_store(self, plan: Plan, name: TierName, num_ok: int) -> None:
-        """Make the first ``num_ok`` blocks written to a lower tier findable there."""
+    def publish_store(self, plan: Plan, name: TierName, num_ok: int, num_units_ok: int = 0) -> None:
+        """Likewise for what was written to a lower tier."""
         tier = self.tiers.by_name[name]
         if isinstance(tier, RemoteTier) and tier.root_at_store(plan.root) != plan.remote_root:
-            num_ok = 0  # the tier was cleared in the meantime and now uses other names
-        lease = plan.stores[name]
-        tier.publish(lease, num_ok)
-        lease.is_given_up = plan.has_failed and not plan.is_put_off
+            num_ok = num_units_ok = 0  # the tier was cleared meanwhile and now uses other names
+        if name in plan.stores:
+            lease = plan.stores[name]
+            tier.publish(lease, num_ok)
+            lease.is_given_up = plan.has_failed and not plan.is_put_off
+        if plan.tail is not None and name in plan.tail.stores:
+            tier.publish(plan.tail.stores[name], num_units_ok)
 
     def discard_bad_block(self, plan: Plan, name: TierName, position: int) -> None:
-        """Drop the task's block ``position`` from a tier where reading it failed."""
-        key = plan.load_keys[position - plan.load_start]
+        """Drop the task's block ``position`` from a tier where reading it failed, or the tail."""
         tier = self.tiers.by_name[name]
-        tier.discard(plan.root, key)
+        if plan.tail is not None and position >= TAIL_FIRST:
+            tier.discard_tail(plan.root, plan.tail.key)
+            key = tail_keys(plan.tail.key, len(plan.tail.units))[-1]
+        else:
+            key = plan.load_keys[position - plan.load_start]
+            tier.discard(plan.root, key)
         if isinstance(tier, RemoteTier):
             tier.learn_absent(plan.root, key, self.tiers.now)
 
     def finish(self, plan: Plan) -> None:
         """End the plan and free all that it held: every op has ended or was never started."""
-        if plan.staging is not None:
-            self.tiers.host.release(plan.staging)
+        plan.let_go(self.tiers.host)
         self.stores.release(plan)
-        for tier, match in plan.pins:
-            tier.unpin(match)
-        plan.staging = None
-        plan.pins = []
         self.tiers.num_holders -= 1
 
     def stats(self) -> dict[str, dict[str, int]]:

@@ -81,7 +81,9 @@ class Attachment:
             segment.map(show_life)
             permit = CopyPermit(fence.words)
             copier = show_life_during(lambda: open_copier(device, permit), show_life)
-            self.worker = DeviceWorker(layout, segment, copier, permit)
+            self.worker = DeviceWorker(
+                layout, segment, copier, permit, welcome.blocks_per_unit, welcome.may_skip
+            )
             held.callback(self.worker.close)
             copier.attach(segment, show_life)
             fence.hold()

@@ -117,7 +117,7 @@ class Calls:
         self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool
     ) -> MatchedTask | None:
         """Have a task made; a miss if there is no server. See `Transport.match`."""
-        keys, start, stop, num_tokens, retain_s = prompt
+        keys, start, stop, num_tokens, retain_s, tail_at = prompt
         key_bytes, data = keys.packed(stop)
         if len(data) > _MAX_PROMPT_BYTES:  # what is beyond is not looked for, nor stored
             stop = stop * _MAX_PROMPT_BYTES // len(data)
@@ -132,12 +132,12 @@ class Calls:
             request = Match(
                 self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
                 0 if payload is not None else len(data), retain_s, self.prefill_blocks_per_s,
-                look_up, may_wait, len(tokens), info,
+                look_up, may_wait, len(tokens), info, tail_at if tail_at <= stop else 0,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)
             except ServerLostError:
-                return MatchedTask(task_id, start, 0, {})
+                return MatchedTask(task_id, start, 0, {}, 0)
         assert isinstance(reply, Matched)
         return None if reply.is_pending else _matched(task_id, reply)
 
@@ -226,7 +226,9 @@ class Calls:
 
 def _matched(task_id: TaskId, reply: Matched) -> MatchedTask:
     sources = {TierName(name): count for name, count in reply.sources.items()}
-    return MatchedTask(task_id, reply.start, reply.num_blocks, sources)
+    return MatchedTask(
+        task_id, reply.start, reply.num_blocks, sources, reply.num_gpu_blocks, reply.tail_at
+    )
 
 
 def _raise(failed: Failed) -> NoReturn:

@@ -78,6 +78,11 @@ class EngineClient:
             raise
         return matched
 
+    def extent(self, task_id: int) -> tuple[int, int]:
+        """How many blocks a task moves, and behind how many there is the tail that it moves (0: it
+        moves none)."""
+        return self._tasks.extent(task_id)
+
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         """Start tasks; all are checked before any is started.
 

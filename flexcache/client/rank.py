@@ -356,7 +356,7 @@ class KVTPClient:
         self._link.attend(welcome.server_pid, [welcome.fence, welcome.segment.path])
         assert self._tensors is not None
         try:
-            layout = self._tensors.layout(welcome.block_bytes)
+            layout = self._tensors.layout(welcome.block_bytes // welcome.blocks_per_unit)
             show_life = partial(self._link.offer, Ping())
             self._attachment = Attachment(welcome, layout, self._tensors.device, show_life)
             self._hello = msgspec.structs.replace(self._hello, layout=layout.signature)

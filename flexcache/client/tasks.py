@@ -31,6 +31,8 @@ class ClientTask:
     start: int
     num_blocks: int
     num_tokens: int
+    num_gpu_blocks: int
+    tail_at: int
     launched: bool = False
     result: TaskResult | None = None
 
@@ -66,16 +68,20 @@ class ClientTasks:
         Raises:
             ClosedError: The cache was shut down.
         """
-        task_id, start, num_blocks, _ = matched
-        nothing = None if num_blocks else TaskResult(KVStatus.NOT_FOUND, start, 0, num_tokens)
-        task = ClientTask(kind, start, num_blocks, num_tokens, False, nothing)
+        task_id, start, num_blocks, _, num_gpu_blocks, tail_at = matched
+        nothing = None
+        if not num_blocks and not tail_at:
+            nothing = TaskResult(KVStatus.NOT_FOUND, start, 0, num_tokens)
+        task = ClientTask(
+            kind, start, num_blocks, num_tokens, num_gpu_blocks, tail_at, result=nothing
+        )
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the cache was shut down")
             self._tasks[task_id] = task
             if task_id in self._early:
                 task.result = self._early.pop(task_id)
-            elif num_blocks and self._was_lost and session_of(task_id) != self._session:
+            elif nothing is None and self._was_lost and session_of(task_id) != self._session:
                 task.end(KVStatus.FAILED, "the server was lost")
             if len(self._tasks) > _NUM_REMEMBERED:
                 oldest = next(iter(self._tasks))
@@ -98,11 +104,18 @@ class ClientTasks:
                 task = self._known(task_id)
                 if task.result is not None and not task.launched:
                     continue  # it was cancelled, or had nothing to move
-                check_launchable(task_id, task.kind, task.launched, task.num_blocks, blocks)
+                check_launchable(task_id, task.kind, task.launched, task.num_gpu_blocks, blocks)
                 to_start.append(position)
             for position in to_start:
                 self._tasks[task_ids[position]].launched = True
         return to_start
+
+    def extent(self, task_id: int) -> tuple[int, int]:
+        """How many blocks a task moves, and behind how many there is the tail that it moves (0: it
+        moves none). A `KeyError` if the id was never given out."""
+        with self._lock:
+            task = self._known(task_id)
+            return task.num_blocks, task.tail_at
 
     def cancel(self, task_ids: Iterable[int]) -> list[int]:
         """End what was not launched; the tasks that the cache must cancel."""

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flexcache.config.cache import CacheConfig
+    from flexcache.config.groups import KVGroup
     from flexcache.config.model import ModelConfig
     from flexcache.config.router import RouterConfig
     from flexcache.config.server import ServerConfig
 
 _HOMES = {
     "CacheConfig": "flexcache.config.cache",
+    "KVGroup": "flexcache.config.groups",
     "ModelConfig": "flexcache.config.model",
     "RouterConfig": "flexcache.config.router",
     "ServerConfig": "flexcache.config.server",
 }
 
-__all__ = ["CacheConfig", "ModelConfig", "RouterConfig", "ServerConfig"]
+__all__ = ["CacheConfig", "KVGroup", "ModelConfig", "RouterConfig", "ServerConfig"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flexcache.config.groups import KVGroup
 from flexcache.config.values import reject
 
 LAYOUT_VERSION = 1
@@ -38,6 +39,8 @@ class ModelConfig:
         sized_by_ranks: Each rank tells the size of its blocks (`KVTPClient.register_kv_caches`),
             and the cache opens when all ranks of an engine have. For KV whose size does not follow
             from the shape: pipeline stages, context parallelism, pages of different size.
+        groups: Groups of layers with tables of their own in the engine, in its order; layers, heads
+            and head size are then those of one group. Empty: all layers share one table.
     """
 
     model_id: str
@@ -52,6 +55,7 @@ class ModelConfig:
     cp_size: int = 1
     kv_replicas: int | None = None
     sized_by_ranks: bool = False
+    groups: tuple[KVGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.model_id, str) or not self.model_id:
@@ -62,6 +66,8 @@ class ModelConfig:
                 raise reject(name, value, "must be an integer of at least 1")
         if not isinstance(self.dtype, torch.dtype):
             raise reject("dtype", self.dtype, "must be a torch.dtype")
+        if not all(isinstance(group, KVGroup) for group in self.groups):
+            raise reject("groups", self.groups, "must be a tuple of KVGroup")
         if not self.use_mla and max(self.num_kv_heads, self.tp_size) % min(
             self.num_kv_heads, self.tp_size
         ):
@@ -115,9 +121,21 @@ class ModelConfig:
         """KV bytes of one token as stored: over all layers and shards. As for one rank."""
         return self.token_size_in_bytes_per_rank * self.num_shards
 
+    @property
+    def has_tails(self) -> bool:
+        """Whether a prompt can be resumed only where a tail is (`config.groups`)."""
+        return any(not group.is_dense for group in self.groups)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a state sums up the past. A hit must then leave the last token to be computed:
+        it would be added to the state again."""
+        return any(group.kind == "state" for group in self.groups)
+
     def fingerprint(self, tokens_per_block: int) -> str:
         """Name, in readable form, all that must agree for KV bytes to be interchangeable."""
         attention = "mla" if self.use_mla else "mha"
+        groups = ",".join(group.describe() for group in self.groups)
         ranks = f"tp={self.tp_size}"
         if self.pp_size > 1:
             ranks += f",pp={self.pp_size}"
@@ -129,6 +147,7 @@ class ModelConfig:
             f"{self.model_id}|{str(self.dtype).removeprefix('torch.')}|{attention}"
             f"|layers={self.num_layers}|heads={self.num_kv_heads}|head={self.head_size}"
             f"|{ranks}|block={tokens_per_block}|layout=v{LAYOUT_VERSION}"
+            + (f"|groups={groups}" if groups else "")
         )
 
     @classmethod
@@ -141,7 +160,9 @@ class ModelConfig:
         if not isinstance(table, Mapping):
             raise reject("model", table, "must be a table")
         try:
-            return cls(**{**table, "dtype": read_dtype(str(table.get("dtype")))})
+            groups = tuple(KVGroup.from_table(each) for each in table.get("groups", ()))
+            dtype = read_dtype(str(table.get("dtype")))
+            return cls(**{**table, "dtype": dtype, "groups": groups})
         except TypeError as error:
             raise reject("model", dict(table), str(error)) from None
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from flexcache.config.groups import KVGroup
 from flexcache.config.model import ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, TaskKind
@@ -51,6 +52,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     cp_size: int = 1
     kv_replicas: int | None = None
     sized_by_ranks: bool = False
+    groups: tuple[KVGroup, ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig, tokens_per_block: int) -> ModelSpec:
@@ -58,6 +60,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
             model.model_id, model.num_layers, model.num_kv_heads, model.head_size,
             str(model.dtype).removeprefix("torch."), model.use_mla, model.tp_size, tokens_per_block,
             model.pp_size, model.cp_size, model.kv_replicas, model.sized_by_ranks,
+            model.groups,
         )  # fmt: skip
 
     def model(self) -> ModelConfig:
@@ -72,7 +75,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return ModelConfig(
             self.model_id, self.num_layers, self.num_kv_heads, self.head_size, dtype,
             self.use_mla, self.tp_size, 1, self.pp_size, self.cp_size, self.kv_replicas,
-            self.sized_by_ranks,
+            self.sized_by_ranks, groups=self.groups,
         )  # fmt: skip
 
 
@@ -97,7 +100,8 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
 
 
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
-    """The rank's share of the host pool, and the required size of one of its blocks.
+    """The rank's share of the host pool, and the required size of one of its blocks: the size of
+    ``blocks_per_unit`` blocks of the GPU. With ``may_skip``, -1 stands for one not to be copied.
 
     ``epoch`` is that of the task ids that this server gives out; ``fence``: see `protocol.fence`.
     """
@@ -108,6 +112,8 @@ class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     fence: str
     block_bytes: int
     fingerprint: str
+    blocks_per_unit: int = 1
+    may_skip: bool = False
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -184,6 +190,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
 
     ``retain_s``: stored blocks of a put count as used this many seconds later.
     ``prefill_blocks_per_s``: how fast the engine computes, if known.
+    ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
     """
 
     request_id: int
@@ -201,21 +208,29 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     may_wait: bool = True
     token_bytes: int = 0
     info: RequestInfo | None = None
+    tail_at: int = 0
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
     """Answer to `Match`. ``is_pending``: no task was made, because the remote store has yet to
-    answer; ask again."""
+    answer; ask again. A launch needs ``num_gpu_blocks``, those of the tail behind ``tail_at``
+    blocks included."""
 
     request_id: int
     start: int
     num_blocks: int
     sources: dict[str, int]
     is_pending: bool = False
+    num_gpu_blocks: int = 0
+    tail_at: int = 0
 
 
 class Launch(msgspec.Struct, tag=True, frozen=True):
-    """Start a matched task. A problem with it is answered as the task's failure."""
+    """Start a matched task. A problem with it is answered as the task's failure.
+
+    ``gpu_blocks``: for each block, then for each unit of the tail, `WelcomeRank.blocks_per_unit`
+    ids; -1 where there is nothing to copy.
+    """
 
     task_id: int
     gpu_blocks: bytes

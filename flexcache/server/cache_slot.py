@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flexcache.config import ModelConfig
+from flexcache.config.groups import UnitShape
 from flexcache.errors import FlexCacheError, StorageError
 from flexcache.ids import SessionId
 from flexcache.logs import log_event
@@ -114,7 +115,10 @@ class CacheSlot:
             return Shards.of_model(model, tokens_per_block)
         sizes = self._sizes.of(engine, range(model.num_ranks), now)
         self.awaited = [f"rank {rank}" for rank in range(model.num_ranks) if rank not in sizes]
-        return None if self.awaited else Shards.of_ranks(model, list(sizes.values()))
+        if self.awaited:
+            return None
+        per_unit = UnitShape(model.groups, tokens_per_block).blocks_per_unit
+        return Shards.of_ranks(model, [per_unit * size for size in sizes.values()])
 
     def add_session(self, session: SessionId, engine: str) -> None:
         """Let an engine make tasks, as soon as there is a cache."""

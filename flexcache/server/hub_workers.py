@@ -44,4 +44,4 @@ class HubWorkers:
         )  # fmt: skip
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
-        self._tasks.looked_up(answer.lookup_id, answer.num_present, answer.error, now)
+        self._tasks.looked_up(answer.lookup_id, answer.num_present, answer.error, now, answer.tail)

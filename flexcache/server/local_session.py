@@ -34,17 +34,19 @@ class LocalSession:
         self, kind: TaskKind, prompt: Prompt, look_up: bool = True, may_wait: bool = True
     ) -> MatchedTask | None:
         """None if the remote store has yet to answer, and the caller may not wait."""
-        keys, start, stop, num_tokens, retain_s = prompt
+        keys, start, stop, num_tokens, retain_s, tail_at = prompt
         if not self.server.is_open:
-            return MatchedTask(self.server.next_id(self.ids), start, 0, {})
+            return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
         if look_up and self._has_store and not self._look_up(kind, keys, stop, may_wait):
             return None
         with self.server.session() as tasks:
             task_id = self.ids.next()
             plan = tasks.match(
-                task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s
+                task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s, tail_at
             )
-        return MatchedTask(task_id, plan.start, plan.num_blocks, plan.sources)
+        return MatchedTask(
+            task_id, plan.start, plan.num_blocks, plan.sources, plan.num_gpu_blocks, plan.tail_at
+        )
 
     def look_up(self, prompt: Prompt) -> None:
         """Begin to ask the remote store about a prompt; no task is made."""

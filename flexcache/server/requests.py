@@ -135,6 +135,8 @@ class Requests:
         keys = self._read_keys(caller, request, data)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
+        if not 0 <= request.tail_at <= request.stop:
+            raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
         lookup = None
         if request.look_up:
             lookup = self._slot.tasks.look_up(request.kind, keys, request.stop, now)
@@ -187,10 +189,13 @@ class Requests:
             tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
         plan = tasks.match(
             TaskId(request.task_id), request.kind, keys, request.start, request.stop,
-            request.num_tokens, now, request.retain_s,
+            request.num_tokens, now, request.retain_s, request.tail_at,
         )  # fmt: skip
         sources = {tier.value: count for tier, count in plan.sources.items()}
-        return Matched(request.request_id, plan.start, plan.num_blocks, sources)
+        return Matched(
+            request.request_id, plan.start, plan.num_blocks, sources,
+            num_gpu_blocks=plan.num_gpu_blocks, tail_at=plan.tail_at,
+        )  # fmt: skip
 
     # -- tasks -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.tier import Lease
 from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.groups import UnitShape
 from flexcache.errors import ConfigError, StorageError
 from flexcache.ids import TierName
 from flexcache.logs import log_event
@@ -78,6 +79,7 @@ class ServedCache:
     Attributes:
         tasks: Its task engine.
         store: Its memory and files.
+        shape: How the blocks of the model's groups fill the cache's.
         layouts: How the ranks that have registered lay out their shards.
         layout: How the ranks lay out the bytes of a block; None until it is known of all shards.
 
@@ -90,6 +92,7 @@ class ServedCache:
         self.model = model
         self.config = config
         self.fingerprint = model.fingerprint(config.tokens_per_block)
+        self.shape = UnitShape(model.groups, config.tokens_per_block)
         self.shards = shards
         self.layouts = ShardLayouts(len(shards.sizes))
         sizes = CacheSizes.for_blocks(config, shards.block_bytes, shards.stored_bytes)
@@ -112,7 +115,7 @@ class ServedCache:
     def _make_engine(self, sizes: CacheSizes) -> KVTaskEngine:
         config = self.config
         return KVTaskEngine(
-            build_cache(config, sizes),
+            build_cache(config, sizes, self.shape if self.model.groups else None),
             block_bytes=self.shards.block_bytes,
             load_ranks=range(self.shards.num_ranks),
             store_ranks=self.shards.storing_ranks,
@@ -176,12 +179,12 @@ class ServedCache:
 
     def _give_ssd_to(self, identity: KVIdentity, pool: DiskPool) -> Clearing | None:
         former, ssd = pool.identity, self.tasks.cache.tiers.by_name[TierName.SSD]
-        if former is not None and (former.model != identity.model or not ssd.index.num_blocks):
+        if former is not None and (former.model != identity.model or not ssd.num_indexed):
             former = None  # another model's blocks leave as room is needed
         if former is not None and self.config.ssd_on_mismatch == "refuse":
             directories = ":".join(self.config.ssd_cache_dirs)
             raise ConfigError(
-                f"ssd_cache_dirs = {directories!r}: it holds {ssd.index.num_blocks} blocks of KV "
+                f"ssd_cache_dirs = {directories!r}: it holds {ssd.num_indexed} blocks of KV "
                 f"{former.text}; this engine's KV is {identity.text}. Use another directory, or "
                 "set ssd_on_mismatch = clear to drop them"
             )

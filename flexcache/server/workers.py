@@ -111,8 +111,8 @@ class WorkerPool:
                 self._send(executor, make_execute(instruction))
             case DropOp(executor, op_id):
                 self._send(executor, Drop(op_id))
-            case RunLookUp(lookup_id, root, keys):
-                self._send(REMOTE, LookUp(lookup_id, root, list(keys)))
+            case RunLookUp(lookup_id, root, keys, tails):
+                self._send(REMOTE, LookUp(lookup_id, root, list(keys), list(tails)))
             case ReplaceExecutor(executor, reason):
                 log_event(logger, logging.ERROR, "worker_replaced", worker=executor, reason=reason)
                 self._workers[executor].kill()

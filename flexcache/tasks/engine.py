@@ -157,12 +157,13 @@ class KVTaskEngine:
 
     def match(
         self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
-        num_tokens: int, now: float, retain_s: float = 0.0,
+        num_tokens: int, now: float, retain_s: float = 0.0, tail_at: int = 0,
     ) -> Plan:  # fmt: skip
         """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
 
         Args:
             retain_s: What a put stores counts as used this much later when room is needed.
+            tail_at: A put also stores the tail behind this many blocks, unless it is 0.
 
         Raises:
             ValueError: The id is not above all earlier ones of its session.
@@ -170,24 +171,25 @@ class KVTaskEngine:
         """
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
-        plan = self._matcher.plan(owner, kind, keys, start, stop, retain_s, now)
+        plan = self._matcher.plan(owner, kind, keys, start, stop, retain_s, now, tail_at)
         task = Task(task_id, owner, plan, num_tokens)
         self._accounts.matched(task, keys, start, stop, retain_s, now)
-        if plan.num_blocks:
+        if not plan.is_empty:
             self._sessions.open(task)
             self._deadlines.matched(task_id, now)
             return plan
         self.cache.finish(plan)
         self._runner.end_empty(task)
         if kind is TaskKind.PUT and start < stop and not plan.dropped:
-            self._runner.store(self._matcher.plan_store(owner, keys, start, stop, retain_s), now)
+            store = self._matcher.plan_store(owner, keys, start, stop, retain_s, tail_at)
+            self._runner.store(store, now)
         return plan
 
     def launch(
         self, task_ids: Sequence[TaskId], gpu_blocks: Sequence[BlockIds], now: float,
         gated: bool = False,
     ) -> list[TaskId]:  # fmt: skip
-        """Start tasks with the GPU blocks for each. All are checked before any is started.
+        """Start tasks with their GPU blocks (`Launch`). All are checked before any is started.
 
         Returns:
             Those that had ended before: cancelled, say. They stay as they are.
@@ -202,11 +204,11 @@ class KVTaskEngine:
                 had_ended.append(task_id)
                 continue
             plan = task.plan
-            check_launchable(task_id, plan.kind, task.is_launched, plan.num_blocks, blocks)
+            check_launchable(task_id, plan.kind, task.is_launched, plan.num_gpu_blocks, blocks)
             to_start.append((task, blocks))
         for task, blocks in to_start:
             task.gated = gated
-            task.plan.graph.bind_gpu_blocks(blocks, task.plan.start)
+            task.plan.bind_gpu_blocks(blocks)
             self._deadlines.launched(task, now)
             self._runner.run(task, now)
         return had_ended
@@ -269,10 +271,14 @@ class KVTaskEngine:
             self._lookups.give_up(now, self._instructions)
         self._runner.settle(self._executors.down(executor, reason, now), now)
 
-    def looked_up(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
+    def looked_up(
+        self, lookup_id: int, num_present: int, error: str | None, now: float, tail: int = -1
+    ) -> None:
         """The remote worker has answered a question."""
         if self._lookups is not None:
-            self._lookups.looked_up(lookup_id, max(0, num_present), error, now, self._instructions)
+            self._lookups.looked_up(
+                lookup_id, max(0, num_present), error, now, self._instructions, tail
+            )
             self._runner.settle(self._executors.sync(), now)
 
     def op_done(

@@ -24,13 +24,16 @@ def device(engine: str, rank: int) -> str:
 class MatchedTask(NamedTuple):
     """What a match came to: a task for ``num_blocks`` of a prompt from block ``start``.
 
-    ``sources`` has how many of them each tier supplies.
+    ``sources`` has how many of them each tier supplies. A launch needs ``num_gpu_blocks``, those of
+    the tail behind ``tail_at`` blocks included, unless that is 0.
     """
 
     task_id: TaskId
     start: int
     num_blocks: int
     sources: dict[TierName, int]
+    num_gpu_blocks: int
+    tail_at: int = 0
 
 
 class TaskResult(NamedTuple):
@@ -72,12 +75,13 @@ class DropOp:
 
 @dataclass(frozen=True, slots=True)
 class RunLookUp:
-    """Ask the remote worker how many of these blocks, from the first on, the store has. It reports
-    by `KVTaskEngine.looked_up`."""
+    """Ask the remote worker how many of these blocks, from the first on, the store has, and which
+    of the tails (`LookUp`). It reports by `KVTaskEngine.looked_up`."""
 
     lookup_id: int
     root: bytes
     keys: Sequence[BlockKey]
+    tails: Sequence[tuple[int, BlockKey]] = ()
 
 
 @dataclass(frozen=True, slots=True)

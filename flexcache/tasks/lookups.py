@@ -20,6 +20,7 @@ from sortedcontainers import SortedList
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.tail_loads import AskedTail
 from flexcache.ids import BlockKey, RootId
 from flexcache.tasks.instructions import Instruction, LookUpEnded, RunLookUp
 from flexcache.transfer.breaker import CircuitBreaker
@@ -40,10 +41,20 @@ class _LookUp:
     deadline_s: float
     first: int = 0
     content: PromptContent | None = None
+    tails: Sequence[AskedTail] = ()
 
     @property
     def is_trial(self) -> bool:
-        return not self.keys
+        return not self.keys and not self.tails
+
+    @property
+    def name(self) -> BlockKey:
+        """Key of the first block or tail that it asks for."""
+        return self.keys[0] if self.keys else self.tails[0].last_unit
+
+    def num_needed(self, tail: AskedTail) -> int:
+        """How many of its keys must be there for a tail to be of use."""
+        return 0 if tail.has_blocks else tail.position - self.first
 
 
 class RemoteLookUps:
@@ -68,9 +79,10 @@ class RemoteLookUps:
         self.num_late = 0
 
     def look_up(
-        self, keys: BlockKeys, stop: int, now: float, instructions: list[Instruction]
-    ) -> int | None:
-        """Ask about the unknown ones of a prompt's first ``stop`` blocks.
+        self, keys: BlockKeys, stop: int, now: float, instructions: list[Instruction],
+        tails: Sequence[AskedTail] = (),
+    ) -> int | None:  # fmt: skip
+        """Ask about the unknown ones of a prompt's first ``stop`` blocks, and about its tails.
 
         Returns:
             The open question to wait for; None if there is nothing to ask.
@@ -79,8 +91,12 @@ class RemoteLookUps:
             return None
         first = self._tier.first_unknown(keys, stop, now)
         if first is None:
-            return None
-        found = self._by_key.get((keys.root, keys.key(first)))
+            tails = [tail for tail in tails if tail.has_blocks]
+            if not tails:
+                return None
+            first = stop
+        name = keys.key(first) if first < stop else tails[0].last_unit
+        found = self._by_key.get((keys.root, name))
         if found is not None:
             return found
         parent = keys.key(first - 1) if first else None
@@ -88,11 +104,12 @@ class RemoteLookUps:
         at_store = self._tier.root_at_store(keys.root)
         deadline_s = now + self._timeout_s
         question = _LookUp(
-            keys.root, parent, wanted, at_store, now, deadline_s, first, keys.content
+            keys.root, parent, wanted, at_store, now, deadline_s, first, keys.content, tails
         )
         lookup_id = self._ask(question)
-        self._by_key[keys.root, wanted[0]] = lookup_id
-        instructions.append(RunLookUp(lookup_id, at_store, wanted))
+        self._by_key[keys.root, question.name] = lookup_id
+        asked = [(question.num_needed(tail), tail.last_unit) for tail in tails]
+        instructions.append(RunLookUp(lookup_id, at_store, wanted, asked))
         self.num_asked += 1
         return lookup_id
 
@@ -105,7 +122,7 @@ class RemoteLookUps:
 
     def looked_up(
         self, lookup_id: int, num_present: int, error: str | None, now: float,
-        instructions: list[Instruction],
+        instructions: list[Instruction], tail: int = -1,
     ) -> None:  # fmt: skip
         """Take the worker's answer; one that comes too late is ignored."""
         question = self._open.get(lookup_id)
@@ -126,6 +143,18 @@ class RemoteLookUps:
         )
         if num_known < len(question.keys):
             self._tier.learn_absent(question.root, question.keys[num_known], now)
+        if error is None:
+            self._learn_tails(question, num_present, tail, now)
+
+    def _learn_tails(self, question: _LookUp, num_present: int, tail: int, now: float) -> None:
+        """Remember the one tail that was found, and that those asked for before it are missing."""
+        for number, asked in enumerate(question.tails):
+            if question.num_needed(asked) > num_present:
+                continue  # of no use: the worker did not look for it
+            if number == tail:
+                self._tier.learn_tail(question.root, asked.key, asked.num_units)
+                return
+            self._tier.learn_absent(question.root, asked.last_unit, now)
 
     def tick(self, now: float, worker_is_up: bool, instructions: list[Instruction]) -> None:
         """Let deadlines pass, and try a store again that was given up."""
@@ -164,7 +193,7 @@ class RemoteLookUps:
         question = self._open[lookup_id]
         self._end(lookup_id, instructions)
         if not question.is_trial:
-            self._tier.learn_absent(question.root, question.keys[0], now)
+            self._tier.learn_absent(question.root, question.name, now)
 
     def _end(self, lookup_id: int, instructions: list[Instruction]) -> None:
         question = self._open.pop(lookup_id)
@@ -172,7 +201,7 @@ class RemoteLookUps:
         if question.is_trial:
             self._has_trial = False
             return
-        del self._by_key[question.root, question.keys[0]]
+        del self._by_key[question.root, question.name]
         instructions.append(LookUpEnded(lookup_id))
 
     def check(self) -> bool:

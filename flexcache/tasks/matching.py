@@ -59,9 +59,14 @@ class Matcher:
         if kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
             return None
         self._roots.place(keys)
-        if self._cache.tiers.have_locally(keys, stop):
+        tails = None
+        if (tail_loads := self._cache.loads.tails) is not None:
+            tails = tail_loads.unknown(keys, stop, now)
+            if not tails:
+                return None
+        elif self._cache.tiers.have_locally(keys, stop):
             return None
-        return lookups.look_up(keys, stop, now, self._instructions)
+        return lookups.look_up(keys, stop, now, self._instructions, tails or ())
 
     def plan(
         self,
@@ -72,6 +77,7 @@ class Matcher:
         stop: int,
         retain_s: float,
         now: float,
+        tail_at: int,
     ) -> Plan:
         self._roots.place(keys)
         self._cache.tiers.advance(now)
@@ -83,15 +89,16 @@ class Matcher:
         if kind is TaskKind.PREFETCH:
             return self._cache.loads.plan_prefetch(keys, start, stop)
         return self._cache.stores.plan_put(
-            keys, start, stop, self._share_of_backlog(owner), retain_s
+            keys, start, stop, self._share_of_backlog(owner), retain_s, tail_at
         )
 
     def plan_store(
-        self, owner: Session, keys: BlockKeys, start: int, stop: int, retain_s: float
+        self, owner: Session, keys: BlockKeys, start: int, stop: int, retain_s: float, tail_at: int
     ) -> Plan:
         """For a put that DRAM had nothing to take from: what the tiers below it lack."""
-        backlog = self._share_of_backlog(owner)
-        return self._cache.stores.plan_store(keys, stop, backlog, retain_s, start=start)
+        room = self._share_of_backlog(owner)
+        stores = self._cache.stores
+        return stores.plan_store(keys, stop, room, retain_s, tail_at=tail_at, start=start)
 
     def _why_not(self, owner: Session, kind: TaskKind) -> str | None:
         """Why nothing can be matched for a session now."""

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from flexcache.cache.plan import Plan
+from flexcache.cache.plan import Plan, PlannedTail
+from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.ids import KVStatus, OpId, OpKind, SessionId, TaskId, TaskKind, TaskState, TierName
 from flexcache.tasks.ids import id_before
 from flexcache.tasks.instructions import TaskResult
@@ -116,6 +117,7 @@ class Task:
         plan, error = self.plan, "; ".join(list(dict.fromkeys(self.errors))[:_MAX_ERRORS]) or None
         if self.state.is_cancelled:
             return TaskResult(KVStatus.CANCELLED, plan.start, 0, self.num_tokens, error, is_final)
+        has_tail = False
         if plan.kind is TaskKind.PREFETCH:
             on_host = plan.sources.get(TierName.CPU, 0)
             num_ok = on_host + self.contiguous(LOAD_TIER, plan.start + on_host)
@@ -123,8 +125,23 @@ class Task:
             num_ok = sum(sum(moved.values()) for moved in self.moved.values())
         else:
             num_ok = self.contiguous(GPU_OPS, plan.start)
-        status = KVStatus.SUCCESS if num_ok else KVStatus.FAILED
+        if plan.tail is not None and plan.kind is not TaskKind.STORE:
+            num_ok, has_tail = self._with_tail(plan, plan.tail, num_ok)
+        status = KVStatus.SUCCESS if num_ok or has_tail else KVStatus.FAILED
         return TaskResult(status, plan.start, num_ok, self.num_tokens, error, is_final)
+
+    def _with_tail(self, plan: Plan, tail: PlannedTail, num_ok: int) -> tuple[int, bool]:
+        """How many blocks arrived, and whether a put has stored the tail.
+
+        What a get or prefetch brings is of use only with all of the tail.
+        """
+        kinds = LOAD_TIER if plan.kind is TaskKind.PREFETCH else GPU_OPS
+        is_moved = any(op.kind in kinds and op.first >= TAIL_FIRST for op in plan.graph.ops)
+        is_whole = self.contiguous(kinds, TAIL_FIRST) == (len(tail.units) if is_moved else 0)
+        if plan.kind is TaskKind.PUT:
+            return num_ok, is_moved and is_whole
+        has_blocks = num_ok == plan.num_blocks or not plan.has_dense
+        return plan.num_blocks if has_blocks and is_whole else 0, is_whole and has_blocks
 
 
 @dataclass(slots=True, eq=False)

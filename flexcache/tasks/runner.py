@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 
 from flexcache.cache.plan import Plan
+from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import KVStatus, OpKind, TaskKind
 from flexcache.tasks.accounts import Accounts
@@ -186,14 +187,16 @@ class TaskRunner:
         if kind in STORE_TIER:
             if not task.open_ops[kind]:
                 tier = STORE_TIER[kind]
-                count = task.contiguous([kind], plan.store_starts[tier])
-                self._cache.publish_store(plan, tier, count)
-        elif kind is not OpKind.H2D and plan.staging is not None:
+                count = task.contiguous([kind], plan.store_starts.get(tier, plan.stop))
+                num_units = task.contiguous([kind], TAIL_FIRST)
+                self._cache.publish_store(plan, tier, count, num_units)
+        elif kind is not OpKind.H2D:
             is_put = plan.kind is TaskKind.PUT
             kinds = _FROM_GPU if is_put else _FROM_BELOW
             if not any(task.open_ops[k] for k in kinds):
                 begin = plan.start if is_put else plan.load_start
-                self._cache.publish_staging(plan, task.contiguous(kinds, begin))
+                count = task.contiguous(kinds, begin)
+                self._cache.publish_staging(plan, count, task.contiguous(kinds, TAIL_FIRST))
 
     def _finish(self, task: Task, notify_ranks: bool) -> None:
         """Every op of the task has ended, or none was ever started."""

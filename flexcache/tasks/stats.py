@@ -60,6 +60,8 @@ class TierStats(_Part, frozen=True, kw_only=True):
     written_bytes: int
     available: int
     """1 while the tier takes part, else 0."""
+    tails: int = 0
+    """How many tails can be found; their units count as blocks."""
     known_absent: int | None = None
     """Blocks that a remote store is known to lack."""
     seen_blocks: int | None = None

@@ -24,7 +24,8 @@ class TransferOp:
     on another over the same positions moves at most the prefix that the other delivered.
 
     Attributes:
-        src: Block ids to read, in the tier that ``kind`` names first; GPU ids are set at launch.
+        src: Block ids to read, in the tier that ``kind`` names first; GPU ids are set at launch,
+            one or more for each block.
         dst: Block ids to write, likewise.
         names: Names of the blocks, if the op reads or writes storage that outlives the process.
     """
@@ -38,16 +39,19 @@ class TransferOp:
     names: BlockNames | None = None
 
     def __len__(self) -> int:
-        blocks = self.src if self.src is not None else self.dst
+        blocks = self.dst if self.kind is OpKind.D2H else self.src
         assert blocks is not None
         return len(blocks)
 
     def truncate(self, count: int) -> None:
+        num_blocks = len(self)
+        if count == num_blocks:
+            return
         if self.src is not None:
-            self.src = self.src[:count]
+            self.src = self.src[: count * (len(self.src) // num_blocks)]
         if self.dst is not None:
-            self.dst = self.dst[:count]
-        if self.names is not None and count < len(self.names.keys):
+            self.dst = self.dst[: count * (len(self.dst) // num_blocks)]
+        if self.names is not None:
             self.names = msgspec.structs.replace(self.names, keys=self.names.keys[:count])
 
 
@@ -70,12 +74,14 @@ class TransferOpGraph:
         self.ops.append(TransferOp(op_id, kind, first, src, dst, tuple(depends_on), names))
         return op_id
 
-    def bind_gpu_blocks(self, gpu_blocks: BlockIds, base: int) -> None:
-        """Assign GPU blocks to the task's blocks ``base, base + 1, ...``."""
+    def bind_gpu_blocks(self, gpu_blocks: BlockIds, base: int, per_block: int = 1) -> None:
+        """Assign ``per_block`` GPU blocks to each of the task's blocks ``base, base + 1, ...``."""
+        stop = base + len(gpu_blocks) // per_block
         for op in self.ops:
-            if op.kind.touches_gpu:
-                chunk = gpu_blocks[op.first - base : op.first - base + len(op)]
-                if len(chunk) != len(op):
+            if op.kind.touches_gpu and base <= op.first < stop:
+                first, size = (op.first - base) * per_block, len(op) * per_block
+                chunk = gpu_blocks[first : first + size]
+                if len(chunk) != size:
                     raise InternalError(f"op {op.op_id} has no GPU block for each of its blocks")
                 if op.kind is OpKind.H2D:
                     op.dst = chunk

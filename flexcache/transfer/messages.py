@@ -50,19 +50,28 @@ class Drop(msgspec.Struct, tag=True, frozen=True):
 
 
 class LookUp(msgspec.Struct, tag=True, frozen=True):
-    """Ask how many of these blocks, from the first on, the remote store has. See `LookedUp`."""
+    """Ask how many of these blocks, from the first on, the remote store has. See `LookedUp`.
+
+    ``tails``: and which of these tails it has, the last positions first. Of each, the number of
+    ``keys`` that must be there for it to be of use, and the key of its last unit.
+    """
 
     lookup_id: int
     root: bytes
     keys: list[bytes]
+    tails: list[tuple[int, bytes]] = []
 
 
 class LookedUp(msgspec.Struct, tag=True, frozen=True):
-    """The store has the first ``num_present`` blocks; with an ``error``, the rest is unknown."""
+    """The store has the first ``num_present`` blocks; with an ``error``, the rest is unknown.
+
+    ``tail``: the first of the tails that is there and of use; -1 for none.
+    """
 
     lookup_id: int
     num_present: int
     error: str | None = None
+    tail: int = -1
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):

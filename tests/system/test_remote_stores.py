@@ -133,6 +133,17 @@ def joined(parts: list[memoryview]) -> bytes:
     return b"".join(parts)
 
 
+def test_the_first_of_some_names_is_found(store: RemoteStore, memory: Memory) -> None:
+    names = fresh(70)
+    assert store.first_present(names, soon()) == 70
+    assert store.first_present([], soon()) == 0
+    parts = [memory.filled(i, 64) for i in range(2)]
+    assert statuses(store.write_from([names[66], names[5]], parts, soon())) == [Status.OK] * 2
+    assert store.first_present(names, soon()) == 5
+    assert store.first_present(names[6:], soon()) == 60
+    assert store.first_present(names[::-1], soon()) == 3
+
+
 def test_an_absent_object_is_missing(store: RemoteStore, memory: Memory) -> None:
     names = fresh(3)
     assert store.count_present(names, soon()).num_present == 0

@@ -123,6 +123,39 @@ def test_a_host_block_is_the_layers_bytes_one_after_the_other(
     assert not any(bytes(segment.block(4)))
 
 
+def test_a_host_block_may_hold_several_gpu_blocks_and_some_may_be_skipped(tensors: Tensors) -> None:
+    def on_gpu(block: int) -> bytes:
+        return b"".join(tensor[block].numpy().tobytes() for tensor in tensors.values())
+
+    def numbers(op: Execute) -> list[Done]:
+        worker.execute(op)
+        return run_dry(worker)
+
+    size = bytes_per_index(tensors)
+    with HostSegment.create(2 * size, NUM_HOST_BLOCKS) as segment:
+        segment.map()
+        copier = open_copier(torch.device("cpu"))
+        copier.attach(segment)
+        layout = layout_of(tensors)
+        worker = DeviceWorker(layout, segment, copier, blocks_per_unit=2, may_skip=True)
+        expected = {block: on_gpu(block) for block in range(NUM_GPU_BLOCKS)}
+        assert numbers(store(1, [6, 0, -1, 3, 4, -1], [4, 1, 2])) == [Done(1, 3)]
+        for host, first, second in ((4, 6, 0), (1, None, 3), (2, 4, None)):
+            data = bytes(segment.block(host))[: 2 * size]
+            assert data[:size] == (bytes(size) if first is None else expected[first])
+            assert data[size:] == (bytes(size) if second is None else expected[second])
+        assert numbers(load(2, [1, 4], [-1, 5, 2, -1])) == [Done(2, 2)]
+        assert [on_gpu(block) for block in (5, 2)] == [expected[3], expected[6]]
+        untouched = [0, 1, 3, 4, 6]
+        assert [on_gpu(block) for block in untouched] == [expected[b] for b in untouched]
+        assert numbers(load(3, [1], [-1, -1])) == [Done(3, 1)]
+        [refused] = numbers(load(4, [1], [5]))
+        assert "1 GPU blocks do not pair with 1 host blocks" in (refused.error or "")
+        [refused] = numbers(load(5, [1], [5, -2]))
+        assert "lies outside" in (refused.error or "")
+        worker.close()
+
+
 def test_an_op_without_blocks_is_done_at_once(tensors: Tensors, segment: HostSegment) -> None:
     worker = cpu_worker(tensors, segment)
     worker.execute(store(1, [], []))

@@ -21,8 +21,10 @@ from server_stats import SERVER_STATS
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.layout_roots import LayoutRoots
-from flexcache.config import ModelConfig
+from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
+from flexcache.config import KVGroup, ModelConfig
 from flexcache.events.snapshot import Page, cursor_of, pack_request
+from flexcache.ids import BlockKey
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
 from flexcache.server.hub import Hub
 from flexcache.server.hub_config import HubConfig
@@ -166,11 +168,23 @@ def test_a_root_depends_on_the_layout_and_is_placed_once() -> None:
     assert prompt.root == prompt.prompt_root
 
 
+def test_the_units_of_a_tail_are_named_by_its_block_their_count_and_number() -> None:
+    assert [name.hex() for name in tail_keys(BlockKey(b"key"), 2)] == [
+        "bc308a0111d71226cd23858858c801da", "9af4989e74b6b0c94403a858af1a3e3f",
+    ]  # fmt: skip
+    assert tail_keys(BlockKey(b"key"), 1)[0].hex() == "0721d6aace86a201f51710e91255aa05"
+    records = make_records(ROOT, TAIL_FIRST, KEY, tail_keys(BlockKey(KEY), 2), np.zeros(2, "<u8"))
+    assert records["position"].tolist() == [2**31, 2**31 + 1]
+
+
 def test_the_fingerprint_of_a_model_does_not_change() -> None:
     model = ModelConfig("m", 2, 4, 64, torch.bfloat16, tp_size=2)
     assert model.fingerprint(16) == (
         "m|bfloat16|mha|layers=2|heads=4|head=64|tp=2|block=16|layout=v1"
     )
+    groups = KVGroup("full", 16), KVGroup("window", 16, 64, ("a", "b")), KVGroup("state", 16)
+    grouped = ModelConfig("m", 2, 4, 64, torch.bfloat16, groups=groups).fingerprint(16)
+    assert grouped.endswith("|layout=v1|groups=full:16,window:16:64:c60f8ba575c1ad36,state:16")
     staged = replace(model, pp_size=3, cp_size=2, kv_replicas=2, sized_by_ranks=True)
     assert staged.fingerprint(16) == (
         "m|bfloat16|mha|layers=2|heads=4|head=64|tp=2,pp=3,cp=2,replicas=2|block=16|layout=v1"

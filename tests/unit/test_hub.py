@@ -325,7 +325,7 @@ def test_one_engine_gets_what_another_put(world: World) -> None:
     [answer] = one.answers(task_id)
     assert (answer.status, answer.num_ok, answer.is_final) == (KVStatus.SUCCESS, 3, True)
     task_id, reply = two.match(TaskKind.GET, "abcd")
-    assert reply == Matched(5, 0, 3, {"CPU": 3})
+    assert reply == Matched(5, 0, 3, {"CPU": 3}, num_gpu_blocks=3)
     two.launch(task_id, 3)
     assert not two.answers(task_id)
     two.work()

@@ -830,7 +830,7 @@ def _forget_a_private_lease(cache: TieredCache) -> None:
 
 
 def _miscount_the_backlog(cache: TieredCache) -> None:
-    cache.stores._backlog[SSD] += 1
+    cache.stores._backlog._by_tier[SSD] += 1
 
 
 def _break_a_tier(cache: TieredCache) -> None:

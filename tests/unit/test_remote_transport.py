@@ -102,7 +102,7 @@ def load(server: PlayedServer, client: EngineClient) -> int:
     with ThreadPoolExecutor(1) as thread:
         matching = thread.submit(client.match, TaskKind.GET, PROMPT)
         identity, request = server.next(Match)
-        server.say(identity, Matched(request.request_id, 0, 2, {"CPU": 2}))
+        server.say(identity, Matched(request.request_id, 0, 2, {"CPU": 2}, num_gpu_blocks=2))
         task = matching.result()
     client.launch([task.task_id], [np.arange(2)], gated=False)
     server.next(Launch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -270,6 +271,24 @@ def test_blocks_of_all_ranks_go_out_and_come_back(
     assert running.ask(load_op(3, [13, 14, 15], 10, 11, 12)) == Done(3, 3)
     assert contents(segments, [13, 14, 15]) == expected
     assert padding == [bytes(segment.block(13)[BLOCK_BYTES:]) for segment in segments]
+
+
+def test_of_tails_the_first_that_is_there_and_of_use_is_found(running: Running) -> None:
+    assert running.ask(store_op(1, [3, 1, 7], 10, 20, 21)) == Done(1, 3)
+    missing, *there = keys(19, 20, 21)
+
+    numbers = itertools.count(2)
+
+    def found(blocks: list[int], *tails: tuple[int, bytes]) -> int:
+        answer = running.ask(LookUp(next(numbers), ROOT, keys(*blocks), list(tails)))
+        assert isinstance(answer, LookedUp)
+        assert answer.num_present == min(1, len(blocks))
+        return answer.tail
+
+    assert found([10, 11], (2, there[0]), (1, missing), (1, there[1]), (0, there[0])) == 2
+    assert found([], (1, there[0]), (0, there[1])) == 1
+    assert found([10], (1, missing)) == -1
+    assert found([10]) == -1
 
 
 def test_a_malformed_op_is_refused_and_the_others_go_on(running: Running) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
-from builders import prompt
+from builders import key_of, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.restore import Records, restore_tier
+from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
 from flexcache.cache.tier import Tier
 from flexcache.ids import BlockKey, RootId, TierName
 from flexcache.storage.slot_index import SLOT_RECORD, make_records
@@ -154,3 +157,61 @@ def test_exactly_what_can_be_reached_is_restored(history, random) -> None:  # ty
     assert tier.index.num_blocks == len(whole)
     for w, root in whole:
         assert slots(tier, w, root) == [latest[w[:stop], root] for stop in range(1, len(w) + 1)]
+
+
+def tail_records(word: str, count: int, first_slot: int, first_generation: int = 1) -> Records:
+    """Make the records of the units of a tail behind ``word``."""
+    names = [bytes(name) for name in tail_keys(key_of(word), count)]
+    made = make_records(ROOT, TAIL_FIRST, key_of(word), names, np.zeros(count, np.uint64))
+    made["generation"] = np.arange(first_generation, first_generation + count)
+    loaded = made.view(SLOT_RECORD)
+    loaded["slot"] = np.arange(first_slot, first_slot + count)
+    return loaded
+
+
+def restored_tail(tier: Tier, word: str) -> list[int]:
+    tail = tier.tails.find(ROOT, key_of(word))
+    return [] if tail is None else tail.units.tolist()
+
+
+@given(lost=st.sets(st.integers(0, 9)), order=st.randoms(use_true_random=False))
+def test_only_whole_tails_come_back(lost: set[int], order: random.Random) -> None:
+    tails = {"a": (1, 0), "ab": (3, 1), "abc": (2, 4), "b": (4, 6)}
+    found = np.concatenate([tail_records(word, *place) for word, place in tails.items()])
+    kept = [number for number in range(len(found)) if number not in lost]
+    order.shuffle(kept)
+    tier = Tier(TierName.SSD, 16)
+    report = restore_tier(tier, np.concatenate((record("a", 12, 50), found[kept])))
+    tier.check()
+    num_units = 0
+    for word, (count, first) in tails.items():
+        is_whole = not lost & set(range(first, first + count))
+        assert restored_tail(tier, word) == (list(range(first, first + count)) if is_whole else [])
+        num_units += count if is_whole else 0
+    assert report.num_restored == num_units + 1
+    assert report.num_restored + report.num_dropped == len(kept) + 1
+    assert slots(tier, "ab") == [12]
+
+
+def test_the_first_units_of_a_longer_tail_are_not_taken_for_a_tail() -> None:
+    tier = Tier(TierName.SSD, 16)
+    restore_tier(tier, tail_records("ab", 3, 0)[:2])
+    assert restored_tail(tier, "ab") == []
+    assert tier.pool.num_free == 16
+
+
+def test_of_a_unit_that_was_written_twice_the_later_slot_counts() -> None:
+    tier = Tier(TierName.SSD, 16)
+    twice = [tail_records("ab", 2, 0, 10), tail_records("ab", 2, 5, 20), tail_records("c", 1, 9)]
+    report = restore_tier(tier, np.concatenate(twice))
+    assert restored_tail(tier, "ab") == [5, 6]
+    assert (report.num_restored, report.num_dropped) == (3, 2)
+    assert tier.pool.num_free == 13
+
+
+def test_units_that_follow_themselves_are_dropped() -> None:
+    circle = tail_records("ab", 2, 0)
+    circle["parent"] = circle["key"]
+    circle["parent_bytes"] = circle["key_bytes"]
+    tier = Tier(TierName.SSD, 16)
+    assert restore_tier(tier, circle).num_restored == 0

@@ -134,7 +134,7 @@ def three_tasks() -> ClientTasks:
 
 
 def add(tasks: ClientTasks, kind: TaskKind, task_id: int, start: int, num_blocks: int) -> None:
-    tasks.add(kind, MatchedTask(TaskId(task_id), start, num_blocks, {}), 40)
+    tasks.add(kind, MatchedTask(TaskId(task_id), start, num_blocks, {}, num_blocks), 40)
 
 
 def results_of(tasks: ClientTasks, *ids: int, completely: bool = False) -> dict[int, TaskResult]:

@@ -86,6 +86,10 @@ class RemoteStore(ABC):
         """Count the leading names that exist without a gap."""
 
     @abstractmethod
+    def first_present(self, names: Sequence[str], deadline: float) -> int:
+        """Return the place of the first name that exists; ``len(names)`` if none is known to."""
+
+    @abstractmethod
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:

@@ -35,6 +35,11 @@ class MemoryStore(RemoteStore):
             return Presence(0, _LATE.reason)
         return Presence(sum(1 for _ in takewhile(self.objects.__contains__, names)))
 
+    def first_present(self, names: Sequence[str], deadline: float) -> int:
+        if seconds_until(deadline) <= 0:
+            return len(names)
+        return next((i for i, name in enumerate(names) if name in self.objects), len(names))
+
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:

@@ -105,6 +105,12 @@ class MooncakeStore(RemoteStore):
             return Presence(present, self._failure(found[present]).reason)
         return Presence(present)
 
+    def first_present(self, names: Sequence[str], deadline: float) -> int:
+        if self._problem(deadline) or not names:
+            return len(names)
+        found = self._client.batch_is_exist(list(names))
+        return found.index(_PRESENT) if _PRESENT in found else len(names)
+
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:

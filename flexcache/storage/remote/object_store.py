@@ -108,6 +108,18 @@ class ObjectStore(RemoteStore):
             step *= 2
         return Presence(present)
 
+    def first_present(self, names: Sequence[str], deadline: float) -> int:
+        start, step = 0, _FIRST_LOOK
+        while start < len(names):
+            asked = names[start : start + step]
+            found = self._each(self._look, [(name,) for name in asked], deadline)
+            for number, outcome in enumerate(found, start):
+                if outcome.status is Status.OK:
+                    return number
+            start += len(asked)
+            step *= 2
+        return len(names)
+
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:

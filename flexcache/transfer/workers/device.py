@@ -53,6 +53,8 @@ class _Copies:
     message: Execute
     destinations: Addresses
     sources: Addresses
+    num_units: int
+    """Blocks of the host segment."""
     num_started: int = 0
     """Columns whose copies were started."""
 
@@ -68,6 +70,8 @@ class DeviceWorker:
 
     Args:
         permit: Set to the task of the current copy; shared with the copier.
+        blocks_per_unit: GPU blocks for each block of the host segment, where they are in sequence.
+        may_skip: Whether -1 stands for a GPU block that is not to be copied.
     """
 
     def __init__(
@@ -76,8 +80,12 @@ class DeviceWorker:
         segment: HostSegment,
         copier: Copier,
         permit: CopyPermit | None = None,
+        blocks_per_unit: int = 1,
+        may_skip: bool = False,
     ) -> None:
         self._layout = layout
+        self._blocks_per_unit = blocks_per_unit
+        self._lowest_gpu_block = -1 if may_skip else 0
         self._segment = segment
         self._copier = copier
         self._permit = permit or CopyPermit()
@@ -226,17 +234,28 @@ class DeviceWorker:
         gpu, host = (dst, src) if is_load else (src, dst)
         layout, segment = self._layout, self._segment
         by_layer = self._layer_load(message)
+        per_unit = self._blocks_per_unit
         problem = (
-            _unpaired(gpu, host)
-            or _out_of_range("GPU", gpu, layout.num_blocks)
+            _unpaired(gpu, host, per_unit)
+            or _out_of_range("GPU", gpu, layout.num_blocks, self._lowest_gpu_block)
             or _out_of_range("host", host, segment.num_blocks)
             or (_not_whole(len(gpu), by_layer.num_blocks) if by_layer is not None else None)
         )
         if problem:
             return [self._failed(message, problem)]
+        num_units, in_unit = len(host), None
+        if self._lowest_gpu_block < 0:
+            wanted = np.flatnonzero(gpu >= 0)
+            if not len(wanted):
+                return [Done(message.op_id, num_units)]
+            in_unit = wanted % per_unit * layout.block_bytes
+            gpu, host = gpu[wanted], host[wanted // per_unit]
         on_gpu = layout.gpu_addresses(gpu)
         on_host = layout.host_addresses(segment.address, segment.stride, host)
-        copies = _Copies(message, *((on_gpu, on_host) if is_load else (on_host, on_gpu)))
+        if in_unit is not None:
+            on_host += in_unit[:, None]
+        ends = (on_gpu, on_host) if is_load else (on_host, on_gpu)
+        copies = _Copies(message, *ends, num_units)
         if by_layer is not None:
             self._in_parts.append(copies)
             return self._start_part(copies, by_layer)
@@ -291,8 +310,8 @@ class DeviceWorker:
     def _started(self, copies: _Copies, landed: Fence | None) -> list[Done]:
         """Record that all copies of an op were started; the last of them land with ``landed``."""
         if landed is None:
-            return [Done(copies.message.op_id, copies.num_blocks)]
-        self._moving.append(_Moving(copies.message.op_id, copies.num_blocks, landed))
+            return [Done(copies.message.op_id, copies.num_units)]
+        self._moving.append(_Moving(copies.message.op_id, copies.num_units, landed))
         return []
 
     def _not_started(self, message: Execute, error: Exception) -> Done:
@@ -329,14 +348,16 @@ class DeviceWorker:
         return [Done(op_id, 0, error=reason) for op_id in op_ids]
 
 
-def _unpaired(gpu: npt.NDArray[np.int64], host: npt.NDArray[np.int64]) -> str | None:
-    if len(gpu) != len(host):
+def _unpaired(gpu: npt.NDArray[np.int64], host: npt.NDArray[np.int64], per_unit: int) -> str | None:
+    if len(gpu) != len(host) * per_unit:
         return f"{len(gpu)} GPU blocks do not pair with {len(host)} host blocks"
     return None
 
 
-def _out_of_range(place: str, blocks: npt.NDArray[np.int64], count: int) -> str | None:
-    if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= count):
+def _out_of_range(
+    place: str, blocks: npt.NDArray[np.int64], count: int, lowest: int = 0
+) -> str | None:
+    if len(blocks) and (int(blocks.min()) < lowest or int(blocks.max()) >= count):
         return f"a {place} block lies outside of [0, {count})"
     return None
 

@@ -259,9 +259,9 @@ class RemoteService:
     def _look_up(self) -> None:
         while True:
             message, deadline = self._lookups.get()
-            names = [object_name(message.root, key) for key in message.keys]
+            tail = -1
             try:
-                found = self._connection.store().count_present(names, deadline)
+                found, tail = self._find(message, deadline)
             except StoreUnavailableError as error:
                 found = Presence(0, str(error))
             except Exception as error:
@@ -275,7 +275,21 @@ class RemoteService:
                 found = Presence(0, f"{type(error).__name__}: {error}")
             with self._changed:
                 self._num_lookups -= 1
-                self._answer(LookedUp(message.lookup_id, found.num_present, found.error))
+                self._answer(LookedUp(message.lookup_id, found.num_present, found.error, tail))
+
+    def _find(self, message: LookUp, deadline: float) -> tuple[Presence, int]:
+        """Return how many blocks are there, and which tail, or -1."""
+        store = self._connection.store()
+        found = store.count_present([object_name(message.root, k) for k in message.keys], deadline)
+        tails = [
+            (number, object_name(message.root, key))
+            for number, (num_needed, key) in enumerate(message.tails)
+            if num_needed <= found.num_present
+        ]
+        if found.error is not None or not tails:
+            return found, -1
+        at = store.first_present([name for _, name in tails], deadline)
+        return found, tails[at][0] if at < len(tails) else -1
 
     def _answer(self, answer: Done | LookedUp) -> None:
         self._answers.append(answer)

@@ -1,0 +1,174 @@
+"""Tails of one tier: what window and state groups need to resume a prompt at one position.
+
+    full-attention groups   |b0|b1|b2|b3|b4|b5|b6|b7|       PrefixIndex: closed under prefixes
+    tails, at some of them              T4          T8      {a window's blocks, a state, ...} as one
+
+A *tail* is some units of the tier's pool under the key of the block that ends its prefix. It is
+found, pinned and evicted as a whole, so there is never a part of one. A prompt resumes at the end
+of a cached prefix that has a tail. Nothing ties the two together: a tail whose prefix is gone is
+not asked for, and is evicted when it is due.
+
+Not thread-safe, no I/O. ``now`` and due times mean what they mean in `prefix_index`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+import xxhash
+
+from flexcache.cache.prefix_index import NO_BLOCKS, BlockIds
+from flexcache.errors import InternalError
+from flexcache.ids import BlockKey, RootId
+
+TAIL_FIRST = 1 << 31
+"""Positions of a tail's units in ops and names start here, far beyond those of blocks."""
+
+
+def tail_keys(key: BlockKey, count: int) -> list[BlockKey]:
+    """Name the units of a tail of ``count`` units behind the block ``key``. 16 bytes each.
+
+    The count is part of every name, so the first units of a longer tail are not taken for a tail.
+    """
+    stem = key + b"tail" + count.to_bytes(4, "little")
+    return [BlockKey(xxhash.xxh3_128_digest(stem + j.to_bytes(4, "little"))) for j in range(count)]
+
+
+class Tail:
+    """The units of one tail. Internal to a tier; `is_indexed` says whether it can be found."""
+
+    __slots__ = ("due", "is_indexed", "is_queued", "key", "num_pins", "root", "units")
+
+    def __init__(self, root: RootId, key: BlockKey, units: BlockIds) -> None:
+        self.root = root
+        self.key = key
+        self.units = units
+        self.due = 0.0
+        self.num_pins = 0
+        self.is_indexed = False
+        self.is_queued = False
+
+
+class TailIndex:
+    """Tails by the block behind which they resume."""
+
+    def __init__(self) -> None:
+        self._tails: dict[RootId, dict[BlockKey, Tail]] = {}
+        self._queue: list[tuple[float, int, Tail]] = []
+        """A heap of (due, count, tail); entries of removed, pinned or touched tails are stale."""
+        self._count = 0
+        self._pinned_away: dict[Tail, None] = {}
+        """Tails that were discarded and wait for their last unpin."""
+        self.num_units = 0
+        self.num_tails = 0
+
+    def find(self, root: RootId, key: BlockKey) -> Tail | None:
+        """Return the tail behind the block ``key``. O(1)."""
+        tails = self._tails.get(root)
+        return None if tails is None else tails.get(key)
+
+    def has_any(self, root: RootId) -> bool:
+        return root in self._tails
+
+    def insert(self, tail: Tail, due: float) -> None:
+        """Make a tail findable; there must be none behind its block."""
+        tails = self._tails.setdefault(tail.root, {})
+        if tail.key in tails or tail.is_indexed:
+            raise InternalError("a tail was inserted twice")
+        tails[tail.key] = tail
+        tail.is_indexed = True
+        tail.due = due
+        self.num_tails += 1
+        self.num_units += len(tail.units)
+        self._queue_if_evictable(tail)
+
+    def touch(self, tail: Tail, due: float) -> None:
+        """Evict the tail no earlier than ``due``."""
+        tail.due = max(tail.due, due)
+
+    def pin(self, tail: Tail) -> None:
+        """Keep the tail in place until `unpin`."""
+        tail.num_pins += 1
+
+    def unpin(self, tail: Tail) -> BlockIds:
+        """Release a tail; return its units if it was discarded in the meantime."""
+        tail.num_pins -= 1
+        if tail.num_pins:
+            return NO_BLOCKS
+        if tail in self._pinned_away:
+            del self._pinned_away[tail]
+            self.num_units -= len(tail.units)
+            return tail.units
+        self._queue_if_evictable(tail)
+        return NO_BLOCKS
+
+    def next_due(self) -> float:
+        """Return when the first tail is due that may be evicted; infinity if none may."""
+        while self._queue:
+            due, _, tail = self._queue[0]
+            if tail.is_indexed and not tail.num_pins and tail.due == due:
+                return due
+            heapq.heappop(self._queue)
+            tail.is_queued = False
+            self._queue_if_evictable(tail)
+        return math.inf
+
+    def evict(self) -> BlockIds:
+        """Remove the tail that is due first and return its units. Amortised O(log tails)."""
+        if self.next_due() == math.inf:
+            return NO_BLOCKS
+        tail = heapq.heappop(self._queue)[2]
+        tail.is_queued = False
+        self._remove(tail)
+        self.num_units -= len(tail.units)
+        return tail.units
+
+    def discard(self, root: RootId, key: BlockKey) -> BlockIds:
+        """Make a tail with bad bytes unfindable; return its units unless it is pinned."""
+        tail = self.find(root, key)
+        if tail is None:
+            return NO_BLOCKS
+        self._remove(tail)
+        if tail.num_pins:
+            self._pinned_away[tail] = None
+            return NO_BLOCKS
+        self.num_units -= len(tail.units)
+        return tail.units
+
+    def _remove(self, tail: Tail) -> None:
+        tails = self._tails[tail.root]
+        del tails[tail.key]
+        if not tails:
+            del self._tails[tail.root]
+        tail.is_indexed = False
+        self.num_tails -= 1
+
+    def _queue_if_evictable(self, tail: Tail) -> None:
+        if tail.is_indexed and not tail.is_queued and not tail.num_pins:
+            tail.is_queued = True
+            self._count += 1
+            heapq.heappush(self._queue, (tail.due, self._count, tail))
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(tails)."""
+        found = [tail for tails in self._tails.values() for tail in tails.values()]
+        held = [*found, *self._pinned_away]
+        units = np.concatenate([NO_BLOCKS, *(tail.units for tail in held)])
+        if len(found) != self.num_tails or len(units) != self.num_units:
+            raise InternalError(f"{len(found)} tails of {len(units)} units are miscounted")
+        if len(np.unique(units)) != len(units):
+            raise InternalError("two tails share a unit")
+        queued = {id(tail) for _, _, tail in self._queue}
+        if len(queued) != len(self._queue):
+            raise InternalError("a tail is queued twice")
+        for tail in held:
+            if tail.is_queued != (id(tail) in queued):
+                raise InternalError("a tail and the queue disagree")
+            if tail.is_indexed == (tail in self._pinned_away) or not len(tail.units):
+                raise InternalError("a tail can be found and was discarded, or has no units")
+            if tail.is_indexed and not (tail.num_pins or tail.is_queued):
+                raise InternalError("a tail could be evicted and is not queued")
+        if any(not tail.num_pins for tail in self._pinned_away):
+            raise InternalError("a discarded tail waits for no unpin")

@@ -1,0 +1,121 @@
+"""GPU blocks of a model with several groups, in the order in which its tasks move them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.prompt import Prompt
+from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks
+from flexcache.config import ModelConfig
+from flexcache.config.groups import UnitShape
+
+GroupBlocks = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
+"""For each group of the model, in order, ids of GPU blocks."""
+
+
+class GroupTable:
+    """What the groups of a model mean for the calls of its engine.
+
+    Args:
+        model: May have no groups: then GPU blocks come as slots.
+        tokens_per_position: The cache's block size.
+
+    Raises:
+        ConfigError: A position is not whole blocks of every group.
+    """
+
+    def __init__(self, model: ModelConfig, tokens_per_position: int) -> None:
+        self._has_states, self._has_tails = model.has_states, model.has_tails
+        self._groups = model.groups
+        self._tokens = tokens_per_position
+        self._shape = UnitShape(model.groups, tokens_per_position)
+
+    def loadable(self, prompt: Prompt) -> Prompt:
+        """Return the part of a prompt that a hit may cover: not the last token if a state sums up
+        the tokens."""
+        if not self._has_states:
+            return prompt
+        stop = min(prompt.stop, max(0, prompt.num_tokens - 1) // self._tokens)
+        return prompt._replace(start=min(prompt.start, stop), stop=stop)
+
+    def with_tail(self, prompt: Prompt, tail_at: int | None) -> Prompt:
+        """Have a put also store the tail behind ``tail_at`` tokens. Raises `ValueError`."""
+        if tail_at is None:
+            return prompt
+        position, rest = divmod(tail_at, self._tokens)
+        if rest or not 0 < position <= prompt.stop or not self._has_tails:
+            raise ValueError(
+                f"tail_at = {tail_at}: must be the end of a block offered, in a model with tails"
+            )
+        return prompt._replace(tail_at=position)
+
+    def require_slots(self, instead: str) -> None:
+        """Raise `ValueError` if the model has groups."""
+        if self._groups:
+            raise ValueError(f"the model has groups: use {instead}, and launch with group_blocks")
+
+    def gpu_blocks(
+        self,
+        slot_mappings: Sequence[Slots],
+        group_blocks: Sequence[GroupBlocks] | None,
+        extents: Iterable[tuple[int, int]],
+    ) -> list[BlockIds]:
+        """Return the GPU blocks of each task, from slots or, for a model with groups, from ids.
+
+        Args:
+            extents: For each task, how many blocks it moves and where its tail is (0: it has none).
+
+        Raises:
+            ValueError: They are of the wrong kind, or not as many as the task needs.
+        """
+        if bool(self._groups) != (group_blocks is not None):
+            raise ValueError("group_blocks are for models with groups, slot_mappings for others")
+        if group_blocks is None:
+            return [gpu_blocks(as_slots(slots), self._tokens) for slots in slot_mappings]
+        return [
+            self._arranged(given, *extent)
+            for given, extent in zip(group_blocks, extents, strict=True)
+        ]
+
+    def _arranged(self, group_blocks: GroupBlocks, num_blocks: int, tail_at: int) -> BlockIds:
+        """Return the GPU blocks of a task over ``num_blocks`` positions.
+
+        First those of the dense groups, position by position; then, if the task has a tail behind
+        ``tail_at`` positions, those of the others, group by group, and -1 up to a whole unit.
+
+        Raises:
+            ValueError: A group has another number of blocks than the task needs of it.
+        """
+        if len(group_blocks) != len(self._groups):
+            raise ValueError(f"blocks for {len(group_blocks)} of {len(self._groups)} groups")
+        dense: list[BlockIds] = []
+        tail = [NO_BLOCKS]
+        for number, (group, given) in enumerate(zip(self._groups, group_blocks, strict=True)):
+            blocks = as_slots(given)
+            per_position = self._tokens // group.tokens_per_block
+            if group.is_dense:
+                num_needed = num_blocks * per_position
+            else:
+                num_needed = group.num_needed(tail_at * self._tokens)
+                if not tail_at:  # the tail is cached already
+                    continue
+            if len(blocks) != num_needed:
+                raise ValueError(
+                    f"the task needs {num_needed} blocks of group {number}, {len(blocks)} were "
+                    "given"
+                )
+            if group.is_dense:
+                dense.append(blocks.reshape(num_blocks, per_position))
+            else:
+                tail.append(blocks)
+        arranged = np.concatenate(dense, axis=1).ravel() if dense else NO_BLOCKS
+        if not tail_at:
+            return arranged
+        units = np.full(self._shape.tail_units(tail_at) * self._shape.blocks_per_unit, -1, np.int64)
+        flat = np.concatenate(tail)
+        units[: len(flat)] = flat
+        return np.concatenate((arranged, units))

@@ -1,0 +1,315 @@
+"""Models with window and state groups: hits end at tails, in every tier, byte for byte."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster import until
+
+from flexcache import CacheConfig, KVGroup, KVManager, KVStatus, KVTPClient, ModelConfig
+from flexcache.protocol.runtime import is_served, private_endpoint
+
+PATIENCE_S = 60.0
+NUM_GPU_BLOCKS = 200
+NUM_LAYERS = 2
+
+GEMMA_LIKE = (KVGroup("window", 32, 40), KVGroup("full", 16), KVGroup("window", 32, 40))
+"""Two dense blocks per position of 32 tokens; a tail of two windows of two blocks: two units."""
+STATE_LIKE = (KVGroup("full", 32), KVGroup("state", 32))
+STATES_ONLY = (KVGroup("state", 32),)
+LLAMA_LIKE = (KVGroup("chunked", 32, 128), KVGroup("full", 32))
+
+
+@dataclass
+class TailedEngine:
+    """A manager and its rank. Each group takes its blocks from one pool, as engines do."""
+
+    manager: KVManager
+    groups: tuple[KVGroup, ...]
+    kv: dict[str, torch.Tensor]
+    next_block: int = 0
+
+    def take(self, count: int) -> list[int]:
+        """Take GPU blocks that no other request has."""
+        taken = [(self.next_block + i) % NUM_GPU_BLOCKS for i in range(count)]
+        self.next_block += count
+        return taken
+
+    def tables(self, num_tokens: int, start: int = 0) -> list[list[int]]:
+        """Take the blocks of a prompt: dense ones from token ``start`` on, tails at its end."""
+        return [
+            self.take((num_tokens - start) // group.tokens_per_block)
+            if group.is_dense
+            else self.take(group.num_needed(num_tokens))
+            for group in self.groups
+        ]
+
+    def read(self, tables: Sequence[Sequence[int]]) -> list[list[bytes]]:
+        return [
+            [
+                b"".join(t[block].view(torch.uint8).numpy().tobytes() for t in self.kv.values())
+                for block in table
+            ]
+            for table in tables
+        ]
+
+    def wipe(self) -> None:
+        for tensor in self.kv.values():
+            tensor.zero_()
+
+    def put(self, tokens: np.ndarray, tables: list[list[int]], first: int = 0) -> KVStatus:
+        """Store a whole prompt and its tail; the dense tables begin at token ``first``."""
+        task, mask = self.manager.put_match(tokens, tail_at=len(tokens))
+        begin = int(mask.argmax()) if mask.any() else len(tokens)
+        given = [
+            table[(begin - first) // group.tokens_per_block :] if group.is_dense else table
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
+        self.manager.launch([task], group_blocks=[given])
+        return self.manager.wait([task], PATIENCE_S, completely=True)[task].status
+
+    def get(self, tokens: np.ndarray, start: int = 0) -> tuple[int, list[list[bytes]], KVStatus]:
+        """Load what is cached behind ``start``; return where the hit ends, and what came."""
+        wanted = np.ones(len(tokens), dtype=np.bool_)
+        wanted[:start] = False
+        task, mask = self.manager.get_match(tokens, wanted)
+        if not mask.any():
+            return 0, [], self.manager.wait([task], PATIENCE_S)[task].status
+        stop = int(mask.nonzero()[0][-1]) + 1
+        assert mask.nonzero()[0].tolist() == list(range(start, stop))
+        tables = self.tables(stop, start)
+        self.manager.launch([task], group_blocks=[tables])
+        status = self.manager.wait([task], PATIENCE_S, completely=True)[task].status
+        return stop, self.read(tables), status
+
+
+def until_it_stores(engine: TailedEngine) -> None:
+    """Put new prompts until the remote store, to which its worker may still connect, takes one."""
+
+    def stored() -> int:
+        return int(engine.manager.stats()["tiers"]["REMOTE"]["stored_blocks"])
+
+    numbers = itertools.count(1_000_000, 32)
+    before = stored()
+
+    def stores() -> bool:
+        first = next(numbers)
+        engine.put(np.arange(first, first + 32), engine.tables(32))
+        return stored() > before
+
+    until(stores)
+
+
+def model_of(groups: tuple[KVGroup, ...]) -> ModelConfig:
+    return ModelConfig("tailed", NUM_LAYERS, 2, 16, torch.float32, groups=groups)
+
+
+@contextlib.contextmanager
+def tailed_engine(groups: tuple[KVGroup, ...], **settings: Any) -> Iterator[TailedEngine]:
+    config = CacheConfig(**{"tokens_per_block": 32, "num_cpu_blocks": 64, **settings})
+    tokens_per_block = 16 if groups == GEMMA_LIKE else 32
+    shape = (NUM_GPU_BLOCKS, 2, tokens_per_block, 2, 16)
+    kv = {f"layer.{i}": torch.rand(shape) for i in range(NUM_LAYERS)}
+    with (
+        KVManager(model_of(groups), config) as manager,
+        KVTPClient(manager.endpoint) as rank,
+    ):
+        rank.register_kv_caches(kv)
+        manager.wait_ready(PATIENCE_S)
+        until(lambda: all(t["available"] for t in manager.stats()["tiers"].values()))
+        yield TailedEngine(manager, groups, kv)
+        manager.check()
+        if config.endpoint is None:
+            assert not any(tier["leased"] for tier in manager.stats()["tiers"].values())
+
+
+ALL = [GEMMA_LIKE, STATE_LIKE, STATES_ONLY, LLAMA_LIKE]
+
+
+@pytest.mark.parametrize("groups", ALL, ids=["gemma", "state", "states_only", "llama"])
+def test_a_hit_ends_at_a_tail_and_brings_its_bytes(groups: tuple[KVGroup, ...]) -> None:
+    with tailed_engine(groups) as engine:
+        prompt = np.arange(32 * 6)
+        tables = engine.tables(32 * 4)
+        expected = engine.read(tables)
+        assert engine.put(prompt[: 32 * 4], tables) is KVStatus.SUCCESS
+        engine.wipe()
+        stop, came, status = engine.get(prompt)
+        assert (stop, status) == (32 * 4, KVStatus.SUCCESS)
+        assert came == expected
+        assert engine.get(prompt[: 32 * 3])[0] == 0  # no tail there
+        assert engine.get(prompt, start=32 * 4)[0] == 0  # the engine has it all
+        stop, came, _ = engine.get(prompt, start=32 * 2)
+        assert stop == 32 * 4
+        assert came == [
+            table[-len(part) :] if part else [] for table, part in zip(expected, came, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("groups", [GEMMA_LIKE, STATE_LIKE, STATES_ONLY])
+def test_only_states_keep_a_hit_off_the_last_token(groups: tuple[KVGroup, ...]) -> None:
+    with tailed_engine(groups) as engine:
+        prompt = np.arange(32 * 4)
+        engine.put(prompt, engine.tables(len(prompt)))
+        has_states = model_of(groups).has_states
+        assert engine.get(prompt)[0] == (0 if has_states else len(prompt))
+        assert engine.get(np.arange(32 * 4 + 1))[0] == len(prompt)
+
+
+def test_a_longer_prompt_adds_a_tail_and_both_are_found() -> None:
+    with tailed_engine(GEMMA_LIKE) as engine:
+        prompt = np.arange(32 * 8)
+        for end in (32 * 3, 32 * 8):
+            tables = engine.tables(end)
+            expected = engine.read(tables)
+            engine.put(prompt[:end], tables)
+        other = np.concatenate((prompt[: 32 * 5], np.arange(1000, 1100)))
+        assert engine.get(other)[0] == 32 * 3
+        engine.wipe()
+        stop, came, _ = engine.get(prompt)
+        assert stop == 32 * 8
+        assert came[0] == expected[0]
+        assert came[2] == expected[2]
+        assert came[1][6:] == expected[1][6:]
+        assert engine.manager.stats()["tiers"]["CPU"]["tails"] == 2
+
+
+def test_a_cached_tail_is_not_copied_again() -> None:
+    with tailed_engine(GEMMA_LIKE) as engine:
+        prompt = np.arange(32 * 4)
+        assert engine.put(prompt, engine.tables(len(prompt))) is KVStatus.SUCCESS
+        before = engine.manager.stats()["ops"]["D2H"]["blocks"]
+        assert engine.put(prompt, engine.tables(len(prompt))) is KVStatus.NOT_FOUND
+        assert engine.manager.stats()["ops"]["D2H"]["blocks"] == before
+
+
+def test_a_tail_alone_is_stored_behind_cached_blocks() -> None:
+    with tailed_engine(STATE_LIKE) as engine:
+        prompt = np.arange(32 * 6)
+        tables = engine.tables(len(prompt))
+        engine.put(prompt, tables)
+        shorter = engine.tables(32 * 2)
+        expected = engine.read(shorter)[1]
+        assert engine.put(prompt[: 32 * 2], shorter) is KVStatus.SUCCESS
+        stop, came, _ = engine.get(prompt[: 32 * 5])
+        assert (stop, came[1]) == (32 * 2, expected)
+
+
+@pytest.mark.parametrize("groups", ALL, ids=["gemma", "state", "states_only", "llama"])
+def test_a_restart_finds_the_tails_on_ssd(groups: tuple[KVGroup, ...], tmp_path: Path) -> None:
+    ssd = {"num_ssd_blocks": 64, "ssd_cache_dirs": (str(tmp_path),)}
+    prompt = np.arange(32 * 5)
+    with tailed_engine(groups, **ssd) as engine:
+        tables = engine.tables(32 * 4)
+        expected = engine.read(tables)
+        engine.put(prompt[: 32 * 4], tables)
+    with tailed_engine(groups, **ssd) as engine:
+        assert engine.manager.stats()["tiers"]["SSD"]["tails"] == 1
+        stop, came, status = engine.get(prompt)
+        assert (stop, status) == (32 * 4, KVStatus.SUCCESS)
+        assert came == expected
+        assert engine.manager.stats()["tiers"]["CPU"]["tails"] == 1  # it was promoted
+        assert engine.get(prompt)[:2] == (stop, came)
+
+
+@pytest.mark.parametrize("groups", [GEMMA_LIKE, STATES_ONLY])
+def test_under_pressure_every_hit_has_its_bytes(
+    groups: tuple[KVGroup, ...], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(7)
+    with tailed_engine(
+        groups, num_cpu_blocks=16, num_ssd_blocks=24, ssd_cache_dirs=(str(tmp_path),)
+    ) as engine:
+        stored: dict[bytes, list[list[bytes]]] = {}
+        num_hits = 0
+        for _ in range(60):
+            prompt = np.concatenate((np.full(64, rng.integers(3)), np.full(96, rng.integers(3))))
+            end = 32 * int(rng.integers(1, 6))
+            key = prompt[:end].tobytes()
+            stop, came, status = engine.get(prompt[: end + 1])
+            if stop:
+                assert status is KVStatus.SUCCESS
+                known = stored[prompt[:stop].tobytes()]
+                for group, found, table in zip(groups, came, known, strict=True):
+                    if not group.is_dense:
+                        assert found == table
+                num_hits += 1
+            if key not in stored:
+                tables = engine.tables(end)
+                stored[key] = engine.read(tables)
+                engine.put(prompt[:end], tables)
+        assert num_hits
+
+
+@pytest.mark.parametrize("groups", ALL, ids=["gemma", "state", "states_only", "llama"])
+def test_one_engine_of_a_server_finds_the_tails_of_another(groups: tuple[KVGroup, ...]) -> None:
+    endpoint = private_endpoint("tails")
+    prompt = np.arange(32 * 5)
+    with (
+        tailed_engine(groups, endpoint=endpoint) as writer,
+        tailed_engine(groups, endpoint=endpoint) as reader,
+    ):
+        tables = writer.tables(32 * 4)
+        expected = writer.read(tables)
+        assert writer.put(prompt[: 32 * 4], tables) is KVStatus.SUCCESS
+        assert writer.put(prompt[: 32 * 4], tables) is KVStatus.NOT_FOUND
+        stop, came, status = reader.get(prompt)
+        assert (stop, status) == (32 * 4, KVStatus.SUCCESS)
+        assert came == expected
+        task, _ = reader.manager.get_match(prompt)
+        with pytest.raises(ValueError, match="group 0"):
+            reader.manager.launch([task], group_blocks=[[[7] * 99] * len(groups)])
+        reader.manager.cancel([task])
+    until(lambda: not is_served(endpoint))
+
+
+@pytest.mark.parametrize("groups", ALL, ids=["gemma", "state", "states_only", "llama"])
+def test_another_cache_finds_the_tails_at_the_remote_store(
+    groups: tuple[KVGroup, ...], tmp_path: Path
+) -> None:
+    patience = {"remote_lookup_timeout_s": 50.0, "remote_timeout_s": 50.0}
+    remote = {"remote_url": f"file://{tmp_path}", "server_timeout_s": 120.0, **patience}
+    prompt = np.arange(32 * 6)
+    with tailed_engine(groups, **remote) as engine:
+        until_it_stores(engine)
+        for end in (32 * 2, 32 * 4):
+            tables = engine.tables(end)
+            expected = engine.read(tables)
+            assert engine.put(prompt[:end], tables) is KVStatus.SUCCESS
+    with tailed_engine(groups, **remote) as engine:
+        until_it_stores(engine)
+        stop, came, status = engine.get(prompt)
+        assert (stop, status) == (32 * 4, KVStatus.SUCCESS)
+        tails = [number for number, group in enumerate(groups) if not group.is_dense]
+        assert [came[number] for number in tails] == [expected[number] for number in tails]
+        assert engine.get(np.concatenate((prompt[:96], prompt[:96])))[0] == 32 * 2
+
+
+def test_calls_that_do_not_fit_the_model_are_refused() -> None:
+    with tailed_engine(GEMMA_LIKE) as engine:
+        manager, prompt = engine.manager, np.arange(32 * 4)
+        for tail_at in (0, 31, 32 * 5, -32):
+            with pytest.raises(ValueError, match="tail_at"):
+                manager.put_match(prompt, tail_at=tail_at)
+        task, _ = manager.put_match(prompt, tail_at=len(prompt))
+        tables = engine.tables(len(prompt))
+        with pytest.raises(ValueError, match="group_blocks"):
+            manager.launch([task], [np.arange(len(prompt))])
+        with pytest.raises(ValueError, match="group 0"):
+            manager.launch([task], group_blocks=[[tables[0][1:], *tables[1:]]])
+        with pytest.raises(ValueError, match="group 1"):
+            manager.launch([task], group_blocks=[[tables[0], tables[1][1:], tables[2]]])
+        with pytest.raises(ValueError, match="1 of 3 groups"):
+            manager.launch([task], group_blocks=[tables[:1]])
+        with pytest.raises(ValueError, match="put_match"):
+            manager.put_async(prompt, np.arange(len(prompt)))
+        manager.launch([task], group_blocks=[tables])
+        assert manager.wait([task], PATIENCE_S)[task].status is KVStatus.SUCCESS
