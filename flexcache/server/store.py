@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from flexcache.cache.build import CacheSizes
 from flexcache.config import CacheConfig
+from flexcache.errors import ConfigError
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.shards import Shards
 from flexcache.transfer.workers.disk import DiskWorkerConfig
 from flexcache.transfer.workers.remote import RemoteWorkerConfig
@@ -130,3 +132,14 @@ class CacheStore:
         if self.disk_pool is not None:
             self.disk_pool.close()
             self.disk_pool = None
+
+
+def other_layout(
+    config: CacheConfig, num_blocks: int, found: KVIdentity, wanted: KVIdentity
+) -> ConfigError:
+    """Return the error for SSD files that hold a model's KV in another layout."""
+    return ConfigError(
+        f"ssd_cache_dirs = {':'.join(config.ssd_cache_dirs)!r}: it holds {num_blocks} blocks of KV "
+        f"{found.text}; this engine's KV is {wanted.text}. Use another directory, or "
+        "set ssd_on_mismatch = clear to drop them"
+    )

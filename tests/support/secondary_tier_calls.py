@@ -33,7 +33,12 @@ def lose_disk_worker(engine: Any) -> None:
 
     WorkerSupervisor.start = refuse  # type: ignore[assignment, method-assign]
     os.kill(_host(engine).pids()[DISK], signal.SIGKILL)
-    _until(lambda: not _host(engine).is_up(DISK))
+    _until(lambda: not _is_up(engine))
+
+
+def _is_up(engine: Any) -> bool:
+    with _host(engine).use() as tiers:
+        return bool(tiers.is_up(DISK))
 
 
 def have_disk_worker_again(engine: Any) -> None:

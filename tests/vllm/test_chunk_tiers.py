@@ -14,6 +14,7 @@ from flexcache.ids import BlockKey, OpKind, RootId, TierName
 from flexcache.integration.vllm.secondary_tier.chunk_tiers import ChunkTiers
 from flexcache.integration.vllm.secondary_tier.lanes import Lanes
 from flexcache.integration.vllm.secondary_tier.presence import StorePresence
+from flexcache.tasks.checksums import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE, ReplaceExecutor, RunLookUp, RunOp
 
 ROOT = RootId(b"r" * 16)
@@ -30,14 +31,10 @@ class ChunkTiersMachine(RuleBasedStateMachine):
         self.instructions: list[Any] = []
         self.ssd = Tier(TierName.SSD, NUM_SLOTS)
         presence = StorePresence(ROOT, 10, LOOKUP_TIMEOUT_S, 1.0, self.instructions)
-        lanes = Lanes({DISK: OP_TIMEOUT_S, REMOTE: OP_TIMEOUT_S}, 4096, self.instructions)
-        self.tiers = ChunkTiers(
-            ROOT,
-            self.ssd,
-            presence,
-            lanes,
-            NUM_BLOCKS,
-        )
+        checksums = SlotChecksums(NUM_SLOTS)
+        timeouts_s = {DISK: OP_TIMEOUT_S, REMOTE: OP_TIMEOUT_S}
+        lanes = Lanes(timeouts_s, 4096, checksums, self.instructions, max_ops_at_once=3)
+        self.tiers = ChunkTiers(ROOT, self.ssd, presence, lanes, checksums, NUM_BLOCKS)
         self.now = 0.0
         self.dram: list[bytes | None] = [None] * NUM_BLOCKS
         self.slots: list[bytes | None] = [None] * NUM_SLOTS

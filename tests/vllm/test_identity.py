@@ -280,16 +280,26 @@ def test_scales_that_an_engine_computes_for_itself_are_refused() -> None:
         read_model_id(config)
 
 
-def test_sleep_mode_is_refused_by_name() -> None:
+def test_sleep_mode_is_refused_by_a_vllm_that_would_not_announce_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from flexcache.integration.vllm import FlexCacheConnectorV1
 
-    with pytest.raises(ConfigError, match="enable_sleep_mode"):
-        read_model_config(stand_in(enable_sleep_mode=True), SimpleNamespace())
-    connector = FlexCacheConnectorV1.__new__(FlexCacheConnectorV1)
-    assert isinstance(connector, KVConnectorBase_V1)
-    assert connector.supports_sleep_mode is False
+    config = stand_in(enable_sleep_mode=True)
+    config.parallel_config.decode_context_parallel_size = 1
+    assert FlexCacheConnectorV1.supports_sleep_mode(config) is True
+    spec = SimpleNamespace(block_size=16, head_size=64)
+    caches = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], hash_block_size=8
+    )
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode.*vLLM 0\.33"):
+        read_model_config(config, caches)
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", None, raising=False)
+    with pytest.raises(ConfigError, match="vLLM hashes 8 tokens"):  # the next reason
+        read_model_config(config, caches)
 
 
 def test_equal_values_have_equal_digests_however_they_are_spelled() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexcache.client.connect import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
@@ -145,10 +146,12 @@ def _layer_specs(group_spec: Any) -> list[Any]:
 
 
 def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    if vllm_config.model_config.enable_sleep_mode:
+    if vllm_config.model_config.enable_sleep_mode and not hasattr(
+        KVConnectorBase_V1, "unregister_kv_caches"
+    ):
         raise ConfigError(
             "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying;"
-            " leave it off, or run without the connector"
+            " use vLLM 0.33 or later, leave it off, or run without the connector"
         )
     hash_size = getattr(kv_cache_config, "hash_block_size", None)
     block_size = read_block_size(vllm_config, kv_cache_config)

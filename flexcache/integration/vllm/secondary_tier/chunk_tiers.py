@@ -25,10 +25,11 @@ from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, OpId, OpKind, RootId
-from flexcache.integration.vllm.secondary_tier.lanes import Lanes, Move
+from flexcache.integration.vllm.secondary_tier.lanes import Lanes
 from flexcache.integration.vllm.secondary_tier.presence import StorePresence
 from flexcache.tasks.checksums import Checksums, SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE
+from flexcache.tasks.routes import LOAD_TIER, WORKER_OF
 from flexcache.transfer.graph import BlockIds, TransferOp
 from flexcache.transfer.messages import BlockNames
 
@@ -56,7 +57,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Cargo:
-    """What an op moves for a job, and what it holds meanwhile."""
+    """What an op that has not ended moves for a job, and what it holds meanwhile."""
 
     job: _Job
     keys: list[BlockKey]
@@ -72,6 +73,7 @@ class ChunkTiers:
         ssd: The SSD tier; None without one.
         presence: The remote store; None without one.
         lanes: Give ops to the workers.
+        checksums: Checksums of the SSD tier's slots.
         max_storing: Chunks that may be on their way down. Further ones are dropped.
 
     Attributes:
@@ -85,6 +87,7 @@ class ChunkTiers:
         ssd: Tier | None,
         presence: StorePresence | None,
         lanes: Lanes,
+        checksums: SlotChecksums,
         max_storing: int,
     ) -> None:
         self._root = root
@@ -92,9 +95,10 @@ class ChunkTiers:
         self._presence = presence
         self._lanes = lanes
         self._max_storing = max_storing
-        self.checksums = SlotChecksums(0 if ssd is None else ssd.capacity)
+        self._checksums = checksums
         self._op_ids = itertools.count(1)
         self._jobs: dict[int, _Job] = {}
+        self._cargo: dict[OpId, _Cargo] = {}
         self._ended: list[JobEnd] = []
         self._num_storing = 0
         self._going_to_store: set[BlockKey] = set()
@@ -123,23 +127,23 @@ class ChunkTiers:
     ) -> None:
         """Store chunks from host blocks, which stay as they are until the job is over."""
         job = self._begin(job_id, now)
-        moves: list[Move] = []
+        ops: list[TransferOp] = []
         to_remote: list[tuple[BlockKey, int]] = []
         for key, block in zip(keys, blocks, strict=True):
-            if self._num_storing + len(moves) + len(to_remote) >= self._max_storing:
+            if self._num_storing + len(ops) + len(to_remote) >= self._max_storing:
                 self.dropped["backlog"] += 1
                 continue
             if self._wants_on_ssd(key):
-                moves += self._to_ssd(job, key, block)
+                ops += self._to_ssd(job, key, block)
             if self._wants_at_store(key):
                 to_remote.append((key, block))
                 self._going_to_store.add(key)
         for part in _batches(to_remote):
             names = [key for key, _ in part]
             source, nowhere = _ids([block for _, block in part]), _ids([0] * len(part))
-            moves.append(self._move(REMOTE, OpKind.H2REMOTE, source, nowhere, _Cargo(job, names)))
-        self._num_storing += sum(len(move.op) for move in moves)
-        self._start(job, moves, now)
+            ops.append(self._op(OpKind.H2REMOTE, source, nowhere, _Cargo(job, names)))
+        self._num_storing += sum(len(op) for op in ops)
+        self._start(job, ops, now)
 
     def load(
         self, job_id: int, keys: Sequence[BlockKey], blocks: Sequence[int], now: float
@@ -156,12 +160,12 @@ class ChunkTiers:
                 from_remote.append((key, block))
             else:
                 job.num_failed += 1
-        moves = [self._from_ssd(job, part) for part in _batches(from_ssd)]
+        ops = [self._from_ssd(job, part) for part in _batches(from_ssd)]
         for part in _batches(from_remote):
             target, nowhere = _ids([block for _, block in part]), _ids([0] * len(part))
             cargo = _Cargo(job, [key for key, _ in part])
-            moves.append(self._move(REMOTE, OpKind.REMOTE2H, nowhere, target, cargo))
-        self._start(job, moves, now)
+            ops.append(self._op(OpKind.REMOTE2H, nowhere, target, cargo))
+        self._start(job, ops, now)
 
     def take_ended(self) -> list[JobEnd]:
         ended, self._ended = self._ended, []
@@ -173,6 +177,10 @@ class ChunkTiers:
 
     # -- events ----------------------------------------------------------------------------------
 
+    def is_up(self, worker: str) -> bool:
+        """Whether a worker serves."""
+        return self._lanes.is_up(worker)
+
     def worker_up(self, worker: str) -> None:
         self._lanes.up(worker)
         if worker == REMOTE and self._presence is not None:
@@ -182,37 +190,38 @@ class ChunkTiers:
         """A worker is gone, and with it what it was moving."""
         if worker == REMOTE and self._presence is not None:
             self._presence.went_down(reason, now)
-        for move in self._lanes.down(worker):
-            self._ended_move(move, 0, False, now)
+        for op in self._lanes.down(worker):
+            self._op_ended(op, 0, False, now)
 
     def op_done(
         self, worker: str, op_id: int, num_ok: int, now: float, *, error: str | None = None,
         bad_block: bool = False, checksums: Checksums | None = None,
     ) -> None:  # fmt: skip
         """A worker has moved the first ``num_ok`` chunks of an op; see `KVTaskEngine.op_done`."""
-        move = self._lanes.done(worker, OpId(op_id), now)
-        if move is None:
+        op = self._lanes.done(worker, OpId(op_id), now)
+        if op is None:
             return
-        if move.op.kind is OpKind.H2DISK:
-            covered = 0 if checksums is None else self.checksums.record(move.op, checksums)
-            num_ok = min(num_ok, covered or 0)
-        num_ok = max(0, min(num_ok, len(move.op)))
+        if checksums is not None:
+            covered = self._checksums.record(op, checksums)
+            num_ok = num_ok if covered is None else min(num_ok, covered)
+        num_ok = max(0, min(num_ok, len(op)))
         if worker == REMOTE and self._presence is not None:
-            if num_ok == len(move.op) or bad_block:
-                self._presence.breaker.succeeded(now)
-            else:
-                self._presence.breaker.failed(error or "not moved", now)
-        self._ended_move(move, num_ok, bad_block, now)
+            is_well = num_ok == len(op) or bad_block
+            self._presence.op_ended(is_well, error or "not moved", now)
+        self._op_ended(op, num_ok, bad_block, now)
+        self._sync_store(now)
 
     def looked_up(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
         if self._presence is not None:
             self._presence.answered(lookup_id, num_present, error, now)
+            self._sync_store(now)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass."""
         self._lanes.expire(now)
         if self._presence is not None:
             self._presence.tick(now)
+            self._sync_store(now)
 
     def next_deadline(self) -> float | None:
         times = [self._lanes.next_deadline()]
@@ -220,7 +229,13 @@ class ChunkTiers:
             times.append(self._presence.next_deadline())
         return min((time for time in times if time is not None), default=None)
 
-    # -- moves -----------------------------------------------------------------------------------
+    def _sync_store(self, now: float) -> None:
+        """End what waits for a store that was given up: nobody must wait for its deadlines."""
+        if self._presence is not None and not self._presence.takes_part:
+            for op in self._lanes.withdraw(REMOTE):
+                self._op_ended(op, 0, False, now)
+
+    # -- ops -------------------------------------------------------------------------------------
 
     def _wants_on_ssd(self, key: BlockKey) -> bool:
         ssd = self._ssd
@@ -234,7 +249,7 @@ class ChunkTiers:
             return False
         return key not in self._going_to_store
 
-    def _to_ssd(self, job: _Job, key: BlockKey, block: int) -> list[Move]:
+    def _to_ssd(self, job: _Job, key: BlockKey, block: int) -> list[TransferOp]:
         assert self._ssd is not None
         lease = self._ssd.reserve_keys(self._root, None, [key])
         if not len(lease):
@@ -242,7 +257,7 @@ class ChunkTiers:
             self.dropped["no_room"] += 1
             return []
         cargo = _Cargo(job, [key], lease=lease)
-        return [self._move(DISK, OpKind.H2DISK, _ids([block]), lease.blocks.copy(), cargo)]
+        return [self._op(OpKind.H2DISK, _ids([block]), lease.blocks.copy(), cargo)]
 
     def _pin(self, key: BlockKey) -> PrefixMatch | None:
         if self._ssd is None or not self._lanes.is_up(DISK):
@@ -253,20 +268,20 @@ class ChunkTiers:
         self._ssd.pin(match)
         return match
 
-    def _from_ssd(self, job: _Job, part: Sequence[tuple[BlockKey, int, PrefixMatch]]) -> Move:
+    def _from_ssd(self, job: _Job, part: Sequence[tuple[BlockKey, int, PrefixMatch]]) -> TransferOp:
         assert self._ssd is not None
         pins = [match for _, _, match in part]
         slots = np.concatenate([self._ssd.index.blocks(match) for match in pins])
         cargo = _Cargo(job, [key for key, _, _ in part], pins)
-        return self._move(DISK, OpKind.DISK2H, slots, _ids([b for _, b, _ in part]), cargo)
+        return self._op(OpKind.DISK2H, slots, _ids([block for _, block, _ in part]), cargo)
 
-    def _move(self, worker: str, kind: OpKind, src: BlockIds, dst: BlockIds, cargo: _Cargo) -> Move:
+    def _op(self, kind: OpKind, src: BlockIds, dst: BlockIds, cargo: _Cargo) -> TransferOp:
         names = None
         if kind is not OpKind.DISK2H:
             names = BlockNames(self._root, 0, b"", list(cargo.keys))
         op = TransferOp(OpId(next(self._op_ids)), kind, 0, src, dst, (), names)
-        is_load = kind in (OpKind.DISK2H, OpKind.REMOTE2H)
-        return Move(worker, op, is_load, cargo, self.checksums.expected(op))
+        self._cargo[op.op_id] = cargo
+        return op
 
     # -- jobs ------------------------------------------------------------------------------------
 
@@ -276,43 +291,45 @@ class ChunkTiers:
         job = self._jobs[job_id] = _Job(job_id, now)
         return job
 
-    def _start(self, job: _Job, moves: list[Move], now: float) -> None:
-        job.num_open = len(moves)
-        self._lanes.add(moves, now)
+    def _start(self, job: _Job, ops: list[TransferOp], now: float) -> None:
+        job.num_open = len(ops)
+        self._lanes.add(ops, now)
         self._end_if_over(job, now)
 
-    def _ended_move(self, move: Move, num_ok: int, bad_block: bool, now: float) -> None:
-        cargo: _Cargo = move.job
+    def _op_ended(self, op: TransferOp, num_ok: int, bad_block: bool, now: float) -> None:
+        cargo = self._cargo.pop(op.op_id)
+        worker, is_load, num_failed = WORKER_OF[op.kind], op.kind in LOAD_TIER, len(op) - num_ok
+        if self._ssd is not None:
+            for pin in cargo.pins:
+                self._ssd.unpin(pin)
+            if cargo.lease is not None:
+                self._ssd.publish(cargo.lease, num_ok)
+                self._ssd.release(cargo.lease)
         job = cargo.job
-        for pin in cargo.pins:
-            assert self._ssd is not None
-            self._ssd.unpin(pin)
-        if cargo.lease is not None:
-            assert self._ssd is not None
-            self._ssd.publish(cargo.lease, num_ok)
-            self._ssd.release(cargo.lease)
-        if move.is_load:
-            self.hits[move.worker] += num_ok
+        if is_load:
+            self.hits[worker] += num_ok
             job.moved += cargo.keys[:num_ok]
         else:
-            self._num_storing -= len(move.op)
-            self.dropped["not_written"] += len(move.op) - num_ok
-        if move.worker == REMOTE:
-            self._learn(cargo, move, num_ok, bad_block, now)
-        elif bad_block and move.is_load and self._ssd is not None:
+            self._num_storing -= len(op)
+            self.dropped["not_written"] += num_failed
+        if worker == REMOTE:
+            self._learn(cargo.keys, num_ok, is_load, now)
+        elif bad_block and is_load and self._ssd is not None:
             self._ssd.discard(self._root, cargo.keys[num_ok])
-        job.num_failed += len(move.op) - num_ok
+        job.num_failed += num_failed
         job.num_open -= 1
         self._end_if_over(job, now)
 
-    def _learn(self, cargo: _Cargo, move: Move, num_ok: int, bad_block: bool, now: float) -> None:
+    def _learn(self, keys: list[BlockKey], num_ok: int, is_load: bool, now: float) -> None:
+        """Learn from an op of the store. A chunk that did not come, for whatever reason, counts as
+        missing: vLLM would ask for it again and again."""
         assert self._presence is not None
-        for key in cargo.keys[:num_ok]:
+        for key in keys[:num_ok]:
             self._presence.learn(key, True, now)
-        if bad_block and move.is_load:
-            self._presence.learn(cargo.keys[num_ok], False, now)
-        if not move.is_load:
-            self._going_to_store.difference_update(cargo.keys)
+        if not is_load:
+            self._going_to_store.difference_update(keys)
+        elif num_ok < len(keys):
+            self._presence.learn(keys[num_ok], False, now)
 
     def _end_if_over(self, job: _Job, now: float) -> None:
         if job.num_open == 0:
@@ -325,10 +342,13 @@ class ChunkTiers:
         self._lanes.check()
         if self._presence is not None:
             self._presence.check()
+            if not self._presence.takes_part and self._lanes.num_waiting(REMOTE):
+                raise InternalError("ops wait for a store that was given up")
         if self._ssd is not None:
             self._ssd.check()
-        if any(job.num_open <= 0 for job in self._jobs.values()):
-            raise InternalError("a job is open without an op")
+        open_ops = Counter(cargo.job.job_id for cargo in self._cargo.values())
+        if open_ops != {number: job.num_open for number, job in self._jobs.items()}:
+            raise InternalError("jobs count other ops than there are")
         if not self._jobs and (self._num_storing or self._going_to_store):
             raise InternalError("chunks are on their way down without a job")
 

@@ -30,13 +30,14 @@ from flexcache.logs import log_event
 from flexcache.protocol.runtime import EndpointLock, private_endpoint
 from flexcache.server.outbox import WorkerInstruction
 from flexcache.server.reactor import Reactor
-from flexcache.server.store import CacheStore
+from flexcache.server.store import CacheStore, other_layout
 from flexcache.server.workers import WorkerPool
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.remote import check_packages
 from flexcache.storage.shards import Shards
+from flexcache.tasks.checksums import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE
 from flexcache.transfer.messages import Done, LookedUp, unpack_checksums
 
@@ -125,11 +126,6 @@ class TierHost:
         """Process id of every worker that runs."""
         return self._pool.pids()
 
-    def is_up(self, worker: str) -> bool:
-        """Whether a worker serves."""
-        with self._changed:
-            return self._owner.is_up(worker)
-
     def close(self) -> None:
         """End the open jobs, stop the workers, give everything back. Idempotent."""
         if self._reactor.stopping:
@@ -207,16 +203,16 @@ class TierHost:
             DISK: config.op_timeout_s,
             REMOTE: config.remote_timeout_s + _REPLACE_AFTER_S,
         }
-        lanes = Lanes(timeouts, memory.stride, self._instructions)
-        max_storing = max(1, memory.num_blocks // 2)
-        tiers = ChunkTiers(root, ssd, presence, lanes, max_storing)
+        checksums = SlotChecksums(num_slots)
         if ssd is not None and self._store.disk_pool is not None:
-            _restore(tiers, ssd, self._store.disk_pool, identity, config)
-        return tiers
+            _restore(ssd, checksums, self._store.disk_pool, identity, config)
+        lanes = Lanes(timeouts, memory.stride, checksums, self._instructions)
+        max_storing = max(1, memory.num_blocks // 2)
+        return ChunkTiers(root, ssd, presence, lanes, checksums, max_storing)
 
 
 def _restore(
-    tiers: ChunkTiers, ssd: Tier, pool: DiskPool, identity: KVIdentity, config: CacheConfig
+    ssd: Tier, checksums: SlotChecksums, pool: DiskPool, identity: KVIdentity, config: CacheConfig
 ) -> None:
     """Index what the files hold already.
 
@@ -227,16 +223,11 @@ def _restore(
     records, found = pool.load(), pool.identity
     if found is not None and found.model == identity.model and found != identity and len(records):
         if config.ssd_on_mismatch == "refuse":
-            directories = ":".join(config.ssd_cache_dirs)
-            raise ConfigError(
-                f"ssd_cache_dirs = {directories!r}: it holds {len(records)} chunks of KV "
-                f"{found.text}; this engine's KV is {identity.text}. Use another "
-                "directory, or set ssd_on_mismatch = clear to drop them"
-            )
+            raise other_layout(config, len(records), found, identity)
         pool.erase(records["slot"])
         records = records[:0]
     pool.adopt(identity)
-    tiers.checksums.restore(records)
+    checksums.restore(records)
     report = restore_tier(ssd, records)
     if report.num_restored:
         log_event(logger, logging.INFO, "ssd_restored", blocks=report.num_restored)
@@ -247,18 +238,15 @@ class _Owner:
 
     def __init__(self, tiers: ChunkTiers) -> None:
         self._tiers = tiers
-        self._up: set[str] = set()
         self.counters: Counter[str] = Counter()
 
     def is_up(self, worker: str) -> bool:
-        return worker in self._up
+        return self._tiers.is_up(worker)
 
     def worker_up(self, worker: str) -> None:
-        self._up.add(worker)
         self._tiers.worker_up(worker)
 
     def worker_down(self, worker: str, reason: str, now: float) -> None:
-        self._up.discard(worker)
         self._tiers.worker_down(worker, reason, now)
 
     def op_done(self, worker: str, done: Done, now: float) -> None:

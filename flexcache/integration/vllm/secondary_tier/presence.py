@@ -32,12 +32,6 @@ class _Question:
     is_trial: bool = False
 
 
-@dataclass(slots=True)
-class LookUpCounts:
-    asked: int = 0
-    late: int = 0
-
-
 class StorePresence:
     """Knowledge of one store, and open questions to it.
 
@@ -70,7 +64,6 @@ class StorePresence:
         self._asked: set[BlockKey] = set()
         self.breaker = CircuitBreaker()
         self.is_up = False
-        self.counts = LookUpCounts()
 
     @property
     def takes_part(self) -> bool:
@@ -113,7 +106,16 @@ class StorePresence:
             if new and self.takes_part:
                 self._asked.update(new)
                 self._put(_Question(new, now + self._timeout_s))
-                self.counts.asked += 1
+
+    def op_ended(self, is_well: bool, reason: str, now: float) -> None:
+        """Inform the breaker how an op of the store went. What was under way when it opened is no
+        trial."""
+        if not self.breaker.is_closed:
+            return
+        if is_well:
+            self.breaker.succeeded(now)
+        else:
+            self.breaker.failed(reason, now)
 
     def answered(self, lookup_id: int, num_present: int, error: str | None, now: float) -> None:
         """Take an answer; one that comes too late is ignored."""
@@ -142,11 +144,10 @@ class StorePresence:
             question = self._open.pop(number)
             self._asked.difference_update(question.keys)
             self._assume_absent(question.keys, now)
-            self.counts.late += not question.is_trial
             self.breaker.failed("no answer in time", now)
         has_trial = any(question.is_trial for question in self._open.values())
         if self.is_up and not has_trial and self.breaker.wants_trial(now):
-            self._put(_Question([_TRIAL_KEY], now + 1.0, is_trial=True))
+            self._put(_Question([_TRIAL_KEY], now + self._timeout_s, is_trial=True))
 
     def went_down(self, reason: str, now: float) -> None:
         """The store's worker is gone: nothing that was asked will be answered."""
