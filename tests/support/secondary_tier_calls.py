@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -24,21 +25,22 @@ def until_up(engine: Any) -> None:
     _until(lambda: not _host(engine)._pool.missing())
 
 
-def lose_disk_worker(engine: Any) -> None:
-    """Kill the disk worker, and keep it from being restarted."""
+def lose_disk_worker_in_a_job(engine: Any) -> None:
+    """Kill the disk worker when it has something to do, and keep it from being restarted."""
 
     def refuse(supervisor: WorkerSupervisor, now: float) -> bool:
         supervisor.restart_at = now + 0.05
         return False
 
     WorkerSupervisor.start = refuse  # type: ignore[assignment, method-assign]
-    os.kill(_host(engine).pids()[DISK], signal.SIGKILL)
-    _until(lambda: not _is_up(engine))
+    pid = _host(engine).pids()[DISK]
+    os.kill(pid, signal.SIGSTOP)
 
+    def kill() -> None:
+        _until(lambda: _host(engine).tiers.num_open_jobs)
+        os.kill(pid, signal.SIGKILL)
 
-def _is_up(engine: Any) -> bool:
-    with _host(engine).use() as tiers:
-        return bool(tiers.is_up(DISK))
+    threading.Thread(target=kill).start()
 
 
 def have_disk_worker_again(engine: Any) -> None:
@@ -51,6 +53,12 @@ def hits(engine: Any) -> dict[str, int]:
     with _host(engine).use() as tiers:
         tiers.check()
         return dict(tiers.hits)
+
+
+def dropped(engine: Any) -> dict[str, int]:
+    """Chunks that were not stored, by reason."""
+    with _host(engine).use() as tiers:
+        return dict(+tiers.dropped)
 
 
 def _until(condition: Any) -> None:

@@ -31,6 +31,7 @@ class ChunkTiersMachine(RuleBasedStateMachine):
         self.instructions: list[Any] = []
         self.ssd = Tier(TierName.SSD, NUM_SLOTS)
         presence = StorePresence(ROOT, 10, LOOKUP_TIMEOUT_S, 1.0, self.instructions)
+        self.presence = presence
         checksums = SlotChecksums(NUM_SLOTS)
         timeouts_s = {DISK: OP_TIMEOUT_S, REMOTE: OP_TIMEOUT_S}
         lanes = Lanes(timeouts_s, 4096, checksums, self.instructions, max_ops_at_once=3)
@@ -104,6 +105,8 @@ class ChunkTiersMachine(RuleBasedStateMachine):
         self.tiers.op_done(
             run.executor, op.op_id, moved, self.now, error=error, bad_block=bad, checksums=sums
         )
+        if op.kind is OpKind.REMOTE2H and moved < count:  # or vLLM would ask for it for ever
+            assert not self.presence.is_there(op.names.keys[moved])
         self.carry_out()
 
     def move(self, run: RunOp, i: int) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from driven_engine import DidNotRun, DrivenEngine, running
 from engine_systems import Settings
 from engines import make_prompt
+from loop_disk import loop_disk
 from paths import MODELS
 from probe_offloading import read_digests
 
@@ -93,12 +94,13 @@ def test_chunks_survive_on_ssd_and_bad_or_unreachable_ones_are_computed(tmp_path
         assert engine.generate(PROMPT) == (cold, CACHED)
         assert engine.tier("hits") == {"disk": CHUNKS}
         engine.forget("DRAM")
-        engine.tier("lose_disk_worker")
+        engine.tier("lose_disk_worker_in_a_job")
         assert engine.generate(PROMPT) == (cold, 0)
         engine.tier("have_disk_worker_again")
         engine.forget("DRAM")
         assert engine.generate(PROMPT) == (cold, CACHED)
         assert engine.tier("hits") == {"disk": 2 * CHUNKS}
+        assert engine.metric("vllm:kv_offload_flexcache_loaded_chunks") == 2 * CHUNKS
 
     flip_byte(ssd)
     with offloading_engine(tmp_path, **config) as engine:
@@ -113,6 +115,22 @@ def test_chunks_survive_on_ssd_and_bad_or_unreachable_ones_are_computed(tmp_path
     assert all(len(set(seen[:4])) == 1 for seen in digests)
     # What was computed in pieces may differ in its last bits; what was loaded may not.
     assert all(seen[4] == seen[0] for seen in digests[: cached // 32])
+
+
+def test_a_full_disk_keeps_what_fits_and_costs_no_answer(tmp_path: Path) -> None:
+    with loop_disk(tmp_path, 1 << 20) as disk:
+        config = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(disk.path)]}
+        with offloading_engine(tmp_path, **config) as engine:
+            cold, _ = engine.generate(PROMPT)
+            engine.settle()
+            num_lost = engine.tier("dropped")["not_written"]
+            assert 0 < num_lost < CHUNKS
+            engine.forget("DRAM")
+            tokens, cached = engine.generate(PROMPT)
+            assert tokens == cold
+            assert cached <= (CHUNKS - num_lost) * 32
+    digests = prompt_digests(tmp_path)
+    assert all(seen[1] == seen[0] for seen in digests[: cached // 32])
 
 
 def test_chunks_reach_another_engine_through_a_remote_store(tmp_path: Path) -> None:
