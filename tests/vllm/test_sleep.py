@@ -18,6 +18,7 @@ import pytest
 import torch
 from cluster import until
 from failing_copier import FailingCopier
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from flexcache import CacheConfig, KVManager, KVStatus, ModelConfig
 from flexcache.client import attachment, rank
@@ -79,7 +80,9 @@ class Scene:
                 static_forward_context=dict.fromkeys(self.memory.tensors, layer)
             ),
         )
-        spec = SimpleNamespace(block_size=BLOCK, head_size=16)
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.bfloat16
+        )
         groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=list(self.memory.tensors))]
         self.worker = FlexCacheWorker(
             config, SimpleNamespace(kv_cache_groups=groups, num_blocks=NUM_BLOCKS)

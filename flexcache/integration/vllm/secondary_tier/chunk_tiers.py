@@ -77,6 +77,7 @@ class ChunkTiers:
         max_storing: Chunks that may be on their way down. Further ones are dropped.
 
     Attributes:
+        lanes: As given.
         dropped: Chunks that were not stored or are lost, by reason.
         hits: Chunks that loads have brought, by worker.
     """
@@ -93,7 +94,7 @@ class ChunkTiers:
         self._root = root
         self._ssd = ssd
         self._presence = presence
-        self._lanes = lanes
+        self.lanes = lanes
         self._max_storing = max_storing
         self._checksums = checksums
         self._op_ids = itertools.count(1)
@@ -109,7 +110,7 @@ class ChunkTiers:
 
     def look_up(self, asker: str, key: BlockKey, now: float) -> bool | None:
         """Return whether a chunk can be loaded; None if the remote store has yet to say."""
-        if self._ssd is not None and self._lanes.is_up(DISK):
+        if self._ssd is not None and self.lanes.is_up(DISK):
             self._ssd.advance(now)
             if self._ssd.match(_alone(self._root, key)).run is not None:
                 return True
@@ -160,7 +161,14 @@ class ChunkTiers:
                 from_remote.append((key, block))
             else:
                 job.num_failed += 1
-        ops = [self._from_ssd(job, part) for part in _batches(from_ssd)]
+        ops = []
+        for pinned in _batches(from_ssd):
+            assert self._ssd is not None
+            pins = [match for _, _, match in pinned]
+            slots = np.concatenate([self._ssd.index.blocks(match) for match in pins])
+            cargo = _Cargo(job, [key for key, _, _ in pinned], pins)
+            target = _ids([block for _, block, _ in pinned])
+            ops.append(self._op(OpKind.DISK2H, slots, target, cargo))
         for part in _batches(from_remote):
             target, nowhere = _ids([block for _, block in part]), _ids([0] * len(part))
             cargo = _Cargo(job, [key for key, _ in part])
@@ -177,12 +185,8 @@ class ChunkTiers:
 
     # -- events ----------------------------------------------------------------------------------
 
-    def is_up(self, worker: str) -> bool:
-        """Whether a worker serves."""
-        return self._lanes.is_up(worker)
-
     def worker_up(self, worker: str) -> None:
-        self._lanes.up(worker)
+        self.lanes.up(worker)
         if worker == REMOTE and self._presence is not None:
             self._presence.is_up = True
 
@@ -190,7 +194,7 @@ class ChunkTiers:
         """A worker is gone, and with it what it was moving."""
         if worker == REMOTE and self._presence is not None:
             self._presence.went_down(reason, now)
-        for op in self._lanes.down(worker):
+        for op in self.lanes.down(worker):
             self._op_ended(op, 0, False, now)
 
     def op_done(
@@ -198,7 +202,7 @@ class ChunkTiers:
         bad_block: bool = False, checksums: Checksums | None = None,
     ) -> None:  # fmt: skip
         """A worker has moved the first ``num_ok`` chunks of an op; see `KVTaskEngine.op_done`."""
-        op = self._lanes.done(worker, OpId(op_id), now)
+        op = self.lanes.done(worker, OpId(op_id), now)
         if op is None:
             return
         if checksums is not None:
@@ -218,28 +222,28 @@ class ChunkTiers:
 
     def tick(self, now: float) -> None:
         """Let deadlines pass."""
-        self._lanes.expire(now)
+        self.lanes.expire(now)
         if self._presence is not None:
             self._presence.tick(now)
             self._sync_store(now)
 
     def next_deadline(self) -> float | None:
-        times = [self._lanes.next_deadline()]
+        times = [self.lanes.next_deadline()]
         if self._presence is not None:
             times.append(self._presence.next_deadline())
         return min((time for time in times if time is not None), default=None)
 
     def _sync_store(self, now: float) -> None:
-        """End what waits for a store that was given up: nobody must wait for its deadlines."""
+        """End what waits for a store that was given up, without waiting for deadlines."""
         if self._presence is not None and not self._presence.takes_part:
-            for op in self._lanes.withdraw(REMOTE):
+            for op in self.lanes.withdraw(REMOTE):
                 self._op_ended(op, 0, False, now)
 
     # -- ops -------------------------------------------------------------------------------------
 
     def _wants_on_ssd(self, key: BlockKey) -> bool:
         ssd = self._ssd
-        if ssd is None or not self._lanes.is_up(DISK) or ssd.index.contains(self._root, key):
+        if ssd is None or not self.lanes.is_up(DISK) or ssd.index.contains(self._root, key):
             return False
         return not ssd.num_in_flight(_alone(self._root, key), 0, 1)
 
@@ -260,20 +264,13 @@ class ChunkTiers:
         return [self._op(OpKind.H2DISK, _ids([block]), lease.blocks.copy(), cargo)]
 
     def _pin(self, key: BlockKey) -> PrefixMatch | None:
-        if self._ssd is None or not self._lanes.is_up(DISK):
+        if self._ssd is None or not self.lanes.is_up(DISK):
             return None
         match = self._ssd.index.locate(self._root, key)
         if match.run is None:
             return None
         self._ssd.pin(match)
         return match
-
-    def _from_ssd(self, job: _Job, part: Sequence[tuple[BlockKey, int, PrefixMatch]]) -> TransferOp:
-        assert self._ssd is not None
-        pins = [match for _, _, match in part]
-        slots = np.concatenate([self._ssd.index.blocks(match) for match in pins])
-        cargo = _Cargo(job, [key for key, _, _ in part], pins)
-        return self._op(OpKind.DISK2H, slots, _ids([block for _, block, _ in part]), cargo)
 
     def _op(self, kind: OpKind, src: BlockIds, dst: BlockIds, cargo: _Cargo) -> TransferOp:
         names = None
@@ -293,7 +290,7 @@ class ChunkTiers:
 
     def _start(self, job: _Job, ops: list[TransferOp], now: float) -> None:
         job.num_open = len(ops)
-        self._lanes.add(ops, now)
+        self.lanes.add(ops, now)
         self._end_if_over(job, now)
 
     def _op_ended(self, op: TransferOp, num_ok: int, bad_block: bool, now: float) -> None:
@@ -339,10 +336,10 @@ class ChunkTiers:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        self._lanes.check()
+        self.lanes.check()
         if self._presence is not None:
             self._presence.check()
-            if not self._presence.takes_part and self._lanes.num_waiting(REMOTE):
+            if not self._presence.takes_part and self.lanes.num_waiting(REMOTE):
                 raise InternalError("ops wait for a store that was given up")
         if self._ssd is not None:
             self._ssd.check()
