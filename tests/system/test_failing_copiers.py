@@ -6,22 +6,83 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cluster import Cluster, joined_kv, running_cluster
-from failing_copier import FailingCopier
 from test_faults import SOURCE, TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.client import attachment, rank
 from flexcache.client.rank import ClientState
 from flexcache.errors import RegistrationError
+from flexcache.ids import OpKind
 from flexcache.protocol.fence import Fence
+from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.workers.copy_cpu import CpuCopier
 
 MODEL = ModelConfig("test", 3, 4, 32, torch.bfloat16)
+
+
+class DriverFault(Exception):
+    """An error of a class unknown to the project."""
+
+
+class Landed:
+    """The completion of a copy, whose query may fail."""
+
+    def __init__(self, copier: FailingCopier) -> None:
+        self._copier = copier
+
+    def query(self) -> bool:
+        self._copier.reach("query")
+        return True
+
+    def wait(self) -> None:
+        self._copier.reach("wait")
+
+
+class FailingCopier:
+    """Copies on the CPU that complete later; each step may fail or hang."""
+
+    def __init__(self) -> None:
+        self._copier = CpuCopier()
+        self.fails_at: set[str] = set()
+        self.is_sticky = False
+        self.num_closed = 0
+        self.hangs_at: dict[str, threading.Event] = {}
+        self.reached: set[str] = set()
+
+    def reach(self, step: str) -> None:
+        self.reached.add(step)
+        if step in self.hangs_at:
+            self.hangs_at[step].wait()
+        if step in self.fails_at:
+            if self.is_sticky:
+                self.fails_at = {"attach", "start", "query", "wait", "close"}
+            raise DriverFault("an illegal memory access was encountered")
+
+    def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
+        self.reach("attach")
+        after_each_step()
+
+    def fence(self) -> None:
+        pass
+
+    def start(
+        self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, kind: OpKind,
+        after: None,
+    ) -> Landed:  # fmt: skip
+        self.reach("start")
+        self._copier.start(destinations, sources, sizes, kind, after)
+        return Landed(self)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        self.reach("close")
 
 
 @pytest.fixture
