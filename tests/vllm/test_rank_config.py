@@ -11,7 +11,8 @@ from test_identity import stand_in
 
 from flexcache.config import ModelConfig
 from flexcache.errors import ConfigError
-from flexcache.integration.vllm.engine import read_block_size, read_model_config
+from flexcache.integration.vllm.engine import read_model_config
+from flexcache.integration.vllm.groups import read_keys_per_position, read_position
 from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.layerwise import find_obstacle
 
@@ -88,10 +89,10 @@ def test_a_block_of_context_parallel_ranks_holds_the_tokens_of_all(
 ) -> None:
     parallel = config(tensor_parallel_size=2, decode_context_parallel_size=2)
     rank = caches(["a"], hash_block_size=tokens, spec=spec, kv_tp_replicas=1)
-    assert read_block_size(parallel, rank) == tokens
+    assert read_position(parallel, rank) == tokens
     assert read_model_config(parallel, rank).num_shards == 2
     with pytest.raises(ConfigError, match="must agree"):
-        read_model_config(parallel, caches(["a"], hash_block_size=8, spec=spec))
+        read_keys_per_position(parallel, caches(["a"], hash_block_size=8, spec=spec))
 
 
 def test_prefill_context_ranks_are_ranks_of_the_engine() -> None:

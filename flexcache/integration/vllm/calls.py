@@ -48,13 +48,31 @@ class CacheCalls:
     """Calls to one engine's `KVManager`.
 
     Args:
+        block_size: Tokens between the positions where prefixes can end.
         namespace: Keeps the engine's keys apart from those of engines with other hashes.
+        keys_per_position: Block hashes that vLLM makes of so many tokens.
     """
 
-    def __init__(self, manager: KVManager, block_size: int, namespace: Sequence[str]) -> None:
+    def __init__(
+        self,
+        manager: KVManager,
+        block_size: int,
+        namespace: Sequence[str],
+        keys_per_position: int = 1,
+    ) -> None:
         self._manager = manager
         self._block_size = block_size
         self._namespace = namespace
+        self._keys_per_position = keys_per_position
+
+    def keys(self, request: Any) -> Sequence[bytes]:
+        """Return the keys of a request's positions. vLLM may hash parts of them, chained."""
+        if self._keys_per_position == 1:
+            return request.block_hashes  # type: ignore[no-any-return]
+        keys: Sequence[bytes] = request.block_hashes[
+            self._keys_per_position - 1 :: self._keys_per_position
+        ]
+        return keys
 
     def match(
         self, request: Any, num_computed: int, num_tokens: int, look_up: bool
@@ -71,7 +89,7 @@ class CacheCalls:
                 request.all_token_ids,
                 mask,
                 namespace=self._namespace,
-                block_keys=request.block_hashes,
+                block_keys=self.keys(request),
                 request_info=self._info(request),
                 look_up=look_up,
             )
@@ -91,7 +109,7 @@ class CacheCalls:
             self._manager.get_match_by_tier,
             request.all_token_ids,
             namespace=self._namespace,
-            block_keys=request.block_hashes,
+            block_keys=self.keys(request),
             look_up="only",
         )
 
@@ -108,7 +126,7 @@ class CacheCalls:
                 request.all_token_ids,
                 mask,
                 namespace=self._namespace,
-                block_keys=request.block_hashes,
+                block_keys=self.keys(request),
                 request_info=self._info(request),
                 **_retention(request),
             )

@@ -15,6 +15,7 @@ from vllm import envs
 from flexcache.client.connect import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ConfigError
+from flexcache.integration.vllm.groups import layer_specs, read_groups
 from flexcache.integration.vllm.identity import read_model_id
 from flexcache.protocol.runtime import private_endpoint
 
@@ -28,8 +29,7 @@ def read_cache_config(vllm_config: Any, block_size: int) -> CacheConfig:
     set_size = extra.get("tokens_per_block", os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK"))
     if set_size is not None and int(set_size) != block_size:
         raise ConfigError(
-            f"tokens_per_block = {set_size!r}: must be vLLM's block size, {block_size}; "
-            "leave it unset"
+            f"tokens_per_block = {set_size!r}: must be vLLM's, {block_size}; leave it unset"
         )
     events = vllm_config.kv_events_config
     defaults = {
@@ -76,48 +76,36 @@ def read_place(vllm_config: Any, cache_config: CacheConfig) -> Place:
     return Place(cache_config.endpoint or private_endpoint(f"group-{group}"), group, rank)
 
 
-def read_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Return tokens per KV block, over all context-parallel ranks. Refuses caches of several
-    groups, and KV other than attention."""
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise ConfigError(
-            f"the model has {len(groups)} KV cache groups ({kinds}); FlexCache moves one. "
-            "Set disable_hybrid_kv_cache_manager=True: all layers then share one group"
-        )
-    group_spec = groups[0].kv_cache_spec
-    for spec in _layer_specs(group_spec):
-        if not hasattr(spec, "head_size"):
-            raise ConfigError(
-                f"{type(spec).__name__}: only attention KV is cached, not recurrent state"
-            )
-    is_sharded = getattr(group_spec, "dcp_sharded", True)  # absent before vLLM 0.32
-    dcp_size = vllm_config.parallel_config.decode_context_parallel_size if is_sharded else 1
-    return int(group_spec.block_size) * int(dcp_size)
-
-
 def read_model_config(vllm_config: Any, kv_cache_config: Any) -> ModelConfig:
     """Return the model, and how the engine's ranks divide its KV.
 
     The sizes of blocks are the ranks' to tell: each knows its own layers' tensors, the scheduler
     only the names of rank 0's.
     """
-    _refuse_unsupported(vllm_config, kv_cache_config)
+    _refuse_sleep_mode(vllm_config)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     return ModelConfig(
         model_id=read_model_id(vllm_config),
         num_layers=model.get_total_num_hidden_layers(),
-        num_kv_heads=model.get_total_num_kv_heads(),
+        num_kv_heads=max(1, model.get_total_num_kv_heads()),
         head_size=model.get_head_size(),
-        dtype=_layer_specs(kv_cache_config.kv_cache_groups[0].kv_cache_spec)[0].dtype,
+        dtype=_read_dtype(kv_cache_config),
         use_mla=bool(model.use_mla),
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
         cp_size=getattr(parallel, "prefill_context_parallel_size", 1),
         kv_replicas=_read_replicas(vllm_config, kv_cache_config),
         sized_by_ranks=True,
+        groups=read_groups(vllm_config, kv_cache_config),
     )
+
+
+def _read_dtype(kv_cache_config: Any) -> Any:
+    """Return the type of the KV's elements; of the states' first if there is no attention."""
+    groups = kv_cache_config.kv_cache_groups
+    every = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
+    with_dtype = [spec.dtype for spec in every if hasattr(spec, "dtype")]
+    return with_dtype[0] if with_dtype else every[0].dtypes[0]
 
 
 def _read_replicas(vllm_config: Any, kv_cache_config: Any) -> int | None:
@@ -139,20 +127,9 @@ def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
     return ("vllm", str(vllm_config.cache_config.prefix_caching_hash_algo))
 
 
-def _layer_specs(group_spec: Any) -> list[Any]:
-    per_layer = getattr(group_spec, "kv_cache_specs", None)  # layers of one type, different sizes
-    return [group_spec] if per_layer is None else list(per_layer.values())
-
-
-def _refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
+def _refuse_sleep_mode(vllm_config: Any) -> None:
     if vllm_config.model_config.enable_sleep_mode:
         raise ConfigError(
             "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying;"
             " leave it off, or run without the connector"
-        )
-    hash_size = getattr(kv_cache_config, "hash_block_size", None)
-    block_size = read_block_size(vllm_config, kv_cache_config)
-    if hash_size not in (None, block_size):
-        raise ConfigError(
-            f"vLLM hashes {hash_size} tokens at a time and caches {block_size}: they must agree"
         )

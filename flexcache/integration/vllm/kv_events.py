@@ -42,7 +42,7 @@ def _extra_keys(request: Any, block_size: int) -> list[Any] | None:
     if not has_more or not request.block_hashes:
         return None
     extra_keys, image = [], 0
-    for index in range(len(request.block_hashes)):
+    for index in range(min(len(request.block_hashes), request.num_tokens // block_size)):
         start = index * block_size
         keys, image = kv_cache_utils.generate_block_hash_extra_keys(
             request, start, start + block_size, image

@@ -28,12 +28,12 @@ from flexcache.integration.vllm.calls import CacheCalls, NoMatch
 from flexcache.integration.vllm.early_lookups import EarlyLookUps
 from flexcache.integration.vllm.engine import (
     Place,
-    read_block_size,
     read_cache_config,
     read_key_namespace,
     read_model_config,
     read_place,
 )
+from flexcache.integration.vllm.groups import read_keys_per_position, read_position
 from flexcache.integration.vllm.kv_events import to_vllm_events
 from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
@@ -67,7 +67,8 @@ class FlexCacheScheduler:
     """Owns the `KVManager` of one engine. Called by vLLM's scheduler on its one thread."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        self._block_size = read_block_size(vllm_config, kv_cache_config)
+        self._block_size = read_position(vllm_config, kv_cache_config)
+        keys_per_position = read_keys_per_position(vllm_config, kv_cache_config)
         model = read_model_config(vllm_config, kv_cache_config)
         config = read_cache_config(vllm_config, self._block_size)
         self._match_ttl_s = config.match_ttl_s
@@ -86,7 +87,7 @@ class FlexCacheScheduler:
         _start(self.manager)
         _warn_of_surprises(transfer.kv_load_failure_policy, config, place)
         namespace = read_key_namespace(vllm_config)
-        self._cache = CacheCalls(self.manager, self._block_size, namespace)
+        self._cache = CacheCalls(self.manager, self._block_size, namespace, keys_per_position)
         self.puts = Puts(self._cache, self._block_size)
         self._publishes = config.kv_events and place.endpoint is None
         self._requests: dict[str, RequestRecord] = {}

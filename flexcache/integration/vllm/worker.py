@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from flexcache.client.rank import KVTPClient
-from flexcache.integration.vllm.engine import read_block_size, read_cache_config, read_place
+from flexcache.integration.vllm.engine import read_cache_config, read_place
+from flexcache.integration.vllm.groups import read_position
 from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
 from flexcache.integration.vllm.step_loads import StepLoads
@@ -28,7 +29,7 @@ class FlexCacheWorker:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        block_size = read_block_size(vllm_config, kv_cache_config)
+        block_size = read_position(vllm_config, kv_cache_config)
         self._config = read_cache_config(vllm_config, block_size)
         self._place = read_place(vllm_config, self._config)
         self.client: KVTPClient | None = None
