@@ -132,6 +132,7 @@ class Requests(RuleBasedStateMachine):
     def step(self, request: FakeRequest, num_tokens: int, is_lost: bool) -> None:
         before = request.num_computed_tokens
         num_tokens = min(num_tokens, request.num_tokens - before)
+        self.puts.release()
         self.puts.launch()
         request.num_certain = before + num_tokens
         if num_tokens:
