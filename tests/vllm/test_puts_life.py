@@ -1,5 +1,5 @@
 """`Puts` against a plain model of the cache and of vLLM's block pool: every pinned block is let go,
-and only complete blocks are offered."""
+also when vLLM waits for it, and only complete blocks are offered."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ class FakePool:
     def free_blocks(self, ordered_blocks: Iterable[int], /) -> None:
         self.pins.subtract(list(ordered_blocks))
 
+    def reset_prefix_cache(self) -> bool:
+        return not any(self.pins.values())
+
 
 @dataclass
 class FakeCache:
@@ -67,6 +70,8 @@ class FakeCache:
     owners: list[str] = field(default_factory=list)
     """Requests by task."""
     is_full: bool = False
+    are_shut: bool = False
+    """Whether the ranks copy nothing."""
 
     def match_put(self, request: Any, first: int, stop: int) -> tuple[int, range] | None:
         assert stop * BLOCK <= request.num_certain
@@ -90,6 +95,13 @@ class FakeCache:
     def cancel(self, task_id: int) -> None:
         self.cached[self.owners[task_id]] = 0
         self.matched.pop(task_id, None)  # what was launched goes on for a while
+        if self.are_shut:
+            self.launched.pop(task_id, None)
+
+    def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
+        if not self.are_shut:
+            for task_id in task_ids:
+                self.launched.pop(task_id, None)
 
     def ended(self, task_ids: Iterable[int]) -> list[int]:
         return [t for t in task_ids if t not in self.matched and t not in self.launched]
@@ -104,8 +116,9 @@ class Requests(RuleBasedStateMachine):
         super().__init__()
         self.pool, self.cache = FakePool(), FakeCache()
         self.puts = Puts(self.cache, BLOCK)  # type: ignore[arg-type]
-        self.puts.pool = self.pool
+        self.puts.bind(self.pool)
         self.num_blocks = 0
+        self.now = 0.0
 
     @rule(target=requests, num_tokens=st.integers(1, 60))
     def admit(self, num_tokens: int) -> FakeRequest:
@@ -119,6 +132,7 @@ class Requests(RuleBasedStateMachine):
     def step(self, request: FakeRequest, num_tokens: int, is_lost: bool) -> None:
         before = request.num_computed_tokens
         num_tokens = min(num_tokens, request.num_tokens - before)
+        self.puts.release()
         self.puts.launch()
         request.num_certain = before + num_tokens
         if num_tokens:
@@ -159,6 +173,26 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.puts.cancel()
+
+    @rule()
+    def reset_pool(self) -> None:
+        assert self.pool.reset_prefix_cache()
+
+    @rule(are_shut=st.booleans())
+    def shut(self, are_shut: bool) -> None:
+        self.cache.are_shut = are_shut
+
+    @rule()
+    def wait_for_blocks(self) -> None:
+        """vLLM asks again in each step until it has blocks, and waits for some seconds at most."""
+        begun_s, self.cache.are_shut = self.now, True
+        while self.puts.is_worth_waiting(self.now):
+            assert self.now < begun_s + 5.0
+            self.now += 0.5
+            self.puts.release()
+        self.puts.launch()
+        self.puts.release()
+        assert not self.puts.is_pinning
 
     @rule(is_full=st.booleans())
     def fill(self, is_full: bool) -> None:
