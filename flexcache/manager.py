@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -145,23 +145,22 @@ class KVManager:
         return task.task_id, mask
 
     def get_match_by_tier(
-        self,
-        token_ids: Tokens,
-        token_mask: Mask | None = None,
-        *,
-        namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None,
-        request_info: RequestInfo | None = None,
-        look_up: bool = True,
-    ) -> tuple[int, Mask, dict[TierName, int]] | None:
+        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        block_keys: Sequence[bytes] | None = None, request_info: RequestInfo | None = None,
+        look_up: bool | Literal["only"] = True,
+    ) -> tuple[int, Mask, dict[TierName, int]] | None:  # fmt: skip
         """Run `get_match` without waiting, and also return how many tokens each tier will supply.
 
         Returns None if the remote store has not answered yet: call again a little later, and
-        without ``look_up`` after ``remote_lookup_timeout_s``.
+        without ``look_up`` after ``remote_lookup_timeout_s``. With ``look_up="only"`` the store is
+        asked ahead of a later match: nothing is reserved, and None is returned.
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
         if self._groups.has_states:
             prompt = self._groups.loadable(prompt)
+        if look_up == "only":
+            self._client.look_up(prompt)
+            return None
         task = self._client.match_nowait(TaskKind.GET, prompt, look_up)
         if task is None:
             return None

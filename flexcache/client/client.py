@@ -58,6 +58,10 @@ class EngineClient:
             self._tasks.add(kind, matched, prompt.num_tokens)
         return matched
 
+    def look_up(self, prompt: Prompt) -> None:
+        """Begin to ask the remote store about a prompt that is going to be matched."""
+        self.transport.look_up(prompt)
+
     def match_and_launch(
         self, kind: TaskKind, prompt: Prompt, choose: Callable[[MatchedTask], BlockIds]
     ) -> MatchedTask:

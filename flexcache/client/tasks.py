@@ -31,10 +31,10 @@ class ClientTask:
     start: int
     num_blocks: int
     num_tokens: int
+    num_gpu_blocks: int
+    tail_at: int
     launched: bool = False
     result: TaskResult | None = None
-    num_gpu_blocks: int = 0
-    tail_at: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -73,7 +73,7 @@ class ClientTasks:
         if not num_blocks and not tail_at:
             nothing = TaskResult(KVStatus.NOT_FOUND, start, 0, num_tokens)
         task = ClientTask(
-            kind, start, num_blocks, num_tokens, False, nothing, num_gpu_blocks, tail_at
+            kind, start, num_blocks, num_tokens, num_gpu_blocks, tail_at, False, nothing
         )
         with self._lock:
             if self._is_closed:

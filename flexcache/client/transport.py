@@ -47,6 +47,9 @@ class Transport(Protocol):
         caller may not wait.
         """
 
+    def look_up(self, prompt: Prompt) -> None:
+        """Begin to ask the remote store about a prompt; no task is made."""
+
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         """Start open tasks."""
 

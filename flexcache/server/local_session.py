@@ -48,6 +48,11 @@ class LocalSession:
             task_id, plan.start, plan.num_blocks, plan.sources, plan.num_gpu_blocks, plan.tail_at
         )
 
+    def look_up(self, prompt: Prompt) -> None:
+        """Begin to ask the remote store about a prompt; no task is made."""
+        if self._has_store and self.server.is_open:
+            self._look_up(TaskKind.GET, prompt.keys, prompt.stop, may_wait=False)
+
     def _look_up(self, kind: TaskKind, keys: PromptKeys, stop: int, may_wait: bool) -> bool:
         """Ask the remote store; whether the match can be made now."""
         with self.server.session() as tasks:

@@ -337,6 +337,39 @@ def test_a_store_that_is_killed_and_restarted_under_load_misses_and_is_used_agai
         assert load.engine.seen.longest_call_s < NO_HANG_S
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_look_up_begun_ahead_answers_the_match_that_follows(
+    is_shared: bool, tmp_path: Path, model: ModelConfig
+) -> None:
+    url = f"file://{tmp_path}/store"
+    patient = {"remote_lookup_timeout_s": 60.0, "server_timeout_s": 150.0}
+    shared = {"endpoint": f"ipc://{tmp_path}/endpoint"} if is_shared else {}
+    with (
+        caches(url, model, 1) as (giver,),
+        caches(url, model, 1, **patient, **shared) as (taker,),
+    ):
+        put_into_the_store(giver)
+        until_it_stores(taker)
+        asked_before = taker.manager.stats()["remote"]["lookups"]["asked"]
+        worker = taker.manager.stats()["workers"]["remote"]
+        os.kill(worker, signal.SIGSTOP)  # the store takes its time
+        try:
+            assert taker.manager.get_match_by_tier(TOKENS, look_up="only") is None
+            assert taker.manager.stats()["open_lookups"] == 1
+            assert taker.manager.get_match_by_tier(TOKENS) is None
+            assert taker.manager.stats()["open_lookups"] == 1  # the same question
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        until(lambda: not taker.manager.stats()["open_lookups"])
+        task_id, mask = taker.manager.get_match_by_tier(TOKENS)[:2]
+        assert mask.all()
+        taker.manager.cancel([task_id])
+        assert taker.manager.stats()["remote"]["lookups"]["asked"] == asked_before + 1
+        assert taker.manager.get_match_by_tier(TOKENS, look_up="only") is None
+        assert taker.manager.stats()["remote"]["lookups"]["asked"] == asked_before + 1
+        taker.manager.check()
+
+
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_stopped_store_delays_no_call_for_long_and_is_used_again(kind: str) -> None:
     with store_server(kind) as server, under_load(server.url) as load:

@@ -87,7 +87,7 @@ class LifeMachine(RuleBasedStateMachine):
     @rule(launched=st.booleans())
     def match(self, launched: bool) -> None:
         assert self.model.session is not None
-        task = ClientTask(TaskKind.GET, 0, 1, 16, launched)
+        task = ClientTask(TaskKind.GET, 0, 1, 16, 1, 0, launched)
         self.model.open.append(Given(task, self.model.session))
 
     @precondition(lambda self: self.model.session is not None)

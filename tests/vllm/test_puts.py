@@ -73,6 +73,11 @@ def num_pinned(engine: Engine) -> int:
     return sum(map(len, engine.scheduler.connector._scheduler.puts._pinned.values()))
 
 
+def num_used(engine: Engine) -> int:
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+
 def num_stored(engine: Engine) -> int:
     return int(engine.manager.stats()["tiers"]["CPU"]["indexed"])
 
@@ -167,14 +172,13 @@ def test_no_request_outlives_its_answer_while_blocks_are_pinned(
     prompt = make_prompt(300, next(_seeds))
     cold = list(engine.generate(prompt).outputs[0].token_ids)
     scheduler = engine.scheduler
-    pool = scheduler.kv_cache_manager.block_pool
     for _ in range(3):
         engine.llm.llm_engine.step()
     assert not scheduler.requests
     assert scheduler.connector.has_pending_push_work()
     assert scheduler.connector.has_pending_block_frees()
     assert scheduler.has_requests()
-    assert num_pinned(engine) == pool.num_gpu_blocks - 1 - pool.get_num_free_blocks() == 9
+    assert num_used(engine) == num_pinned(engine) == 9
     assert num_stored(engine) == 0
     gates.open()
     engine.drain()
@@ -189,7 +193,8 @@ def test_blocks_of_an_aborted_request_stay_until_they_are_copied(
     start(engine, "aborted", prompt, max_tokens=1000)
     step_until_pinned(engine)
     engine.llm.llm_engine.abort_request(["aborted"])
-    others = [make_prompt(1000, next(_seeds)) for _ in range(6)]  # take what is free
+    assert num_used(engine) == num_pinned(engine) == 9
+    others = [make_prompt(1000, next(_seeds)) for _ in range(6)]
     engine.generate_all(others, max_tokens=2)
     gates.open()
     engine.drain()
@@ -204,6 +209,7 @@ def test_blocks_of_a_preempted_request_stay_until_they_are_copied(
     step_until_pinned(engine)
     scheduler = engine.scheduler
     scheduler._preempt_request(scheduler.running.pop(), 0.0)
+    assert num_used(engine) == num_pinned(engine) == 9
     for _ in range(3):
         engine.llm.llm_engine.step()
     assert num_pinned(engine) >= 9

@@ -85,6 +85,16 @@ class CacheCalls:
         task_id, found, sources = matched
         return Found(task_id, int(found.sum()), sources)
 
+    def look_up(self, request: Any) -> None:
+        """Begin to ask the remote store about a request that vLLM will ask about."""
+        self._safely(
+            self._manager.get_match_by_tier,
+            request.all_token_ids,
+            namespace=self._namespace,
+            block_keys=request.block_hashes,
+            look_up="only",
+        )
+
     def match_put(self, request: Any, first: int, stop: int) -> tuple[int, range] | None:
         """Match a put of a request's blocks ``[first, stop)``.
 
@@ -190,11 +200,17 @@ class CacheCalls:
         grid = blocks[:, None] * self._block_size + np.arange(self._block_size)
         return grid.ravel()
 
-    def _safely(self, call: Callable[..., Any], *arguments: Any) -> bool:
+    def _safely(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
         try:
-            call(*arguments)
+            call(*arguments, **options)
         except (FlexCacheError, ValueError, KeyError) as error:
-            log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
+            log_event(
+                logger,
+                logging.WARNING,
+                "call_failed",
+                call=call.__name__,
+                error=error,
+            )
             return False
         return True
 

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 class FlexCacheConnectorV1(WorkerHooks):
     """Delegates to the scheduler's or the worker's side; each process has one of them."""
 
+    supports_sleep_mode = False
+    """Copies run beside the engine's steps, so KV memory must stay mapped."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_where_vllm_does()
@@ -44,11 +47,6 @@ class FlexCacheConnectorV1(WorkerHooks):
         """False: a cache is best effort, and no request has to wait for its KV to be stored."""
         return False
 
-    @property
-    def supports_sleep_mode(self) -> bool:
-        """False: copies run beside the engine's steps, so KV memory must stay mapped."""
-        return False
-
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True with loads by layer: a graph of the whole model does not wait for its layers."""
@@ -59,6 +57,9 @@ class FlexCacheConnectorV1(WorkerHooks):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.forget_blocks = kv_cache_manager.evict_blocks
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.arrived(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.puts.pool = gpu_block_pool

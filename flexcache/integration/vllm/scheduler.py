@@ -25,6 +25,7 @@ from flexcache.config import CacheConfig
 from flexcache.errors import InternalError, RegistrationError
 from flexcache.ids import TierName
 from flexcache.integration.vllm.calls import CacheCalls, NoMatch
+from flexcache.integration.vllm.early_lookups import EarlyLookUps
 from flexcache.integration.vllm.engine import (
     Place,
     read_block_size,
@@ -71,6 +72,9 @@ class FlexCacheScheduler:
         config = read_cache_config(vllm_config, self._block_size)
         self._match_ttl_s = config.match_ttl_s
         self._lookup_timeout_s = config.remote_lookup_timeout_s
+        self._early = EarlyLookUps(config.remote_lookup_timeout_s)
+        self._has_store = config.remote_url is not None
+        """In a shared cache, not known before the store is first waited for."""
         transfer = read_transfer_config(vllm_config)
         self._has_siblings = transfer is not vllm_config.kv_transfer_config
         obstacle = find_obstacle(vllm_config, transfer.kv_load_failure_policy)
@@ -97,6 +101,21 @@ class FlexCacheScheduler:
         self._stats_interval_s = 0.0 if place.endpoint is None else _STATS_INTERVAL_S
         self._stats_due_s = 0.0
 
+    def arrived(self, request: Any) -> None:
+        """Begin to look a new request up, before vLLM has room for it."""
+        if self._may_load(request) and self._has_store:
+            self._early.arrived(request)
+            self._look_up_early()
+
+    def _look_up_early(self) -> None:
+        for request in self._early.take_due(time.monotonic()):
+            self._cache.look_up(request)
+
+    def _may_load(self, request: Any) -> bool:
+        """Return whether loads are to be offered to a request."""
+        is_anothers = self._has_siblings and is_served_by_sibling(request)
+        return not is_anothers and not getattr(request, "skip_reading_prefix_cache", False)
+
     def num_matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first ``num_computed`` can be loaded (None: unknown
         yet), and whether the request waits for them (between steps).
@@ -106,8 +125,9 @@ class FlexCacheScheduler:
         """
         if self._shares_a_load(request, num_computed):
             return None, False
-        if self._has_siblings and is_served_by_sibling(request):
-            return 0, False  # no look-up of ours may hold it back
+        if not self._may_load(request):
+            return 0, False
+        self._early.asked(request.request_id)
         record = self._requests.setdefault(request.request_id, RequestRecord())
         get = self._open_get(request, record, num_computed)
         if get is None:
@@ -130,7 +150,7 @@ class FlexCacheScheduler:
             if get.launched or (get.num_computed == num_computed and is_fresh):
                 return get
             self._cancel_get(record)
-        if record.has_lost_load or getattr(request, "skip_reading_prefix_cache", False):
+        if record.has_lost_load:
             return None
         record.get = self._match(request, record, num_computed, request.num_tokens)
         return record.get
@@ -156,6 +176,7 @@ class FlexCacheScheduler:
         look_up = now - asked_s <= self._lookup_timeout_s  # steps may take longer
         found = self._cache.match(request, num_computed, num_tokens, look_up)
         record.asked_s = asked_s if found is NoMatch.UNDECIDED else None
+        self._has_store |= found is NoMatch.UNDECIDED
         if isinstance(found, NoMatch):
             return None
         self._has_news = True
@@ -208,6 +229,7 @@ class FlexCacheScheduler:
         request_id = request.request_id
         record = self._requests.get(request_id, RequestRecord())
         self._layerwise.finished(request_id)
+        self._early.ended(request_id)
         record.has_ended = True
         was_loading = record.get is not None and record.get.launched
         self._cancel_get(record)
@@ -225,6 +247,7 @@ class FlexCacheScheduler:
         """Return the metadata for the step that vLLM has scheduled."""
         num_scheduled_tokens: Mapping[str, int] = scheduled.num_scheduled_tokens
         self._layerwise.step(num_scheduled_tokens)
+        self._look_up_early()
         num_tokens = sum(num_scheduled_tokens.values())
         rate = self._prefill.step(num_tokens, time.monotonic())
         if rate is not None:
@@ -301,6 +324,11 @@ class FlexCacheScheduler:
         counters = self._cache.read_counters()
         if counters is None:
             return None
+        counters = {
+            **counters,
+            "early_look_ups": self._early.num_begun,
+            "cancelled_look_ups": self._early.num_cancelled,
+        }
         stats = FlexCacheStats.between(self._reported, counters)
         self._reported = counters
         return stats

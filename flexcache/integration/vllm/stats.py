@@ -29,6 +29,8 @@ _COUNTERS = {
     "ssd_written_bytes": "Bytes written to SSD.",
     "remote_read_bytes": "Bytes read from the remote store.",
     "remote_written_bytes": "Bytes written to the remote store.",
+    "early_look_ups": "Look-ups at the remote store that began when a request arrived.",
+    "cancelled_look_ups": "Requests that went away before vLLM asked about them.",
     "skipped_blocks": "Blocks that were cached but not loaded, because computing them is faster.",
     "failed_loads": "Loads that did not load all of their blocks.",
     "dropped_blocks": "Blocks that could not be stored, for any reason.",
