@@ -138,7 +138,9 @@ class KVManager:
             A task id, and a mask over the tokens: True where FlexCache will supply KV.
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
-        task = self._client.match(TaskKind.GET, self._groups.loadable(prompt))
+        if self._groups.has_states:
+            prompt = self._groups.loadable(prompt)
+        task = self._client.match(TaskKind.GET, prompt)
         mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
 
@@ -154,10 +156,12 @@ class KVManager:
         asked ahead of a later match: nothing is reserved, and None is returned.
         """
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
+        if self._groups.has_states:
+            prompt = self._groups.loadable(prompt)
         if look_up == "only":
             self._client.look_up(prompt)
             return None
-        task = self._client.match_nowait(TaskKind.GET, self._groups.loadable(prompt), look_up)
+        task = self._client.match_nowait(TaskKind.GET, prompt, look_up)
         if task is None:
             return None
         mask = _mask(self._prompts, prompt, task)
@@ -186,20 +190,17 @@ class KVManager:
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, request_info, retain_s
         )
-        task = self._client.match(TaskKind.PUT, self._groups.with_tail(prompt, tail_at))
+        if tail_at is not None:
+            prompt = self._groups.with_tail(prompt, tail_at)
+        task = self._client.match(TaskKind.PUT, prompt)
         mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
 
     def get_async(
-        self,
-        token_ids: Tokens,
-        slot_mapping: Slots,
-        token_mask: Mask | None = None,
-        *,
-        namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None,
+        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Mask | None = None, *,
+        namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
         request_info: RequestInfo | None = None,
-    ) -> tuple[int, Mask]:
+    ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `get_match` and `launch`.
 
         ``slot_mapping`` has a slot for each token needed (True in ``token_mask``, or all), or only
@@ -233,6 +234,8 @@ class KVManager:
     ) -> int:
         """Load the blocks of a prompt from lower tiers into DRAM. Needs no GPU slots."""
         prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
+        if self._groups.has_states:
+            prompt = self._groups.loadable(prompt)
         task = self._client.match_and_launch(TaskKind.PREFETCH, prompt, lambda _: NO_BLOCKS)
         return task.task_id
 
