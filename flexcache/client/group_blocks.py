@@ -31,26 +31,28 @@ class GroupTable:
         model: May have no groups: then GPU blocks come as slots.
         tokens_per_position: The cache's block size.
 
-    Attributes:
-        has_states: Whether a state sums up the tokens, so that the last must be computed.
-
     Raises:
         ConfigError: A position is not whole blocks of every group.
     """
 
     def __init__(self, model: ModelConfig, tokens_per_position: int) -> None:
-        self.has_states, self._has_tails = model.has_states, model.has_tails
+        self._has_states, self._has_tails = model.has_states, model.has_tails
         self._groups = model.groups
         self._tokens = tokens_per_position
         self._shape = UnitShape(model.groups, tokens_per_position)
 
     def loadable(self, prompt: Prompt) -> Prompt:
-        """Return the part of a prompt that a hit may cover if `has_states`: not the last token."""
+        """Return the part of a prompt that a hit may cover: not the last token if a state sums up
+        the tokens."""
+        if not self._has_states:
+            return prompt
         stop = min(prompt.stop, max(0, prompt.num_tokens - 1) // self._tokens)
         return prompt._replace(start=min(prompt.start, stop), stop=stop)
 
-    def with_tail(self, prompt: Prompt, tail_at: int) -> Prompt:
+    def with_tail(self, prompt: Prompt, tail_at: int | None) -> Prompt:
         """Have a put also store the tail behind ``tail_at`` tokens. Raises `ValueError`."""
+        if tail_at is None:
+            return prompt
         position, rest = divmod(tail_at, self._tokens)
         if rest or not 0 < position <= prompt.stop or not self._has_tails:
             raise ValueError(

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 class FlexCacheConnectorV1(WorkerHooks):
     """Delegates to the scheduler's or the worker's side; each process has one of them."""
 
-    supports_sleep_mode = False
-    """Copies run beside the engine's steps, so KV memory must stay mapped."""
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_where_vllm_does()
