@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from hybrid_models import hybrid_configs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -72,6 +73,7 @@ def _configs() -> dict[str, PretrainedConfig]:
             n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
             first_k_dense_replace=4, max_position_embeddings=4096, initializer_range=0.1, **_COMMON,
         ),
+        **hybrid_configs(),
     }  # fmt: skip
 
 
