@@ -204,6 +204,8 @@ def main(
     load: Annotated[float, typer.Option(help="Share of round robin's capacity.")] = 0.6,
     sessions: Annotated[int, typer.Option(help="Conversations.")] = 24,
     turns: Annotated[int, typer.Option(help="Turns of each.")] = 6,
+    first_words: Annotated[int, typer.Option(help="Words of a first prompt.")] = 800,
+    next_words: Annotated[int, typer.Option(help="Words that each later turn adds.")] = 120,
     model: Annotated[str, typer.Option(help="A model of `make_models`.")] = "mid",
     only_ours: Annotated[bool, typer.Option(help="Leave out the other routers.")] = False,
     venvs: Annotated[
@@ -214,7 +216,9 @@ def main(
     """Compare the routers and print a table."""
     console = Console(width=140)
     make_model(MODELS, model)
-    shape = Shape(num_sessions=sessions, num_turns=turns)
+    shape = Shape(
+        num_sessions=sessions, num_turns=turns, first_words=first_words, next_words=next_words
+    )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         fleet = stack.enter_context(running_fleet(directory, model, session_tokens(model, shape)))

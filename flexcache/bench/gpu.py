@@ -99,9 +99,8 @@ class Pool:
         chosen = slice(first, None if count is None else first + count)
         gpu, host = self._on_gpu[chosen], self._on_host[chosen]
         on_gpu = self._layout.gpu_addresses(gpu).ravel()
-        on_host = self._layout.host_addresses(
-            self.segment.address, self.segment.stride, host
-        ).ravel()
+        starts = self.segment.address + host * self.segment.stride
+        on_host = self._layout.host_addresses(starts).ravel()
         sizes = np.tile(self._layout.sizes, len(gpu))
         return (on_gpu, on_host, sizes) if kind is OpKind.H2D else (on_host, on_gpu, sizes)
 

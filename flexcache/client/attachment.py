@@ -1,62 +1,22 @@
-"""An engine's KV tensors, and what a rank holds while a server may have it copy them."""
+"""What a rank holds while a server may have it copy KV."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
 
-import torch
-
+from flexcache.client.lent_tensors import LentTensors, join_signatures
+from flexcache.logs import log_event
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import WelcomeRank
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.layout import (
-    BlockLayout,
-    bytes_per_block,
-    bytes_per_index,
-    describe_kv_caches,
-)
 from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.life import show_life_during
 from flexcache.transfer.workers.permit import CopyPermit
 
-
-class LentTensors:
-    """The engine's paged KV tensors. See `KVTPClient.register_kv_caches`.
-
-    Raises:
-        UnsupportedLayoutError: A tensor cannot be moved as whole blocks; names it.
-    """
-
-    def __init__(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        block_dim: int,
-        layout_description: str,
-        num_blocks: int | None,
-    ) -> None:
-        if num_blocks is None:
-            self.block_bytes = bytes_per_index(kv_caches, block_dim)
-        else:
-            self.block_bytes = bytes_per_block(kv_caches, num_blocks, block_dim)
-        # A bad layout is refused by the call that lends it; the size is the server's to judge.
-        describe_kv_caches(kv_caches, self.block_bytes, block_dim, num_blocks=num_blocks)
-        self._num_blocks = num_blocks
-        self._kv_caches = dict(kv_caches)
-        self._block_dim = block_dim
-        self._layout_description = layout_description
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self._kv_caches.values())).device
-
-    def layout(self, block_bytes: int) -> BlockLayout:
-        """How they hold blocks of this size."""
-        return describe_kv_caches(
-            self._kv_caches, block_bytes, self._block_dim, self._layout_description,
-            self._num_blocks,
-        )  # fmt: skip
+logger = logging.getLogger(__name__)
 
 
 class Attachment:
@@ -64,15 +24,21 @@ class Attachment:
 
     Args:
         show_life: Called now and then, since attaching may take long.
+
+    Attributes:
+        layout: Signature of the tensors' layout.
+        num_blocks: Blocks of the engine.
+
+    Raises:
+        UnsupportedLayoutError: The tensors do not hold the server's blocks.
     """
 
     def __init__(
-        self,
-        welcome: WelcomeRank,
-        layout: BlockLayout,
-        device: torch.device,
-        show_life: Callable[[], None],
+        self, welcome: WelcomeRank, tensors: LentTensors, show_life: Callable[[], None]
     ) -> None:
+        block_bytes = welcome.block_bytes // welcome.blocks_per_unit
+        layouts = tensors.layouts(block_bytes, welcome.num_groups)
+        self.layout, self.num_blocks = join_signatures(layouts), layouts[0].num_blocks
         with contextlib.ExitStack() as held:
             fence = Fence.open(welcome.fence)
             held.callback(fence.close)
@@ -80,15 +46,18 @@ class Attachment:
             held.callback(segment.close)
             segment.map(show_life)
             permit = CopyPermit(fence.words)
-            copier = show_life_during(lambda: open_copier(device, permit), show_life)
+            copier = show_life_during(lambda: open_copier(tensors.device, permit), show_life)
             self.worker = DeviceWorker(
-                layout, segment, copier, permit, welcome.blocks_per_unit, welcome.may_skip
+                layouts, segment, copier, permit, welcome.blocks_per_unit, welcome.may_skip
             )
             held.callback(self.worker.close)
             copier.attach(segment, show_life)
             fence.hold()
             self._held = held.pop_all()
 
-    def close(self) -> None:
-        """Wait for copies under way, and give all of it back, whatever fails."""
-        self._held.close()
+    def close(self, rank: int) -> None:
+        """Wait for copies under way, and give all of it back. Failures are logged."""
+        try:
+            self._held.close()
+        except Exception:
+            log_event(logger, logging.ERROR, "rank_let_go_failed", exc_info=True, rank=rank)

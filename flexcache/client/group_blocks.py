@@ -1,4 +1,8 @@
-"""GPU blocks of a model with several groups, in the order in which its tasks move them."""
+"""GPU blocks of a model with several groups, in the order in which its tasks move them.
+
+Each block is named with its group (`transfer.group_ids`), since its id alone does not tell whose
+bytes it holds.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from flexcache.cache.prompt import Prompt
 from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks
 from flexcache.config import ModelConfig
 from flexcache.config.groups import UnitShape
+from flexcache.transfer.group_ids import name_blocks
 
 GroupBlocks = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
-"""For each group of the model, in order, ids of GPU blocks."""
+"""For each group of the model, in order, ids of GPU blocks; -1 for one that is not wanted."""
 
 
 class GroupTable:
@@ -95,7 +100,7 @@ class GroupTable:
         dense: list[BlockIds] = []
         tail = [NO_BLOCKS]
         for number, (group, given) in enumerate(zip(self._groups, group_blocks, strict=True)):
-            blocks = as_slots(given)
+            blocks = name_blocks(number, as_slots(given))
             per_position = self._tokens // group.tokens_per_block
             if group.is_dense:
                 num_needed = num_blocks * per_position

@@ -18,15 +18,16 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 
 import msgspec
 import torch
 
-from flexcache.client.attachment import Attachment, LentTensors
+from flexcache.client.attachment import Attachment
 from flexcache.client.gates import GatedTasks
+from flexcache.client.lent_tensors import LentTensors
 from flexcache.client.link import ServerLink
 from flexcache.config.address import split_address
 from flexcache.errors import (
@@ -120,6 +121,7 @@ class KVTPClient:
         layout_description: str = "",
         num_blocks: int | None = None,
         kv_replicas: int | None = None,
+        groups: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Lend the engine's paged KV tensors. Returns at once; the server may not be up yet.
 
@@ -130,6 +132,8 @@ class KVTPClient:
                 or HND, number format). Different descriptions make different blocks.
             num_blocks: The engine's, if tensors may count parts of blocks in ``block_dim``.
             kv_replicas: As in `ModelConfig`, with which it must agree; None: not known here.
+            groups: Names of this rank's layers in each of the model's groups, maybe none, where a
+                block has the bytes of its group's layers only. Needs ``num_blocks``.
 
         Raises:
             UnsupportedLayoutError: A tensor, which it names, cannot be moved as whole blocks.
@@ -138,7 +142,7 @@ class KVTPClient:
             raise ClosedError("the client is closed")
         if self._thread is not None:
             raise ValueError("KV caches are already registered")
-        self._tensors = LentTensors(kv_caches, block_dim, layout_description, num_blocks)
+        self._tensors = LentTensors(kv_caches, block_dim, layout_description, num_blocks, groups)
         told = {"block_bytes": self._tensors.block_bytes, "kv_replicas": kv_replicas or 0}
         self._hello = msgspec.structs.replace(self._hello, **told)
         name = f"flexcache-rank{self.rank}"
@@ -356,11 +360,10 @@ class KVTPClient:
         self._link.attend(welcome.server_pid, [welcome.fence, welcome.segment.path])
         assert self._tensors is not None
         try:
-            layout = self._tensors.layout(welcome.block_bytes // welcome.blocks_per_unit)
-            show_life = partial(self._link.offer, Ping())
-            self._attachment = Attachment(welcome, layout, self._tensors.device, show_life)
-            self._hello = msgspec.structs.replace(self._hello, layout=layout.signature)
-            answer = Register(layout.signature, layout.num_blocks)
+            attachment = Attachment(welcome, self._tensors, partial(self._link.offer, Ping()))
+            self._attachment = attachment
+            self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
+            answer = Register(attachment.layout, attachment.num_blocks)
         except Exception as error:  # the driver and its wrapper raise various classes
             self._let_go()
             answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")
@@ -370,10 +373,7 @@ class KVTPClient:
     def _let_go(self) -> None:
         """Wait for running copies; afterwards the engine may reuse its slots."""
         if self._attachment is not None:
-            try:
-                self._attachment.close()
-            except Exception:
-                self._log(logging.ERROR, "rank_let_go_failed", exc_info=True)
+            self._attachment.close(self.rank)
             self._attachment = None
 
 

@@ -102,6 +102,7 @@ class HelloRank(msgspec.Struct, tag=True, frozen=True):
 class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     """The rank's share of the host pool, and the required size of one of its blocks: the size of
     ``blocks_per_unit`` blocks of the GPU. With ``may_skip``, -1 stands for one not to be copied.
+    ``num_groups``: groups of layers whose blocks ops may name (`transfer.group_ids`).
 
     ``epoch`` is that of the task ids that this server gives out; ``fence``: see `protocol.fence`.
     """
@@ -114,6 +115,7 @@ class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     fingerprint: str
     blocks_per_unit: int = 1
     may_skip: bool = False
+    num_groups: int = 1
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -229,7 +231,7 @@ class Launch(msgspec.Struct, tag=True, frozen=True):
     """Start a matched task. A problem with it is answered as the task's failure.
 
     ``gpu_blocks``: for each block, then for each unit of the tail, `WelcomeRank.blocks_per_unit`
-    ids; -1 where there is nothing to copy.
+    blocks, each with its group (`transfer.group_ids`); -1 where there is nothing to copy.
     """
 
     task_id: int

@@ -99,6 +99,7 @@ class Peers:
             self._config.epoch, self._config.server_pid, segment.ref(), fence.path,
             cache.shards.sizes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
             cache.shape.blocks_per_unit, may_skip=cache.model.has_tails,
+            num_groups=max(1, len(cache.model.groups)),
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.rank, hello.client, hello.pid, now)
         self._registry.add(rank)

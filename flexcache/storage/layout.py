@@ -48,15 +48,20 @@ class BlockLayout:
     signature: str
     layer_ends: Mapping[str, int]
 
+    @classmethod
+    def of_no_layer(cls, num_blocks: int) -> BlockLayout:
+        """Make the layout of blocks that have no bytes on this rank."""
+        none = np.empty(0, dtype=np.int64)
+        return cls(none, none, none, none, num_blocks, 0, "no layer", {})
+
     def gpu_addresses(self, blocks: npt.NDArray[np.int64]) -> Addresses:
         """Return the addresses of all segments of the blocks; shape ``(blocks, segments)``."""
         return self.bases[None, :] + blocks[:, None] * self.strides[None, :]
 
-    def host_addresses(
-        self, pool_address: int, pool_stride: int, blocks: npt.NDArray[np.int64]
-    ) -> Addresses:
-        """Return the addresses of all segments of host blocks; shape ``(blocks, segments)``."""
-        return (pool_address + blocks * pool_stride)[:, None] + self.offsets[None, :]
+    def host_addresses(self, starts: Addresses) -> Addresses:
+        """Return the addresses of all segments of host blocks that start at these addresses; shape
+        ``(blocks, segments)``."""
+        return starts[:, None] + self.offsets[None, :]
 
 
 @dataclass(frozen=True, slots=True)

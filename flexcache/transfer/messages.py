@@ -29,8 +29,9 @@ class BlockNames(msgspec.Struct, frozen=True):
 class Execute(msgspec.Struct, tag=True, frozen=True):
     """Move ``src`` blocks to ``dst`` blocks, and answer with `Done`.
 
-    A ``gated`` op waits until the engine's worker opens the gate of ``task_id``. H2DISK, H2REMOTE
-    and REMOTE2H have ``names``; block ids on the remote side have no meaning.
+    Blocks on the GPU are named with their group (`transfer.group_ids`). A ``gated`` op waits until
+    the engine's worker opens the gate of ``task_id``. H2DISK, H2REMOTE and REMOTE2H have ``names``;
+    block ids on the remote side have no meaning.
     """
 
     op_id: int

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from overlaid import OverlaidTensors
 
+from flexcache.client.lent_tensors import LentTensors
 from flexcache.errors import UnsupportedLayoutError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
+from flexcache.transfer.group_ids import name_blocks
 from flexcache.transfer.messages import Done, Execute, pack_ids
 from flexcache.transfer.workers import device
 from flexcache.transfer.workers.copier import open_copier
@@ -56,7 +59,7 @@ def cpu_worker(tensors: Tensors, segment: HostSegment) -> DeviceWorker:
     copier = open_copier(torch.device("cpu"))
     assert isinstance(copier, CpuCopier)
     copier.attach(segment)
-    return DeviceWorker(layout_of(tensors), segment, copier)
+    return DeviceWorker([layout_of(tensors)], segment, copier)
 
 
 def order(
@@ -137,7 +140,7 @@ def test_a_host_block_may_hold_several_gpu_blocks_and_some_may_be_skipped(tensor
         copier = open_copier(torch.device("cpu"))
         copier.attach(segment)
         layout = layout_of(tensors)
-        worker = DeviceWorker(layout, segment, copier, blocks_per_unit=2, may_skip=True)
+        worker = DeviceWorker([layout], segment, copier, blocks_per_unit=2, may_skip=True)
         expected = {block: on_gpu(block) for block in range(NUM_GPU_BLOCKS)}
         assert numbers(store(1, [6, 0, -1, 3, 4, -1], [4, 1, 2])) == [Done(1, 3)]
         for host, first, second in ((4, 6, 0), (1, None, 3), (2, 4, None)):
@@ -396,7 +399,7 @@ class LateCopier:
 
 def late_worker(segment: HostSegment) -> tuple[DeviceWorker, LateCopier]:
     copier = LateCopier()
-    return DeviceWorker(layout_of(make_tensors()), segment, copier), copier
+    return DeviceWorker([layout_of(make_tensors())], segment, copier), copier
 
 
 def test_an_op_is_done_only_when_its_copies_have_landed(segment: HostSegment) -> None:
@@ -631,3 +634,110 @@ def test_a_part_that_cannot_start_loses_the_load_and_giving_up_queues_behind_the
     watched.give_up()
     assert copier.started[0][2].num_waits == 1
     assert not worker.has_work
+
+
+# -- groups --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def overlaid() -> OverlaidTensors:
+    """Attention, a group with one layer of it, and states in padded pages."""
+    attention, fewer, states = {"a": 128, "b": 128}, {"c": 128}, {"d": 72, "e": 72}
+    return OverlaidTensors([attention, fewer, states], NUM_GPU_BLOCKS, 128)
+
+
+def grouped(
+    overlaid: OverlaidTensors, segment: HostSegment, blocks_per_unit: int = 1
+) -> DeviceWorker:
+    lent = LentTensors(overlaid.tensors, 0, "", overlaid.num_blocks, overlaid.layers)
+    copier = open_copier(torch.device("cpu"))
+    copier.attach(segment)
+    layouts = lent.layouts(256, len(overlaid.layers))
+    return DeviceWorker(layouts, segment, copier, None, blocks_per_unit, may_skip=True)
+
+
+def in_group(group: int, *blocks: int) -> list[int]:
+    return name_blocks(group, np.array(blocks, np.int64)).tolist()
+
+
+@pytest.mark.parametrize("blocks_per_unit", [1, 3])
+def test_a_block_moves_its_groups_bytes_and_no_others(
+    overlaid: OverlaidTensors, blocks_per_unit: int
+) -> None:
+    named = [*in_group(2, 6), *in_group(0, 0), *in_group(1, 3), *in_group(0, 5), -1, -1]
+    stored = [(2, 6), (0, 0), (1, 3), (0, 5)]
+    to = [4, 2, 1, 6]
+    num_units = len(named) // blocks_per_unit
+    expected = [overlaid.read(group, block) for group, block in stored]
+    with HostSegment.create(256 * blocks_per_unit, num_units) as segment:
+        segment.map()
+        worker = grouped(overlaid, segment, blocks_per_unit)
+        before = overlaid.raw.clone()
+        units = list(range(num_units))
+        worker.execute(store(1, named, units))
+        assert run_dry(worker) == [Done(1, num_units)]
+        assert torch.equal(overlaid.raw, before)
+        size = sum(len(bytes(segment.block(unit)).rstrip(b"\0")) > 0 for unit in units)
+        assert size == (4 if blocks_per_unit == 1 else 2)
+        back = [(group, block) for (group, _), block in zip(stored, to, strict=True)]
+        around = [list(overlaid.untouched(group, block)) for group, block in back]
+        worker.execute(load(2, units, [n for g, b in back for n in in_group(g, b)] + [-1, -1]))
+        assert run_dry(worker) == [Done(2, num_units)]
+        assert [overlaid.read(group, block) for group, block in back] == expected
+        assert [list(overlaid.untouched(group, block)) for group, block in back] == around
+        others = [b for b in range(NUM_GPU_BLOCKS) if b not in to]
+        assert torch.equal(overlaid.raw[:, others], before[:, others])
+        worker.close()
+
+
+def test_blocks_of_unknown_groups_are_refused(overlaid: OverlaidTensors) -> None:
+    with HostSegment.create(256, 2) as segment:
+        segment.map()
+        worker = grouped(overlaid, segment)
+        for named, complaint in (
+            (in_group(3, 0), "a group's block lies outside of [0, 3)"),
+            ([2**62], "a group's block lies outside of [0, 3)"),
+            (in_group(2, NUM_GPU_BLOCKS), "a GPU block lies outside of [0, 7)"),
+            ([-2], "a GPU block lies outside of [0, 7)"),
+        ):
+            worker.execute(load(1, [0], named))
+            [refused] = run_dry(worker)
+            assert (refused.num_ok, refused.error) == (0, complaint)
+        with pytest.raises(ValueError, match="several groups"):
+            worker.load_by_layer(1, 1)
+        worker.close()
+
+
+def test_a_rank_without_layers_of_a_group_has_nothing_to_copy_of_it(
+    overlaid: OverlaidTensors,
+) -> None:
+    overlaid.layers[1] = []
+    with HostSegment.create(256, 2) as segment:
+        segment.map()
+        worker = grouped(overlaid, segment)
+        worker.execute(store(1, in_group(1, 4), [1]))
+        assert run_dry(worker) == [Done(1, 1)]
+        assert not any(bytes(segment.block(1)))
+        expected = overlaid.read(2, 4)
+        for op in (
+            store(2, in_group(1, 3) + in_group(2, 4), [0, 1]),
+            load(3, [0, 1], in_group(1, 3) + in_group(2, 5)),
+        ):
+            worker.execute(op)
+            assert run_dry(worker) == [Done(op.op_id, 2)]
+        assert overlaid.read(2, 5) == expected
+        worker.close()
+
+
+def test_units_of_several_blocks_are_whole_without_tails(tensors: Tensors) -> None:
+    size = bytes_per_index(tensors)
+    with HostSegment.create(2 * size, 1) as segment:
+        segment.map()
+        copier = open_copier(torch.device("cpu"))
+        worker = DeviceWorker([layout_of(tensors)], segment, copier, blocks_per_unit=2)
+        expected = {name: tensor[[6, 0]].clone() for name, tensor in tensors.items()}
+        for op in (store(1, [6, 0], [0]), load(2, [0], [2, 3])):
+            worker.execute(op)
+            assert run_dry(worker) == [Done(op.op_id, 1)]
+        assert all(torch.equal(t[[2, 3]], expected[name]) for name, t in tensors.items())
+        worker.close()

@@ -243,7 +243,7 @@ def test_in_the_host_pool_the_segments_of_a_block_are_contiguous(
     engine: Engine,
 ) -> None:
     layout = describe(*engine(NUM_BLOCKS, 16, torch.bfloat16))
-    at = layout.host_addresses(1 << 20, 1 << 16, np.array([0, 3], dtype=np.int64))
+    at = layout.host_addresses((1 << 20) + np.array([0, 3], dtype=np.int64) * (1 << 16))
     assert at[0, 0] == 1 << 20
     assert (at[:, 1:] == at[:, :-1] + layout.sizes[:-1]).all()
     assert (at[:, -1] + layout.sizes[-1] == at[:, 0] + layout.block_bytes).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +28,10 @@ from flexcache.integration.vllm.engine import read_model_config
 from flexcache.integration.vllm.groups import (
     read_groups,
     read_keys_per_position,
+    read_layers,
     read_position,
 )
+from flexcache.integration.vllm.kv_layout import describe_layout
 
 pytestmark = pytest.mark.skipif(
     not groups.TELLS_GROUPS, reason="this vLLM tells connectors of one group only"
@@ -118,3 +121,26 @@ def test_an_older_vllm_is_asked_for_one_group(monkeypatch: pytest.MonkeyPatch) -
         read_groups(engine(), caches(WINDOW, FULL))
     with pytest.raises(ConfigError, match="needs vLLM"):
         read_groups(engine(), caches(WINDOW))
+
+
+def test_a_rank_names_its_own_layers_of_each_group() -> None:
+    assert read_layers(caches(FULL)) is None
+    several = caches(WINDOW, FULL)
+    several.kv_cache_groups[0].layer_names = []  # all of them are on another stage
+    assert read_layers(several) == [[], ["layer.1"]]
+
+
+def test_what_a_state_consists_of_is_part_of_the_layout() -> None:
+    def describe(**changes: Any) -> str:
+        backend = SimpleNamespace(get_name=lambda: "B")
+        layer = SimpleNamespace(get_attn_backend=lambda: backend)
+        made = engine()
+        layers = {"layer.0": layer, "layer.1": layer}
+        made.compilation_config = SimpleNamespace(static_forward_context=layers)
+        made.device_config = SimpleNamespace(device_type="cuda")
+        return describe_layout(made, caches(FULL, replace(STATE, **changes)))
+
+    assert describe() == "cuda B float32[4x4]"
+    assert describe(shapes=((2, 8),)) == "cuda B float32[2x8]"
+    halves = {"shapes": ((8,), (2, 8)), "dtypes": (torch.float32, torch.bfloat16)}
+    assert describe(**halves) == "cuda B float32[8]+bfloat16[2x8]"

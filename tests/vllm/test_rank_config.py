@@ -110,7 +110,7 @@ def test_ranks_that_deal_tokens_out_differently_have_other_layouts() -> None:
         made = config(decode_context_parallel_size=dcp_size, cp_kv_cache_interleave_size=pieces)
         made.compilation_config = SimpleNamespace(static_forward_context={"a": layer})
         made.device_config = SimpleNamespace(device_type="cuda")
-        return describe_layout(made, ["a"])
+        return describe_layout(made, caches(["a"]))
 
     assert layout(1, 1) == layout(1, 4) == "cuda FLASH"
     assert len({layout(*sizes) for sizes in ((1, 1), (2, 1), (2, 4), (4, 1))}) == 4

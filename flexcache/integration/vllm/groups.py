@@ -61,6 +61,15 @@ def cached_group_ids(kv_cache_config: Any) -> tuple[int, ...]:
     return tuple(getattr(kv_cache_config, "prefix_cacheable_group_ids", every))
 
 
+def read_layers(kv_cache_config: Any) -> list[list[str]] | None:
+    """Return the names of this rank's layers in each group that is cached, maybe none in some. None
+    if all layers are in one group."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1:
+        return None
+    return [groups[number].layer_names for number in cached_group_ids(kv_cache_config)]
+
+
 def read_position(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return the tokens between the positions where prefixes can end: the least common multiple of
     the groups' block sizes, as vLLM's scheduler has it."""

@@ -15,7 +15,7 @@ import torch
 
 from flexcache.client.rank import KVTPClient
 from flexcache.integration.vllm.engine import read_cache_config, read_place
-from flexcache.integration.vllm.groups import read_position
+from flexcache.integration.vllm.groups import read_layers, read_position
 from flexcache.integration.vllm.kv_layout import describe_layout
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
 from flexcache.integration.vllm.step_loads import StepLoads
@@ -52,9 +52,10 @@ class FlexCacheWorker:
         )
         self.client.register_kv_caches(
             kv_caches,
-            layout_description=describe_layout(self._vllm_config, kv_caches),
+            layout_description=describe_layout(self._vllm_config, self._kv_cache_config),
             num_blocks=self._kv_cache_config.num_blocks,
             kv_replicas=getattr(self._kv_cache_config, "kv_tp_replicas", None),
+            groups=read_layers(self._kv_cache_config),
         )
         self._in_step = StepLoads(kv_caches, self._config.server_timeout_s)
 

@@ -19,22 +19,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
 
 from flexcache.errors import DeviceLostError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
-from flexcache.transfer.messages import Done, Execute, unpack_ids
+from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.copier import Copier, Fence
 from flexcache.transfer.workers.layer_load import LayerLoad
+from flexcache.transfer.workers.op_copies import Copies, OpAddresses, OpCopies
 from flexcache.transfer.workers.permit import CopyPermit
-
-Addresses = npt.NDArray[np.int64]
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 
@@ -46,47 +42,28 @@ class _Moving:
     landed: Fence
 
 
-@dataclass(slots=True)
-class _Copies:
-    """An op's addresses: a row for each block, a column for each segment."""
-
-    message: Execute
-    destinations: Addresses
-    sources: Addresses
-    num_units: int
-    """Blocks of the host segment."""
-    num_started: int = 0
-    """Columns whose copies were started."""
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.sources)
-
-
 class DeviceWorker:
     """Executes device ops against one rank's KV tensors and its host segment.
 
     Every op given to `execute` yields exactly one `Done`, from `advance` or `abandon`.
 
     Args:
+        layouts: Of each group of the model; of all layers if it has no groups.
         permit: Set to the task of the current copy; shared with the copier.
-        blocks_per_unit: GPU blocks for each block of the host segment, where they are in sequence.
-        may_skip: Whether -1 stands for a GPU block that is not to be copied.
+        blocks_per_unit: As in `OpAddresses`, like ``may_skip``.
     """
 
     def __init__(
         self,
-        layout: BlockLayout,
+        layouts: Sequence[BlockLayout],
         segment: HostSegment,
         copier: Copier,
         permit: CopyPermit | None = None,
         blocks_per_unit: int = 1,
         may_skip: bool = False,
     ) -> None:
-        self._layout = layout
-        self._blocks_per_unit = blocks_per_unit
-        self._lowest_gpu_block = -1 if may_skip else 0
-        self._segment = segment
+        self._layouts = layouts
+        self._addresses = OpAddresses(layouts, segment, blocks_per_unit, may_skip)
         self._copier = copier
         self._permit = permit or CopyPermit()
         self.failure: str | None = None
@@ -95,7 +72,7 @@ class DeviceWorker:
         self._loads: deque[Execute] = deque()
         self._stores: deque[Execute] = deque()
         self._parked: dict[int, list[Execute]] = {}  # task id -> ops behind its gate
-        self._in_parts: list[_Copies] = []
+        self._in_parts: list[OpCopies] = []
         self._moving: list[_Moving] = []
         self._dropped: dict[int, None] = {}
         self._gates: dict[int, Fence | None] = {}
@@ -130,9 +107,15 @@ class DeviceWorker:
         """Let a load start; the caller will wait for its layers. Thread-safe.
 
         The task must have a single op, over all ``num_blocks``.
+
+        Raises:
+            ValueError: The model has several groups.
         """
+        if len(self._layouts) > 1:
+            raise ValueError("a model with several groups is not loaded layer by layer")
+        [layout] = self._layouts
         fence = self._copier.fence()
-        load = LayerLoad(self._layout.layer_ends, num_blocks)
+        load = LayerLoad(layout.layer_ends, num_blocks)
         with self._gate_lock:
             if not self._is_closed:
                 self._gates[task_id] = fence
@@ -229,85 +212,59 @@ class DeviceWorker:
         return ended
 
     def _start(self, message: Execute) -> list[Done]:
-        is_load = message.kind is OpKind.H2D
-        src, dst = unpack_ids(message.src), unpack_ids(message.dst)
-        gpu, host = (dst, src) if is_load else (src, dst)
-        layout, segment = self._layout, self._segment
         by_layer = self._layer_load(message)
-        per_unit = self._blocks_per_unit
-        problem = (
-            _unpaired(gpu, host, per_unit)
-            or _out_of_range("GPU", gpu, layout.num_blocks, self._lowest_gpu_block)
-            or _out_of_range("host", host, segment.num_blocks)
-            or (_not_whole(len(gpu), by_layer.num_blocks) if by_layer is not None else None)
-        )
-        if problem:
-            return [self._failed(message, problem)]
-        num_units, in_unit = len(host), None
-        if self._lowest_gpu_block < 0:
-            wanted = np.flatnonzero(gpu >= 0)
-            if not len(wanted):
-                return [Done(message.op_id, num_units)]
-            in_unit = wanted % per_unit * layout.block_bytes
-            gpu, host = gpu[wanted], host[wanted // per_unit]
-        on_gpu = layout.gpu_addresses(gpu)
-        on_host = layout.host_addresses(segment.address, segment.stride, host)
-        if in_unit is not None:
-            on_host += in_unit[:, None]
-        ends = (on_gpu, on_host) if is_load else (on_host, on_gpu)
-        copies = _Copies(message, *ends, num_units)
+        try:
+            copies = self._addresses.copies_of(message)
+            if by_layer is not None:
+                copies.require_whole(by_layer.num_blocks)
+        except ValueError as error:
+            return [self._failed(message, str(error))]
         if by_layer is not None:
             self._in_parts.append(copies)
             return self._start_part(copies, by_layer)
+        if copies.is_empty:
+            return [Done(message.op_id, copies.num_units)]
         try:
-            landed = self._start_columns(copies, len(layout.sizes))
+            landed = self._start_copies(message, copies.take_all())
         except Exception as error:  # the driver or a compiler may raise any class
             return [self._not_started(message, error)]
         return self._started(copies, landed)
 
-    def _start_part(self, copies: _Copies, load: LayerLoad | None) -> list[Done]:
+    def _start_part(self, copies: OpCopies, load: LayerLoad | None) -> list[Done]:
         """Start the next layers of a load by layer."""
         message, stop = copies.message, self._part_end(copies)
         if load is None or not load.begin_part():
             self._in_parts.remove(copies)
             return [self._failed(message, "the engine no longer waits for it")]
         try:
-            landed = self._start_columns(copies, stop)
+            landed = self._start_copies(message, copies.take_until(stop))
         except Exception as error:
             self._in_parts.remove(copies)
             return [self._not_started(message, error)]
         load.part_started(stop, landed)
-        if stop < len(self._layout.sizes):
+        if stop < len(self._layouts[0].sizes):
             return []
         self._in_parts.remove(copies)
         return self._started(copies, landed)
 
-    def _part_end(self, copies: _Copies) -> int:
+    def _part_end(self, copies: OpCopies) -> int:
         """Return the first end of a layer that makes the next part large enough, or the last."""
-        offsets, ends = self._layout.offsets, sorted(set(self._layout.layer_ends.values()))
+        [layout] = self._layouts
+        offsets, ends = layout.offsets, sorted(set(layout.layer_ends.values()))
         enough = offsets[copies.num_started] + _MIN_PART_BYTES / max(1, copies.num_blocks)
         inner = (end for end in ends[:-1] if end > copies.num_started and offsets[end] >= enough)
         return next(inner, ends[-1])
 
-    def _start_columns(self, copies: _Copies, stop: int) -> Fence | None:
-        """Start copies of the next segments of all blocks, up to ``stop``."""
-        message, columns = copies.message, slice(copies.num_started, stop)
-        copies.num_started = stop
+    def _start_copies(self, message: Execute, copies: Copies) -> Fence | None:
         self._permit.task_id = message.task_id
         self._permit.check()
         with self._gate_lock:
             after = self._gates.get(message.task_id)
         if after is None:  # not gated: ordered after the work on the default stream so far
             after = self._copier.fence()
-        return self._copier.start(
-            copies.destinations[:, columns].ravel(),
-            copies.sources[:, columns].ravel(),
-            np.tile(self._layout.sizes[columns], copies.num_blocks),
-            message.kind,
-            after,
-        )
+        return self._copier.start(*copies, message.kind, after)
 
-    def _started(self, copies: _Copies, landed: Fence | None) -> list[Done]:
+    def _started(self, copies: OpCopies, landed: Fence | None) -> list[Done]:
         """Record that all copies of an op were started; the last of them land with ``landed``."""
         if landed is None:
             return [Done(copies.message.op_id, copies.num_units)]
@@ -346,23 +303,3 @@ class DeviceWorker:
         op_ids += [copies.message.op_id for copies in self._in_parts]
         op_ids += [moving.op_id for moving in self._moving]
         return [Done(op_id, 0, error=reason) for op_id in op_ids]
-
-
-def _unpaired(gpu: npt.NDArray[np.int64], host: npt.NDArray[np.int64], per_unit: int) -> str | None:
-    if len(gpu) != len(host) * per_unit:
-        return f"{len(gpu)} GPU blocks do not pair with {len(host)} host blocks"
-    return None
-
-
-def _out_of_range(
-    place: str, blocks: npt.NDArray[np.int64], count: int, lowest: int = 0
-) -> str | None:
-    if len(blocks) and (int(blocks.min()) < lowest or int(blocks.max()) >= count):
-        return f"a {place} block lies outside of [0, {count})"
-    return None
-
-
-def _not_whole(num_blocks: int, wanted: int) -> str | None:
-    if num_blocks != wanted:
-        return f"{num_blocks} of {wanted} blocks cannot be loaded layer by layer"
-    return None

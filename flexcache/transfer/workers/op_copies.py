@@ -1,0 +1,156 @@
+"""The copies of a device op: addresses on the GPU and in the host segment, and sizes.
+
+    op          unit 0                      unit 1
+    host        [ block | block ]           [ block | block ]        blocks_per_unit = 2
+    GPU           group 0, 7   group 1, 3     group 0, 8   -1        -1: not to be copied
+
+A block consists of the segments that its group's layers have of it (`BlockLayout`). In the host
+segment every block has as much room as the largest group needs; a smaller one fills its beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.layout import BlockLayout
+from flexcache.transfer.group_ids import groups_of, ids_of
+from flexcache.transfer.messages import Execute, unpack_ids
+
+Addresses = npt.NDArray[np.int64]
+Copies = tuple[Addresses, Addresses, Addresses]
+"""Destinations, sources, sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupCopies:
+    """Addresses of the blocks of one group: a row for each block, a column for each segment."""
+
+    layout: BlockLayout
+    destinations: Addresses
+    sources: Addresses
+
+    @classmethod
+    def of(
+        cls, layout: BlockLayout, blocks: Addresses, starts: Addresses, is_load: bool
+    ) -> _GroupCopies:
+        """Pair blocks on the GPU with where they start in the host segment."""
+        on_gpu = layout.gpu_addresses(blocks)
+        on_host = layout.host_addresses(starts)
+        return cls(layout, *((on_gpu, on_host) if is_load else (on_host, on_gpu)))
+
+    def columns(self, columns: slice) -> Copies:
+        sizes = np.tile(self.layout.sizes[columns], len(self.sources))
+        return self.destinations[:, columns].ravel(), self.sources[:, columns].ravel(), sizes
+
+
+@dataclass(slots=True)
+class OpCopies:
+    """An op's copies, which may be started in parts of some segments of all blocks."""
+
+    message: Execute
+    num_units: int
+    """Blocks of the host segment."""
+    num_blocks: int
+    """GPU blocks to be copied."""
+    groups: list[_GroupCopies]
+    num_started: int = 0
+    """Segments whose copies were taken."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(len(group.sources) and len(group.layout.sizes) for group in self.groups)
+
+    def require_whole(self, num_blocks: int) -> None:
+        """Raise `ValueError` unless these are all blocks of a load by layer."""
+        if self.num_blocks != num_blocks:
+            raise ValueError(
+                f"{self.num_blocks} of {num_blocks} blocks cannot be loaded layer by layer"
+            )
+
+    def take_all(self) -> Copies:
+        taken = [group.columns(slice(None)) for group in self.groups]
+        if len(taken) == 1:
+            return taken[0]
+        destinations, sources, sizes = zip(*taken, strict=True)
+        return np.concatenate(destinations), np.concatenate(sources), np.concatenate(sizes)
+
+    def take_until(self, stop: int) -> Copies:
+        """Return the copies of the next segments, up to ``stop``. There must be one group."""
+        columns, self.num_started = slice(self.num_started, stop), stop
+        [group] = self.groups
+        return group.columns(columns)
+
+
+class OpAddresses:
+    """Turns the block lists of ops into addresses.
+
+    Args:
+        layouts: Of each group of the model; of all layers if it has no groups.
+        blocks_per_unit: GPU blocks for each block of the host segment, where they are in sequence.
+        may_skip: Whether -1 stands for a GPU block that is not to be copied.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        segment: HostSegment,
+        blocks_per_unit: int = 1,
+        may_skip: bool = False,
+    ) -> None:
+        self._layouts = layouts
+        self._segment = segment
+        self._blocks_per_unit = blocks_per_unit
+        self._may_skip = may_skip
+        self._block_bytes = max(layout.block_bytes for layout in layouts)
+
+    def copies_of(self, message: Execute) -> OpCopies:
+        """Return the copies of an op.
+
+        Raises:
+            ValueError: The op names blocks that do not exist, or lists that do not pair.
+        """
+        is_load = message.kind is OpKind.H2D
+        src, dst = unpack_ids(message.src), unpack_ids(message.dst)
+        gpu, host = (dst, src) if is_load else (src, dst)
+        per_unit, num_units = self._blocks_per_unit, len(host)
+        if len(gpu) != num_units * per_unit:
+            raise ValueError(f"{len(gpu)} GPU blocks do not pair with {num_units} host blocks")
+        _require_range("host", host, self._segment.num_blocks)
+        starts = self._segment.address + host * self._segment.stride
+        if self._may_skip or per_unit > 1:
+            wanted = np.flatnonzero(gpu != -1) if self._may_skip else np.arange(len(gpu))
+            gpu = gpu[wanted]
+            starts = starts[wanted // per_unit] + wanted % per_unit * self._block_bytes
+        groups = [
+            _GroupCopies.of(layout, blocks, starts[rows], is_load)
+            for layout, blocks, rows in self._by_group(gpu)
+        ]
+        return OpCopies(message, num_units, len(gpu), groups)
+
+    def _by_group(
+        self, gpu: Addresses
+    ) -> Iterable[tuple[BlockLayout, Addresses, Addresses | slice]]:
+        """Yield each group's layout, the ids of its blocks, and where in the list they are."""
+        num_blocks = self._layouts[0].num_blocks
+        if len(self._layouts) == 1:
+            _require_range("GPU", gpu, num_blocks)
+            yield self._layouts[0], gpu, slice(None)
+            return
+        groups, ids = groups_of(gpu), ids_of(gpu)
+        _require_range("GPU", ids, num_blocks)
+        _require_range("group's", groups, len(self._layouts))
+        for group in np.unique(groups).tolist():
+            rows = np.flatnonzero(groups == group)
+            yield self._layouts[group], ids[rows], rows
+
+
+def _require_range(place: str, blocks: Addresses, count: int) -> None:
+    """Raise `ValueError` unless all blocks are there."""
+    if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= count):
+        raise ValueError(f"a {place} block lies outside of [0, {count})")
