@@ -38,7 +38,7 @@ class FakeRequest:
     request_id: str
     num_prompt_tokens: int
     all_blocks: list[list[int]]
-    """Of each group, also those that it has no more."""
+    """GPU blocks of each group, also those that it has no more."""
     num_computed_tokens: int = 0
     num_certain: int = 0
     num_tokens: int = 0
