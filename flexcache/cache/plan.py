@@ -51,7 +51,8 @@ class PlannedTail:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What one task will move: blocks ``[start, stop)`` of its prompt.
+    """What one task will move: blocks ``[start, stop)`` of its prompt, or of the whole chain that
+    its prompt continues.
 
     Attributes:
         staging: The lease on the host tier for blocks from a lower tier or from the GPU.
@@ -67,6 +68,7 @@ class Plan:
         tail: The tail that it moves, if the model has tails.
         blocks_per_unit: GPU blocks for each block and unit of a tail.
         has_dense: Whether its blocks hold anything: in a model with tails only they do not.
+        num_before: Blocks before the caller's prompt, which continues their chain.
     """
 
     kind: TaskKind
@@ -91,10 +93,21 @@ class Plan:
     tail: PlannedTail | None = None
     blocks_per_unit: int = 1
     has_dense: bool = True
+    num_before: int = 0
 
     @property
     def num_blocks(self) -> int:
         return self.stop - self.start
+
+    @property
+    def offset(self) -> int:
+        """Where its blocks begin in the caller's prompt."""
+        return max(0, self.start - self.num_before)
+
+    @property
+    def num_beside(self) -> int:
+        """Blocks before the caller's prompt that a prefetch brings along."""
+        return max(0, self.num_before - self.start)
 
     @property
     def num_gpu_blocks(self) -> int:

@@ -307,6 +307,10 @@ def test_calls_that_do_not_fit_the_model_are_refused() -> None:
             manager.launch([task], group_blocks=[[tables[0][1:], *tables[1:]]])
         with pytest.raises(ValueError, match="group 1"):
             manager.launch([task], group_blocks=[[tables[0], tables[1][1:], tables[2]]])
+        for group in range(3):
+            lacking = [[-1, *table[1:]] if n == group else table for n, table in enumerate(tables)]
+            with pytest.raises(ValueError, match=f"group {group} is below 0"):
+                manager.launch([task], group_blocks=[lacking])
         with pytest.raises(ValueError, match="1 of 3 groups"):
             manager.launch([task], group_blocks=[tables[:1]])
         with pytest.raises(ValueError, match="put_match"):
