@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from flexcache.client.group_blocks import GroupBlocks
 from flexcache.errors import FlexCacheError
 from flexcache.ids import KVStatus, TierName
 from flexcache.integration.vllm.kv_events import read_request_info
@@ -113,11 +114,17 @@ class CacheCalls:
             look_up="only",
         )
 
-    def match_put(self, request: Any, first: int, stop: int) -> tuple[int, range] | None:
+    def match_put(
+        self, request: Any, first: int, stop: int, has_tail: bool = False
+    ) -> tuple[int, range] | None:
         """Match a put of a request's blocks ``[first, stop)``.
 
+        Args:
+            has_tail: Whether the tail behind them is stored, too.
+
         Returns:
-            The task, and which of its blocks will be copied; None if there is nothing to store.
+            The task, and which of its blocks will be copied: perhaps none besides the tail. None if
+            there is nothing to store.
         """
         mask = np.zeros(request.num_tokens, dtype=np.bool_)
         mask[first * self._block_size : stop * self._block_size] = True
@@ -127,6 +134,7 @@ class CacheCalls:
                 mask,
                 namespace=self._namespace,
                 block_keys=self.keys(request),
+                tail_at=stop * self._block_size if has_tail else None,
                 request_info=self._info(request),
                 **_retention(request),
             )
@@ -136,18 +144,25 @@ class CacheCalls:
             )
             return None
         if not wanted.any():
-            return None
+            is_over = not has_tail or bool(self.ended([task_id]))
+            return None if is_over else (task_id, range(stop, stop))
         begin = int(wanted.argmax()) // self._block_size
         return task_id, range(begin, begin + int(wanted.sum()) // self._block_size)
 
-    def launch(self, task_id: int, block_ids: Sequence[int]) -> bool:
+    def launch(self, task_id: int, blocks: GroupBlocks) -> bool:
         """Launch a matched task, which the workers start with their next step.
+
+        Args:
+            blocks: GPU blocks of each group.
 
         Returns:
             Whether the launch succeeded. If not, the task has ended.
         """
         try:
-            self._manager.launch([task_id], [self._slots(block_ids)], gated=True)
+            if self._manager.model_config.groups:
+                self._manager.launch([task_id], group_blocks=[blocks], gated=True)
+            else:
+                self._manager.launch([task_id], [self._slots(blocks[0])], gated=True)
             # A task that had already ended (because the server was lost, say) was not launched.
             response = self._manager.try_wait([task_id]).get(task_id)
         except (FlexCacheError, ValueError, KeyError) as error:
@@ -217,7 +232,7 @@ class CacheCalls:
             )  # fmt: skip
             return None
 
-    def _slots(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _slots(self, block_ids: Any) -> npt.NDArray[np.int64]:
         blocks = np.asarray(block_ids, dtype=np.int64)
         grid = blocks[:, None] * self._block_size + np.arange(self._block_size)
         return grid.ravel()
