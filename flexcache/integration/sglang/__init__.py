@@ -1,4 +1,4 @@
-"""FlexCache for SGLang: as the storage below its HiCache."""
+"""FlexCache for SGLang: behind its radix tree, or as the storage below its HiCache."""
 
 try:
     import sglang.srt.mem_cache.hicache_storage  # noqa: F401
@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
 
     raise MissingDependencyError("flexcache.integration.sglang needs SGLang 0.5.23") from error
 
+from flexcache.integration.sglang.linker import FlexCacheLinker
 from flexcache.integration.sglang.storage import FlexCacheHiCacheStorage
 
-__all__ = ["FlexCacheHiCacheStorage"]
+__all__ = ["FlexCacheHiCacheStorage", "FlexCacheLinker"]

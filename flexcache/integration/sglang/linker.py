@@ -1,0 +1,293 @@
+"""FlexCacheLinker: FlexCache as the cache behind SGLang's radix tree, without HiCache.
+
+    --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
+    --unified-cache-external-linker-config '{"linker": "FlexCacheLinker",
+        "linker_module_path": "flexcache.integration.sglang", "linker_extra_config": {...}}'
+
+SGLang calls it on the thread that schedules and computes, so no call waits, except for the layers
+of a load that the model has come to. A failed load ends its request: only what DRAM has, pinned, is
+offered; `parking` brings the rest there while a request waits.
+
+    lookup --> pinned --load--> queued --start_layer_wise_loading--> loading --finish--> gone
+                  |               +--cancel_queued_load, reset--> gone
+                  +--other pages wanted, the request ends, too old--> gone
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.runtime_context import get_parallel
+
+from flexcache.config import ModelConfig
+from flexcache.errors import FlexCacheError
+from flexcache.ids import KVStatus, TierName
+from flexcache.integration.sglang.device_pages import DevicePages
+from flexcache.integration.sglang.identity import read_model_id
+from flexcache.integration.sglang.layer_waits import LayerWaits
+from flexcache.integration.sglang.parked import ParkedRequests
+from flexcache.integration.sglang.rank_cache import RankCache
+from flexcache.integration.sglang.ranks import read_cache_config, read_rank
+from flexcache.logs import log_event
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Pages that a matched task pins in DRAM for a request."""
+
+    task_id: int
+    keys: Sequence[str]
+    num_pages: int
+    matched_s: float
+
+
+class Queued(NamedTuple):
+    """A launched load whose gate is shut."""
+
+    task_id: int
+    num_pages: int
+
+
+class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """One rank's linker, with a cache of its own.
+
+    Attributes:
+        parent_key: Key of the page before those of the next call; set by `parking`'s hooks, since
+            SGLang names only the pages that its tree lacks.
+        layer_done_counter: What the KV pool waits with, before it hands out a layer.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong, or the model has pools that are not supported.
+    """
+
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: set[Any],
+        extra_config: dict[str, Any],
+        forward_stream: Any = None,
+    ) -> None:
+        self.forward_stream = forward_stream
+        pages = DevicePages(params, components)
+        rank = read_rank(get_parallel(), getattr(server_args, "dp_size", 1), False)
+        config = read_cache_config(dict(extra_config), params.page_size, rank)
+        model = ModelConfig(
+            read_model_id(server_args, rank.part),
+            num_layers=pages.num_layers,
+            num_kv_heads=1,
+            head_size=pages.bytes_per_token,
+            dtype=pages.dtype,
+            sized_by_ranks=True,
+        )
+        self.cache = RankCache(model, config, pages.tensors, pages.description)
+        self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
+        self.layer_done_counter = LayerWaits(pages.names_by_layer, config.server_timeout_s)
+        self.parking = ParkedRequests(
+            self.cache, self._safely, config.remote_lookup_timeout_s, config.op_timeout_s
+        )
+        self.parent_key: str | None = None
+        self._page_size = params.page_size
+        self._device = next(iter(pages.tensors.values())).device
+        self._pin_s = config.match_ttl_s / 2
+        self._pinned: dict[str, Pinned] = {}
+        self._queued: dict[str, Queued] = {}
+        self._offloads: deque[int | None] = deque()
+        """Tasks of the offloads that SGLang has not collected; None where nothing was copied."""
+        self._ended: dict[int, bool] = {}
+
+    # -- loads -----------------------------------------------------------------------------------
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Return the numbers of pages that can be loaded: those in DRAM, which are pinned."""
+        keys = self._kv(transfers).keys or []
+        pinned = self._pinned.get(rid)
+        now = time.monotonic()
+        if pinned is not None and (pinned.keys != keys or now - pinned.matched_s > self._pin_s):
+            self.release(rid)
+            pinned = None
+        if pinned is None and keys:
+            pinned = self._pin(keys, len(keys), now)
+            if pinned is not None:
+                self._pinned[rid] = pinned
+        return [] if pinned is None else list(range(1, pinned.num_pages + 1))
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue a load of pages that `lookup` has found."""
+        kv = self._kv(transfers)
+        num_pages = len(kv.keys or ())
+        pinned = self._pinned.pop(rid, None)
+        if pinned is not None and pinned.num_pages != num_pages:  # another rank has fewer
+            wider, pinned = pinned, self._pin(pinned.keys, num_pages, pinned.matched_s)
+            self._cancel(wider.task_id)
+        if pinned is None or pinned.num_pages != num_pages:
+            return False
+        slots = kv.device_indices.cpu().numpy()
+        if not self._launch(pinned.task_id, slots):
+            return False
+        self._queued[rid] = Queued(pinned.task_id, num_pages)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        queued, self._queued = self._queued, {}
+        if not queued:
+            return -1
+        loads = [self.cache.client.load_by_layer(*load) for load in queued.values()]
+        return self.layer_done_counter.add(loads)
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self.layer_done_counter.finish(counter_index)
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        queued = self._queued.pop(rid, None)
+        if queued is not None:
+            self._cancel(queued.task_id)
+        return queued is not None
+
+    def release(self, rid: str) -> None:
+        """Unpin what was found for a request."""
+        pinned = self._pinned.pop(rid, None)
+        if pinned is not None:
+            self._cancel(pinned.task_id)
+
+    def ended(self, rid: str) -> None:
+        """Forget a request that has ended, or was aborted."""
+        self.parking.ended(rid)
+        self.release(rid)
+
+    def _pin(self, keys: Sequence[str], num_pages: int, now: float) -> Pinned | None:
+        """Match the first pages and pin those in DRAM."""
+        for _ in range(2):
+            matched = self._match(keys, num_pages)
+            if matched is None:
+                return None
+            task_id, num_found, num_in_dram = matched
+            if num_found == num_in_dram and num_found:
+                return Pinned(task_id, keys, num_found, now)
+            self._cancel(task_id)
+            if not num_in_dram:
+                return None
+            num_pages = num_in_dram
+        return None
+
+    def _match(self, keys: Sequence[str], num_pages: int) -> tuple[int, int, int] | None:
+        prompt = self._prompt(keys[:num_pages])
+        found = self._safely(self.cache.manager.get_match_by_tier, look_up=False, **prompt)
+        if found is None:
+            return None
+        task_id, mask, sources = found
+        in_dram = sources.get(TierName.CPU, 0) // self._page_size
+        return task_id, self.cache.num_pages(mask), in_dram
+
+    # -- stores ----------------------------------------------------------------------------------
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
+        kv = self._kv(transfers)
+        prompt = self._prompt(kv.keys or [])
+        found = self._safely(self.cache.manager.put_match, **prompt)
+        task_id = None
+        if found is not None and found[1].any():
+            task_id, mask = found
+            slots = kv.device_indices.cpu().numpy()[: mask.size][mask]
+            if self._launch(task_id, slots):
+                self._open_behind_forward(task_id)
+            else:
+                task_id = None
+        self._offloads.append(task_id)
+        return True
+
+    def num_completed_offloads(self) -> int:
+        running = [t for t in self._offloads if t is not None and t not in self._ended]
+        if running:
+            for task_id, response in (
+                self._safely(self.cache.manager.try_wait, running) or {}
+            ).items():
+                self._ended[task_id] = response.status is KVStatus.SUCCESS
+        count = 0
+        for task_id in self._offloads:
+            if task_id is not None and task_id not in self._ended:
+                break
+            count += 1
+        return count
+
+    def pop_completed_offload(self) -> bool:
+        task_id = self._offloads.popleft()
+        return True if task_id is None else self._ended.pop(task_id)
+
+    def _open_behind_forward(self, task_id: int) -> None:
+        """Let a copy off the GPU begin when the forward pass has written its pages."""
+        if self._device.type == "cpu":
+            self.cache.client.open_gates([task_id])
+            return
+        stream = torch.cuda.Stream(self._device)
+        for event in self.record_offload_ready():
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            self.cache.client.open_gates([task_id])
+
+    # -- the cache as a whole --------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """End all that was begun. What is cached stays."""
+        self.parking.reset()
+        for rid in list(self._pinned):
+            self.release(rid)
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        self.layer_done_counter.reset()
+        running = [task_id for task_id in self._offloads if task_id is not None]
+        self._safely(self.cache.manager.wait, running, _FLUSH_PATIENCE_S)
+        self._safely(self.cache.manager.cancel, running)
+        self._safely(self.cache.manager.wait, running)
+        self._offloads.clear()
+        self._ended.clear()
+
+    def close(self) -> None:
+        self.reset()
+        self.cache.close()
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def _prompt(self, keys: Sequence[str]) -> dict[str, Any]:
+        parent = None if self.parent_key is None else bytes.fromhex(self.parent_key)
+        return self.cache.prompt([bytes.fromhex(key) for key in keys], parent)
+
+    def _launch(self, task_id: int, slots: np.ndarray[Any, Any]) -> bool:
+        """Launch a task behind a gate; if that fails, it has ended."""
+        try:
+            self.cache.manager.launch([task_id], [slots], gated=True)
+        except (FlexCacheError, ValueError, KeyError) as error:
+            log_event(logger, logging.WARNING, "launch_failed", task=task_id, error=error)
+            self._cancel(task_id)
+            return False
+        return True
+
+    def _cancel(self, task_id: int) -> None:
+        self._safely(self.cache.manager.cancel, [task_id])
+
+    def _safely(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """The cache may fail, the request may not."""
+        try:
+            return call(*arguments, **options)
+        except (FlexCacheError, ValueError, KeyError) as error:
+            log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
+            return None
+
+    @staticmethod
+    def _kv(transfers: list[PoolTransfer]) -> PoolTransfer:
+        return next(transfer for transfer in transfers if transfer.name is PoolName.KV)

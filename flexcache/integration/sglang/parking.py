@@ -1,0 +1,104 @@
+"""Plugin of SGLang that lets requests wait for pages that `FlexCacheLinker` has below DRAM.
+
+SGLang finds `install` by the entry point ``sglang.srt.plugins`` in each of its processes. Without
+the linker its hooks do nothing. They close what the interface of linkers leaves open:
+
+* SGLang names only the pages that its tree lacks: the key before them is handed over too.
+* A linker cannot say "not yet". For HiCache's storage and for LMCache, SGLang asks the tree to
+  prefetch when a request arrives, and then in every pass whether that is done. With
+  ``enable_lmcache`` set after the tree was made, it asks for the linker as well.
+"""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Callable
+from typing import Any
+
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+def install() -> None:
+    """Register the hooks, which SGLang applies when all plugins are installed."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_SCHEDULER}.__init__", _scheduler_made, HookType.AFTER)
+    HookRegistry.register(f"{_TREE}.prefetch_from_storage", _prefetch, HookType.AROUND)
+    HookRegistry.register(f"{_TREE}.check_prefetch_progress", _is_ready, HookType.AROUND)
+    HookRegistry.register(f"{_WRAPPER}._tail_hashes", _tail_hashes, HookType.AROUND)
+    HookRegistry.register(f"{_WRAPPER}._offload_node", _offload_node, HookType.AROUND)
+    HookRegistry.register(f"{_WRAPPER}.release_request", _release, HookType.AROUND)
+
+
+def _linker_of(wrapper: Any) -> Any:
+    """Return our linker behind SGLang's wrapper; None if there is none."""
+    linker = None if wrapper is None else wrapper.cache_linker
+    return linker if hasattr(linker, "parking") else None
+
+
+def _scheduler_made(result: object, scheduler: Any, *arguments: object, **options: object) -> None:
+    tree = scheduler.tree_cache
+    linker = _linker_of(getattr(tree, "linker", None))
+    if linker is not None:
+        scheduler.enable_lmcache = True
+        tree.has_pending_cache_operations = linker.parking.is_busy
+
+
+def _prefetch(
+    original: Callable[..., Any],
+    tree: Any,
+    request: Any,
+    last_node: Any,
+    new_tokens: Any,
+    last_hash: str | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    linker = _linker_of(tree.linker)
+    if linker is None:
+        return original(tree, request, last_node, new_tokens, last_hash, *arguments, **options)
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    key = RadixKey(
+        array.array("q", new_tokens),
+        extra_key=options.get("extra_key"),
+        cache_salt=options.get("cache_salt"),
+    ).page_aligned(tree.page_size)
+    if len(key):
+        keys = get_storage_hash_str(key, last_hash, page_size=tree.page_size)
+        linker.parking.arrived(request.rid, keys, last_hash)
+    return None
+
+
+def _is_ready(original: Callable[..., Any], tree: Any, request: Any) -> Any:
+    linker = _linker_of(tree.linker)
+    return original(tree, request) if linker is None else linker.parking.is_ready(request.rid)
+
+
+def _tail_hashes(
+    original: Callable[..., Any], wrapper: Any, key: Any, result: Any, device_hit_len: int
+) -> Any:
+    linker = _linker_of(wrapper)
+    if linker is not None:
+        has_prefix = device_hit_len > 0
+        node = result.last_device_node
+        linker.parent_key = wrapper.cache.get_last_hash_value(node) if has_prefix else None
+    return original(wrapper, key, result, device_hit_len)
+
+
+def _offload_node(original: Callable[..., Any], wrapper: Any, node_id: Any, transfers: Any) -> Any:
+    linker = _linker_of(wrapper)
+    if linker is not None:
+        before = wrapper.cache.get_prefix_hash_values(node_id)
+        linker.parent_key = before[-1] if before else None
+    return original(wrapper, node_id, transfers)
+
+
+def _release(original: Callable[..., Any], wrapper: Any, rid: str) -> Any:
+    linker = _linker_of(wrapper)
+    if linker is not None:
+        linker.ended(rid)
+    return original(wrapper, rid)
