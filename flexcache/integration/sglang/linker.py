@@ -50,6 +50,7 @@ class Pinned:
 
     task_id: int
     keys: Sequence[str]
+    parent_key: str | None
     num_pages: int
     matched_s: float
 
@@ -121,7 +122,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.release(rid)
             pinned = None
         if pinned is None and keys:
-            pinned = self._pin(keys, len(keys), now)
+            pinned = self._pin(keys, self.parent_key, len(keys), now)
             if pinned is not None:
                 self._pinned[rid] = pinned
         return [] if pinned is None else list(range(1, pinned.num_pages + 1))
@@ -132,7 +133,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         num_pages = len(kv.keys or ())
         pinned = self._pinned.pop(rid, None)
         if pinned is not None and pinned.num_pages != num_pages:  # another rank has fewer
-            wider, pinned = pinned, self._pin(pinned.keys, num_pages, pinned.matched_s)
+            wider = pinned
+            pinned = self._pin(wider.keys, wider.parent_key, num_pages, wider.matched_s)
             self._cancel(wider.task_id)
         if pinned is None or pinned.num_pages != num_pages:
             return False
@@ -169,23 +171,26 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.parking.ended(rid)
         self.release(rid)
 
-    def _pin(self, keys: Sequence[str], num_pages: int, now: float) -> Pinned | None:
+    def _pin(
+        self, keys: Sequence[str], parent_key: str | None, num_pages: int, now: float
+    ) -> Pinned | None:
         """Match the first pages and pin those in DRAM."""
         for _ in range(2):
-            matched = self._match(keys, num_pages)
+            matched = self._match(keys[:num_pages], parent_key)
             if matched is None:
                 return None
             task_id, num_found, num_in_dram = matched
             if num_found == num_in_dram and num_found:
-                return Pinned(task_id, keys, num_found, now)
+                return Pinned(task_id, keys, parent_key, num_found, now)
             self._cancel(task_id)
             if not num_in_dram:
                 return None
             num_pages = num_in_dram
         return None
 
-    def _match(self, keys: Sequence[str], num_pages: int) -> tuple[int, int, int] | None:
-        prompt = self._prompt(keys[:num_pages])
+    def _match(self, keys: Sequence[str], parent_key: str | None) -> tuple[int, int, int] | None:
+        """Match pages; return the task, how many there are, and how many of them in DRAM."""
+        prompt = self._prompt(keys, parent_key)
         found = self._safely(self.cache.manager.get_match_by_tier, look_up=False, **prompt)
         if found is None:
             return None
@@ -198,7 +203,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
         kv = self._kv(transfers)
-        prompt = self._prompt(kv.keys or [])
+        prompt = self._prompt(kv.keys or [], self.parent_key)
         found = self._safely(self.cache.manager.put_match, **prompt)
         task_id = None
         if found is not None and found[1].any():
@@ -263,8 +268,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _prompt(self, keys: Sequence[str]) -> dict[str, Any]:
-        parent = None if self.parent_key is None else bytes.fromhex(self.parent_key)
+    def _prompt(self, keys: Sequence[str], parent_key: str | None) -> dict[str, Any]:
+        parent = None if parent_key is None else bytes.fromhex(parent_key)
         return self.cache.prompt([bytes.fromhex(key) for key in keys], parent)
 
     def _launch(self, task_id: int, slots: np.ndarray[Any, Any]) -> bool:
