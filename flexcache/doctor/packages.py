@@ -79,7 +79,7 @@ def judge_sglang(version: str | None) -> Finding:
     if version == _SGLANG:
         return ok(f"SGLang {version}")
     return warning(
-        f"SGLang {version}: the storage for HiCache was tested with {_SGLANG} only",
+        f"SGLang {version}: linker and storage were tested with {_SGLANG} only",
         f"pip install sglang=={_SGLANG}",
     )
 

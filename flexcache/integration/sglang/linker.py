@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from flexcache.integration.sglang.parked import ParkedRequests
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.integration.sglang.ranks import read_cache_config, read_rank
 from flexcache.logs import log_event
+from flexcache.transfer.workers.layer_load import LayerLoad
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +58,9 @@ class Pinned:
 
 
 class Queued(NamedTuple):
-    """A launched load whose gate is shut."""
+    """A launched load whose gate is shut; without a task it is lost."""
 
-    task_id: int
+    task_id: int | None
     num_pages: int
 
 
@@ -66,6 +68,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """One rank's linker, with a cache of its own.
 
     Attributes:
+        has_peers: Whether the engine has other ranks, which must decide alike.
         parent_key: Key of the page before those of the next call; set by `parking`'s hooks, since
             SGLang names only the pages that its tree lacks.
         layer_done_counter: What the KV pool waits with, before it hands out a layer.
@@ -102,6 +105,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.cache, self._safely, config.remote_lookup_timeout_s, config.op_timeout_s
         )
         self.parent_key: str | None = None
+        self.has_peers = rank.count > 1
         self._page_size = params.page_size
         self._device = next(iter(pages.tensors.values())).device
         self._pin_s = config.match_ttl_s / 2
@@ -115,7 +119,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Return the numbers of pages that can be loaded: those in DRAM, which are pinned."""
-        keys = self._kv(transfers).keys or []
+        keys = _kv_of(transfers).keys or []
         pinned = self._pinned.get(rid)
         now = time.monotonic()
         if pinned is not None and (pinned.keys != keys or now - pinned.matched_s > self._pin_s):
@@ -128,35 +132,48 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return [] if pinned is None else list(range(1, pinned.num_pages + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load of pages that `lookup` has found."""
-        kv = self._kv(transfers)
+        """Queue a load of pages that `lookup` has found.
+
+        False lets SGLang compute them. All ranks must say the same: beside others, a rank that
+        cannot load queues a lost load.
+        """
+        kv = _kv_of(transfers)
         num_pages = len(kv.keys or ())
         pinned = self._pinned.pop(rid, None)
         if pinned is not None and pinned.num_pages != num_pages:  # another rank has fewer
             wider = pinned
             pinned = self._pin(wider.keys, wider.parent_key, num_pages, wider.matched_s)
             self._cancel(wider.task_id)
-        if pinned is None or pinned.num_pages != num_pages:
+            if pinned is not None and pinned.num_pages != num_pages:
+                self._cancel(pinned.task_id)
+                pinned = None
+        if pinned is not None and not self._launch(pinned.task_id, _slots(kv)):
+            pinned = None
+        if pinned is None and not self.has_peers:
             return False
-        slots = kv.device_indices.cpu().numpy()
-        if not self._launch(pinned.task_id, slots):
-            return False
-        self._queued[rid] = Queued(pinned.task_id, num_pages)
+        self._queued[rid] = Queued(None if pinned is None else pinned.task_id, num_pages)
         return True
 
     def start_layer_wise_loading(self) -> int:
         queued, self._queued = self._queued, {}
         if not queued:
             return -1
-        loads = [self.cache.client.load_by_layer(*load) for load in queued.values()]
-        return self.layer_done_counter.add(loads)
+        with self._behind_forward():
+            return self.layer_done_counter.add([self._begin(load) for load in queued.values()])
+
+    def _begin(self, queued: Queued) -> LayerLoad:
+        if queued.task_id is not None:
+            return self.cache.client.load_by_layer(queued.task_id, queued.num_pages)
+        lost = LayerLoad({}, queued.num_pages)
+        lost.end()
+        return lost
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         return self.layer_done_counter.finish(counter_index)
 
     def cancel_queued_load(self, rid: str) -> bool:
         queued = self._queued.pop(rid, None)
-        if queued is not None:
+        if queued is not None and queued.task_id is not None:
             self._cancel(queued.task_id)
         return queued is not None
 
@@ -202,15 +219,15 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
-        kv = self._kv(transfers)
+        kv = _kv_of(transfers)
         prompt = self._prompt(kv.keys or [], self.parent_key)
         found = self._safely(self.cache.manager.put_match, **prompt)
         task_id = None
         if found is not None and found[1].any():
             task_id, mask = found
-            slots = kv.device_indices.cpu().numpy()[: mask.size][mask]
-            if self._launch(task_id, slots):
-                self._open_behind_forward(task_id)
+            if self._launch(task_id, _slots(kv)[mask]):
+                with self._behind_forward():
+                    self.cache.client.open_gates([task_id])
             else:
                 task_id = None
         self._offloads.append(task_id)
@@ -219,10 +236,11 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def num_completed_offloads(self) -> int:
         running = [t for t in self._offloads if t is not None and t not in self._ended]
         if running:
-            for task_id, response in (
-                self._safely(self.cache.manager.try_wait, running) or {}
-            ).items():
-                self._ended[task_id] = response.status is KVStatus.SUCCESS
+            ended = self._safely(self.cache.manager.try_wait, running)
+            if ended is None:  # the cache was closed: it has let go of the GPU
+                self._ended.update(dict.fromkeys(running, False))
+            else:
+                self._ended.update({t: r.status is KVStatus.SUCCESS for t, r in ended.items()})
         count = 0
         for task_id in self._offloads:
             if task_id is not None and task_id not in self._ended:
@@ -234,16 +252,18 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         task_id = self._offloads.popleft()
         return True if task_id is None else self._ended.pop(task_id)
 
-    def _open_behind_forward(self, task_id: int) -> None:
-        """Let a copy off the GPU begin when the forward pass has written its pages."""
+    @contextmanager
+    def _behind_forward(self) -> Iterator[None]:
+        """Let copies that are begun here wait for the forward passes begun so far, which write and
+        read the pages."""
         if self._device.type == "cpu":
-            self.cache.client.open_gates([task_id])
+            yield
             return
         stream = torch.cuda.Stream(self._device)
         for event in self.record_offload_ready():
             stream.wait_event(event)
         with torch.cuda.stream(stream):
-            self.cache.client.open_gates([task_id])
+            yield
 
     # -- the cache as a whole --------------------------------------------------------------------
 
@@ -293,6 +313,11 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
             return None
 
-    @staticmethod
-    def _kv(transfers: list[PoolTransfer]) -> PoolTransfer:
-        return next(transfer for transfer in transfers if transfer.name is PoolName.KV)
+
+def _kv_of(transfers: list[PoolTransfer]) -> PoolTransfer:
+    return next(transfer for transfer in transfers if transfer.name is PoolName.KV)
+
+
+def _slots(transfer: PoolTransfer) -> np.ndarray[Any, Any]:
+    slots: np.ndarray[Any, Any] = transfer.device_indices.cpu().numpy()
+    return slots

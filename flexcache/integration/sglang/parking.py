@@ -75,7 +75,16 @@ def _prefetch(
 
 def _is_ready(original: Callable[..., Any], tree: Any, request: Any) -> Any:
     linker = _linker_of(tree.linker)
-    return original(tree, request) if linker is None else linker.parking.is_ready(request.rid)
+    if linker is None:
+        return original(tree, request)
+    is_ready = linker.parking.is_ready(request.rid)
+    if linker.has_peers:  # ranks that admit different requests would wait for each other for ever
+        import torch
+
+        vote = torch.tensor([int(is_ready)], dtype=torch.int)
+        tree._all_reduce_attn_groups(vote, torch.distributed.ReduceOp.MIN)
+        is_ready = bool(vote.item())
+    return is_ready
 
 
 def _tail_hashes(
