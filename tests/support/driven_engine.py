@@ -219,6 +219,8 @@ class Commands(Engine):
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM
 
+        if settings.has_groups:
+            import mamba_on_cpu  # noqa: F401  patches vLLM
         super().__init__(LLM(**llm_arguments(settings)), Path(settings.probe_dir or os.devnull))
         self._settings = settings
 
