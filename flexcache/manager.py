@@ -115,14 +115,10 @@ class KVManager:
     # -- match and launch ------------------------------------------------------------------------
 
     def get_match(
-        self,
-        token_ids: Tokens,
-        token_mask: Mask | None = None,
-        *,
-        namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None,
+        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None,
-    ) -> tuple[int, Mask]:
+    ) -> tuple[int, Mask]:  # fmt: skip
         """Find the longest cached prefix and reserve it for a load. With window or state groups, it
         ends where what they need is cached too.
 
@@ -132,20 +128,24 @@ class KVManager:
                 blocks count.
             namespace: Isolates keys: tenant, LoRA, cache salt.
             block_keys: The engine's own chained block hashes; if given, tokens are only counted.
+            parent_key: The key of a cached block, if ``block_keys`` continue the chain that it
+                ends. Tokens and masks are those of the continuation.
             request_info: Metadata for KV events and traces.
 
         Returns:
             A task id, and a mask over the tokens: True where FlexCache will supply KV.
         """
-        prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
+        prompt = self._prompts.make(
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info
+        )
         task = self._client.match(TaskKind.GET, self._groups.loadable(prompt))
         mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
 
     def get_match_by_tier(
         self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None, request_info: RequestInfo | None = None,
-        look_up: bool | Literal["only"] = True,
+        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
+        request_info: RequestInfo | None = None, look_up: bool | Literal["only"] = True,
     ) -> tuple[int, Mask, dict[TierName, int]] | None:  # fmt: skip
         """Run `get_match` without waiting, and also return how many tokens each tier will supply.
 
@@ -153,9 +153,11 @@ class KVManager:
         without ``look_up`` after ``remote_lookup_timeout_s``. With ``look_up="only"`` the store is
         asked ahead of a later match: nothing is reserved, and None is returned.
         """
-        prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
+        prompt = self._prompts.make(
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info
+        )
         if look_up == "only":
-            self._client.look_up(prompt)
+            self._client.look_up(self._groups.loadable(prompt))
             return None
         task = self._client.match_nowait(TaskKind.GET, self._groups.loadable(prompt), look_up)
         if task is None:
@@ -166,13 +168,15 @@ class KVManager:
 
     def put_match(
         self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None, priority: int = 0, ttl_s: float = 0.0,
-        tail_at: int | None = None, request_info: RequestInfo | None = None,
+        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
+        priority: int = 0, ttl_s: float = 0.0, tail_at: int | None = None,
+        request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:  # fmt: skip
         """Find the part of a prompt that is not cached yet and reserve room for it.
 
         The mask returned is True where KV will be copied, and False where it is cached, on its way,
         or does not fit. Arguments as for `get_match`; ``token_mask`` is True where KV is offered.
+        Without its ``parent_key`` in DRAM a continuation is not stored.
 
         Args:
             priority: Each step counts as a use ``priority_step_s`` later when room is needed;
@@ -184,55 +188,52 @@ class KVManager:
         """
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, request_info, retain_s
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s
         )
         task = self._client.match(TaskKind.PUT, self._groups.with_tail(prompt, tail_at))
         mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
 
     def get_async(
-        self,
-        token_ids: Tokens,
-        slot_mapping: Slots,
-        token_mask: Mask | None = None,
-        *,
-        namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None,
-        request_info: RequestInfo | None = None,
-    ) -> tuple[int, Mask]:
+        self, token_ids: Tokens, slot_mapping: Slots, token_mask: Mask | None = None, *,
+        namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
+        parent_key: bytes | None = None, request_info: RequestInfo | None = None,
+    ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `get_match` and `launch`.
 
         ``slot_mapping`` has a slot for each token needed (True in ``token_mask``, or all), or only
         for those that match.
         """
         self._groups.require_slots("get_match")
-        prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
+        prompt = self._prompts.make(
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info
+        )
         return _start(self._client, self._prompts, TaskKind.GET, prompt, slot_mapping, token_mask)
 
     def put_async(
         self, token_ids: Tokens, slot_mapping: Slots, token_mask: Mask | None = None, *,
         namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
-        priority: int = 0, ttl_s: float = 0.0, request_info: RequestInfo | None = None,
+        parent_key: bytes | None = None, priority: int = 0, ttl_s: float = 0.0,
+        request_info: RequestInfo | None = None,
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
         self._groups.require_slots("put_match")
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, request_info, retain_s
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s
         )
         return _start(self._client, self._prompts, TaskKind.PUT, prompt, slot_mapping, token_mask)
 
     def prefetch_async(
-        self,
-        token_ids: Tokens,
-        token_mask: Mask | None = None,
-        *,
-        namespace: Namespace = None,
-        block_keys: Sequence[bytes] | None = None,
+        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Load the blocks of a prompt from lower tiers into DRAM. Needs no GPU slots."""
-        prompt = self._prompts.make(token_ids, token_mask, namespace, block_keys, request_info)
+        prompt = self._prompts.make(
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info
+        )
+        prompt = self._groups.loadable(prompt)
         task = self._client.match_and_launch(TaskKind.PREFETCH, prompt, lambda _: NO_BLOCKS)
         return task.task_id
 
@@ -246,8 +247,8 @@ class KVManager:
             slot_mappings: For each task, one GPU slot per True token of its mask, in order.
             group_blocks: Instead, for a model with groups: for each task and each group the ids of
                 its GPU blocks, in order: of a full-attention group those of the True tokens; of any
-                other `KVGroup.num_needed` up to the end of the hit, or to ``tail_at`` of a put, -1
-                for those not wanted.
+                other `KVGroup.num_needed` up to the end of the hit, or to ``tail_at`` of a put; of
+                a get, -1 for those not wanted.
             gated: Delay copies to and from the GPU until each rank opens the gate
                 (`KVTPClient.open_gates`).
 

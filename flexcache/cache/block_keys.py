@@ -55,6 +55,10 @@ class PromptKeys(BlockKeys, Protocol):
     """Digest of model, namespace and kind of key; for tokens, the start of the hash. `root` also
     includes the layout of the blocks' bytes (`layout_roots`)."""
 
+    @property
+    def parent_key(self) -> BlockKey | None:
+        """Key of the block that these continue (`continuation`); None at a prompt's start."""
+
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
         """Return what the keys of the first ``stop`` blocks are made from, as one binary array.
 
@@ -66,7 +70,7 @@ class PromptKeys(BlockKeys, Protocol):
 class EngineBlockKeys:
     """Keys that the engine has already computed, one per whole block."""
 
-    __slots__ = ("_keys", "content", "num_blocks", "prompt_root", "root")
+    __slots__ = ("_keys", "content", "num_blocks", "parent_key", "prompt_root", "root")
 
     def __init__(
         self,
@@ -74,9 +78,11 @@ class EngineBlockKeys:
         keys: Sequence[bytes],
         num_blocks: int,
         content: PromptContent | None = None,
+        parent_key: BlockKey | None = None,
     ) -> None:
         self.prompt_root = self.root = root
         self.content = content
+        self.parent_key = parent_key
         self.num_blocks = min(num_blocks, len(keys))
         self._keys = keys
 
@@ -105,6 +111,7 @@ class TokenBlockKeys:
     about once more, not once per probe.
     """
 
+    parent_key = None  # a hash of tokens covers the whole prompt
     __slots__ = (
         "_bytes_per_block", "_checkpoints", "_data", "_probed", "content", "num_blocks",
         "prompt_root", "root",

@@ -12,13 +12,19 @@ from flexcache.ids import BlockKey, RootId
 class PackedBlockKeys:
     """An engine's own keys, all of one size, concatenated."""
 
-    __slots__ = ("_data", "_size", "content", "num_blocks", "prompt_root", "root")
+    __slots__ = ("_data", "_size", "content", "num_blocks", "parent_key", "prompt_root", "root")
 
     def __init__(
-        self, root: RootId, data: memoryview, key_bytes: int, content: PromptContent | None = None
+        self,
+        root: RootId,
+        data: memoryview,
+        key_bytes: int,
+        content: PromptContent | None = None,
+        parent_key: BlockKey | None = None,
     ) -> None:
         self.prompt_root = self.root = root
         self.content = content
+        self.parent_key = parent_key
         self.num_blocks = len(data) // key_bytes
         self._data = data
         self._size = key_bytes
@@ -40,16 +46,21 @@ def unpack_keys(
     key_bytes: int,
     tokens_per_block: int,
     content: PromptContent | None = None,
+    parent_key: bytes | None = None,
 ) -> PromptKeys:
     """Read keys of ``key_bytes`` each or, if that is 0, int64 token ids to hash.
 
     Raises:
-        ValueError: The array does not divide into whole keys or tokens.
+        ValueError: The array does not divide into whole keys or tokens, or tokens have a
+            ``parent_key``.
     """
     size = key_bytes or 8
     if key_bytes < 0 or len(data) % size:
         raise ValueError(f"{len(data)} bytes are not whole items of {size} bytes")
     if key_bytes:
-        return PackedBlockKeys(RootId(root), data, key_bytes, content)
+        parent = None if parent_key is None else BlockKey(parent_key)
+        return PackedBlockKeys(RootId(root), data, key_bytes, content, parent)
+    if parent_key is not None:
+        raise ValueError("a parent_key goes with keys, not with tokens")
     tokens = np.frombuffer(data, dtype="<i8")
     return TokenBlockKeys(RootId(root), tokens, tokens_per_block, content)

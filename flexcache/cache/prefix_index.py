@@ -32,6 +32,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -238,7 +239,7 @@ class PrefixIndex:
         while run is not None:
             pieces.append(run.keys[:length])
             length, run = run.parent_length, run.parent
-        return [key for piece in reversed(pieces) for key in piece]
+        return list(chain.from_iterable(reversed(pieces)))
 
     def use(self, match: PrefixMatch, now: float) -> None:
         """Record a use of the matched blocks: `touch` them and inform the policy. O(runs)."""

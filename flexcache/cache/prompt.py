@@ -23,7 +23,7 @@ from flexcache.cache.block_keys import (
     make_root,
 )
 from flexcache.cache.prompt_content import PromptContent
-from flexcache.ids import MAX_KEY_BYTES, RootId
+from flexcache.ids import MAX_KEY_BYTES, BlockKey, RootId
 from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo
 
 Mask = npt.NDArray[np.bool_]
@@ -72,12 +72,14 @@ class PromptMaker:
         token_mask: Mask | None = None,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
+        parent_key: bytes | None = None,
         info: RequestInfo | None = None,
         retain_s: float = 0.0,
     ) -> Prompt:
         """Make a prompt of the whole blocks within the first run of True in ``token_mask``.
 
-        With ``block_keys`` only the number of tokens matters.
+        With ``block_keys`` only the number of tokens matters. With a ``parent_key`` they continue
+        the chain that ends with it.
 
         Raises:
             ValueError: An argument has the wrong shape, type or size.
@@ -90,7 +92,7 @@ class PromptMaker:
         if detail := self._prompt_detail():
             tokens = _own_copy(token_ids) if detail is PromptDetail.TOKENS else ()
             content = PromptContent(tokens, info or NO_INFO)
-        keys = self._keys(token_ids, namespace, block_keys, content)
+        keys = self._keys(token_ids, namespace, block_keys, parent_key, content)
         stop = min(stop, keys.num_blocks)
         return Prompt(keys, min(start, stop), stop, num_tokens, retain_s)
 
@@ -109,14 +111,22 @@ class PromptMaker:
         token_ids: Tokens,
         namespace: Namespace,
         block_keys: Sequence[bytes] | None,
+        parent_key: bytes | None,
         content: PromptContent | None,
     ) -> PromptKeys:
+        if parent_key is not None and (
+            block_keys is None or not 0 < len(parent_key) <= MAX_KEY_BYTES
+        ):
+            raise ValueError(
+                f"a parent_key must have 1 to {MAX_KEY_BYTES} bytes, and goes with block_keys"
+            )
         if block_keys is not None:
             if len(block_keys) and not 0 < len(block_keys[0]) <= MAX_KEY_BYTES:
                 raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
             root = self._root(namespace, ENGINE_KEYS)
             num_blocks = len(token_ids) // self.tokens_per_block
-            return EngineBlockKeys(root, block_keys, num_blocks, content)
+            parent = None if parent_key is None else BlockKey(parent_key)
+            return EngineBlockKeys(root, block_keys, num_blocks, content, parent)
         tokens = np.asarray(token_ids)
         if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(tokens)):
             raise ValueError(

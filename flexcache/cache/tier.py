@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +163,27 @@ class Tier:
         while position < stop and keys.key(position) in flight.owners:
             position += 1
         return position - start
+
+    def chain_to(self, root: RootId, key: BlockKey) -> list[BlockKey]:
+        """Return the keys of all blocks up to ``key``, which is indexed or in flight.
+
+        Empty if it is neither. O(blocks), at C speed.
+        """
+        flight = self._flights.get(root)
+        pieces: list[Sequence[BlockKey]] = []
+        while (found := self.index.locate(root, key)).run is None:
+            lease = None if flight is None else flight.owners.get(key)
+            if flight is None or lease is None or lease.tail is not None:
+                return []
+            if len(pieces) == flight.num_leases:
+                return []  # leases in a circle: the engine does not chain its keys
+            pieces.append(lease.keys[: lease.keys.index(key) + 1])
+            if lease.parent_key is None:
+                break
+            key = lease.parent_key
+        else:
+            pieces.append(self.index.path_keys(found))
+        return list(chain.from_iterable(reversed(pieces)))
 
     def reserve(self, keys: BlockKeys, start: int, stop: int) -> Lease:
         """Reserve blocks for ``[start, stop)`` of a prompt, as many from the front as possible.

@@ -133,6 +133,7 @@ class Calls:
                 self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
                 0 if payload is not None else len(data), retain_s, self.prefill_blocks_per_s,
                 look_up, may_wait, len(tokens), info, tail_at if tail_at <= stop else 0,
+                keys.parent_key,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)

@@ -12,7 +12,7 @@ from typing import Any
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
 from flexcache.client.slots import BlockIds
-from flexcache.client.tasks import ClientTasks
+from flexcache.client.tasks import ClientTasks, Extent
 from flexcache.client.transport import Transport
 from flexcache.ids import TaskKind
 from flexcache.tasks.instructions import MatchedTask, TaskResult
@@ -78,9 +78,8 @@ class EngineClient:
             raise
         return matched
 
-    def extent(self, task_id: int) -> tuple[int, int]:
-        """How many blocks a task moves, and behind how many there is the tail that it moves (0: it
-        moves none)."""
+    def extent(self, task_id: int) -> Extent:
+        """What a task moves."""
         return self._tasks.extent(task_id)
 
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:

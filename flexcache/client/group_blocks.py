@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from flexcache.cache.prompt import Prompt
 from flexcache.client.slots import NO_BLOCKS, BlockIds, Slots, as_slots, gpu_blocks
+from flexcache.client.tasks import Extent
 from flexcache.config import ModelConfig
 from flexcache.config.groups import UnitShape
+from flexcache.ids import TaskKind
 from flexcache.transfer.group_ids import name_blocks
 
 GroupBlocks = Sequence[Sequence[int] | npt.NDArray[np.integer[Any]]]
@@ -67,40 +69,43 @@ class GroupTable:
         self,
         slot_mappings: Sequence[Slots],
         group_blocks: Sequence[GroupBlocks] | None,
-        extents: Iterable[tuple[int, int]],
+        extents: Iterable[Extent],
     ) -> list[BlockIds]:
         """Return the GPU blocks of each task, from slots or, for a model with groups, from ids.
 
         Args:
-            extents: For each task, how many blocks it moves and where its tail is (0: it has none).
+            extents: What each task moves.
 
         Raises:
-            ValueError: They are of the wrong kind, or not as many as the task needs.
+            ValueError: They are of the wrong kind or not as many as the task needs.
         """
         if bool(self._groups) != (group_blocks is not None):
             raise ValueError("group_blocks are for models with groups, slot_mappings for others")
         if group_blocks is None:
             return [gpu_blocks(as_slots(slots), self._tokens) for slots in slot_mappings]
         return [
-            self._arranged(given, *extent)
+            self._arranged(given, extent)
             for given, extent in zip(group_blocks, extents, strict=True)
         ]
 
-    def _arranged(self, group_blocks: GroupBlocks, num_blocks: int, tail_at: int) -> BlockIds:
-        """Return the GPU blocks of a task over ``num_blocks`` positions.
+    def _arranged(self, group_blocks: GroupBlocks, extent: Extent) -> BlockIds:
+        """Return the GPU blocks of a task.
 
-        First those of the dense groups, position by position; then, if the task has a tail behind
-        ``tail_at`` positions, those of the others, group by group, and -1 up to a whole unit.
+        First those of the dense groups, position by position; then, if the task has a tail, those
+        of the others, group by group, and -1 up to a whole unit.
 
         Raises:
-            ValueError: A group has another number of blocks than the task needs of it.
+            ValueError: A group has another number of blocks than the task needs of it, or -1 among
+                those of a put, which would store what is no KV.
         """
+        _, num_blocks, tail_at = extent
+        lowest = 0 if extent.kind is TaskKind.PUT else -1
         if len(group_blocks) != len(self._groups):
             raise ValueError(f"blocks for {len(group_blocks)} of {len(self._groups)} groups")
         dense: list[BlockIds] = []
         tail = [NO_BLOCKS]
         for number, (group, given) in enumerate(zip(self._groups, group_blocks, strict=True)):
-            blocks = name_blocks(number, as_slots(given))
+            given_blocks = as_slots(given)
             per_position = self._tokens // group.tokens_per_block
             if group.is_dense:
                 num_needed = num_blocks * per_position
@@ -108,11 +113,14 @@ class GroupTable:
                 num_needed = group.num_needed(tail_at * self._tokens)
                 if not tail_at:  # the tail is cached already
                     continue
-            if len(blocks) != num_needed:
+            if len(given_blocks) != num_needed:
                 raise ValueError(
-                    f"the task needs {num_needed} blocks of group {number}, {len(blocks)} were "
-                    "given"
+                    f"the task needs {num_needed} blocks of group {number}, {len(given_blocks)} "
+                    "were given"
                 )
+            if len(given_blocks) and int(given_blocks.min()) < lowest:
+                raise ValueError(f"a block of group {number} is below {lowest}")
+            blocks = name_blocks(number, given_blocks)
             if group.is_dense:
                 dense.append(blocks.reshape(num_blocks, per_position))
             else:

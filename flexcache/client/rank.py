@@ -223,18 +223,18 @@ class KVTPClient:
         return ended
 
     def close(self) -> None:
-        """Stop serving after the running copy has ended, unless it hangs. Idempotent."""
-        if self._closing:
+        """Stop serving. Idempotent. The state is not CLOSED while a copy hangs."""
+        if self._state is ClientState.CLOSED:
             return
         self._closing = True
         if self._thread is not None:
             self._link.wake()
             self._thread.join(_CLOSE_PATIENCE_S)
+            if self._thread.is_alive():
+                effect = "the client's thread and the KV tensors stay until the process ends"
+                self._log(logging.ERROR, "rank_not_closed", reason="a copy hangs", effect=effect)
+                return
         self._set_state(ClientState.CLOSED)
-        if self._thread is not None and self._thread.is_alive():
-            effect = "the client's thread and the KV tensors stay until the process ends"
-            self._log(logging.ERROR, "rank_not_closed", reason="a copy hangs", effect=effect)
-            return
         self._link.close()
         self._tensors = None
 

@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flexcache.client.slots import BlockIds
 from flexcache.errors import ClosedError
@@ -21,6 +22,15 @@ from flexcache.tasks.instructions import MatchedTask, TaskResult
 from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
 
 _NUM_REMEMBERED = 16_384
+
+
+class Extent(NamedTuple):
+    """What a task moves: ``num_blocks`` of the prompt, and the tail behind its first ``tail_at``
+    blocks, unless that is 0."""
+
+    kind: TaskKind
+    num_blocks: int
+    tail_at: int
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +83,7 @@ class ClientTasks:
         if not num_blocks and not tail_at:
             nothing = TaskResult(KVStatus.NOT_FOUND, start, 0, num_tokens)
         task = ClientTask(
-            kind, start, num_blocks, num_tokens, num_gpu_blocks, tail_at, result=nothing
+            kind, start, num_blocks, num_tokens, num_gpu_blocks, tail_at, False, nothing
         )
         with self._lock:
             if self._is_closed:
@@ -110,12 +120,11 @@ class ClientTasks:
                 self._tasks[task_ids[position]].launched = True
         return to_start
 
-    def extent(self, task_id: int) -> tuple[int, int]:
-        """How many blocks a task moves, and behind how many there is the tail that it moves (0: it
-        moves none). A `KeyError` if the id was never given out."""
+    def extent(self, task_id: int) -> Extent:
+        """What a task moves. A `KeyError` if the id was never given out."""
         with self._lock:
             task = self._known(task_id)
-            return task.num_blocks, task.tail_at
+            return Extent(task.kind, task.num_blocks, task.tail_at)
 
     def cancel(self, task_ids: Iterable[int]) -> list[int]:
         """End what was not launched; the tasks that the cache must cancel."""

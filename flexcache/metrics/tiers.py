@@ -21,7 +21,8 @@ from flexcache.metrics.metric import (
 from flexcache.tasks.stats import CacheStats, Stats, TierStats
 
 _WHY_DROPPED = (
-    "host_tier_full", "prefix_not_cached", "session_task_limit", "name_disputed", "ranks_missing",
+    "host_tier_full", "prefix_not_cached", "parent_missing", "session_task_limit", "name_disputed",
+    "ranks_missing",
     *(
         f"{tier}_{what}"
         for tier in ("ssd", "remote")

@@ -193,6 +193,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     ``retain_s``: stored blocks of a put count as used this many seconds later.
     ``prefill_blocks_per_s``: how fast the engine computes, if known.
     ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
+    ``parent_key``: the keys continue the chain that ends with this one.
     """
 
     request_id: int
@@ -211,12 +212,13 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     token_bytes: int = 0
     info: RequestInfo | None = None
     tail_at: int = 0
+    parent_key: bytes | None = None
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
     """Answer to `Match`. ``is_pending``: no task was made, because the remote store has yet to
     answer; ask again. A launch needs ``num_gpu_blocks``, those of the tail behind ``tail_at``
-    blocks included."""
+    blocks of the whole chain included."""
 
     request_id: int
     start: int

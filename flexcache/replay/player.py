@@ -133,6 +133,8 @@ class Player:
                 time.sleep(early)
 
     def _match(self, match: Matched) -> None:
+        if "parent_missing" in match.dropped:
+            return  # the trace cannot tell where in its prompt this was
         self._report_prefill(match.prefill_blocks_per_s)
         manager, keys = self._manager, match.keys
         num_tokens = match.stop * self._size  # the trace has no keys beyond these tokens

@@ -45,7 +45,7 @@ class LocalSession:
                 task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s, tail_at
             )
         return MatchedTask(
-            task_id, plan.start, plan.num_blocks, plan.sources, plan.num_gpu_blocks, plan.tail_at
+            task_id, plan.offset, plan.num_blocks, plan.sources, plan.num_gpu_blocks, plan.tail_at
         )
 
     def look_up(self, prompt: Prompt) -> None:

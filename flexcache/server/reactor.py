@@ -41,10 +41,11 @@ class Reactor:
         self._spin_until_s = 0.0
         self._poll_due_s = 0.0
 
-    def open(self, main_socket: RouterSocket) -> None:
-        """Wait for this socket from now on, and make the loop ready to be woken."""
-        self._main_socket = main_socket
-        self.add_socket(main_socket)
+    def open(self, main_socket: RouterSocket | None = None) -> None:
+        """Wait for this socket from now on, if given, and make the loop ready to be woken."""
+        if main_socket is not None:
+            self._main_socket = main_socket
+            self.add_socket(main_socket)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
 
@@ -118,9 +119,9 @@ class Reactor:
             self._spin_until_s = time.monotonic() + _SPIN_S
 
     def _message_comes_soon(self) -> bool:
-        assert self._main_socket is not None
-        while time.monotonic() < self._spin_until_s:
-            if self._main_socket.has_message():
+        socket = self._main_socket
+        while socket is not None and time.monotonic() < self._spin_until_s:
+            if socket.has_message():
                 return True
         return False
 

@@ -154,7 +154,8 @@ class Requests:
     ) -> PromptKeys:
         """The prompt's keys, as views of the client's memory or as copies."""
         assert self._slot.cache is not None
-        if len(request.root) != ROOT_BYTES or request.key_bytes > MAX_KEY_BYTES:
+        key_bytes = max(request.key_bytes, len(request.parent_key or b""))
+        if len(request.root) != ROOT_BYTES or key_bytes > MAX_KEY_BYTES:
             raise ValueError(f"a root has {ROOT_BYTES} bytes, a key at most {MAX_KEY_BYTES}")
         if not math.isfinite(request.retain_s):
             raise ValueError(f"retain_s = {request.retain_s}")
@@ -172,7 +173,9 @@ class Requests:
         if copies:
             key_data = memoryview(bytes(key_data))
         size = self._slot.cache.config.tokens_per_block
-        return unpack_keys(request.root, key_data, request.key_bytes, size, content)
+        return unpack_keys(
+            request.root, key_data, request.key_bytes, size, content, request.parent_key
+        )
 
     def look_up_ended(self, lookup_id: int, now: float) -> None:
         """The remote store has answered, or is late: go on with the matches that waited."""
@@ -193,7 +196,7 @@ class Requests:
         )  # fmt: skip
         sources = {tier.value: count for tier, count in plan.sources.items()}
         return Matched(
-            request.request_id, plan.start, plan.num_blocks, sources,
+            request.request_id, plan.offset, plan.num_blocks, sources,
             num_gpu_blocks=plan.num_gpu_blocks, tail_at=plan.tail_at,
         )  # fmt: skip
 

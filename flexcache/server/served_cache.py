@@ -14,7 +14,7 @@ from flexcache.config.groups import UnitShape
 from flexcache.errors import ConfigError, StorageError
 from flexcache.ids import TierName
 from flexcache.logs import log_event
-from flexcache.server.store import CacheStore
+from flexcache.server.store import CacheStore, other_layout
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.memory_limit import check_pool_fits
@@ -182,12 +182,7 @@ class ServedCache:
         if former is not None and (former.model != identity.model or not ssd.num_indexed):
             former = None  # another model's blocks leave as room is needed
         if former is not None and self.config.ssd_on_mismatch == "refuse":
-            directories = ":".join(self.config.ssd_cache_dirs)
-            raise ConfigError(
-                f"ssd_cache_dirs = {directories!r}: it holds {ssd.num_indexed} blocks of KV "
-                f"{former.text}; this engine's KV is {identity.text}. Use another directory, or "
-                "set ssd_on_mismatch = clear to drop them"
-            )
+            raise other_layout(self.config, ssd.num_indexed, former, identity)
         try:
             pool.adopt(identity)
         except OSError as error:  # the roots keep layouts apart; a restart finds what is recorded

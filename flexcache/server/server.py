@@ -39,6 +39,7 @@ from flexcache.server.endpoint import Endpoint
 from flexcache.server.event_loop import EventLoop
 from flexcache.server.hub import Hub
 from flexcache.server.hub_config import HubConfig
+from flexcache.server.hub_workers import HubWorkers
 from flexcache.server.idle_exit import IdleExit
 from flexcache.server.local_host import LocalHost
 from flexcache.server.observers import Closing, Observers
@@ -112,7 +113,7 @@ class KVServer:
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
         self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)
         self._observers = Observers(config)
-        self._pool = WorkerPool(self._reactor, self.hub)
+        self._pool = WorkerPool(self._reactor, HubWorkers(self.hub))
         self._background = BackgroundThread(self._end_job)
         self._endpoint: Endpoint | None = None
         self._thread: threading.Thread | None = None

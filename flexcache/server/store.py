@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flexcache.cache.build import CacheSizes
 from flexcache.config import CacheConfig
+from flexcache.errors import ConfigError
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.shards import Shards
 from flexcache.transfer.workers.disk import DiskWorkerConfig
 from flexcache.transfer.workers.remote import RemoteWorkerConfig
@@ -17,17 +21,24 @@ class CacheStore:
     Args:
         shards: The parts of a block; the host pool has a segment for each.
         sizes: Capacities of the tiers, in blocks.
+        memory: Existing memory to use instead of a host pool of its own.
 
     Attributes:
         segments: The host pool, shard by shard.
         disk_pool: The SSD tier's files; None without such a tier.
     """
 
-    def __init__(self, config: CacheConfig, shards: Shards, sizes: CacheSizes) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        shards: Shards,
+        sizes: CacheSizes,
+        memory: Sequence[HostSegment] = (),
+    ) -> None:
         self._config = config
         self._shards = shards
         self._sizes = sizes
-        self.segments: list[HostSegment] = []
+        self.segments = list(memory)
         self.disk_pool: DiskPool | None = None
 
     def open(self) -> None:
@@ -38,7 +49,7 @@ class CacheStore:
         """
         config = self._config
         try:
-            for shard_bytes in self._shards.sizes:
+            for shard_bytes in self._shards.sizes[len(self.segments) :]:
                 segment = HostSegment.create(
                     shard_bytes, self._sizes.num_host_blocks, config.hugepages
                 )
@@ -121,3 +132,14 @@ class CacheStore:
         if self.disk_pool is not None:
             self.disk_pool.close()
             self.disk_pool = None
+
+
+def other_layout(
+    config: CacheConfig, num_blocks: int, found: KVIdentity, wanted: KVIdentity
+) -> ConfigError:
+    """Return the error for SSD files that hold a model's KV in another layout."""
+    return ConfigError(
+        f"ssd_cache_dirs = {':'.join(config.ssd_cache_dirs)!r}: it holds {num_blocks} blocks of KV "
+        f"{found.text}; this engine's KV is {wanted.text}. Use another directory, or "
+        "set ssd_on_mismatch = clear to drop them"
+    )

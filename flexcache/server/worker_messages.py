@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from flexcache.ids import OpId
 from flexcache.logs import log_event
 from flexcache.server.guard import Buffer, SocketGuard
-from flexcache.server.hub import Hub
 from flexcache.server.supervisor import WorkerSupervisor
+from flexcache.server.worker_owner import WorkerOwner
 from flexcache.tasks.instructions import REMOTE
-from flexcache.transfer.messages import Done, LookedUp, Ready, unpack_checksums
+from flexcache.transfer.messages import Done, LookedUp, Ready
 
 logger = logging.getLogger(__name__)
 
@@ -24,22 +23,21 @@ _CHECKSUM_BYTES = 8
 
 
 class WorkerMessages:
-    """Passes on to the task engine what the workers report.
+    """Passes on to the owner what its workers report.
 
     A message that makes no sense is counted and logged; the op that it was about ends by its
     deadline.
 
     Args:
         workers: By name; workers may be added later.
-        hub: Has the task engine once there is a worker.
     """
 
-    def __init__(self, workers: Mapping[str, WorkerSupervisor], hub: Hub) -> None:
+    def __init__(self, workers: Mapping[str, WorkerSupervisor], owner: WorkerOwner) -> None:
         self._workers = workers
-        self._hub = hub
+        self._owner = owner
         self._logged: set[str] = set()
         self._guard = SocketGuard[WorkerMessage](
-            WorkerMessage, hub.counters, handle=self._handle, refuse=self._refuse
+            WorkerMessage, owner.counters, handle=self._handle, refuse=self._refuse
         )
 
     def take(self, frames: Sequence[bytes], now: float) -> None:
@@ -59,32 +57,25 @@ class WorkerMessages:
     def _handle(self, sender: bytes, message: WorkerMessage, _: Buffer, now: float) -> None:
         worker = self._worker_of(sender)
         assert worker is not None
-        assert self._hub.cache is not None
-        tasks = self._hub.cache.tasks
         match message:
-            case Ready(detail) if not tasks.queries.is_up(worker.name):
+            case Ready(detail) if not self._owner.is_up(worker.name):
                 log_event(
                     logger, logging.INFO, "worker_began", worker=worker.name, pid=worker.pid,
                     detail=detail,
                 )  # fmt: skip
-                tasks.executor_up(worker.name)
-                self._hub.readiness.changed()
-            case LookedUp(lookup_id, num_present, error, tail) if worker.name == REMOTE:
-                tasks.looked_up(lookup_id, num_present, error, now, tail)
+                self._owner.worker_up(worker.name)
+            case LookedUp() as answer if worker.name == REMOTE:
+                self._owner.looked_up(answer, now)
             case Done(checksums=sums) if len(sums) % _CHECKSUM_BYTES:
                 self._refuse(sender, "malformed", f"{len(sums)} bytes are not whole checksums")
             case Done() as done:
-                tasks.op_done(
-                    worker.name, OpId(done.op_id), done.num_ok, now, error=done.error,
-                    bad_block=done.bad_block,
-                    checksums=unpack_checksums(done.checksums) if done.checksums else None,
-                )  # fmt: skip
+                self._owner.op_done(worker.name, done, now)
             case _:
                 self._refuse(sender, "misplaced", f"{type(message).__name__} is out of place")
 
     def _refuse(self, sender: bytes, why: str, text: str) -> None:
         """Count it; log the first of its kind."""
-        self._hub.counters[f"rejected_{why}"] += 1
+        self._owner.counters[f"rejected_{why}"] += 1
         if why not in self._logged:
             self._logged.add(why)
             log_event(

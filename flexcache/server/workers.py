@@ -1,7 +1,7 @@
 """The pool of supervised worker processes: the disk worker and the remote worker.
 
-Driven by the event loop's thread. What touches the hub (`receive`, the report of a death) is called
-under the server's lock; starting a process and sending to it are not.
+Driven by one thread. What touches the owner (`receive`, the report of a death) is called under the
+owner's lock; starting a process and sending to it are not.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 import zmq
 
 from flexcache.logs import log_event
-from flexcache.server.hub import Hub
 from flexcache.server.outbox import WorkerInstruction, make_execute
 from flexcache.server.reactor import Reactor
 from flexcache.server.router_socket import RouterSocket
 from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.server.worker_messages import WorkerMessages
+from flexcache.server.worker_owner import WorkerOwner
 from flexcache.tasks.instructions import REMOTE, DropOp, ReplaceExecutor, RunLookUp, RunOp
 from flexcache.transfer.messages import Drop, LookUp, Stop
 
@@ -33,11 +33,11 @@ _MAX_MESSAGES_A_TURN = 256
 class WorkerPool:
     """Starts workers, restarts them after a death, and carries messages both ways."""
 
-    def __init__(self, reactor: Reactor, hub: Hub) -> None:
+    def __init__(self, reactor: Reactor, owner: WorkerOwner) -> None:
         self._reactor = reactor
-        self._hub = hub
+        self._owner = owner
         self._workers: dict[str, WorkerSupervisor] = {}  # by executor
-        self._messages = WorkerMessages(self._workers, hub)
+        self._messages = WorkerMessages(self._workers, owner)
         self._socket: RouterSocket | None = None
 
     def bind(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
@@ -67,12 +67,7 @@ class WorkerPool:
 
     def missing(self) -> list[str]:
         """Workers that are not up."""
-        cache = self._hub.cache
-        return [
-            f"{name} worker"
-            for name in self._workers
-            if cache is None or not cache.tasks.queries.is_up(name)
-        ]
+        return [f"{name} worker" for name in self._workers if not self._owner.is_up(name)]
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -104,10 +99,8 @@ class WorkerPool:
             logger, logging.ERROR, "worker_died", worker=worker.name, how=how,
             effect="its ops fail, it is restarted",
         )  # fmt: skip
-        self._hub.counters[f"{worker.name}_worker_deaths"] += 1
-        assert self._hub.cache is not None
-        self._hub.cache.tasks.executor_down(worker.name, f"{worker.name} worker {how}", now)
-        self._hub.readiness.changed()
+        self._owner.counters[f"{worker.name}_worker_deaths"] += 1
+        self._owner.worker_down(worker.name, f"{worker.name} worker {how}", now)
 
     # -- instructions ----------------------------------------------------------------------------
 

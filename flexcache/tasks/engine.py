@@ -61,7 +61,6 @@ class KVTaskEngine:
         max_open_tasks: Limit for one session; beyond it a get is a miss and a put is dropped.
 
     Attributes:
-        cache: The planner.
         queries: Answers questions about tasks, executors and the remote store.
     """
 
@@ -171,7 +170,9 @@ class KVTaskEngine:
         """
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
-        plan = self._matcher.plan(owner, kind, keys, start, stop, retain_s, now, tail_at)
+        plan, keys, start, stop = self._matcher.plan(
+            owner, kind, keys, start, stop, retain_s, now, tail_at
+        )
         task = Task(task_id, owner, plan, num_tokens)
         self._accounts.matched(task, keys, start, stop, retain_s, now)
         if not plan.is_empty:
@@ -180,8 +181,8 @@ class KVTaskEngine:
             return plan
         self.cache.finish(plan)
         self._runner.end_empty(task)
-        if kind is TaskKind.PUT and start < stop and not plan.dropped:
-            store = self._matcher.plan_store(owner, keys, start, stop, retain_s, tail_at)
+        if kind is TaskKind.PUT and start < stop and not plan.dropped and self.cache.tiers.lower:
+            store = self._matcher.plan_store(plan, owner, keys, start, stop, retain_s, tail_at)
             self._runner.store(store, now)
         return plan
 
@@ -214,9 +215,7 @@ class KVTaskEngine:
         return had_ended
 
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
-        """Stop what has not started. Idempotent; a finished task stays as it is.
-
-        All ids are checked before any task is cancelled.
+        """Stop what has not started. Idempotent. All ids are checked before any task is cancelled.
 
         Returns:
             Those that were never launched and have ended by this.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flexcache.cache.block_keys import BlockKeys, PromptKeys
+from flexcache.cache.continuation import ChainKeys, find_chain
 from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
@@ -59,6 +60,11 @@ class Matcher:
         if kind is TaskKind.PUT or lookups is None or not self._executors.is_up(REMOTE):
             return None
         self._roots.place(keys)
+        if keys.parent_key is not None:
+            chain = self._chain(kind, keys)
+            if chain is None:
+                return None
+            keys, stop = chain, stop + chain.num_before
         tails = None
         if (tail_loads := self._cache.loads.tails) is not None:
             tails = tail_loads.unknown(keys, stop, now)
@@ -69,19 +75,33 @@ class Matcher:
         return lookups.look_up(keys, stop, now, self._instructions, tails or ())
 
     def plan(
-        self,
-        owner: Session,
-        kind: TaskKind,
-        keys: PromptKeys,
-        start: int,
-        stop: int,
-        retain_s: float,
-        now: float,
-        tail_at: int,
-    ) -> Plan:
+        self, owner: Session, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
+        retain_s: float, now: float, tail_at: int,
+    ) -> tuple[Plan, PromptKeys, int, int]:  # fmt: skip
+        """Plan for blocks ``[start, stop)`` of a prompt.
+
+        Returns:
+            The plan, and what it is for: the keys and the blocks, those of the whole chain where
+            the prompt continues one.
+        """
         self._roots.place(keys)
         self._cache.tiers.advance(now)
-        reason = self._why_not(owner, kind)
+        num_before = 0
+        if keys.parent_key is not None and (chain := self._chain(kind, keys)) is not None:
+            keys, num_before = chain, chain.num_before
+            start, stop = start + num_before, stop + num_before
+            if kind is TaskKind.PREFETCH:
+                start = 0  # DRAM keeps no block without those before it
+            tail_at += num_before if tail_at else 0
+        plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
+        plan.num_before = num_before
+        return plan, keys, start, stop
+
+    def _plan(
+        self, owner: Session, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
+        retain_s: float, tail_at: int,
+    ) -> Plan:  # fmt: skip
+        reason = self._why_not(owner, kind, keys)
         if reason is not None:
             return self._cache.plan_nothing(kind, keys, start, stop, reason)
         if kind is TaskKind.GET:
@@ -93,14 +113,21 @@ class Matcher:
         )
 
     def plan_store(
-        self, owner: Session, keys: BlockKeys, start: int, stop: int, retain_s: float, tail_at: int
-    ) -> Plan:
+        self, plan: Plan, owner: Session, keys: BlockKeys, start: int, stop: int, retain_s: float,
+        tail_at: int,
+    ) -> Plan:  # fmt: skip
         """For a put that DRAM had nothing to take from: what the tiers below it lack."""
+        tail_at += plan.num_before if tail_at else 0
         room = self._share_of_backlog(owner)
         stores = self._cache.stores
         return stores.plan_store(keys, stop, room, retain_s, tail_at=tail_at, start=start)
 
-    def _why_not(self, owner: Session, kind: TaskKind) -> str | None:
+    def _chain(self, kind: TaskKind, keys: PromptKeys) -> ChainKeys | None:
+        """Complete a continuation; None if its parent is missing. A put builds on DRAM alone."""
+        tiers = self._cache.tiers
+        return find_chain(keys, [tiers.host] if kind is TaskKind.PUT else tiers)
+
+    def _why_not(self, owner: Session, kind: TaskKind, keys: PromptKeys) -> str | None:
         """Why nothing can be matched for a session now."""
         if len(owner.tasks) >= self._max_open_tasks:
             return "session_task_limit"
@@ -109,7 +136,7 @@ class Matcher:
         gpu_op = _GPU_OP_OF.get(kind)
         if gpu_op and not self._executors.are_up(owner.executors[gpu_op]):
             return "ranks_missing"
-        return None
+        return None if keys.parent_key is None else "parent_missing"
 
     def _share_of_backlog(self, owner: Session) -> int:
         """How many more blocks of a session may wait to be written below.

@@ -116,7 +116,7 @@ class Task:
         """How it ended, or its GPU side has."""
         plan, error = self.plan, "; ".join(list(dict.fromkeys(self.errors))[:_MAX_ERRORS]) or None
         if self.state.is_cancelled:
-            return TaskResult(KVStatus.CANCELLED, plan.start, 0, self.num_tokens, error, is_final)
+            return TaskResult(KVStatus.CANCELLED, plan.offset, 0, self.num_tokens, error, is_final)
         has_tail = False
         if plan.kind is TaskKind.PREFETCH:
             on_host = plan.sources.get(TierName.CPU, 0)
@@ -127,8 +127,9 @@ class Task:
             num_ok = self.contiguous(GPU_OPS, plan.start)
         if plan.tail is not None and plan.kind is not TaskKind.STORE:
             num_ok, has_tail = self._with_tail(plan, plan.tail, num_ok)
+        num_ok = max(0, num_ok - plan.num_beside)
         status = KVStatus.SUCCESS if num_ok or has_tail else KVStatus.FAILED
-        return TaskResult(status, plan.start, num_ok, self.num_tokens, error, is_final)
+        return TaskResult(status, plan.offset, num_ok, self.num_tokens, error, is_final)
 
     def _with_tail(self, plan: Plan, tail: PlannedTail, num_ok: int) -> tuple[int, bool]:
         """How many blocks arrived, and whether a put has stored the tail.

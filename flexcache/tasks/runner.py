@@ -89,7 +89,7 @@ class TaskRunner:
 
     def end_empty(self, task: Task) -> None:
         """End a task without blocks. Its caller knows already."""
-        result = TaskResult(KVStatus.NOT_FOUND, task.plan.start, 0, task.num_tokens)
+        result = TaskResult(KVStatus.NOT_FOUND, task.plan.offset, 0, task.num_tokens)
         task.end(result.status)
         self._accounts.ended(task, result)
 

@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import secondary_tier_calls
 from engine_systems import Settings, clear_lmcache, llm_arguments
 from engines import ENGINE_ENV, Engine
 from paths import ROOT, SUPPORT
@@ -48,13 +49,20 @@ class DrivenEngine:
     Args:
         log: File that the engine's output is appended to.
         python: Interpreter of the environment it runs in.
+        packages: Further directories of packages.
     """
 
-    def __init__(self, settings: Settings, log: Path, python: str = sys.executable) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        log: Path,
+        python: str = sys.executable,
+        packages: Sequence[str] = (),
+    ) -> None:
         self.settings = settings
         self._log = log
         self._runtime_dir = tempfile.TemporaryDirectory(prefix="fc-")  # socket paths must be short
-        path = [str(ROOT), str(SUPPORT), str(ROOT / "benchmarks" / "peers")]
+        path = [str(ROOT), str(SUPPORT), str(ROOT / "benchmarks" / "peers"), *packages]
         environment = {
             **os.environ,
             **ENGINE_ENV,
@@ -151,6 +159,25 @@ class DrivenEngine:
     def metric(self, name: str) -> float:
         """Value of one of vLLM's Prometheus counters."""
         return float(self._call("metric", name=name))
+
+    def transfer(
+        self, prompt: list[int], params: dict[str, Any], num_generated: int = 8
+    ) -> dict[str, Any]:
+        """Serve a prompt that another engine has computed, or will decode.
+
+        Args:
+            params: Its ``kv_transfer_params``.
+
+        Returns:
+            ``tokens``; ``cached`` ones of the prompt; ``params`` for the other engine.
+        """
+        return dict(
+            self._call("transfer", tokens=prompt, params=params, num_generated=num_generated)
+        )
+
+    def tier(self, call: str) -> Any:
+        """Call a function of `secondary_tier_calls`."""
+        return self._call("tier", call=call)
 
     def kill(self) -> None:
         """Kill the engine and its workers at once."""
@@ -364,6 +391,25 @@ class Commands(Engine):
 
     def metric(self, name: str) -> float:
         return float(sum(m.value for m in self.llm.get_metrics() if m.name == name))
+
+    def transfer(
+        self, tokens: list[int], params: dict[str, Any], num_generated: int
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0, max_tokens=num_generated, ignore_eos=True,
+            extra_args={"kv_transfer_params": params},
+        )  # fmt: skip
+        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
+        return {
+            "tokens": list(output.outputs[0].token_ids),
+            "cached": output.num_cached_tokens,
+            "params": output.kv_transfer_params,
+        }
+
+    def tier(self, call: str) -> Any:
+        return getattr(secondary_tier_calls, call)(self)
 
 
 def main(settings: Settings) -> None:

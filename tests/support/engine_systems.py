@@ -16,6 +16,11 @@ FLEXCACHE = {
     "kv_connector_module_path": "flexcache.integration.vllm",
 }
 PROBED_GROUPS = {"kv_connector": "GroupProbe", "kv_connector_module_path": "group_probe"}
+OFFLOADING = {"kv_connector": "OffloadingConnector"}
+PROBED_OFFLOADING = {
+    "kv_connector": "ProbeOffloading",
+    "kv_connector_module_path": "probe_offloading",
+}
 PROBED_FLEXCACHE = {"kv_connector": "ProbeConnector", "kv_connector_module_path": "probe_connector"}
 
 
@@ -30,7 +35,7 @@ class Settings:
         directory: Directory of the SSD tier; None for no such tier.
         dram_gb: Size of the DRAM tier; None where ``more`` has it.
         peer_url: Address of LMCache's server.
-        more: Further settings of FlexCache.
+        more: Further settings of FlexCache, or of vLLM's own offloading.
         engine: Further arguments of `vllm.LLM`.
         connectors: Configs of the connectors that MultiConnector combines, in this order; an empty
             one stands for FlexCache. If there are none, it is not used.
@@ -99,8 +104,9 @@ def _connector(settings: Settings) -> dict[str, Any]:
                 "spec_module_path": "vllm_offload_cpu",
                 "cpu_bytes_to_use": dram_bytes,
                 "secondary_tiers": tiers,
+                **settings.more,
             }
-            names = {"kv_connector": "OffloadingConnector"}
+            names = PROBED_OFFLOADING if settings.probe_dir else OFFLOADING
         case "LMCache":
             _hide_from_vllm()
             host, _, port = settings.peer_url.rpartition(":")
@@ -108,6 +114,7 @@ def _connector(settings: Settings) -> dict[str, Any]:
             names = {"kv_connector": "LMCacheMPConnector"}
         case other:
             raise ValueError(f"no system is called {other!r}")
+    names = dict(names)
     policy = {name: names.pop(name) for name in ("kv_load_failure_policy",) if name in names}
     connector = {**names, "kv_role": settings.role, "kv_connector_extra_config": extra}
     if settings.connectors:

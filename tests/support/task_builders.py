@@ -23,7 +23,7 @@ from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.plan import Plan
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
-from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
+from flexcache.ids import BlockKey, KVStatus, OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, make_session
 from flexcache.tasks.instructions import (
@@ -54,9 +54,14 @@ Content = tuple[str, int] | str
 see."""
 
 
-def keys_of(text: str) -> EngineBlockKeys:
-    """The keys of a prompt in which each letter is a block: its prefixes."""
-    return EngineBlockKeys(ROOT, [text[: i + 1].encode() for i in range(len(text))], len(text))
+def keys_of(text: str, behind: int = 0) -> EngineBlockKeys:
+    """The keys of a prompt in which each letter is a block: its prefixes.
+
+    Those ``behind`` the first blocks alone are a continuation.
+    """
+    keys = [text[: i + 1].encode() for i in range(behind, len(text))]
+    parent = BlockKey(text[:behind].encode()) if behind else None
+    return EngineBlockKeys(ROOT, keys, len(keys), parent_key=parent)
 
 
 @dataclass(slots=True, eq=False)
@@ -193,9 +198,10 @@ class World:
         self.engine.end_session(ids.session, self.now)
         self._carry_out()
 
-    def look_up(self, text: str, kind: TaskKind = TaskKind.GET) -> int | None:
+    def look_up(self, text: str, kind: TaskKind = TaskKind.GET, behind: int = 0) -> int | None:
         """Return the look-up that a match has to wait for."""
-        lookup = self.engine.look_up(kind, keys_of(text), len(text), self.now)
+        keys = keys_of(text, behind)
+        lookup = self.engine.look_up(kind, keys, keys.num_blocks, self.now)
         self._carry_out()
         return lookup
 
@@ -218,16 +224,29 @@ class World:
 
     def match(
         self, kind: TaskKind, text: str, start: int = 0, stop: int | None = None,
-        engine: str = ENGINE, retain_s: float = 0.0,
+        engine: str = ENGINE, retain_s: float = 0.0, behind: int = 0,
     ) -> TaskId:  # fmt: skip
-        keys = keys_of(text)
-        stop = len(text) if stop is None else min(stop, len(text))
+        """Match blocks ``[start, stop)`` of a prompt, of which the engine names only those
+        ``behind`` its first blocks."""
+        behind = min(behind, len(text))
+        keys = keys_of(text, behind)
+        stop = max(behind, len(text) if stop is None else min(stop, len(text)))
+        start = max(behind, min(start, stop))
+        has_parent = not behind or self._can_continue(kind, text[:behind])
         task_id = self.sessions[engine].next()
         plan = self.engine.match(
-            task_id, kind, keys, min(start, stop), stop, 16 * len(text), self.now, retain_s
-        )
+            task_id, kind, keys, start - behind, stop - behind, 16 * keys.num_blocks, self.now,
+            retain_s,
+        )  # fmt: skip
+        assert plan.num_before == (behind if has_parent else 0)
+        if not has_parent:
+            assert plan.is_empty
+            is_missing = "parent_missing" in plan.dropped
+            assert is_missing <= (kind is TaskKind.PUT and start < stop)
         if not plan.num_blocks:
-            self.answers[task_id] = TaskResult(KVStatus.NOT_FOUND, plan.start, 0, 16 * len(text))
+            self.answers[task_id] = TaskResult(
+                KVStatus.NOT_FOUND, plan.offset, 0, 16 * keys.num_blocks
+            )
         count = 0 if kind is TaskKind.PREFETCH else plan.num_blocks
         slots = np.arange(self._next_slot, self._next_slot + count, dtype=np.int64)
         self._next_slot += count
@@ -251,13 +270,21 @@ class World:
             self.tasks[task_id].launched |= is_open
         self._carry_out()
 
-    def put(self, text: str, start: int = 0, retain_s: float = 0.0) -> TaskId:
-        task_id = self.match(TaskKind.PUT, text, start, retain_s=retain_s)
+    def _can_continue(self, kind: TaskKind, text: str) -> bool:
+        """Whether a tier that counts has all blocks of a prompt, or awaits those it lacks."""
+        keys, tiers = self.placed(text), [self.cache.tiers.host]
+        if kind is not TaskKind.PUT:
+            tiers = list(self.cache.tiers)
+        cached = [(tier, tier.index.match(keys).num_blocks) for tier in tiers]
+        return any(n + t.num_in_flight(keys, n, len(text)) == len(text) for t, n in cached)
+
+    def put(self, text: str, start: int = 0, retain_s: float = 0.0, behind: int = 0) -> TaskId:
+        task_id = self.match(TaskKind.PUT, text, start, retain_s=retain_s, behind=behind)
         self.launch(task_id)
         return task_id
 
-    def get(self, text: str, start: int = 0) -> TaskId:
-        task_id = self.match(TaskKind.GET, text, start)
+    def get(self, text: str, start: int = 0, behind: int = 0) -> TaskId:
+        task_id = self.match(TaskKind.GET, text, start, behind=behind)
         self.launch(task_id)
         return task_id
 

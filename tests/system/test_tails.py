@@ -220,6 +220,19 @@ def test_a_restart_finds_the_tails_on_ssd(groups: tuple[KVGroup, ...], tmp_path:
         assert engine.get(prompt)[:2] == (stop, came)
 
 
+def test_a_prefetch_brings_what_a_get_of_the_prompt_can_use(tmp_path: Path) -> None:
+    ssd = {"num_ssd_blocks": 64, "ssd_cache_dirs": (str(tmp_path),)}
+    with tailed_engine(STATE_LIKE, **ssd) as engine:
+        prompt = np.arange(32 * 4)
+        for end in (32 * 3, 32 * 4):
+            engine.put(prompt[:end], engine.tables(end))
+        engine.manager.clear("CPU")
+        task = engine.manager.prefetch_async(prompt)
+        engine.manager.wait([task], PATIENCE_S, completely=True)
+        engine.manager.clear("SSD")
+        assert engine.get(prompt)[0] == 32 * 3  # the last token is computed
+
+
 @pytest.mark.parametrize("groups", [GEMMA_LIKE, STATES_ONLY])
 def test_under_pressure_every_hit_has_its_bytes(
     groups: tuple[KVGroup, ...], tmp_path: Path
@@ -307,6 +320,10 @@ def test_calls_that_do_not_fit_the_model_are_refused() -> None:
             manager.launch([task], group_blocks=[[tables[0][1:], *tables[1:]]])
         with pytest.raises(ValueError, match="group 1"):
             manager.launch([task], group_blocks=[[tables[0], tables[1][1:], tables[2]]])
+        for group in range(3):
+            lacking = [[-1, *table[1:]] if n == group else table for n, table in enumerate(tables)]
+            with pytest.raises(ValueError, match=f"group {group} is below 0"):
+                manager.launch([task], group_blocks=[lacking])
         with pytest.raises(ValueError, match="1 of 3 groups"):
             manager.launch([task], group_blocks=[tables[:1]])
         with pytest.raises(ValueError, match="put_match"):

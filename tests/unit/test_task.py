@@ -66,11 +66,14 @@ class TaskHistories(RuleBasedStateMachine):
         at_once=st.sampled_from([True, True, False]),
         clear=st.sampled_from([False, False, True]),
         engine=st.sampled_from([ENGINE, ENGINE, OTHER]),
+        behind=st.sampled_from([0, 0, 1, 2, 3]),
     )
-    def put(self, text: str, stop: int, at_once: bool, clear: bool, engine: str) -> None:
+    def put(
+        self, text: str, stop: int, at_once: bool, clear: bool, engine: str, behind: int
+    ) -> None:
         if engine not in self.world.sessions:
             return
-        task_id = self.world.match(TaskKind.PUT, text, 0, stop, engine)
+        task_id = self.world.match(TaskKind.PUT, text, 0, stop, engine, behind=behind)
         if at_once:
             self.world.launch(task_id)
         if clear:
@@ -83,13 +86,15 @@ class TaskHistories(RuleBasedStateMachine):
         at_once=st.sampled_from([True, True, False]),
         clear=st.sampled_from([False, False, True]),
         engine=st.sampled_from([ENGINE, OTHER]),
+        behind=st.sampled_from([0, 0, 1, 3]),
     )
     def load(
-        self, kind: TaskKind, text: str, start: int, at_once: bool, clear: bool, engine: str
-    ) -> None:
+        self, kind: TaskKind, text: str, start: int, at_once: bool, clear: bool, engine: str,
+        behind: int,
+    ) -> None:  # fmt: skip
         if engine not in self.world.sessions:
             return
-        task_id = self.world.match(kind, text, start, None, engine)
+        task_id = self.world.match(kind, text, start, None, engine, behind=behind)
         if at_once:
             self.world.launch(task_id)
         if clear:
@@ -186,9 +191,13 @@ class TaskHistories(RuleBasedStateMachine):
             elif self.world.cached(TierName.SSD, text) == len(text):
                 self.world.rot(text)
 
-    @rule(text=st.sampled_from(PROMPTS), kind=st.sampled_from([TaskKind.GET, TaskKind.PREFETCH]))
-    def look_up(self, text: str, kind: TaskKind) -> None:
-        self.world.look_up(text, kind)
+    @rule(
+        text=st.sampled_from(PROMPTS),
+        kind=st.sampled_from([TaskKind.GET, TaskKind.PREFETCH]),
+        behind=st.sampled_from([0, 0, 1, 3]),
+    )
+    def look_up(self, text: str, kind: TaskKind, behind: int) -> None:
+        self.world.look_up(text, kind, min(behind, len(text)))
 
     @precondition(lambda self: self.world.asked)
     @rule(data=st.data(), error=st.sampled_from([None, None, None, "a fault"]))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_hub import Engine, World
 
 from flexcache.ids import TaskKind
+from flexcache.server.hub_workers import HubWorkers
 from flexcache.server.worker_messages import WorkerMessages
 from flexcache.tasks.instructions import REMOTE
 from flexcache.transfer.messages import Done, LookedUp, Ready, Stop
@@ -44,7 +45,7 @@ class Scene:
         self.engine = Engine(self.world, "one")
         self.engine.register()
         workers: Any = {REMOTE: self.worker}
-        self.messages = WorkerMessages(workers, self.world.hub)
+        self.messages = WorkerMessages(workers, HubWorkers(self.world.hub))
 
     def say(self, message: msgspec.Struct, sender: bytes = b"remote-secret") -> None:
         self.messages.take([sender, msgspec.msgpack.encode(message)], self.world.now)

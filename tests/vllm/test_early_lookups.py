@@ -132,7 +132,7 @@ def test_a_request_that_goes_before_its_turn_is_not_looked_up(
 def test_without_a_store_nothing_is_looked_up(
     engine: Engine, events: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.connector._scheduler, "_has_store", False)
+    monkeypatch.setattr(engine.connector._scheduler.gets, "_has_store", False)
     add(engine, "runs", 100)
     engine.drain()
     assert {what for what, _ in events} == {"vLLM asks"}

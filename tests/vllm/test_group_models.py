@@ -44,10 +44,10 @@ MODELS = [
     Model("gptoss", 128, 256),
     Model("llama4", 128, 512),
     Model("qwen3next", 256, 256, "bfloat16"),
-    Model("nemotronh", 384, 128),
-    Model("granite4", 384, 170),
-    Model("falconh1", 384, 85),
-    Model("mamba2", 16, 123),
+    Model("nemotronh", 256, 128),
+    Model("granite4", 256, 128),
+    Model("falconh1", 256, 64),
+    Model("mamba2", 16, 119),
 ]
 
 
@@ -58,6 +58,7 @@ def engine_of(model: Model, directory: Path, probes: Path | None, **more: Any) -
     }  # fmt: skip
     engine = {
         "dtype": model.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": KV_BYTES, "seed": 0,
+        "enable_prefix_caching": True,
     }  # fmt: skip
     settings = Settings(
         "FlexCache", model.name, dram_gb=None, more=config, engine=engine,

@@ -15,8 +15,9 @@ from paths import MODELS
 from safetensors.torch import load_file, save_file
 
 from flexcache.errors import ConfigError
+from flexcache.integration.checkpoint import digest
 from flexcache.integration.vllm.engine import read_model_config
-from flexcache.integration.vllm.identity import digest, read_model_id
+from flexcache.integration.vllm.identity import read_model_id
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -280,16 +281,22 @@ def test_scales_that_an_engine_computes_for_itself_are_refused() -> None:
         read_model_id(config)
 
 
-def test_sleep_mode_is_refused_by_name() -> None:
+def test_sleep_mode_is_refused_by_a_vllm_that_would_not_announce_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from flexcache.integration.vllm import FlexCacheConnectorV1
 
-    with pytest.raises(ConfigError, match="enable_sleep_mode"):
-        read_model_config(stand_in(enable_sleep_mode=True), SimpleNamespace())
-    connector = FlexCacheConnectorV1.__new__(FlexCacheConnectorV1)
-    assert isinstance(connector, KVConnectorBase_V1)
-    assert connector.supports_sleep_mode is False
+    config = stand_in(enable_sleep_mode=True)
+    config.cache_config.calculate_kv_scales = True
+    assert FlexCacheConnectorV1.supports_sleep_mode(config) is True
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode.*vLLM 0\.33"):
+        read_model_config(config, SimpleNamespace())
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", None, raising=False)
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):  # the next reason
+        read_model_config(config, SimpleNamespace())
 
 
 def test_equal_values_have_equal_digests_however_they_are_spelled() -> None:

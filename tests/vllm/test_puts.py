@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -219,25 +220,59 @@ def test_blocks_of_a_preempted_request_stay_until_they_are_copied(
     assert compare_probes(engine.probe_dir)["different"] == []
 
 
-def test_a_reset_stores_nothing_that_is_being_copied(engine: Engine, gates: Gates) -> None:
+def test_a_reset_stores_nothing_that_has_not_begun(engine: Engine, gates: Gates) -> None:
     prompt = make_prompt(300, next(_seeds))
     engine.generate(prompt)
     for _ in range(3):
         engine.llm.llm_engine.step()
-    assert not engine.llm.reset_prefix_cache(reset_connector=True)  # blocks are in use
-    gates.open()
-    engine.drain()
-    assert num_stored(engine) == 0
+    assert num_pinned(engine) == 9
     assert engine.llm.reset_prefix_cache(reset_connector=True)
+    assert num_used(engine) == num_stored(engine) == 0
     assert engine.generate(prompt).num_cached_tokens == 0
+
+
+def test_a_reset_waits_for_copies_under_way(engine: Engine) -> None:
+    engine.generate(make_prompt(300, next(_seeds)))
+    engine.llm.llm_engine.step()
+    assert engine.llm.reset_prefix_cache()
+    assert num_stored(engine) == 9
 
 
 def test_a_reset_before_a_put_is_launched_ends_it(engine: Engine) -> None:
     engine.generate(make_prompt(300, next(_seeds)), max_tokens=1)
     assert num_pinned(engine) == 9
-    engine.llm.reset_prefix_cache(reset_connector=True)
+    assert engine.llm.reset_prefix_cache()
     engine.drain()
     assert num_stored(engine) == 0
+
+
+def test_a_reset_with_requests_under_way_succeeds(engine: Engine, gates: Gates) -> None:
+    prompt = make_prompt(300, next(_seeds))
+    start(engine, "reset", prompt, max_tokens=60)
+    step_until_pinned(engine)
+    assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert num_stored(engine) == 0
+    gates.open()
+    engine.settle()
+    assert num_stored(engine) == (300 + 59) // BLOCK
+    assert serve_again(engine, prompt)[1] == 288
+
+
+def test_vllm_does_not_wait_for_ever_for_blocks_that_are_not_copied(
+    engine: Engine, gates: Gates
+) -> None:
+    for name in ("first", "second"):
+        start(engine, name, make_prompt(300, next(_seeds)), max_tokens=200)
+    step_until_pinned(engine)
+    first, second = engine.scheduler.requests.values()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(pool.get_num_free_blocks())
+    deadline_s = time.monotonic() + 60
+    while not first.is_finished() and time.monotonic() < deadline_s:
+        engine.llm.llm_engine.step()
+    assert first.is_finished()
+    assert second.num_preemptions
+    pool.free_blocks(held)
 
 
 def test_a_put_that_cannot_be_launched_pins_nothing(

@@ -1,5 +1,6 @@
 """`Puts` against a plain model of the cache and of vLLM's block pool: every pinned block is let go,
-only complete blocks are offered, and tails are those of the point at which they are stored."""
+also when vLLM waits for it, only complete blocks are offered, and tails are those of the point at
+which they are stored."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class FakeRequest:
     request_id: str
     num_prompt_tokens: int
     all_blocks: list[list[int]]
-    """Of each group, also those that it has no more."""
+    """GPU blocks of each group, also those that it has no more."""
     num_computed_tokens: int = 0
     num_certain: int = 0
     num_tokens: int = 0
@@ -85,6 +86,9 @@ class FakePool:
     def free_blocks(self, ordered_blocks: Iterable[int], /) -> None:
         self.pins.subtract(list(ordered_blocks))
 
+    def reset_prefix_cache(self) -> bool:
+        return not any(self.pins.values())
+
 
 @dataclass
 class FakeCache:
@@ -99,6 +103,8 @@ class FakeCache:
     owners: list[str] = field(default_factory=list)
     """Requests by task."""
     is_full: bool = False
+    are_shut: bool = False
+    """Whether the ranks copy nothing."""
 
     def keys(self, request: Any) -> range:
         return request.block_hashes  # type: ignore[no-any-return]
@@ -134,6 +140,13 @@ class FakeCache:
     def cancel(self, task_id: int) -> None:
         self.forget(self.owners[task_id])
         self.matched.pop(task_id, None)  # what was launched goes on for a while
+        if self.are_shut:
+            self.launched.pop(task_id, None)
+
+    def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
+        if not self.are_shut:
+            for task_id in task_ids:
+                self.launched.pop(task_id, None)
 
     def forget(self, name: str) -> None:
         self.cached[name] = 0
@@ -156,8 +169,9 @@ class Requests(RuleBasedStateMachine):
         self.has_tails, self.has_states = tables.has_tails, tables.has_states
         points = PutPoints(BLOCK, INTERVAL if self.has_tails else 0)
         self.puts = Puts(self.cache, tables, points)  # type: ignore[arg-type]
-        self.puts.pool = self.pool
+        self.puts.bind(self.pool)
         self.num_blocks = 1
+        self.now = 0.0
 
     @rule(target=requests, num_tokens=st.integers(1, 60))
     def admit(self, num_tokens: int) -> FakeRequest:
@@ -173,6 +187,7 @@ class Requests(RuleBasedStateMachine):
     def step(self, request: FakeRequest, num_tokens: int, is_lost: bool) -> None:
         before = request.num_computed_tokens
         num_tokens = min(num_tokens, request.num_tokens - before)
+        self.puts.release()
         self.puts.launch()
         request.num_certain = before + num_tokens
         if num_tokens:
@@ -247,6 +262,26 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.puts.cancel()
+
+    @rule()
+    def reset_pool(self) -> None:
+        assert self.pool.reset_prefix_cache()
+
+    @rule(are_shut=st.booleans())
+    def shut(self, are_shut: bool) -> None:
+        self.cache.are_shut = are_shut
+
+    @rule()
+    def wait_for_blocks(self) -> None:
+        """vLLM asks again in each step until it has blocks, and waits for some seconds at most."""
+        begun_s, self.cache.are_shut = self.now, True
+        while self.puts.is_worth_waiting(self.now):
+            assert self.now < begun_s + 5.0
+            self.now += 0.5
+            self.puts.release()
+        self.puts.launch()
+        self.puts.release()
+        assert not self.puts.is_pinning
 
     @rule(is_full=st.booleans())
     def fill(self, is_full: bool) -> None:

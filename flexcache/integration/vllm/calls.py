@@ -198,6 +198,10 @@ class CacheCalls:
         except (FlexCacheError, KeyError):  # the cache was shut down: it has let go of the GPU
             return asked
 
+    def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
+        """Wait until copies to and from the GPU have ended on every rank, or for ``timeout_s``."""
+        self._safely(self._manager.wait, list(task_ids), timeout_s)
+
     def cancel(self, task_id: int) -> None:
         self._safely(self._manager.cancel, [task_id])
 

@@ -7,6 +7,7 @@ generated tokens when their request ends. Set ``kv_load_failure_policy="recomput
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
 class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
     """Delegates to the scheduler's or the worker's side; each process has one of them."""
-
-    supports_sleep_mode = False
-    """Copies run beside the engine's steps, so KV memory must stay mapped."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -63,7 +61,7 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
         self._scheduler.gets.arrived(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.puts.pool = gpu_block_pool
+        self._scheduler.puts.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -100,8 +98,8 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
         return self._scheduler.puts.is_pinning
 
     def has_pending_block_frees(self) -> bool:
-        """Return whether blocks are pinned: vLLM then waits for them instead of preempting."""
-        return self._scheduler.puts.is_pinning
+        """Return whether vLLM waits for pinned blocks instead of preempting."""
+        return self._scheduler.puts.is_worth_waiting(time.monotonic())
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int

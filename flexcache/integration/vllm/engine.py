@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexcache.client.connect import local_endpoint
 from flexcache.config import CacheConfig, ModelConfig
@@ -128,8 +129,9 @@ def read_key_namespace(vllm_config: Any) -> tuple[str, ...]:
 
 
 def _refuse_sleep_mode(vllm_config: Any) -> None:
-    if vllm_config.model_config.enable_sleep_mode:
+    is_announced = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+    if vllm_config.model_config.enable_sleep_mode and not is_announced:
         raise ConfigError(
             "enable_sleep_mode = True: sleep() would unmap KV memory that FlexCache may be copying;"
-            " leave it off, or run without the connector"
+            " use vLLM 0.33 or later, leave it off, or run without the connector"
         )

@@ -21,6 +21,8 @@ from flexcache.integration.vllm.block_tables import BlockTables, Tables
 from flexcache.integration.vllm.calls import CacheCalls
 from flexcache.integration.vllm.put_points import PutPoints
 
+_PATIENCE_S = 2.0  # with copies of which none ends, while vLLM or its user waits for GPU blocks
+
 
 class BlockPool(Protocol):
     """What is used of vLLM's pool of GPU blocks."""
@@ -30,6 +32,8 @@ class BlockPool(Protocol):
     def touch(self, blocks: Sequence[Any], /) -> None: ...
 
     def free_blocks(self, ordered_blocks: Iterable[Any], /) -> None: ...
+
+    def reset_prefix_cache(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,40 @@ class Puts:
         """Not launched yet."""
         self._pinned: dict[int, Sequence[int]] = {}
         """Pinned blocks of each task."""
+        self._give_up_s: float | None = None
+        """When vLLM has waited long enough for pinned blocks, if it waits."""
+
+    def bind(self, pool: BlockPool) -> None:
+        """Pin blocks of this pool from now on, and let go of them when it is reset.
+
+        A pool with blocks in use refuses, and vLLM asks its connectors only after that.
+        """
+        self.pool, reset = pool, pool.reset_prefix_cache
+
+        def reset_unpinned() -> bool:
+            self.let_go()
+            return reset()
+
+        pool.reset_prefix_cache = reset_unpinned  # type: ignore[method-assign]
 
     @property
     def is_pinning(self) -> bool:
         """Whether GPU blocks are pinned."""
         return bool(self._pinned)
+
+    def is_worth_waiting(self, now: float) -> bool:
+        """Return whether vLLM, out of GPU blocks, should wait for pinned ones, not preempt.
+
+        Copies of which none has ended for a while are cancelled: those that have not begun end.
+        """
+        if not self._pinned:
+            return False
+        if self._give_up_s is None:
+            self._give_up_s = now + _PATIENCE_S
+        if now < self._give_up_s:
+            return True
+        self.cancel()
+        return False
 
     # -- what is stored --------------------------------------------------------------------------
 
@@ -102,12 +135,13 @@ class Puts:
     def _set_point(self, running: _Running, num_tokens: int) -> None:
         """Set the first point behind ``num_tokens``, or forget the request if there is none."""
         request = running.request
-        junction = getattr(request, "shared_prefix_boundary", 0)
-        running.point = self._points.next(num_tokens, request.num_prompt_tokens, junction)
-        if running.point is None and not self._tables.has_states:
-            self._running.pop(request.request_id, None)
-        else:
-            self._running[request.request_id] = running
+        if not self._tables.has_states:  # else vLLM says where
+            junction = getattr(request, "shared_prefix_boundary", 0)
+            running.point = self._points.next(num_tokens, request.num_prompt_tokens, junction)
+            if running.point is None:
+                self._running.pop(request.request_id, None)
+                return
+        self._running[request.request_id] = running
 
     def scheduled(self, step: Any) -> None:
         """Begin puts of what the next step completes, with the blocks that it uses.
@@ -249,6 +283,15 @@ class Puts:
             self._unpin(task_id)
         return bool(ended)
 
+    def let_go(self) -> None:
+        """Unpin all blocks: wait for what was launched, and store nothing that was not."""
+        for put in self._matched:
+            self._cache.cancel(put.task_id)
+        self._cache.wait_ended(self._pinned, _PATIENCE_S)
+        self.cancel()
+        self._cache.wait_ended(self._pinned, _PATIENCE_S)
+        self.release()
+
     def cancel(self) -> None:
         """Store nothing that is still being copied. Blocks stay pinned until copies have ended."""
         for task_id in self._pinned:
@@ -256,6 +299,7 @@ class Puts:
 
     def _unpin(self, task_id: int) -> None:
         assert self.pool is not None
+        self._give_up_s = None
         blocks = [self.pool.blocks[block_id] for block_id in self._pinned.pop(task_id)]
         self.pool.free_blocks(reversed(blocks))  # vLLM evicts the first of them first
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flexcache.client.rank import KVTPClient
+from flexcache.client.rank import ClientState, KVTPClient
 from flexcache.integration.vllm.engine import read_cache_config, read_place
 from flexcache.integration.vllm.groups import read_layers, read_position
 from flexcache.integration.vllm.kv_layout import describe_layout
@@ -32,6 +32,7 @@ class FlexCacheWorker:
         block_size = read_position(vllm_config, kv_cache_config)
         self._config = read_cache_config(vllm_config, block_size)
         self._place = read_place(vllm_config, self._config)
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
         self.client: KVTPClient | None = None
         self._loads: dict[int, Load] = {}
         self._stores: set[int] = set()
@@ -42,6 +43,7 @@ class FlexCacheWorker:
         self._idle = False
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._kv_caches = kv_caches
         self.client = KVTPClient(
             self._place.client_endpoint,
             dp_rank=self._place.dp_rank,
@@ -59,6 +61,30 @@ class FlexCacheWorker:
         )
         self._in_step = StepLoads(kv_caches, self._config.server_timeout_s)
 
+    def unregister(self) -> None:
+        """End all copies: the tensors lose their memory until `restore`. Idempotent.
+
+        What is cached stays; loads and puts under way have moved nothing.
+
+        Raises:
+            RuntimeError: A copy hangs, so the memory must stay.
+        """
+        if self.client is None:
+            return
+        self.client.close()
+        if self.client.state is not ClientState.CLOSED:
+            raise RuntimeError(
+                "KV memory cannot be released: a copy between it and the cache, or attaching to the"
+                " cache, has not ended; the engine can go on without the cache, or sleep later"
+            )
+        self._take_ended()  # all of them: without a client nothing moves
+        self.client = None
+
+    def restore(self) -> None:
+        """Register the tensors again, which have memory at the same addresses. Idempotent."""
+        if self.client is None and self._kv_caches:
+            self.register(self._kv_caches)
+
     def begin_step(self, metadata: FlexCacheMetadata) -> None:
         """Take the step's new tasks and open their gates to the GPU."""
         self._idle = metadata.idle
@@ -74,10 +100,10 @@ class FlexCacheWorker:
             else:
                 self._loads[load.task_id] = load
                 new.append(load.task_id)
-        self._stores.update(metadata.stores)
-        new += metadata.stores
-        if new and self.client is not None:
-            self.client.open_gates(new)
+        if self.client is not None:
+            self._stores.update(metadata.stores)
+            if new := new + metadata.stores:
+                self.client.open_gates(new)
 
     def before_step(self) -> None:
         """Wait, if necessary, before the model runs."""
@@ -91,18 +117,21 @@ class FlexCacheWorker:
         """Return the requests whose get between steps has ended on every rank since the last call.
         Called at the end of each step."""
         self._bad_blocks |= self._in_step.finish()
+        if self.client is not None and (self._loads or self._stores):
+            if self._idle:
+                self.client.wait_ended(_IDLE_WAIT_S)
+            self._take_ended()
         received, self._received = self._received, set()
-        if self.client is None or not (self._loads or self._stores):
-            return received
-        if self._idle:
-            self.client.wait_ended(_IDLE_WAIT_S)
+        return received
+
+    def _take_ended(self) -> None:
+        assert self.client is not None
         for task_id, num_ok in self.client.take_ended([*self._loads, *self._stores]).items():
             self._stores.discard(task_id)
             load = self._loads.pop(task_id, None)
             if load is not None:
-                received.add(load.request_id)
+                self._received.add(load.request_id)
                 self._lose(load, num_ok)
-        return received
 
     def _lose(self, load: Load, num_ok: int) -> None:
         """Note what of a load did not arrive after its first ``num_ok`` blocks."""

@@ -22,6 +22,17 @@ class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """True: copies end in `unregister_kv_caches`. Called by vLLM 0.33 and later."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self._worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._worker.restore()
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, FlexCacheMetadata)

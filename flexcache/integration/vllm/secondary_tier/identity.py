@@ -1,0 +1,45 @@
+"""Identifies what the bytes of an offloaded chunk mean."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from flexcache.errors import ConfigError
+from flexcache.integration.vllm.engine import read_key_namespace
+from flexcache.integration.vllm.identity import read_model_id
+from flexcache.storage.kv_identity import KVIdentity
+
+
+def read_chunk_identity(spec: Any, chunk_bytes: int) -> KVIdentity:
+    """Return the identity of an engine's chunks. Must be called while its connector is constructed.
+
+    vLLM's offloading config names the model but not its revision, quantization and the like.
+    """
+    vllm_config = _find_vllm_config()
+    config, parallel = spec.config, spec.config.parallel
+    model = "|".join([read_model_id(vllm_config), *read_key_namespace(vllm_config)])
+    groups = [
+        (group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups
+    ]
+    ranks = (parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)
+    layout = "; ".join(
+        [
+            f"{chunk_bytes} bytes, {config.cache.blocks_per_chunk} blocks of {groups}",
+            f"ranks {ranks}, {config.model.dtype}, {config.kv_cache_layout}",
+            f"canonical {config.canonical_layout}, replicated {config.replicated_layout}",
+        ]
+    )
+    return KVIdentity.of(f"{model}; offloaded by vLLM", layout)
+
+
+def _find_vllm_config() -> VllmConfig:
+    """Return the engine's config, which only the connector under construction has."""
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        for found in frame.f_locals.values():
+            if isinstance(found, VllmConfig):
+                return found
+    raise ConfigError("the model cannot be identified: this vLLM constructs its tiers otherwise")

@@ -1,0 +1,154 @@
+"""FlexCacheSecondaryTier: SSD and remote store below the DRAM tier of vLLM's OffloadingConnector.
+
+vLLM owns the DRAM tier, a memory region of equal chunks, and decides what goes up and down. The
+workers of this tier move whole chunks between that region and SSD or the store; no copy is made on
+the way. For vLLM 0.32 and later.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from flexcache.config import CacheConfig
+from flexcache.ids import BlockKey
+from flexcache.integration.vllm.secondary_tier.host import TierHost
+from flexcache.integration.vllm.secondary_tier.identity import read_chunk_identity
+from flexcache.logs import log_event
+from flexcache.storage.host_pool import HostSegment
+
+logger = logging.getLogger(__name__)
+
+_READY_TIMEOUT_S = 60.0
+_LOADED = "vllm:kv_offload_flexcache_loaded_chunks"
+_DROPPED = "vllm:kv_offload_flexcache_dropped_chunks"
+_METRICS = {
+    _LOADED: OffloadingCounterMetadata("Chunks loaded into vLLM's DRAM tier.", ("worker",)),
+    _DROPPED: OffloadingCounterMetadata("Chunks that were not stored.", ("reason",)),
+}
+_RESULTS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
+
+
+class FlexCacheSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
+    """One entry of ``secondary_tiers``, with the fields of `CacheConfig` beside vLLM's own.
+
+    Called on the scheduler's thread; nothing here waits for I/O but `drain_jobs` and `shutdown`.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        locality: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
+        num_chunks, chunk_bytes = primary_kv_view.shape or (0, 0)
+        config = CacheConfig.from_env(None, {}, **settings, num_cpu_blocks=num_chunks)
+        memory = HostSegment(os.dup(offloading_spec._scheduler_mmap.fd), chunk_bytes, num_chunks)
+        identity = read_chunk_identity(offloading_spec, chunk_bytes)
+        self._host = TierHost(config, memory, identity, offloading_spec.config.engine_id)
+        self._host.start()
+        if not self._host.wait_ready(_READY_TIMEOUT_S):
+            log_event(logger, logging.WARNING, "workers_late", waited_s=_READY_TIMEOUT_S)
+        self._reported = {_LOADED: Counter[str](), _DROPPED: Counter[str]()}
+        self._loads: dict[int, int] = {}
+        """Number of chunks of each open promotion."""
+
+    @property
+    def host(self) -> TierHost:
+        """The tier's thread, workers and files."""
+        return self._host
+
+    def lookup(self, key: bytes, req_context: ReqContext) -> LookupResult:
+        # Windows are looked up from their end, so each group asks by itself.
+        asker = f"{req_context.req_id}/{get_offload_group_idx(key)}"
+        with self._host.use() as tiers:
+            return _RESULTS[tiers.look_up(asker, BlockKey(key), time.monotonic())]
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        job = job_metadata
+        with self._host.use() as tiers:
+            tiers.store(job.job_id, _keys(job), job.chunk_ids.tolist(), time.monotonic())
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        job = job_metadata
+        self._loads[job.job_id] = len(job.keys)
+        with self._host.use() as tiers:
+            tiers.load(job.job_id, _keys(job), job.chunk_ids.tolist(), time.monotonic())
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        with self._host.use() as tiers:
+            ended = tiers.take_ended()
+        results = []
+        for end in ended:
+            is_load = self._loads.pop(end.job_id, None) is not None
+            results.append(
+                JobResult(
+                    job_id=end.job_id,
+                    success=end.is_whole,
+                    successful_keys=end.moved if is_load and not end.is_whole else None,
+                    transfer_time=end.seconds,
+                    transfer_bytes=len(end.moved) * self.block_size_bytes if is_load else None,
+                )
+            )
+        return results
+
+    def touch(self, keys: Collection[bytes], req_context: ReqContext) -> None:
+        """Do nothing: a look-up has counted as a use."""
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        with self._host.use() as tiers:
+            tiers.step_ended(time.monotonic())
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return dict(_METRICS)
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Return what has happened since the last call."""
+        with self._host.use() as tiers:
+            counts = {_LOADED: Counter(tiers.hits), _DROPPED: Counter(tiers.dropped)}
+        stats = OffloadingConnectorStats()
+        for name, count in counts.items():
+            for label, gain in (count - self._reported[name]).items():
+                stats.increase_counter(name, gain, labelvalues=(label,))
+        self._reported = counts
+        return stats
+
+    def drain_jobs(self) -> None:
+        self._host.wait_idle()
+
+    def shutdown(self) -> None:
+        self._host.close()
+
+
+def _keys(job: TransferJob) -> list[BlockKey]:
+    return [BlockKey(bytes(key)) for key in job.keys]

@@ -1,0 +1,160 @@
+"""FlexCache below the DRAM tier of vLLM's OffloadingConnector, in real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driven_engine import DidNotRun, DrivenEngine, running
+from engine_systems import Settings
+from engines import make_prompt
+from loop_disk import loop_disk
+from paths import MODELS
+from probe_offloading import read_digests
+
+from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.pool_directory import DATA_FILE
+
+PROMPT = make_prompt(700, 1)
+CHUNKS = 21  # whole blocks of 32
+CACHED = CHUNKS * 32
+ENGINE = {
+    "dtype": "bfloat16",
+    "max_model_len": 2048,
+    "kv_cache_memory_bytes": 32 << 20,
+    "seed": 0,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model() -> None:
+    from make_models import make_model
+
+    make_model(MODELS, "tiny")
+
+
+@contextmanager
+def offloading_engine(
+    tmp_path: Path, block_size: int = 32, **settings: Any
+) -> Iterator[DrivenEngine]:
+    """An engine whose DRAM tier has this below; ready when the tier's workers are.
+
+    Args:
+        block_size: Tokens of a chunk.
+    """
+    tier = {
+        "type": "FlexCacheSecondaryTier",
+        "module_path": "flexcache.integration.vllm.secondary_tier",
+        **settings,
+    }
+    (tmp_path / "probe").mkdir(exist_ok=True)
+    offloading = Settings(
+        "offloading", "tiny", dram_gb=0.02, engine=ENGINE, num_threads=1,
+        more={"secondary_tiers": [tier], "block_size": block_size},
+        probe_dir=str(tmp_path / "probe"),
+    )  # fmt: skip
+    with running(DrivenEngine(offloading, tmp_path / "log")) as engine:
+        engine.tier("until_up")
+        yield engine
+
+
+def prompt_digests(tmp_path: Path) -> list[list[str]]:
+    """Return the digests of each of the prompt's blocks, from request to request."""
+    return list(read_digests(tmp_path / "probe").values())[:CHUNKS]
+
+
+def flip_byte(directory: Path) -> None:
+    """Flip a byte in the slot of one chunk."""
+    size = (directory / DATA_FILE).stat().st_size - 4096
+    num_slots = 64
+    pool = DiskPool([str(directory)], size // num_slots, num_slots, direct_io=False)
+    slot = int(sorted(pool.load()["slot"])[CHUNKS // 2])
+    _, offset = locate_slot(slot, pool.data_fds, pool.slot_bytes)
+    pool.close()
+    with (directory / DATA_FILE).open("r+b") as file:
+        file.seek(offset + 1234)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_chunks_survive_on_ssd_and_bad_or_unreachable_ones_are_computed(tmp_path: Path) -> None:
+    ssd = tmp_path / "ssd"
+    config = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(ssd)]}
+    with offloading_engine(tmp_path, **config) as engine:
+        cold, cached = engine.generate(PROMPT)
+        assert cached == 0
+        engine.settle()
+        assert engine.tier("hits") == {}
+
+    with offloading_engine(tmp_path, **config) as engine:  # restarted: all is on SSD
+        assert engine.generate(PROMPT) == (cold, CACHED)
+        assert engine.tier("hits") == {"disk": CHUNKS}
+        engine.forget("DRAM")
+        engine.tier("lose_disk_worker_in_a_job")
+        assert engine.generate(PROMPT) == (cold, 0)
+        engine.tier("have_disk_worker_again")
+        engine.forget("DRAM")
+        assert engine.generate(PROMPT) == (cold, CACHED)
+        assert engine.tier("hits") == {"disk": 2 * CHUNKS}
+        assert engine.metric("vllm:kv_offload_flexcache_loaded_chunks") == 2 * CHUNKS
+
+    flip_byte(ssd)
+    with offloading_engine(tmp_path, **config) as engine:
+        tokens, cached = engine.generate(PROMPT)
+        assert tokens == cold
+        assert cached < CACHED
+        engine.settle()
+        engine.forget("DRAM")
+        assert engine.generate(PROMPT) == (cold, CACHED)  # what was bad has been stored again
+
+    digests = prompt_digests(tmp_path)
+    assert all(len(set(seen[:4])) == 1 for seen in digests)
+    # What was computed in pieces may differ in its last bits; what was loaded may not.
+    assert all(seen[4] == seen[0] for seen in digests[: cached // 32])
+
+
+def test_a_full_disk_keeps_what_fits_and_costs_no_answer(tmp_path: Path) -> None:
+    with loop_disk(tmp_path, 1 << 20) as disk:
+        config = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(disk.path)]}
+        with offloading_engine(tmp_path, **config) as engine:
+            cold, _ = engine.generate(PROMPT)
+            engine.settle()
+            num_lost = engine.tier("dropped")["not_written"]
+            assert 0 < num_lost < CHUNKS
+            engine.forget("DRAM")
+            tokens, cached = engine.generate(PROMPT)
+            assert tokens == cold
+            assert cached <= (CHUNKS - num_lost) * 32
+    digests = prompt_digests(tmp_path)
+    assert all(seen[1] == seen[0] for seen in digests[: cached // 32])
+
+
+def test_chunks_reach_another_engine_through_a_remote_store(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    config = {
+        "remote_url": f"file://{tmp_path}/store",
+        "remote_lookup_timeout_s": 1.0,  # a busy machine is no slow store
+    }
+    with offloading_engine(tmp_path, **config) as engine:
+        cold, _ = engine.generate(PROMPT)
+        engine.settle()
+    with offloading_engine(tmp_path, **config) as engine:
+        assert engine.generate(PROMPT) == (cold, CACHED)
+        assert engine.tier("hits") == {"remote": CHUNKS}
+    assert all(len(set(seen)) == 1 for seen in prompt_digests(tmp_path))
+
+
+def test_an_engine_does_not_start_on_another_layouts_chunks(tmp_path: Path) -> None:
+    config = {"num_ssd_blocks": 64, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
+    with offloading_engine(tmp_path, **config) as engine:
+        engine.generate(PROMPT)
+        engine.settle()
+    with (
+        pytest.raises(DidNotRun, match="its slots have"),
+        offloading_engine(tmp_path, block_size=64, **config),
+    ):
+        pass
