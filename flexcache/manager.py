@@ -233,6 +233,7 @@ class KVManager:
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info
         )
+        prompt = self._groups.loadable(prompt)
         task = self._client.match_and_launch(TaskKind.PREFETCH, prompt, lambda _: NO_BLOCKS)
         return task.task_id
 

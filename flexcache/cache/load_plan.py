@@ -98,8 +98,7 @@ class LoadPlanner:
         plan = Plan(kind, keys.root, start, start)
         self._tiers.num_holders += 1
         if self._shape is not None:
-            plan.blocks_per_unit = self._shape.blocks_per_unit
-            plan.has_dense = self._shape.dense_blocks > 0
+            plan.take_shape(self._shape)
         if self.tails is None:
             self._add_blocks(plan, keys, start, stop, prefill_blocks_per_s)
         else:

@@ -10,6 +10,7 @@ from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
 from flexcache.cache.tier import BlockIds, Lease, Tier
+from flexcache.config.groups import UnitShape
 from flexcache.ids import BlockKey, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import TransferOpGraph
 from flexcache.transfer.messages import BlockNames
@@ -102,7 +103,7 @@ class Plan:
     @property
     def offset(self) -> int:
         """Where its blocks begin in the caller's prompt."""
-        return max(0, self.start - self.num_before)
+        return self.start - self.num_before if self.start > self.num_before else 0
 
     @property
     def num_beside(self) -> int:
@@ -112,7 +113,7 @@ class Plan:
     @property
     def num_gpu_blocks(self) -> int:
         """GPU blocks that a launch needs: those of its blocks, then those of its tail."""
-        num_units = self.num_blocks if self.has_dense else 0
+        num_units = self.stop - self.start if self.has_dense else 0
         if self.tail is not None:
             num_units += self.tail.num_copied
         return num_units * self.blocks_per_unit
@@ -124,7 +125,12 @@ class Plan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.num_blocks and not self.tail_at
+        return self.start == self.stop and (self.tail is None or not self.tail.num_copied)
+
+    def take_shape(self, shape: UnitShape) -> None:
+        """Move what the units of a model with several groups hold."""
+        self.blocks_per_unit = shape.blocks_per_unit
+        self.has_dense = shape.dense_blocks > 0
 
     def bind_gpu_blocks(self, gpu_blocks: BlockIds) -> None:
         """Assign the GPU blocks that a launch brings to the ops."""

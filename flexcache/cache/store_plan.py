@@ -62,6 +62,7 @@ class StorePlanner:
         self._host = tiers.host
         self._op_ids = op_ids
         self._chunk_blocks = chunk_blocks
+        self.max_backlog = max_backlog
         self._backlog = StoreBacklog(tiers, max_backlog)
         self.is_recording = True
         """Whether blocks written to SSD must outlive this process."""
@@ -79,10 +80,6 @@ class StorePlanner:
     def backlog(self) -> int:
         """Host blocks that wait to be written below, counted once per tier."""
         return self._backlog.total
-
-    @property
-    def max_backlog(self) -> int:
-        return self._backlog.max_blocks
 
     def keep_content(self, tokens_per_block: int) -> None:
         """Keep, for a journal, the content of blocks that wait to be written back."""
@@ -105,10 +102,15 @@ class StorePlanner:
         cached = self._host.refresh(keys, retain_s)
         first = cached.num_blocks
         first += self._host.num_in_flight(keys, first, stop)
-        plan = self._plan(TaskKind.PUT, keys, first)
+        plan = Plan(TaskKind.PUT, keys.root, first, first)
+        self._tiers.num_holders += 1
+        if self._shape is not None:
+            plan.take_shape(self._shape)
         copies: list[_Copy] = []
         if first >= stop or not plan.has_dense:
             plan.start = plan.stop = stop
+            if not tail_at:
+                return plan
         elif start > first:
             plan.dropped["prefix_not_cached"] = stop - start
             return plan
@@ -143,20 +145,13 @@ class StorePlanner:
             start: The blocks before it were offered by an earlier put of the same request.
         """
         cached = self._host.index.match(keys)
-        plan = self._plan(TaskKind.STORE, keys, stop)
-        if plan.has_dense:
-            plan.start = plan.stop = min(stop, cached.num_blocks)
+        if self._shape is None or self._shape.dense_blocks:
+            stop = min(stop, cached.num_blocks)
+        plan = Plan(TaskKind.STORE, keys.root, stop, stop)
+        self._tiers.num_holders += 1
         if self._tails is not None and 0 < tail_at <= plan.stop:
             self._tails.find(plan, keys, tail_at, retain_s)
         self._add_stores(plan, keys, cached, [], {}, tiers, max_backlog, retain_s, start)
-        return plan
-
-    def _plan(self, kind: TaskKind, keys: BlockKeys, position: int) -> Plan:
-        plan = Plan(kind, keys.root, position, position)
-        self._tiers.num_holders += 1
-        if self._shape is not None:
-            plan.blocks_per_unit = self._shape.blocks_per_unit
-            plan.has_dense = self._shape.dense_blocks > 0
         return plan
 
     def plan_write_back(self) -> Plan | None:
@@ -211,10 +206,13 @@ class StorePlanner:
     def release(self, plan: Plan) -> None:
         """End a plan's writes: blocks that were not published are freed."""
         self._backlog.release(plan)
-        for stores in (plan.stores, {} if plan.tail is None else plan.tail.stores):
-            for name, lease in stores.items():
+        for name, lease in plan.stores.items():
+            self._tiers.by_name[name].release(lease)
+        plan.stores = {}
+        if plan.tail is not None:
+            for name, lease in plan.tail.stores.items():
                 self._tiers.by_name[name].release(lease)
-            stores.clear()
+            plan.tail.stores = {}
 
     def stats_of(self, name: TierName) -> dict[str, int]:
         """Counters of a tier's write policy."""

@@ -109,7 +109,8 @@ class TieredCache:
     def finish(self, plan: Plan) -> None:
         """End the plan and free all that it held: every op has ended or was never started."""
         plan.let_go(self.tiers.host)
-        self.stores.release(plan)
+        if plan.num_reserved:  # else it writes nothing below
+            self.stores.release(plan)
         self.tiers.num_holders -= 1
 
     def stats(self) -> dict[str, dict[str, int]]:

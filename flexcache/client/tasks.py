@@ -83,7 +83,7 @@ class ClientTasks:
         if not num_blocks and not tail_at:
             nothing = TaskResult(KVStatus.NOT_FOUND, start, 0, num_tokens)
         task = ClientTask(
-            kind, start, num_blocks, num_tokens, num_gpu_blocks, tail_at, result=nothing
+            kind, start, num_blocks, num_tokens, num_gpu_blocks, tail_at, False, nothing
         )
         with self._lock:
             if self._is_closed:

@@ -181,7 +181,7 @@ class KVTaskEngine:
             return plan
         self.cache.finish(plan)
         self._runner.end_empty(task)
-        if kind is TaskKind.PUT and start < stop and not plan.dropped:
+        if kind is TaskKind.PUT and start < stop and not plan.dropped and self.cache.tiers.lower:
             store = self._matcher.plan_store(plan, owner, keys, start, stop, retain_s, tail_at)
             self._runner.store(store, now)
         return plan

@@ -117,7 +117,7 @@ class Executors:
         return executor in self._up
 
     def are_up(self, executors: Sequence[str]) -> bool:
-        return all(executor in self._up for executor in executors)
+        return all(map(self._up.__contains__, executors))  # each match asks
 
     def is_busy(self, executor: str) -> bool:
         """Whether ops are with it."""

@@ -9,30 +9,17 @@ release: no addresses, cache paths, library versions or plain defaults.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
-import re
 from collections.abc import Iterator, Mapping
-from enum import Enum
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from flexcache.errors import ConfigError
+from flexcache.integration.checkpoint import (
+    NOT_NUMBERS,
+    digest,
+    dtype_name,
+    identify_checkpoint,
+)
 
-_DIGEST_BYTES = 8
-_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
-"""Path of a model in the hub's cache; offline, vLLM knows the model only by this path."""
-_CONFIGS = {
-    "config.json", "params.json", "quantize_config.json", "quant_config.json",
-    "hf_quant_config.json",
-}  # fmt: skip
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_SAMPLES, _SAMPLE_BYTES = 32, 4096
-_NOT_NUMBERS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
-"""Keys of a model's config that change nothing, or are in the id separately."""
 _NO_DRAFT_KV = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"}
 _LLAMA4_TUNED_BEYOND = 32768  # tokens
 
@@ -55,24 +42,14 @@ def read_model_id(vllm_config: Any) -> str:
 def _model_parts(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield what determines the numbers of a model, target or draft."""
     name = getattr(model, "model_weights", "") or model.model  # model_weights if it was fetched
-    if (snapshot := _SNAPSHOT.fullmatch(name)) is not None:
-        yield "model", snapshot[1].replace("--", "/", 1)
-        yield "revision", snapshot[2]
-    elif (local := Path(name)).exists():
-        yield "model", name
-        yield "checkpoint", _digest_checkpoint(local)
-    else:
-        yield "model", name
-        revision = _read_revision(name, model.revision)
-        if revision is not None:
-            yield "revision", revision
+    yield from identify_checkpoint(name, model.revision)
     if model.trust_remote_code and model.code_revision is not None:
         yield "code", model.code_revision
     if getattr(model, "hf_config_path", None) is not None:
         yield "config", model.hf_config_path
     if getattr(model, "model_class_overrides", None):
         yield "classes", digest(model.model_class_overrides)
-    yield "dtype", _dtype_name(model.dtype)
+    yield "dtype", dtype_name(model.dtype)
     if model.quantization is not None:
         yield "quantization", f"{model.quantization}:{digest(_read_quantization(model))}"
     yield "positions", digest(_read_positions(model))
@@ -88,9 +65,9 @@ def _kv_parts(vllm_config: Any) -> Iterator[tuple[str, Any]]:
             "other run can use the KV; use a checkpoint with scales, or leave it off"
         )
     names = {
-        "auto": _dtype_name(vllm_config.model_config.dtype),
-        "fp8": _dtype_name(current_platform.fp8_dtype()),
-        "fp8_e4m3": _dtype_name(current_platform.fp8_dtype()),
+        "auto": dtype_name(vllm_config.model_config.dtype),
+        "fp8": dtype_name(current_platform.fp8_dtype()),
+        "fp8_e4m3": dtype_name(current_platform.fp8_dtype()),
     }
     yield "kv", names.get(cache.cache_dtype, cache.cache_dtype)
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
@@ -116,41 +93,6 @@ def _read_draft(speculative: Any) -> str | None:
         return str(speculative.method)
     kv_dtype = getattr(speculative, "kv_cache_dtype", None)
     return f"{speculative.method}:{digest([dict(_model_parts(draft)), kv_dtype])}"
-
-
-def _read_revision(name: str, revision: str | None) -> str | None:
-    """Return the commit that a name like ``main`` stands for, if the hub's cache knows it."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:  # not a repository on the hub
-        return revision
-    return Path(config).parent.name if isinstance(config, str) else revision
-
-
-def _digest_checkpoint(path: Path) -> str:
-    """Digest a local model's config and samples of its weights: its path does not identify them."""
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    content: dict[str, Any] = {}
-    for file in files:
-        if file.name in _CONFIGS:
-            config = json.loads(file.read_bytes())
-            content[file.name] = {k: v for k, v in config.items() if k not in _NOT_NUMBERS}
-        elif file.suffix in _WEIGHTS:
-            content[file.name] = _sample(file)
-    return digest(content)
-
-
-def _sample(file: Path) -> list[Any]:
-    size = file.stat().st_size
-    sampled = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    with file.open("rb") as stream:
-        for index in range(_SAMPLES):
-            stream.seek(size * index // _SAMPLES)
-            sampled.update(stream.read(_SAMPLE_BYTES))
-    return [size, sampled.hexdigest()]
 
 
 def _read_quantization(model: Any) -> list[Any]:
@@ -195,44 +137,5 @@ def _digest_overrides(model: Any) -> str:
     overrides = model.hf_overrides
     if callable(overrides):
         effective = model.hf_config.to_dict()
-        overrides = {k: v for k, v in effective.items() if k not in _NOT_NUMBERS}
+        overrides = {k: v for k, v in effective.items() if k not in NOT_NUMBERS}
     return digest(overrides)
-
-
-def digest(value: object) -> str:
-    """Digest a setting by value: equal settings agree in every process and release."""
-    text = json.dumps(_plain(value), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
-
-
-def _plain(value: object) -> Any:
-    """Convert to JSON's types. None in a mapping is left out: new settings start as None."""
-    match value:
-        case None | bool() | str():
-            return value
-        case Enum():
-            return _plain(value.value)
-        case int() | float():
-            return int(value) if isinstance(value, int) or value.is_integer() else value
-        case Mapping():
-            return {str(k): _plain(v) for k, v in value.items() if v is not None}
-        case set() | frozenset():
-            return sorted((_plain(v) for v in value), key=json.dumps)
-        case list() | tuple():
-            return [_plain(v) for v in value]
-        case torch.dtype():
-            return _dtype_name(value)
-        case type():
-            return f"{value.__module__}.{value.__qualname__}"
-        case Path():
-            return str(value)
-    if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
-    if dataclasses.is_dataclass(value):
-        return _plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-    kind = type(value).__name__
-    raise ConfigError(f"{value!r}: a {kind} in the model's settings cannot be identified by value")
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -135,12 +135,13 @@ class Puts:
     def _set_point(self, running: _Running, num_tokens: int) -> None:
         """Set the first point behind ``num_tokens``, or forget the request if there is none."""
         request = running.request
-        junction = getattr(request, "shared_prefix_boundary", 0)
-        running.point = self._points.next(num_tokens, request.num_prompt_tokens, junction)
-        if running.point is None and not self._tables.has_states:
-            self._running.pop(request.request_id, None)
-        else:
-            self._running[request.request_id] = running
+        if not self._tables.has_states:  # else vLLM says where
+            junction = getattr(request, "shared_prefix_boundary", 0)
+            running.point = self._points.next(num_tokens, request.num_prompt_tokens, junction)
+            if running.point is None:
+                self._running.pop(request.request_id, None)
+                return
+        self._running[request.request_id] = running
 
     def scheduled(self, step: Any) -> None:
         """Begin puts of what the next step completes, with the blocks that it uses.
