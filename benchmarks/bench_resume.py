@@ -141,8 +141,10 @@ def main(
     cases = [(name, arm) for name in model or MODELS for arm in ARMS]
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for name, arm in track(cases, "engines", console=Console(stderr=True)):
+        console = Console(stderr=True)
+        for name, arm in track(cases, "engines", console=console):
             rows.append(measure(name, arm, Path(directory)))
+            console.print(rows[-1])
     show(rows)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
