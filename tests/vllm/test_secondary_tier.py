@@ -100,6 +100,7 @@ def test_chunks_survive_on_ssd_and_bad_or_unreachable_ones_are_computed(tmp_path
         assert engine.generate(PROMPT) == (cold, CACHED)
         assert engine.tier("hits") == {"disk": 2 * CHUNKS}
         assert engine.metric("vllm:kv_offload_flexcache_loaded_chunks") == 2 * CHUNKS
+        engine.kill()
 
     flip_byte(ssd)
     with offloading_engine(tmp_path, **config) as engine:
