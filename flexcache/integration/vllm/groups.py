@@ -49,8 +49,8 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:
         group.kind == "state" for group in groups
     ):
         raise ConfigError(
-            "enable_prefix_caching = False: vLLM then keeps no state that could be stored; turn it "
-            "on, or run without the connector"
+            "enable_prefix_caching = False: vLLM then keeps no state that could be stored; set "
+            "--enable-prefix-caching, or run without the connector"
         )
     return groups
 
