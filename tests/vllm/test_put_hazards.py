@@ -3,12 +3,11 @@ no engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_puts_life import BLOCK, FULL, STATE, WINDOW, FakeCache, FakePool, FakeRequest
+from test_puts_life import BLOCK, FULL, WINDOW, FakeCache, FakePool, FakeRequest
 
 from flexcache.config.groups import KVGroup
 from flexcache.integration.vllm.block_tables import BlockTables
@@ -39,16 +38,15 @@ class Engine:
         blocks = [[NUM_BLOCKS * n + i for i in range(1, NUM_BLOCKS + 1)] for n in numbers]
         self.request = FakeRequest("mine", NUM_BLOCKS * BLOCK, blocks)
 
-    def step(self, num_tokens: int, states: Sequence[tuple[int, int, int]] = ()) -> None:
+    def step(self, num_tokens: int) -> None:
         request = self.request
         request.num_certain = request.num_computed_tokens + num_tokens
-        offloads = {request.request_id: states} if states else {}
         self.puts.scheduled(
             SimpleNamespace(
                 num_scheduled_tokens={request.request_id: num_tokens},
                 scheduled_spec_decode_tokens={},
                 kv_connector_block_state=SimpleNamespace(
-                    get_block_ids=lambda _: request.all_blocks, boundary_state_offloads=offloads
+                    get_block_ids=lambda _: request.all_blocks, boundary_state_offloads={}
                 ),
             )
         )
@@ -62,7 +60,7 @@ class Engine:
         assert not any(self.pool.pins.values())
 
 
-@pytest.mark.parametrize("groups", [(), (FULL, WINDOW)])
+@pytest.mark.parametrize("groups", [(), (FULL, WINDOW)], ids=["one group", "window"])
 def test_a_request_aborted_while_another_connector_loads_it(groups: tuple[KVGroup, ...]) -> None:
     engine = Engine(*groups)
     request = engine.request
@@ -113,18 +111,4 @@ def test_blocks_between_a_prompt_and_the_window_of_its_answer_are_gone() -> None
     assert not engine.puts._matched
     assert engine.pool.pins[0] == 0
     engine.cache.matched.clear()
-    engine.end()
-
-
-def test_states_offered_again_after_a_preemption() -> None:
-    engine = Engine(STATE, FULL)
-    request = engine.request
-    for _ in range(2):
-        engine.puts.admitted(request)
-        for stop in (3, 6):
-            engine.step(3 * BLOCK, [(0, request.all_blocks[0][stop - 1], stop * BLOCK)])
-        request.num_computed_tokens = 0
-    # A part that is empty would be refused: the tail goes with what stands before it.
-    assert engine.offered == [range(3), range(3, 6), range(3), range(6)]
-    engine.puts.finished(request, request.all_blocks)
     engine.end()

@@ -247,7 +247,7 @@ class Puts:
             return
         num_offered = self._num_offered.get(request.request_id, 0)
         self._num_offered[request.request_id] = max(stop, num_offered)
-        first = num_offered if num_offered < stop else 0  # preempted: its states come again
+        first = num_offered if num_offered < stop else 0  # a preempted request comes here again
         if not self._match(request, tables, first, stop, tail) and first:
             self._match(request, tables, 0, stop, tail)  # what came before may have been evicted
 
