@@ -21,7 +21,12 @@ from flexcache.doctor.memory import (
     check_memory,
     check_shared_memory,
 )
-from flexcache.doctor.packages import check_python, check_transfer_config, check_vllm
+from flexcache.doctor.packages import (
+    check_python,
+    check_tensorrt_llm,
+    check_transfer_config,
+    check_vllm,
+)
 from flexcache.doctor.settings import check_settings
 from flexcache.doctor.stores import check_remote_store
 from flexcache.doctor.subject import Subject
@@ -42,6 +47,7 @@ CHECKS: dict[str, Check] = {
     "python": check_python,
     "vllm": check_vllm,
     "transfer_config": check_transfer_config,
+    "tensorrt_llm": check_tensorrt_llm,
     "block_size": check_block_size,
     "hash_seed": check_hash_seed,
     "server": check_server_endpoint,

@@ -15,8 +15,8 @@ from paths import MODELS
 from safetensors.torch import load_file, save_file
 
 from flexcache.errors import ConfigError
-from flexcache.integration.vllm.engine import read_model_config
 from flexcache.integration.checkpoint import digest
+from flexcache.integration.vllm.engine import read_model_config
 from flexcache.integration.vllm.identity import read_model_id
 
 LONGROPE = {

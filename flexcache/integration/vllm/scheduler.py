@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flexcache.config import CacheConfig
 from flexcache.errors import InternalError, RegistrationError
 from flexcache.ids import TierName
+from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.vllm.calls import CacheCalls, NoMatch
 from flexcache.integration.vllm.early_lookups import EarlyLookUps
 from flexcache.integration.vllm.engine import (
@@ -35,7 +36,7 @@ from flexcache.integration.vllm.engine import (
 )
 from flexcache.integration.vllm.groups import read_keys_per_position, read_position
 from flexcache.integration.vllm.kv_events import to_vllm_events
-from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
+from flexcache.integration.vllm.layerwise import find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata, Load
 from flexcache.integration.vllm.prefill import PrefillMeter
 from flexcache.integration.vllm.puts import Puts
