@@ -74,19 +74,19 @@ class Bench:
         side = self._scheduler.connector._scheduler
         allocated, finished = side.allocated, side.finished
 
-        def note_load(request: Any, block_ids: list[int], num_external: int) -> None:
-            allocated(request, block_ids, num_external)
+        def note_load(request: Any, tables: list[list[int]], num_external: int) -> None:
+            allocated(request, tables, num_external)
             if num_external:
                 num_blocks = num_external // BLOCK
                 self._loaded.update(
-                    zip(request.block_hashes[:num_blocks], block_ids[:num_blocks], strict=True)
+                    zip(request.block_hashes[:num_blocks], tables[0][:num_blocks], strict=True)
                 )
 
-        def note_end(request: Any, block_ids: list[int]) -> bool:
-            for key, block in zip(request.block_hashes, block_ids, strict=False):
+        def note_end(request: Any, tables: list[list[int]]) -> bool:
+            for key, block in zip(request.block_hashes, tables[0], strict=False):
                 if key not in self._computed:
                     self._computed[key] = self._digest(block)
-            return bool(finished(request, block_ids))
+            return bool(finished(request, tables))
 
         side.allocated, side.finished = note_load, note_end
 
@@ -107,7 +107,7 @@ class Bench:
     def use(self, way: str) -> None:
         from flexcache.integration.layerwise_rule import LayerwiseRule
 
-        self._scheduler.connector._scheduler._layerwise = LayerwiseRule(way, None)
+        self._scheduler.connector._scheduler.gets.layerwise = LayerwiseRule(way, None)
 
     def forget_gpu(self) -> None:
         while self._scheduler.has_requests():  # puts

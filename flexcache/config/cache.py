@@ -157,6 +157,13 @@ class CacheConfig:
     op_timeout_s: Seconds = setting(
         30.0, "Deadline of one op. A late disk worker is replaced, a late rank fails.", "s"
     )
+    tail_interval_tokens: Count | None = setting(
+        None,
+        "vLLM, models with sliding windows or chunked attention: tokens between the points of a "
+        "prompt at which what these layers need is stored, besides its end, so that another prompt "
+        "can resume there. Unset: four windows, at least 512.",
+        "tokens",
+    )
     layerwise_load: Literal["auto", "on", "off"] = setting(
         "auto",
         "vLLM computes while a load from DRAM arrives, layer by layer: on (its step waits for the "

@@ -29,7 +29,12 @@ class TaskCalls:
 
     Args:
         block_size: Tokens between the positions where prefixes can end.
+
+    Attributes:
+        effect_of_lost_load: What the engine does about it, for the log.
     """
+
+    effect_of_lost_load = ""
 
     def __init__(self, manager: KVManager, block_size: int) -> None:
         self._manager = manager
@@ -71,7 +76,10 @@ class TaskCalls:
             return True  # no evidence to the contrary
         if int(response.mask.sum()) == num_tokens:
             return True
-        log_event(logger, logging.WARNING, "load_lost", task=task_id, error=response.error)
+        log_event(
+            logger, logging.WARNING, "load_lost", task=task_id, error=response.error,
+            effect=self.effect_of_lost_load,
+        )  # fmt: skip
         return False
 
     def ended(self, task_ids: Iterable[int]) -> Collection[int]:
@@ -81,6 +89,10 @@ class TaskCalls:
             return self._manager.try_wait(asked).keys()
         except (FlexCacheError, KeyError):  # the cache was shut down: it has let go of the GPU
             return asked
+
+    def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
+        """Wait until copies to and from the GPU have ended on every rank, or for ``timeout_s``."""
+        self._safely(self._manager.wait, list(task_ids), timeout_s)
 
     def cancel(self, task_id: int) -> None:
         self._safely(self._manager.cancel, [task_id])

@@ -93,9 +93,17 @@ class DrivenEngine:
         """Serve one prompt: ``ttft_s``, ``tokens`` generated, ``cached`` tokens of the prompt."""
         return dict(self._call("ask", tokens=list(tokens), num_generated=num_generated))
 
-    def generate(self, prompt: list[int]) -> tuple[list[int], int]:
-        """Return eight tokens, and how many of the prompt came from a cache."""
-        seen = self._call("ask", tokens=prompt, num_generated=8, drains=False)
+    def generate(
+        self, prompt: list[int], num_generated: int = 8, adapter: str | None = None
+    ) -> tuple[list[int], int]:
+        """Return tokens, and how many of the prompt came from a cache.
+
+        Args:
+            adapter: Directory of a LoRA adapter.
+        """
+        seen = self._call(
+            "ask", tokens=prompt, num_generated=num_generated, drains=False, adapter=adapter
+        )
         return seen["tokens"], seen["cached"]
 
     def time_batch(self, prompts: list[list[int]]) -> float:
@@ -246,6 +254,8 @@ class Commands(Engine):
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM
 
+        if settings.has_groups:
+            import mamba_on_cpu  # noqa: F401  patches vLLM
         super().__init__(LLM(**llm_arguments(settings)), Path(settings.probe_dir or os.devnull))
         self._settings = settings
 
@@ -255,7 +265,10 @@ class Commands(Engine):
         is_ours = self._settings.system == "FlexCache" and self.scheduler.connector is not None
         return super().manager if is_ours else None
 
-    def ask(self, tokens: list[int], num_generated: int, drains: bool = True) -> dict[str, Any]:
+    def ask(
+        self, tokens: list[int], num_generated: int, drains: bool = True, adapter: str | None = None
+    ) -> dict[str, Any]:
+        self.adapter = adapter
         output = self.generate(tokens, num_generated)
         if drains:
             self.drain()

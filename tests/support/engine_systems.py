@@ -15,6 +15,7 @@ FLEXCACHE = {
     "kv_connector": "FlexCacheConnectorV1",
     "kv_connector_module_path": "flexcache.integration.vllm",
 }
+PROBED_GROUPS = {"kv_connector": "GroupProbe", "kv_connector_module_path": "group_probe"}
 OFFLOADING = {"kv_connector": "OffloadingConnector"}
 PROBED_OFFLOADING = {
     "kv_connector": "ProbeOffloading",
@@ -40,6 +41,7 @@ class Settings:
             one stands for FlexCache. If there are none, it is not used.
         role: The connectors' ``kv_role``.
         probe_dir: Directory for digests of the blocks; None to compute none.
+        has_groups: Whether the model has several KV cache groups. vLLM then chooses block sizes.
         num_threads: Threads that compute; None for one per processor.
     """
 
@@ -51,6 +53,7 @@ class Settings:
     more: Mapping[str, Any] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     probe_dir: str | None = None
+    has_groups: bool = False
     num_threads: int | None = None
     connectors: Sequence[Mapping[str, Any]] = ()
     role: str = "kv_both"
@@ -66,7 +69,7 @@ def llm_arguments(settings: Settings) -> dict[str, Any]:
         "enforce_eager": True,
         "max_model_len": 8192 if settings.model == "mid" else 4096,
         "max_num_seqs": 8,
-        "block_size": 32,
+        "block_size": None if settings.has_groups else 32,
         "kv_cache_memory_bytes": 512 << 20,
         "disable_log_stats": False,
         **settings.engine,
@@ -91,7 +94,8 @@ def _connector(settings: Settings) -> dict[str, Any]:
                 extra["cpu_cache_gb"] = settings.dram_gb
             if directory is not None:
                 extra |= {"ssd_cache_gb": 4, "ssd_cache_dirs": [directory]}
-            connector = FLEXCACHE if settings.probe_dir is None else PROBED_FLEXCACHE
+            probed = PROBED_GROUPS if settings.has_groups else PROBED_FLEXCACHE
+            connector = FLEXCACHE if settings.probe_dir is None else probed
             names = {**connector, "kv_load_failure_policy": "recompute"}
         case "offloading":
             tiers = [] if directory is None else [{"type": "fs", "root_dir": directory}]

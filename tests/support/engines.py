@@ -52,6 +52,9 @@ class Engine:
     def __init__(self, llm: Any, probe_dir: Path) -> None:
         self.llm = llm
         self.probe_dir = probe_dir
+        self.adapter: str | None = None
+        """Directory of the LoRA adapter that requests use."""
+        self._adapters: dict[str, int] = {}
 
     @property
     def scheduler(self) -> Any:
@@ -81,7 +84,17 @@ class Engine:
 
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         requests = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
-        return self.llm.generate(requests, sampling, use_tqdm=False)
+        return self.llm.generate(
+            requests, sampling, use_tqdm=False, lora_request=self._lora_request()
+        )
+
+    def _lora_request(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        if self.adapter is None:
+            return None
+        number = self._adapters.setdefault(self.adapter, len(self._adapters) + 1)
+        return LoRARequest(Path(self.adapter).name, number, self.adapter)
 
     def drain(self) -> None:
         """Let puts end: in one process nothing else steps an idle engine."""

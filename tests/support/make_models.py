@@ -8,11 +8,16 @@ the context; embeddings are untied, or the output would just repeat the last tok
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from hybrid_models import hybrid_configs
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +29,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+_WEIGHTS = "model.safetensors"
+_LORA_RANK = 8
 _COMMON = {
     "vocab_size": 512,
     "bos_token_id": 0,
@@ -72,6 +79,7 @@ def _configs() -> dict[str, PretrainedConfig]:
             n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1,
             first_k_dense_replace=4, max_position_embeddings=4096, initializer_range=0.1, **_COMMON,
         ),
+        **hybrid_configs(),
     }  # fmt: skip
 
 
@@ -98,21 +106,73 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(directory: Path, name: str) -> Path:
     """Make one model unless it is there already; returns its directory."""
-    target = directory / name
-    weights = target / "model.safetensors"
-    if not weights.exists():
-        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(target: Path) -> None:
         torch.manual_seed(0)
-        config = _configs()[name]
+        _tokenizer().save_pretrained(target)
+        model = AutoModelForCausalLM.from_config(_configs()[name], dtype=torch.bfloat16)
+        model.save_pretrained(target)
+
+    return _make(directory / name, write)
+
+
+def make_draft(directory: Path) -> Path:
+    """Make an EAGLE draft for the model "tiny": a layer behind one that joins the embedding of a
+    token with the target's hidden state of the token before. Returns its directory."""
+
+    def write(target: Path) -> None:
+        torch.manual_seed(1)
+        config = _configs()["tiny"]
+        config.num_hidden_layers = 1
+        _tokenizer().save_pretrained(target)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".") as made:
-            part = Path(made) / name
-            _tokenizer().save_pretrained(part)
-            model.save_pretrained(part)
+        model.save_pretrained(target)  # for the config; the weights have other names
+        layer = {
+            name.removeprefix("model."): tensor
+            for name, tensor in model.state_dict().items()
+            if name.startswith("model.layers.") and "input_layernorm" not in name
+        }
+        size = config.hidden_size
+        joint = torch.randn(size, 2 * size, dtype=torch.bfloat16) / size**0.5
+        save_file({**layer, "fc.weight": joint}, target / _WEIGHTS)
+
+    return _make(directory / "tiny-draft", write)
+
+
+def make_adapter(directory: Path, number: int) -> Path:
+    """Make a LoRA adapter for the model "tiny"; returns its directory."""
+    targets = {"q_proj": 256, "v_proj": 128}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny",
+        "r": _LORA_RANK, "lora_alpha": 2 * _LORA_RANK, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": list(targets),
+    }  # fmt: skip
+
+    def write(target: Path) -> None:
+        torch.manual_seed(number)
+        target.mkdir()
+        weights = {}
+        for layer, (name, size) in itertools.product(range(4), targets.items()):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in {"A": (_LORA_RANK, 256), "B": (size, _LORA_RANK)}.items():
+                weights[f"{prefix}.lora_{part}.weight"] = torch.randn(*shape) / 5
+        save_file(weights, target / "adapter_model.safetensors")
+        (target / "adapter_config.json").write_text(json.dumps(config))
+
+    return _make(directory / f"tiny-adapter-{number}", write)
+
+
+def _make(target: Path, write: Callable[[Path], None]) -> Path:
+    """Have a directory written, unless it is there already or another process is faster."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as made:
+            part = Path(made) / target.name
+            write(part)
             try:
                 part.rename(target)
             except OSError:
-                if not weights.exists():  # otherwise another process was faster
+                if not target.exists():
                     raise
     return target
 

@@ -68,16 +68,16 @@ class ProbeConnector(_Connector):  # type: ignore[misc]
         match_put, launch = cache.match_put, cache.launch
         keys: dict[int, list[str]] = {}
 
-        def noted_match(request: Any, first: int, stop: int) -> Any:
-            found = match_put(request, first, stop)
+        def noted_match(request: Any, first: int, stop: int, has_tail: bool) -> Any:
+            found = match_put(request, first, stop, has_tail)
             if found is not None:
                 keys[found[0]] = [request.block_hashes[i].hex() for i in found[1]]
             return found
 
-        def noted_launch(task_id: int, block_ids: list[int]) -> bool:
+        def noted_launch(task_id: int, blocks: list[list[int]]) -> bool:
             if task_id in keys:
-                self._stored[task_id] = list(zip(keys.pop(task_id), block_ids, strict=True))
-            return bool(launch(task_id, block_ids))
+                self._stored[task_id] = list(zip(keys.pop(task_id), blocks[0], strict=True))
+            return bool(launch(task_id, blocks))
 
         cache.match_put, cache.launch = noted_match, noted_launch
 

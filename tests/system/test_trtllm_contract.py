@@ -1,4 +1,4 @@
-"""The interface that our TensorRT-LLM tests stand on is that of the real wheel, where there is one."""
+"""The interface under our TensorRT-LLM tests is that of the real wheel, where there is one."""
 
 from __future__ import annotations
 

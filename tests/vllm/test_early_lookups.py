@@ -70,7 +70,7 @@ def events(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
     """What the connector does: ("look up" | "vLLM asks", length of the prompt)."""
     side = engine.connector._scheduler
     seen: list[tuple[str, int]] = []
-    ask = side.num_matched_tokens
+    ask = side.gets.num_matched_tokens
 
     def vllm_asks(request: Any, num_computed: int) -> Any:
         seen.append(("vLLM asks", request.num_prompt_tokens))
@@ -84,8 +84,8 @@ def events(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
         seen.append(("look up", len(tokens)))
         return None
 
-    monkeypatch.setattr(side, "_has_store", True)
-    monkeypatch.setattr(side, "num_matched_tokens", vllm_asks)
+    monkeypatch.setattr(side.gets, "_has_store", True)
+    monkeypatch.setattr(side.gets, "num_matched_tokens", vllm_asks)
     monkeypatch.setattr(engine.manager, "get_match_by_tier", look_up_only)
     monkeypatch.setattr(engine.scheduler, "max_num_active_reqs", 1)
     return seen
@@ -113,7 +113,7 @@ def test_a_request_that_has_to_wait_is_looked_up_when_it_arrives(
 def test_a_request_that_goes_before_its_turn_is_not_looked_up(
     engine: Engine, events: list[tuple[str, int]]
 ) -> None:
-    early = engine.connector._scheduler._early
+    early = engine.connector._scheduler.gets.early
     before = early.num_cancelled
     add(engine, "runs", 100)
     engine.llm.llm_engine.step()
@@ -132,7 +132,7 @@ def test_a_request_that_goes_before_its_turn_is_not_looked_up(
 def test_without_a_store_nothing_is_looked_up(
     engine: Engine, events: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.connector._scheduler, "_has_store", False)
+    monkeypatch.setattr(engine.connector._scheduler.gets, "_has_store", False)
     add(engine, "runs", 100)
     engine.drain()
     assert {what for what, _ in events} == {"vLLM asks"}

@@ -149,7 +149,7 @@ def test_the_scheduler_asking_again_and_again_makes_one_task(
     engine.forget_gpu()
     side = engine.scheduler.connector._scheduler
     calls: list[int] = []
-    ask = side.num_matched_tokens
+    ask = side.gets.num_matched_tokens
 
     def ask_often(request: Any, num_computed: int) -> int:
         answers = {ask(request, num_computed) for _ in range(200)}
@@ -157,7 +157,7 @@ def test_the_scheduler_asking_again_and_again_makes_one_task(
         calls.append(1)
         return answers.pop()
 
-    monkeypatch.setattr(side, "num_matched_tokens", ask_often)
+    monkeypatch.setattr(side.gets, "num_matched_tokens", ask_often)
     before = sum(engine.manager.stats()["ended_tasks"].values())
     warm = engine.generate(prompt)
     engine.settle()

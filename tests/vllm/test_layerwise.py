@@ -50,7 +50,7 @@ class Watch:
 def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """An initially empty engine that loads by layer whenever it can, one layer at a time."""
     side = engine.scheduler.connector._scheduler
-    monkeypatch.setattr(side, "_layerwise", LayerwiseRule("on", None))
+    monkeypatch.setattr(side.gets, "layerwise", LayerwiseRule("on", None))
     monkeypatch.setattr(device, "_MIN_PART_BYTES", 0)
     engine.forget_all()
     for path in engine.probe_dir.glob("*.jsonl"):
@@ -502,8 +502,14 @@ def test_preemption_under_a_small_pool_changes_nothing() -> None:
     assert seen["probes"]["by_layer"] > 0
 
 
-def test_a_hybrid_model() -> None:
-    options = {"model": "hybrid", "prompts": [700, 33], "cpu_blocks": 512, "extra": ON}
+def test_a_hybrid_model_with_all_layers_in_one_group() -> None:
+    options = {
+        "model": "hybrid",
+        "prompts": [700, 33],
+        "cpu_blocks": 512,
+        "extra": ON,
+        "engine": {"disable_hybrid_kv_cache_manager": True},
+    }
     seen = run(options, in_process=True)
     assert_exact(seen, 1, [672, 32])
     assert seen["probes"]["by_layer"] == 22

@@ -164,11 +164,11 @@ def test_no_look_up_holds_back_what_a_sibling_serves(
             request_id="a", num_tokens=64, block_hashes=[b"1", b"2"], kv_transfer_params=params
         )
         answer = connector.get_num_new_matched_tokens(request, 0)
-        side._requests.clear()
+        side.gets._requests.clear()
         return answer
 
     assert ask({"do_remote_prefill": True}) == (None, False)  # alone: no other can serve it
-    monkeypatch.setattr(side, "_has_siblings", True)
+    monkeypatch.setattr(side.gets, "_has_siblings", True)
     assert ask({"do_remote_prefill": True}) == (0, False)
     assert ask(None) == (None, False)
 

@@ -80,7 +80,11 @@ def test_pipeline_stages_each_store_their_own_layers(model: str) -> None:
         "prompts": [65, 700, 900, 1000],
         "cpu_blocks": 72,  # not all of them
         "settle": True,
-        "engine": {"pipeline_parallel_size": 2, "worker_extension_cls": "pp_eager.EagerStages"},
+        "engine": {
+            "pipeline_parallel_size": 2,
+            "worker_extension_cls": "pp_eager.EagerStages",
+            "disable_hybrid_kv_cache_manager": True,
+        },
     }
     seen = run(options)
     assert_exact(seen, 2, [64, 672, 896, 992])
@@ -105,7 +109,12 @@ def test_preemption_under_a_small_pool_changes_nothing() -> None:
 
 
 def test_a_hybrid_model_runs_with_all_layers_in_one_group() -> None:
-    options = {"model": "hybrid", "prompts": [700, 33], "cpu_blocks": 512}
+    options = {
+        "model": "hybrid",
+        "prompts": [700, 33],
+        "cpu_blocks": 512,
+        "engine": {"disable_hybrid_kv_cache_manager": True},
+    }
     assert_exact(run(options, in_process=True), 1, [672, 32])
 
 
@@ -116,22 +125,12 @@ def test_layers_of_two_sizes_in_one_group_come_back_from_dram_and_ssd(tp_size: i
         "prompts": [65, 700, 900, 1000],
         "cpu_blocks": 72,  # not all of them
         "settle": True,
-        "engine": {"tensor_parallel_size": tp_size},
+        "engine": {"tensor_parallel_size": tp_size, "disable_hybrid_kv_cache_manager": True},
     }
     seen = run(options, in_process=tp_size == 1)
     assert_exact(seen, tp_size, [64, 672, 896, 992])
     assert seen["ssd_hit_tokens"] > 0
     assert seen["dram_hit_tokens"] > 0
-
-
-def test_a_hybrid_model_with_several_groups_forced_is_refused_at_startup() -> None:
-    options = {
-        "model": "hybrid",
-        "prompts": [100],
-        "engine": {"disable_hybrid_kv_cache_manager": False},
-    }
-    with pytest.raises(AssertionError, match=r"hybrid"):
-        run(options, in_process=True)
 
 
 def test_latent_attention_blocks_come_back_byte_for_byte() -> None:

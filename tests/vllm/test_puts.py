@@ -137,9 +137,9 @@ def test_a_put_is_matched_only_if_there_is_something_new(
     cache = engine.scheduler.connector._scheduler._cache
     match_put = cache.match_put
 
-    def note(request: Any, first: int, stop: int) -> Any:
+    def note(request: Any, first: int, stop: int, has_tail: bool) -> Any:
         offered.append(range(first, stop))
-        return match_put(request, first, stop)
+        return match_put(request, first, stop, has_tail)
 
     monkeypatch.setattr(cache, "match_put", note)
     prompt = make_prompt(200, next(_seeds))

@@ -1,11 +1,13 @@
 """`Puts` against a plain model of the cache and of vLLM's block pool: every pinned block is let go,
-also when vLLM waits for it, and only complete blocks are offered."""
+also when vLLM waits for it, only complete blocks are offered, and tails are those of the point at
+which they are stored."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,10 +19,17 @@ from hypothesis.stateful import (
     rule,
 )
 
+from flexcache.config.groups import KVGroup
+from flexcache.integration.vllm.block_tables import BlockTables
+from flexcache.integration.vllm.put_points import PutPoints
 from flexcache.integration.vllm.puts import Puts
 
 BLOCK = 4
 MOST_BLOCKS = 30
+INTERVAL = 3 * BLOCK
+FULL = KVGroup("full", BLOCK)
+WINDOW = KVGroup("window", BLOCK, 2 * BLOCK)
+STATE = KVGroup("state", BLOCK)
 
 
 @dataclass
@@ -29,10 +38,12 @@ class FakeRequest:
 
     request_id: str
     num_prompt_tokens: int
-    table: list[int]
+    all_blocks: list[list[int]]
+    """GPU blocks of each group, also those that it has no more."""
     num_computed_tokens: int = 0
     num_certain: int = 0
     num_tokens: int = 0
+    shared_prefix_boundary: int = 0
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt_tokens
@@ -40,6 +51,25 @@ class FakeRequest:
     @property
     def block_hashes(self) -> range:
         return range(self.num_tokens // BLOCK)
+
+    def tables(self, groups: Sequence[KVGroup]) -> list[list[int]]:
+        """What vLLM has while it computes behind ``num_computed_tokens``: 0 for what is gone."""
+        tables = []
+        for group, blocks in zip(groups, self.all_blocks, strict=True):
+            gone = 0
+            if group.kind == "window":
+                gone = group.first_needed(self.num_computed_tokens)
+            elif group.kind == "state":
+                gone = len(blocks)
+            tables.append([0] * gone + blocks[gone:])
+        return tables
+
+    def tail(self, groups: Sequence[KVGroup], stop: int) -> list[list[int]]:
+        """The blocks of the tail behind ``stop`` blocks, of each group."""
+        return [
+            [] if group.is_dense else blocks[group.first_needed(stop * BLOCK) : stop]
+            for group, blocks in zip(groups, self.all_blocks, strict=True)
+        ]
 
 
 class FakePool:
@@ -64,36 +94,51 @@ class FakePool:
 class FakeCache:
     """Its tasks with their blocks; ``cached``: how many blocks it has of each request."""
 
+    groups: Sequence[KVGroup]
     cached: Counter[str] = field(default_factory=Counter)
-    matched: dict[int, list[int]] = field(default_factory=dict)
-    launched: dict[int, list[int]] = field(default_factory=dict)
+    tails: set[tuple[str, int]] = field(default_factory=set)
+    """Requests, and the blocks in front of their tails."""
+    matched: dict[int, list[list[int]]] = field(default_factory=dict)
+    launched: dict[int, list[list[int]]] = field(default_factory=dict)
     owners: list[str] = field(default_factory=list)
     """Requests by task."""
     is_full: bool = False
     are_shut: bool = False
     """Whether the ranks copy nothing."""
 
-    def match_put(self, request: Any, first: int, stop: int) -> tuple[int, range] | None:
+    def keys(self, request: Any) -> range:
+        return request.block_hashes  # type: ignore[no-any-return]
+
+    def match_put(
+        self, request: Any, first: int, stop: int, has_tail: bool
+    ) -> tuple[int, range] | None:
         assert stop * BLOCK <= request.num_certain
-        begin = self.cached[request.request_id]
-        if begin < first or begin >= stop or self.is_full:
+        name = request.request_id
+        begin = min(self.cached[name], stop)
+        needs_tail = has_tail and (name, stop) not in self.tails
+        if begin < first or self.is_full or (begin == stop and not needs_tail):
             return None
         task_id = len(self.owners)
-        self.owners.append(request.request_id)
-        self.cached[request.request_id] = stop
-        self.matched[task_id] = request.table[begin:stop]
+        self.owners.append(name)
+        self.cached[name] = max(self.cached[name], stop)
+        self.tails.add((name, stop))
+        tail = request.tail(self.groups, stop)
+        self.matched[task_id] = [
+            blocks[begin:stop] if group.is_dense else part
+            for group, blocks, part in zip(self.groups, request.all_blocks, tail, strict=True)
+        ]
         return task_id, range(begin, stop)
 
-    def launch(self, task_id: int, block_ids: Sequence[int]) -> bool:
+    def launch(self, task_id: int, blocks: Sequence[Sequence[int]]) -> bool:
         expected = self.matched.pop(task_id, None)
         if expected is None or self.is_full:
             return False
-        assert list(block_ids) == expected
+        assert [list(of_group) for of_group in blocks] == expected
         self.launched[task_id] = expected
         return True
 
     def cancel(self, task_id: int) -> None:
-        self.cached[self.owners[task_id]] = 0
+        self.forget(self.owners[task_id])
         self.matched.pop(task_id, None)  # what was launched goes on for a while
         if self.are_shut:
             self.launched.pop(task_id, None)
@@ -103,6 +148,10 @@ class FakeCache:
             for task_id in task_ids:
                 self.launched.pop(task_id, None)
 
+    def forget(self, name: str) -> None:
+        self.cached[name] = 0
+        self.tails -= {tail for tail in self.tails if tail[0] == name}
+
     def ended(self, task_ids: Iterable[int]) -> list[int]:
         return [t for t in task_ids if t not in self.matched and t not in self.launched]
 
@@ -111,20 +160,26 @@ class Requests(RuleBasedStateMachine):
     """Requests that are computed in steps, preempted, lost or finished, in any order."""
 
     requests: Bundle[FakeRequest] = Bundle("requests")
+    groups: tuple[KVGroup, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.cache = FakePool(), FakeCache()
-        self.puts = Puts(self.cache, BLOCK)  # type: ignore[arg-type]
+        self.pool, self.cache = FakePool(), FakeCache(self.groups or (FULL,))
+        tables = BlockTables(self.groups, range(len(self.groups or (FULL,))), BLOCK)
+        self.has_tails, self.has_states = tables.has_tails, tables.has_states
+        points = PutPoints(BLOCK, INTERVAL if self.has_tails else 0)
+        self.puts = Puts(self.cache, tables, points)  # type: ignore[arg-type]
         self.puts.bind(self.pool)
-        self.num_blocks = 0
+        self.num_blocks = 1
         self.now = 0.0
 
     @rule(target=requests, num_tokens=st.integers(1, 60))
     def admit(self, num_tokens: int) -> FakeRequest:
-        table = list(range(self.num_blocks, self.num_blocks + MOST_BLOCKS))
-        self.num_blocks += MOST_BLOCKS
-        request = FakeRequest(f"from {table[0]}", num_tokens, table)
+        tables = []
+        for _ in self.cache.groups:
+            tables.append(list(range(self.num_blocks, self.num_blocks + MOST_BLOCKS)))
+            self.num_blocks += MOST_BLOCKS
+        request = FakeRequest(f"from {tables[0][0]}", num_tokens, tables)
         self.puts.admitted(request)
         return request
 
@@ -136,16 +191,44 @@ class Requests(RuleBasedStateMachine):
         self.puts.launch()
         request.num_certain = before + num_tokens
         if num_tokens:
-            tables = {request.request_id: (request.table,)}
-            self.puts.scheduled({request.request_id: num_tokens}, tables.__getitem__)
-        if is_lost:  # its first block was not loaded
-            self.puts.withdraw(request.table[:1])
+            self.puts.scheduled(self.scheduled(request, num_tokens))
+        if is_lost and not self.groups:  # its first block was not loaded
+            self.puts.withdraw(request.all_blocks[0][:1])
             pinned = self.puts._pinned.keys() - self.cache.launched.keys()
             assert not pinned - self.cache.matched.keys()
             request.num_certain = before
+        elif not self.has_states and self.has_tails:
+            self.check_points(request, before)
         request.num_computed_tokens = request.num_certain
         if request.num_certain == request.num_tokens < MOST_BLOCKS * BLOCK:
             request.num_tokens += 1  # a token was sampled
+
+    def scheduled(self, request: FakeRequest, num_tokens: int) -> Any:
+        """What vLLM says of the step."""
+        states = []
+        end = (request.num_computed_tokens + num_tokens) // BLOCK
+        for number, group in enumerate(self.groups):
+            if group.kind == "state" and end * BLOCK > request.num_computed_tokens:
+                states.append((number, request.all_blocks[number][end - 1], end * BLOCK))
+                states.append((number, 999_999, end * BLOCK + 1))  # within a block: not to be used
+        blocks = SimpleNamespace(
+            get_block_ids=lambda _: request.tables(self.cache.groups),
+            boundary_state_offloads={request.request_id: states} if states else {},
+        )
+        return SimpleNamespace(
+            num_scheduled_tokens={request.request_id: num_tokens},
+            scheduled_spec_decode_tokens={},
+            kv_connector_block_state=blocks,
+        )
+
+    def check_points(self, request: FakeRequest, before: int) -> None:
+        """Every point that the step has computed past has its tail, unless there is no room."""
+        num_whole = min(request.num_certain, request.num_tokens) // BLOCK
+        for stop in range(before // BLOCK + 1, num_whole + 1):
+            is_end = stop == (request.num_prompt_tokens - 1) // BLOCK
+            if (stop * BLOCK % INTERVAL == 0 or is_end) and not self.cache.is_full:
+                is_known = stop * BLOCK <= self.puts._num_offered[request.request_id]
+                assert is_known
 
     @rule(request=requests)
     def preempt(self, request: FakeRequest) -> None:
@@ -155,14 +238,20 @@ class Requests(RuleBasedStateMachine):
     @rule(request=consumes(requests), is_known=st.booleans())
     def finish(self, request: FakeRequest, is_known: bool) -> None:
         num_blocks = min(request.num_computed_tokens, request.num_tokens - 1) // BLOCK
-        has_more = num_blocks > self.puts._num_offered.get(request.request_id, 0)
-        self.puts.finished(request, request.table if is_known else ())
-        if is_known and has_more and not self.cache.is_full:
+        has_more = num_blocks * BLOCK > self.puts._num_offered.get(request.request_id, 0)
+        tail = request.tail(self.cache.groups, num_blocks)
+        tables = request.tables(self.cache.groups)
+        has_more &= all(set(part) <= set(table) for part, table in zip(tail, tables, strict=True))
+        self.puts.finished(request, request.tables(self.cache.groups) if is_known else ())
+        if is_known and has_more and not self.cache.is_full and not self.has_states:
             assert self.cache.cached[request.request_id] == num_blocks
+            if self.has_tails:
+                assert (request.request_id, num_blocks) in self.cache.tails
+        assert request.request_id not in {*self.puts._running, *self.puts._num_offered}
 
     @rule(request=requests)
     def evict(self, request: FakeRequest) -> None:
-        self.cache.cached[request.request_id] = 0
+        self.cache.forget(request.request_id)
 
     @rule(count=st.integers(0, 3))
     def end_copies(self, count: int) -> None:
@@ -202,7 +291,7 @@ class Requests(RuleBasedStateMachine):
     def blocks_are_pinned_as_long_as_they_may_be_copied(self) -> None:
         copied: Counter[int] = Counter()
         for blocks in (*self.cache.matched.values(), *self.cache.launched.values()):
-            copied.update(blocks)
+            copied.update(block for of_group in blocks for block in of_group)
         assert all(self.pool.pins[block] >= count for block, count in copied.items())
         assert self.puts.is_pinning == any(self.pool.pins.values())
 
@@ -214,4 +303,19 @@ class Requests(RuleBasedStateMachine):
         assert not any(self.pool.pins.values())
 
 
+class RequestsWithWindows(Requests):
+    groups = (FULL, WINDOW)
+
+
+class RequestsWithStates(Requests):
+    groups = (STATE, FULL)
+
+
+class RequestsWithStatesOnly(Requests):
+    groups = (STATE,)
+
+
 TestRequests = Requests.TestCase
+TestRequestsWithWindows = RequestsWithWindows.TestCase
+TestRequestsWithStates = RequestsWithStates.TestCase
+TestRequestsWithStatesOnly = RequestsWithStatesOnly.TestCase

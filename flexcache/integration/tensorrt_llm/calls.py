@@ -28,6 +28,8 @@ class RequestCalls(TaskCalls):
     what is found on SSD or in the remote store is brought to DRAM for requests to come.
     """
 
+    effect_of_lost_load = "the step that computes with it fails"
+
     def __init__(self, manager: KVManager, block_size: int) -> None:
         super().__init__(manager, block_size)
         self._prefetches: set[int] = set()

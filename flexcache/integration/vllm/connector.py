@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from flexcache.ids import TierName
 from flexcache.integration.vllm.engine import read_layerwise_setting
+from flexcache.integration.vllm.groups import GroupHooks
 from flexcache.integration.vllm.scheduler import FlexCacheScheduler
 from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStats
 from flexcache.integration.vllm.worker import FlexCacheWorker
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class FlexCacheConnectorV1(WorkerHooks):
+class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
     """Delegates to the scheduler's or the worker's side; each process has one of them."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -54,10 +55,10 @@ class FlexCacheConnectorV1(WorkerHooks):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.forget_blocks = kv_cache_manager.evict_blocks
+        self._scheduler.gets.forget_blocks = kv_cache_manager.evict_blocks
 
     def on_new_request(self, request: Request) -> None:
-        self._scheduler.arrived(request)
+        self._scheduler.gets.arrived(request)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.puts.bind(gpu_block_pool)
@@ -65,12 +66,12 @@ class FlexCacheConnectorV1(WorkerHooks):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler.num_matched_tokens(request, num_computed_tokens)
+        return self._scheduler.gets.num_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: Any, num_external_tokens: int
     ) -> None:
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._scheduler.take_step(scheduler_output)
@@ -83,6 +84,12 @@ class FlexCacheConnectorV1(WorkerHooks):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """End a request of a model with any number of groups. Called by vLLM 0.32 and later."""
         self._scheduler.finished(request, block_ids)
         return False, None  # a put refers to its blocks by itself
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.sched import output
 
@@ -17,6 +18,9 @@ from flexcache.config.groups import KVGroup
 from flexcache.errors import ConfigError
 
 TELLS_GROUPS = hasattr(output, "KVConnectorBlockState")
+
+GroupHooks: Any = base.SupportsHMA if TELLS_GROUPS else object
+"""Base class by which vLLM knows that a connector moves several groups: it then keeps them."""
 
 
 def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:

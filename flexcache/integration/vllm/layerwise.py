@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def find_obstacle(vllm_config: Any, failure_policy: str) -> str | None:
+def find_obstacle(vllm_config: Any, failure_policy: str, has_groups: bool = False) -> str | None:
     """Return why loads of an engine cannot run within a step; None if they can.
 
     A load may fail after its step was computed. vLLM then discards that step, but not the next one
@@ -13,7 +13,10 @@ def find_obstacle(vllm_config: Any, failure_policy: str) -> str | None:
 
     Args:
         failure_policy: The ``kv_load_failure_policy`` that vLLM obeys.
+        has_groups: Whether the model has KV cache groups.
     """
+    if has_groups:
+        return "vLLM cannot recover from a load lost in a step of a model with KV cache groups"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "with pipeline stages the next step is under way when a load is lost"
     if vllm_config.scheduler_config.async_scheduling:

@@ -11,13 +11,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 class Load:
     """A request's blocks that a task fills. ``task_id`` is None if it could not be started.
 
-    With ``by_layer`` the load runs within the step of this metadata, otherwise between steps.
+    With ``by_layer`` the load runs within the step of this metadata, otherwise between steps. In a
+    model with groups, ``num_needed`` blocks of the cache must arrive, or the request starts over;
+    ``block_ids`` are for other models.
     """
 
     request_id: str
     task_id: int | None
     block_ids: list[int]
     by_layer: bool = False
+    num_needed: int = 0
 
 
 @dataclass

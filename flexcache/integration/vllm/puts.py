@@ -1,10 +1,10 @@
 """Puts of a request's blocks by reference, while vLLM goes on using or freeing them.
 
-A request is stored when its prompt has been computed, and what it generated when it ends. The
-blocks to be copied are pinned in vLLM's block pool, so neither the request's end nor its preemption
-waits for the copy:
+A request is stored at some points while it runs (`put_points`), at states that vLLM hands over, and
+when it ends. The blocks to be copied are pinned in vLLM's block pool, so neither the request's end
+nor its preemption, nor a window that slides on, waits for the copy:
 
-    prompt's last step scheduled, or request finished
+    step past a point scheduled, or request finished
       --> matched, and the blocks pinned
       --> launched, and announced in the next step's metadata: its blocks are complete by then
       --> ended on every rank: unpinned
@@ -12,12 +12,14 @@ waits for the copy:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flexcache.errors import InternalError
+from flexcache.integration.vllm.block_tables import BlockTables, Tables
 from flexcache.integration.vllm.calls import CacheCalls
+from flexcache.integration.vllm.put_points import PutPoints
 
 _PATIENCE_S = 2.0  # with copies of which none ends, while vLLM or its user waits for GPU blocks
 
@@ -39,14 +41,33 @@ class _Put:
     """A matched put of a request.
 
     Attributes:
-        table: The request's GPU blocks from the first to the last that is copied.
-        block_ids: Those that are copied.
+        table: GPU blocks of its first group, to the last that is copied if there are no others.
+        blocks: GPU blocks that are copied, per group.
     """
 
     task_id: int
     request: Any
     table: Sequence[int]
-    block_ids: Sequence[int]
+    blocks: list[list[int]]
+
+    @property
+    def block_ids(self) -> list[int]:
+        if len(self.blocks) == 1:
+            return self.blocks[0]
+        return [block_id for blocks in self.blocks for block_id in blocks]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that is stored at ``point`` tokens; None if it has no point ahead.
+
+    Attributes:
+        has_begun: Whether it was scheduled since it was admitted.
+    """
+
+    request: Any
+    point: int | None
+    has_begun: bool = False
 
 
 class Puts:
@@ -56,14 +77,15 @@ class Puts:
         pool: vLLM's block pool, once bound.
     """
 
-    def __init__(self, cache: CacheCalls, block_size: int) -> None:
+    def __init__(self, cache: CacheCalls, tables: BlockTables, points: PutPoints) -> None:
         self._cache = cache
-        self._block_size = block_size
+        self._tables = tables
+        self._points = points
         self.pool: BlockPool | None = None
-        self._prompts: dict[str, Any] = {}
-        """Admitted requests whose prompt was not offered to the cache."""
+        self._running: dict[str, _Running] = {}
+        """Admitted requests that are not over, and are to be stored before they are."""
         self._num_offered: dict[str, int] = {}
-        """Blocks of unfinished requests that were offered."""
+        """How many tokens of a request the cache was offered."""
         self._matched: list[_Put] = []
         """Not launched yet."""
         self._pinned: dict[int, Sequence[int]] = {}
@@ -106,48 +128,91 @@ class Puts:
     # -- what is stored --------------------------------------------------------------------------
 
     def admitted(self, request: Any) -> None:
-        """Store the request's prompt as soon as it has been computed."""
-        num_blocks = request.num_prompt_tokens // self._block_size
-        if num_blocks > self._num_offered.get(request.request_id, 0):
-            self._prompts[request.request_id] = request
+        """Store the request at its points from now on, or again after it was preempted."""
+        num_offered = self._num_offered.get(request.request_id, 0)
+        self._set_point(_Running(request, None), num_offered)
 
-    def scheduled(
-        self,
-        num_scheduled_tokens: Mapping[str, int],
-        block_ids_of: Callable[[str], tuple[Sequence[int], ...]],
-    ) -> None:
-        """Begin puts of the prompts that the next step completes, with the blocks that it uses."""
-        for request_id in [r for r in self._prompts if r in num_scheduled_tokens]:
-            request = self._prompts[request_id]
-            num_blocks = request.num_prompt_tokens // self._block_size
-            num_tokens = num_blocks * self._block_size
-            computed = request.num_computed_tokens
-            if computed + num_scheduled_tokens[request_id] < num_tokens:
-                continue
-            del self._prompts[request_id]
-            if computed >= num_tokens:
-                continue  # all of it came from a cache
-            self._match(request, block_ids_of(request_id)[0], 0, num_blocks)
-            self._num_offered[request_id] = num_blocks
+    def _set_point(self, running: _Running, num_tokens: int) -> None:
+        """Set the first point behind ``num_tokens``, or forget the request if there is none."""
+        request = running.request
+        if not self._tables.has_states:  # else vLLM says where
+            junction = getattr(request, "shared_prefix_boundary", 0)
+            running.point = self._points.next(num_tokens, request.num_prompt_tokens, junction)
+            if running.point is None:
+                self._running.pop(request.request_id, None)
+                return
+        self._running[request.request_id] = running
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> None:
-        """Begin a put of what a finished request has computed since its prompt was stored.
+    def scheduled(self, step: Any) -> None:
+        """Begin puts of what the next step completes, with the blocks that it uses.
 
         Args:
-            block_ids: Its blocks; none if their contents are unknown.
+            step: vLLM's `SchedulerOutput`.
         """
-        self._prompts.pop(request.request_id, None)
-        num_offered = self._num_offered.pop(request.request_id, 0)
+        num_scheduled_tokens: Mapping[str, int] = step.num_scheduled_tokens
+        blocks, drafts = step.kv_connector_block_state, step.scheduled_spec_decode_tokens
+        for request_id in [r for r in self._running if r in num_scheduled_tokens]:
+            running = self._running[request_id]
+            request, computed = running.request, running.request.num_computed_tokens
+            if not running.has_begun:
+                self._begin(running, computed)
+            num_certain = computed + num_scheduled_tokens[request_id]
+            if running.point is None or running.point > num_certain:
+                continue
+            if drafts.get(request_id):  # some may be rejected
+                num_certain = computed - getattr(request, "num_in_flight_tokens", 0)
+            self._store_until(running, num_certain, blocks.get_block_ids(request_id))
+        for request_id, states in blocks.boundary_state_offloads.items():
+            if request_id in self._running:
+                request = self._running[request_id].request
+                self._store_states(request, states, blocks.get_block_ids(request_id))
+
+    def _begin(self, running: _Running, computed: int) -> None:
+        """Skip the points of the ``computed`` tokens that came from a cache."""
+        running.has_begun = True
+        while running.point is not None and running.point <= computed:
+            self._set_point(running, running.point)
+
+    def _store_until(self, running: _Running, num_certain: int, tables: Tables) -> None:
+        """Store a request at its points up to ``num_certain`` tokens."""
+        num_keys = len(self._cache.keys(running.request))  # of an engine that schedules ahead, less
+        num_certain = min(num_certain, num_keys * self._points.position)
+        while running.point is not None and running.point <= num_certain:
+            self._offer(running.request, self._tables.select(tables), running.point)
+            self._set_point(running, running.point)
+
+    def _store_states(
+        self, request: Any, states: Sequence[tuple[int, int, int]], tables: Tables
+    ) -> None:
+        """Store a request where vLLM hands over its states: (group, block, tokens) each."""
+        num_keys = len(self._cache.keys(request))
+        by_point: dict[int, dict[int, int]] = {}
+        for group, block_id, num_tokens in states:
+            # States within a block are overwritten by the next step.
+            if self._points.floor(num_tokens) == num_tokens <= num_keys * self._points.position:
+                by_point.setdefault(num_tokens, {})[group] = block_id
+        for num_tokens, blocks in sorted(by_point.items()):
+            self._offer(request, self._tables.select(tables), num_tokens, blocks)
+
+    def finished(self, request: Any, tables: Tables) -> None:
+        """Begin a put of what a finished request has computed since it was last stored.
+
+        Args:
+            tables: Its blocks; none if their contents are unknown.
+        """
+        self._running.pop(request.request_id, None)
         # Count only tokens that are certainly computed: no step in flight, no token just sampled.
         num_tokens = min(
             request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
             request.num_tokens - 1,
+            len(self._cache.keys(request)) * self._points.position,
         )
-        num_blocks = min(num_tokens // self._block_size, len(block_ids), len(request.block_hashes))
-        if num_blocks <= num_offered:
-            return
-        if not self._match(request, block_ids, num_offered, num_blocks) and num_offered:
-            self._match(request, block_ids, 0, num_blocks)  # the prompt may have been evicted
+        if tables:
+            num_tokens = min(num_tokens, self._tables.num_tokens(tables))
+        stop = self._points.floor(num_tokens)
+        if tables and stop > self._num_offered.get(request.request_id, 0):
+            self._offer(request, tables, stop)
+        self._num_offered.pop(request.request_id, None)
 
     def withdraw(self, bad_blocks: Collection[int]) -> None:
         """Take back puts of what the last step computed from blocks that were not loaded."""
@@ -158,19 +223,39 @@ class Puts:
             self._cache.cancel(put.task_id)
             self._unpin(put.task_id)
             if self._num_offered.pop(put.request.request_id, None) is not None:
-                self._prompts[put.request.request_id] = put.request
+                self.admitted(put.request)
         self._matched = [put for put in self._matched if put.task_id in self._pinned]
 
-    def _match(self, request: Any, block_ids: Sequence[int], first: int, stop: int) -> bool:
-        """Match a put of blocks ``[first, stop)``, and pin those that will be copied."""
-        if self.pool is None:
-            return False
-        found = self._cache.match_put(request, first, stop)
+    def _offer(
+        self, request: Any, tables: Tables, stop: int, states: Mapping[int, int] | None = None
+    ) -> None:
+        """Match a put of the first ``stop`` tokens, of which most may have been offered before.
+
+        Args:
+            states: Blocks with the states there, by the group's number.
+        """
+        tail = self._tables.tail(tables, stop, states or {})
+        if self.pool is None or tail is None:
+            return
+        num_offered = self._num_offered.get(request.request_id, 0)
+        self._num_offered[request.request_id] = max(stop, num_offered)
+        first = min(num_offered, stop)
+        if not self._match(request, tables, first, stop, tail) and first:
+            self._match(request, tables, 0, stop, tail)  # what came before may have been evicted
+
+    def _match(
+        self, request: Any, tables: Tables, first: int, stop: int, tail: list[list[int]]
+    ) -> bool:
+        """Match a put of tokens ``[first, stop)``, and pin the blocks that will be copied."""
+        assert self.pool is not None
+        size = self._points.position
+        found = self._cache.match_put(request, first // size, stop // size, self._tables.has_tails)
         if found is None:
             return False
         task_id, wanted = found
-        table = block_ids[: wanted.stop]
-        put = _Put(task_id, request, table, table[wanted.start :])
+        dense = self._tables.dense(tables, wanted.start * size, wanted.stop * size)
+        blocks = [*map(list.__add__, dense, tail)]  # a group has one or the other
+        put = _Put(task_id, request, tables[0][: wanted.stop], blocks)
         self.pool.touch([self.pool.blocks[block_id] for block_id in put.block_ids])
         self._pinned[task_id] = put.block_ids
         self._matched.append(put)
@@ -185,7 +270,7 @@ class Puts:
         for put in matched:
             if put.task_id not in self._pinned:
                 continue  # it has ended meanwhile: cancelled, say
-            if self._cache.launch(put.task_id, put.block_ids):
+            if self._cache.launch(put.task_id, put.blocks):
                 launched.append(put.task_id)
             else:
                 self._unpin(put.task_id)
@@ -220,5 +305,5 @@ class Puts:
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is remembered or a block is pinned."""
-        if self._prompts or self._num_offered or self._matched or self._pinned:
-            raise InternalError(f"still open: {list(self._prompts)}, {self._pinned}")
+        if self._running or self._num_offered or self._matched or self._pinned:
+            raise InternalError(f"still open: {list(self._running)}, {self._pinned}")

@@ -37,6 +37,7 @@ class FlexCacheWorker:
         self._loads: dict[int, Load] = {}
         self._stores: set[int] = set()
         self._received: set[str] = set()
+        self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._in_step = StepLoads((), self._config.server_timeout_s)
         self._idle = False
@@ -90,7 +91,7 @@ class FlexCacheWorker:
         new: list[int] = []
         for load in metadata.loads:
             if load.task_id is None or self.client is None:  # nothing will be loaded
-                self._bad_blocks.update(load.block_ids)
+                self._lose(load, 0)
                 if not load.by_layer:
                     self._received.add(load.request_id)
             elif load.by_layer:
@@ -130,7 +131,19 @@ class FlexCacheWorker:
             load = self._loads.pop(task_id, None)
             if load is not None:
                 self._received.add(load.request_id)
-                self._bad_blocks.update(load.block_ids[num_ok:])
+                self._lose(load, num_ok)
+
+    def _lose(self, load: Load, num_ok: int) -> None:
+        """Note what of a load did not arrive after its first ``num_ok`` blocks."""
+        if num_ok < load.num_needed:
+            self._failed.add(load.request_id)
+        self._bad_blocks.update(load.block_ids[num_ok:])
+
+    def take_failed(self) -> set[str]:
+        """Return the requests that have to start over, of those received. They are in a model with
+        groups, where vLLM cannot tell whose a bad block is."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_bad_blocks(self) -> set[int]:
         """Return the GPU blocks that a get should have filled but did not."""

@@ -55,5 +55,11 @@ class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._worker.take_received() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the ended loads and those of them that failed. Called by vLLM 0.32 and later."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._worker.take_failed()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_bad_blocks()

@@ -1,0 +1,307 @@
+"""Gets: loads of prompts, from vLLM's question until the blocks have arrived.
+
+A request has at most one open get, however often vLLM asks; the get's life:
+
+    matched --blocks allocated--> launched --workers report--> gone
+       |
+       +--(other prefix, no blocks wanted, request ends)--> cancelled, gone
+
+A get that runs within the step (`layerwise`) is gone when its step begins. vLLM counts its blocks
+as computed, and shares them, as soon as they are allocated. Hence no request that shares them is
+admitted to the same step, and if the load is lost vLLM is made to forget them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexcache.config import CacheConfig
+from flexcache.errors import InternalError
+from flexcache.ids import TierName
+from flexcache.integration.layerwise_rule import LayerwiseRule
+from flexcache.integration.vllm.block_tables import BlockTables, Tables
+from flexcache.integration.vllm.calls import CacheCalls, NoMatch
+from flexcache.integration.vllm.early_lookups import EarlyLookUps
+from flexcache.integration.vllm.metadata import Load
+from flexcache.integration.vllm.requests import Get, RequestRecord, StepLoad
+from flexcache.integration.vllm.siblings import is_served_by_sibling
+from flexcache.logs import log_event
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Step:
+    """Content of the next step's metadata; ``by_layer`` names the loads that run within it."""
+
+    loads: list[Load] = field(default_factory=list)
+    by_layer: dict[str, None] = field(default_factory=dict)
+
+
+class Gets:
+    """The gets of one engine.
+
+    Args:
+        block_size: Tokens between the positions where prefixes can end.
+        has_siblings: Whether other connectors serve requests too.
+
+    Attributes:
+        layerwise: Decides which loads run within a step.
+        early: Look-ups ahead of vLLM's question.
+        forget_blocks: vLLM's function to drop blocks from its prefix cache, once bound.
+        has_matched: Whether anything was matched since this was last reset.
+    """
+
+    def __init__(
+        self, cache: CacheCalls, block_size: int, tables: BlockTables, layerwise: LayerwiseRule,
+        config: CacheConfig, has_siblings: bool,
+    ) -> None:  # fmt: skip
+        self._cache = cache
+        self._block_size = block_size
+        self._tables = tables
+        self.layerwise = layerwise
+        self._match_ttl_s = config.match_ttl_s
+        self._lookup_timeout_s = config.remote_lookup_timeout_s
+        self._has_siblings = has_siblings
+        self.early = EarlyLookUps(config.remote_lookup_timeout_s)
+        self._has_store = config.remote_url is not None
+        """In a shared cache, not known before the store is first waited for."""
+        self._requests: dict[str, RequestRecord] = {}
+        self._step = _Step()
+        self._computing: dict[str, None] = {}
+        """Requests with a load within the step that is being computed."""
+        self.forget_blocks: Callable[[set[int]], None] | None = None
+        self.has_matched = False
+
+    @property
+    def has_undecided(self) -> bool:
+        """Whether vLLM waits for the remote store's answer about a request."""
+        return any(record.asked_s is not None for record in self._requests.values())
+
+    # -- vLLM's questions ------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """Begin to look a new request up, before vLLM has room for it."""
+        if self._may_load(request) and self._has_store:
+            self.early.arrived(request)
+            self.look_up_early()
+
+    def look_up_early(self) -> None:
+        for request in self.early.take_due(time.monotonic()):
+            self._cache.look_up(request)
+
+    def _may_load(self, request: Any) -> bool:
+        """Return whether loads are to be offered to a request."""
+        is_anothers = self._has_siblings and is_served_by_sibling(request)
+        return not is_anothers and not getattr(request, "skip_reading_prefix_cache", False)
+
+    def num_matched_tokens(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens after the first ``num_computed`` can be loaded (None: unknown
+        yet), and whether the request waits for them (between steps).
+
+        vLLM asks repeatedly for a waiting request: the answer is kept until vLLM acts on it, the
+        engine's own prefix changes, or the match has become too old.
+        """
+        if self._shares_a_load(request, num_computed):
+            return None, False
+        if not self._may_load(request):
+            return 0, False
+        self.early.asked(request.request_id)
+        record = self._requests.setdefault(request.request_id, RequestRecord())
+        get = self._open_get(request, record, num_computed)
+        if get is None:
+            return (0 if record.asked_s is None else None), False
+        if get.launched or get.num_tokens == 0:
+            return 0, False
+        get.by_layer = (
+            self.forget_blocks is not None
+            and get.sources.keys() == {TierName.CPU}
+            and num_computed + get.num_tokens < request.num_tokens  # there is something to compute
+            and self.layerwise.allows(request.request_id)
+        )
+        return get.num_tokens, not get.by_layer
+
+    def _open_get(self, request: Any, record: RequestRecord, num_computed: int) -> Get | None:
+        """Return the request's get for the tokens after ``num_computed``, if it has one."""
+        get = record.get
+        if get is not None:
+            is_fresh = time.monotonic() - get.matched_s < self._match_ttl_s / 2
+            if get.launched or (get.num_computed == num_computed and is_fresh):
+                return get
+            self._cancel(record)
+        if record.has_lost_load:
+            return None
+        # What windows and states need to compute the last token again ends before that token.
+        last = request.num_tokens - self._tables.has_tails
+        record.get = self._match(request, record, num_computed, last)
+        return record.get
+
+    def _shares_a_load(self, request: Any, num_computed: int) -> bool:
+        """Return whether the engine's own prefix of the request is being loaded in this step."""
+        for request_id in self._step.by_layer:
+            load = self._requests[request_id].step_load
+            if (
+                load is not None
+                and num_computed > load.first * self._block_size
+                and request.block_hashes[load.first] == load.key
+            ):
+                return True
+        return False
+
+    def _match(
+        self, request: Any, record: RequestRecord, num_computed: int, num_tokens: int
+    ) -> Get | None:
+        """Open a get; None if the call failed, or the remote store has yet to answer."""
+        now = time.monotonic()
+        asked_s = now if record.asked_s is None else record.asked_s
+        look_up = now - asked_s <= self._lookup_timeout_s  # steps may take longer
+        found = self._cache.match(request, num_computed, num_tokens, look_up)
+        record.asked_s = asked_s if found is NoMatch.UNDECIDED else None
+        self._has_store |= found is NoMatch.UNDECIDED
+        if isinstance(found, NoMatch):
+            return None
+        self.has_matched = True
+        task_id, num_found, sources = found
+        return Get(task_id, num_computed, num_found, sources, time.monotonic())
+
+    def _cancel(self, record: RequestRecord) -> None:
+        if record.get is not None:
+            self._cache.cancel(record.get.task_id)
+            record.get = None
+
+    # -- loads -----------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
+        """Launch the load of ``num_external`` tokens into the blocks that vLLM allocated."""
+        request_id = request.request_id
+        record = self._requests.setdefault(request_id, RequestRecord())
+        get = record.get
+        if get is not None and get.launched:
+            return  # the second call for the same load
+        if num_external == 0:
+            self._cancel(record)
+            return
+        by_layer = get is not None and get.by_layer
+        if get is None or get.num_tokens != num_external:
+            num_computed = 0 if get is None else get.num_computed
+            self._cancel(record)
+            get = self._match(request, record, num_computed, num_computed + num_external)
+        launched = get is not None and self._launch(get, tables, num_external)
+        if get is None or not launched:
+            record.get, record.has_lost_load = None, True
+        else:
+            record.get, get.launched = get, True
+        start = 0 if get is None else get.num_computed
+        task_id = get.task_id if get is not None and launched else None
+        self._step.loads.append(
+            self._load(request_id, task_id, tables, start, num_external, by_layer)
+        )
+        if by_layer:
+            first = start // self._block_size
+            key = request.block_hashes[first]
+            record.step_load = StepLoad(first, key, list(tables[0][first:]))
+            self._step.by_layer[request_id] = None
+
+    def _launch(self, get: Get, tables: Tables, num_external: int) -> bool:
+        """Start a get; without groups, one for which less was found than vLLM was promised too."""
+        blocks, stop = None, get.num_computed + get.num_tokens
+        if get.num_tokens == num_external or not self._tables.has_groups:
+            blocks = self._tables.to_load(tables, get.num_computed, stop)
+        if blocks is None:
+            self._cache.cancel(get.task_id)
+        return blocks is not None and self._cache.launch(get.task_id, blocks)
+
+    def _load(
+        self, request_id: str, task_id: int | None, tables: Tables, start: int, num_tokens: int,
+        by_layer: bool,
+    ) -> Load:  # fmt: skip
+        num_blocks, first = num_tokens // self._block_size, start // self._block_size
+        if self._tables.has_groups:
+            return Load(request_id, task_id, [], num_needed=num_blocks)
+        return Load(request_id, task_id, list(tables[0][first : first + num_blocks]), by_layer)
+
+    def take_step(self) -> list[Load]:
+        """Return the loads for the metadata of the step that vLLM has scheduled."""
+        step, self._step = self._step, _Step()
+        self._computing |= step.by_layer
+        for request_id in step.by_layer:
+            self._requests[request_id].get = None
+        return step.loads
+
+    def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
+        """End a step. On all ranks, the gets between steps of the requests ``received`` have ended;
+        ``bad_blocks`` were not loaded."""
+        self._end_step_loads(bad_blocks)
+        for request_id in received:
+            record = self._requests.get(request_id)
+            if record is None or record.get is None:
+                continue
+            get, record.get = record.get, None
+            record.has_lost_load |= not self._cache.has_arrived(get.task_id, get.num_tokens)
+
+    def _end_step_loads(self, bad_blocks: Collection[int]) -> None:
+        """End the loads within the step that was computed, and make vLLM forget the lost ones.
+
+        vLLM recomputes lost blocks, but would share them until then, and permanently if the request
+        was aborted while its step ran.
+        """
+        computed, self._computing = self._computing, {}
+        for request_id in computed:
+            record = self._requests[request_id]
+            load, record.step_load = record.step_load, None
+            if record.has_ended:
+                del self._requests[request_id]
+            if load is None or self.forget_blocks is None:
+                continue
+            if not set(load.block_ids).isdisjoint(bad_blocks):
+                log_event(
+                    logger, logging.WARNING, "load_lost", request=request_id,
+                    effect="vLLM computes it",
+                )  # fmt: skip
+                record.has_lost_load = True
+                self.forget_blocks(set(load.block_ids))
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def finished(self, request: Any) -> bool:
+        """End a request; return whether the contents of its blocks are unknown."""
+        request_id = request.request_id
+        record = self._requests.get(request_id, RequestRecord())
+        self.layerwise.finished(request_id)
+        self.early.ended(request_id)
+        record.has_ended = True
+        was_loading = record.get is not None and record.get.launched
+        self._cancel(record)
+        if record.step_load is None:
+            self._requests.pop(request_id, None)
+        status = request.status.name
+        return (
+            was_loading  # aborted; the workers report the load's end
+            or (record.step_load is not None and status == "FINISHED_ABORTED")
+            or status == "FINISHED_ERROR"
+        )
+
+    def hit_sources(self, request_id: str) -> dict[TierName, int]:
+        """Return how many tokens each tier supplies to the request's load."""
+        record = self._requests.get(request_id)
+        return {} if record is None or record.get is None else record.get.sources
+
+    def cancel(self) -> None:
+        """Withdraw all answers that vLLM has not acted on."""
+        for record in self._requests.values():
+            if record.get is not None and not record.get.launched:
+                self._cancel(record)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a load runs within the step that is being computed."""
+        return bool(self._computing)
+
+    def check_idle(self) -> None:
+        """Raise `InternalError` if a request is still remembered; all must have ended."""
+        if self._requests or self._computing:
+            raise InternalError(f"ended requests are still remembered: {list(self._requests)}")
