@@ -15,6 +15,7 @@ from cluster import READY_S, until
 from trtllm_executor import BLOCK, NUM_BLOCKS, Executor, Request
 
 from flexcache.errors import ConfigError, LoadLostError, UnsupportedLayoutError
+from flexcache.transfer.workers.layer_load import LayerLoad
 
 trtllm_interface.install()
 
@@ -216,6 +217,44 @@ def test_a_lost_load_fails_its_step_and_makes_no_token(
     again = Request(3, [*PROMPT])
     executor.run(again)
     assert again.num_matched == 20
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_a_layer_that_has_not_come_is_not_computed(
+    make_executor: MakeExecutor, is_v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor("on", is_v2=is_v2)
+    executor.run(Request(1, [*PROMPT]))
+    worker = executor.ranks[0].worker
+    names = [f"layer.{i}.{r}" for i in range(3) for r in ("key", "value")]
+    names = names if is_v2 else [f"layer.{i}" for i in range(3)]
+    ends = {name: number for number, name in enumerate(names, 1)}
+    begun: list[LayerLoad] = []
+
+    def load_first_layer(task_id: int, num_blocks: int) -> LayerLoad:
+        load = LayerLoad(ends, num_blocks)
+        load.begin_part()
+        load.part_started(len(names) // 3, None)
+        begun.append(load)
+        return load
+
+    monkeypatch.setattr(worker.client, "load_by_layer", load_first_layer)
+    scheduler, request = executor.scheduler, Request(2, [*PROMPT])
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (20, False)
+    scheduler.update_state_after_alloc(request, list(range(1, 7)))
+    data = trtllm_interface.RequestData(2, request.tokens, list(range(1, 7)), 0, 1)
+    output = trtllm_interface.SchedulerOutput(new_requests=[data])
+    worker.bind_connector_meta(scheduler.build_connector_meta(output))
+    worker.start_load_kv(None)
+    worker.wait_for_layer_load(0, None)
+    begun[0].end()
+    with pytest.raises(LoadLostError, match="layer 1"):
+        worker.wait_for_layer_load(1, None)
+    with pytest.raises(LoadLostError):
+        worker.wait_for_layer_load(2, None)
+    worker.wait_for_save(None)
+    assert scheduler.request_finished(request, list(range(1, 7)))  # its copy was never begun
+    executor.step_until(lambda: scheduler._saves.take_ended([2]) == [2])
 
 
 def test_the_ranks_of_an_engine_that_has_lost_them_find_nothing(
