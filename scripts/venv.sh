@@ -25,6 +25,13 @@ show_progress() {
     }'
 }
 
+# Makes an environment with exactly the listed packages: their own lists of needs are not read.
+install_pinned() { # venv requirements
+  [ -x "$1/bin/python" ] || "${PYTHON_BIN:-python3}" -m venv "$1" || return 1
+  "$1/bin/python" -m pip install --no-deps -r "$2" 2>&1 | show_progress "$(grep -c '==' "$2")"
+  [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "pip could not install $2" >&2; return 1; }
+}
+
 # Mooncake's client is linked to libibverbs, which pip does not bring: unpacks Debian's into the
 # environment. Needs no root and leaves the system as it is.
 fetch_verbs() (
@@ -40,10 +47,7 @@ fetch_verbs() (
 if [ ! -e "$STAMP" ]; then
   started=$SECONDS
   echo "setting up $VENV (once; about 2.5 GB)"
-  [ -x "$PYTHON" ] || "${PYTHON_BIN:-python3}" -m venv "$VENV" || exit 1
-  "$PYTHON" -m pip install --no-deps -r "$REQUIREMENTS" 2>&1 |
-    show_progress "$(grep -c '==' "$REQUIREMENTS")"
-  [ "${PIPESTATUS[0]}" -eq 0 ] || { echo "pip could not install $REQUIREMENTS" >&2; exit 1; }
+  install_pinned "$VENV" "$REQUIREMENTS" || exit 1
   # Built here, since the newer wheels need AVX-512. Without it the SSD tier runs on threads.
   "$PYTHON" -m pip install -q liburing==2024.5.3 ||
     echo "  liburing does not build here: the SSD tier will use threads instead of io_uring"

@@ -103,7 +103,7 @@ class Plan:
     @property
     def offset(self) -> int:
         """Where its blocks begin in the caller's prompt."""
-        return max(0, self.start - self.num_before)
+        return self.start - self.num_before if self.start > self.num_before else 0
 
     @property
     def num_beside(self) -> int:

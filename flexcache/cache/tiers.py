@@ -31,6 +31,7 @@ class Tiers:
         self._tiers = tuple(tiers)
         self.host = tiers[0]
         self.lower = self._tiers[1:]
+        self.last = self._tiers[-1]
         self.by_name = {tier.name: tier for tier in tiers}
         self.unavailable: set[TierName] = set()
         self.num_holders = 0
@@ -41,10 +42,6 @@ class Tiers:
 
     def __iter__(self) -> Iterator[Tier]:
         return iter(self._tiers)
-
-    @property
-    def last(self) -> Tier:
-        return self._tiers[-1]
 
     @property
     def remote(self) -> RemoteTier | None:

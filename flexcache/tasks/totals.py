@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from flexcache.cache.plan import Plan
-from flexcache.ids import OpKind, TaskKind
+from flexcache.ids import OpKind, TaskKind, TierName
 from flexcache.tasks.stats import OpStats, TotalsStats
 
 
@@ -48,7 +48,7 @@ class OpTotals:
 class Totals:
     """What one session, or all of them together, have had of the cache."""
 
-    hit_blocks: Counter[str] = field(default_factory=Counter)
+    hit_blocks: Counter[TierName] = field(default_factory=Counter)
     """By tier."""
     missed_blocks: int = 0
     dropped_blocks: Counter[str] = field(default_factory=Counter)
@@ -68,12 +68,12 @@ class Totals:
             self.skipped_blocks.update(plan.skipped)
         if plan.kind is TaskKind.GET:
             for tier, count in plan.sources.items():
-                self.hit_blocks[tier.value] += count
+                self.hit_blocks[tier] += count
             self.missed_blocks += stop - plan.stop
 
     def stats(self) -> TotalsStats:
         return TotalsStats(
-            hit_blocks=dict(self.hit_blocks),
+            hit_blocks={tier.value: count for tier, count in self.hit_blocks.items()},
             missed_blocks=self.missed_blocks,
             dropped_blocks=dict(self.dropped_blocks),
             skipped_blocks=dict(self.skipped_blocks),

@@ -2,8 +2,7 @@
 
 As `probe_connector`, for models with groups: a row's key names the group and the tokens up to the
 end of the block, its digest covers the group's layers. What belongs to a block is read from vLLM's
-description of its memory, not from FlexCache. With ``$KV_PROBE_SCRAMBLE`` set to a group's number,
-blocks of that group are damaged once they are loaded.
+description of its memory, not from FlexCache.
 """
 
 from __future__ import annotations
@@ -103,13 +102,8 @@ class GroupProbe(_Connector):  # type: ignore[misc]
         sent, received = super().get_finished(finished_req_ids)
         for request_id in received or ():
             pairs = self._loading.pop(request_id, [])
-            if request_id in self._worker._failed:
-                continue
-            for group, _, block in pairs:
-                if str(group) == os.environ.get("KV_PROBE_SCRAMBLE"):
-                    for layer in self._layers[group]:
-                        layer[block] = layer[block].roll(64)
-            self._write("loaded", pairs)
+            if request_id not in self._worker._failed:
+                self._write("loaded", pairs)
         return sent, received
 
     def _write(self, event: str, pairs: Pairs) -> None:

@@ -21,7 +21,12 @@ from flexcache.doctor.examination import CHECKS, examine
 from flexcache.doctor.findings import Finding, Level
 from flexcache.doctor.gpu import Gpus, judge_gpus
 from flexcache.doctor.machine import explain_io_uring, judge_kernel
-from flexcache.doctor.packages import check_transfer_config, judge_tensorrt_llm, judge_vllm
+from flexcache.doctor.packages import (
+    check_transfer_config,
+    judge_sglang,
+    judge_tensorrt_llm,
+    judge_vllm,
+)
 from flexcache.doctor.subject import Subject, VllmOptions
 from flexcache.storage.mounts import mount_of
 from flexcache.tasks.stats import Stats
@@ -154,6 +159,13 @@ def test_versions_of_vllm(version: str | None, level: Level) -> None:
 @pytest.mark.parametrize(("version", "level"), [("1.1.0", WARNING), ("1.2.1", OK), ("2.0", OK)])
 def test_versions_of_tensorrt_llm(version: str, level: Level) -> None:
     assert judge_tensorrt_llm(version).level is level
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [(None, OK), ("0.5.23", OK), ("0.5.22", WARNING), ("0.6.0", WARNING)]
+)
+def test_other_releases_of_sglang_are_named(version: str | None, level: Level) -> None:
+    assert judge_sglang(version).level is level
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,23 @@ sys.modules["run_tests"] = run_tests  # dataclasses look there
 _spec.loader.exec_module(run_tests)
 
 
+ENGINES = {"vllm": "tests/vllm", "sglang": "tests/sglang"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "selected"),
     [
-        (["-k", "tests"], {"unit": "tests/unit", "system": "tests/gpu", "vllm": "tests/vllm"}),
+        (
+            ["-k", "tests"],
+            {"unit": "tests/unit", "system": "tests/gpu"} | ENGINES,
+        ),
         (["-x", "tests/unit/test_tier.py"], {"unit": "tests/unit/test_tier.py"}),
         (["tests/unit/test_tier.py::test_x"], {"unit": "tests/unit/test_tier.py::test_x"}),
         (["./tests/gpu", "tests/vllm"], {"system": "./tests/gpu", "vllm": "tests/vllm"}),
-        (["tests"], {"unit": "tests/unit", "system": "tests/gpu", "vllm": "tests/vllm"}),
+        (
+            ["tests"],
+            {"unit": "tests/unit", "system": "tests/gpu"} | ENGINES,
+        ),
         (["tests/conftest.py"], {}),
     ],
 )
@@ -56,6 +65,18 @@ def test_every_lane_runs_and_any_that_fails_counts(
     table = capfd.readouterr().out.splitlines()[-len(lanes) :]
     for row, lane, each in zip(table, lanes, statuses, strict=True):
         assert row.startswith(f"{lane:10}{words.get(each, f'failed ({each})')}")
+
+
+def test_a_lane_that_is_not_set_up_is_named_and_does_not_fail_the_others(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lanes = {"here": exits_with(0), "absent": ["/nowhere/bin/python", "-m", "pytest"]}
+    monkeypatch.setattr(run_tests, "CHECKS", lanes)
+    monkeypatch.setattr(run_tests, "TESTS", {})
+    assert run_tests.main([]) == 0
+    out = capfd.readouterr().out
+    assert "skipped: there is no /nowhere/bin/python" in out
+    assert out.splitlines()[-1].startswith(f"{'absent':10}not set up")
 
 
 def test_pytests_closing_line_is_printed_last(

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from flexcache.integration.vllm.calls import NoMatch
+from flexcache.integration.vllm.groups import TELLS_GROUPS
 from flexcache.integration.vllm.siblings import is_served_by_sibling, read_transfer_config
 
 PROMPT = make_prompt(700, 1)
@@ -84,6 +85,47 @@ def test_tokens_and_hits_beside_another_connector(
         assert stats["tiers"]["CPU"]["leased"] == 0
     assert ("Inject KV cache of 672 tokens" in log.read_text()) is not is_first
     assert "requests_may_fail" not in log.read_text()  # the parent's policy is recompute
+
+
+@pytest.mark.skipif(not TELLS_GROUPS, reason="this vLLM keeps one group only")
+@pytest.mark.parametrize(
+    ("siblings", "keeps_groups"),
+    [(["FlexCache", "Offloading"], True), (["Offloading", "FlexCache"], True),
+     (["FlexCache", "Example"], False)],
+)  # fmt: skip
+def test_a_model_keeps_its_groups_if_every_sibling_can(
+    siblings: list[str], keeps_groups: bool, tmp_path: Path
+) -> None:
+    spec = {"spec_name": "HostTieringSpec", "spec_module_path": "vllm_offload_cpu"}
+    children: dict[str, dict[str, Any]] = {
+        "FlexCache": {},
+        "Offloading": {
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {**spec, "cpu_bytes_to_use": 100 << 20},
+        },
+        "Example": {
+            "kv_connector": "ExampleConnector",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "example")},
+        },
+    }
+    both = Settings(
+        "FlexCache", "gemma3", dram_gb=0.2, engine={**ENGINE, "dtype": "float32"}, num_threads=1,
+        more={"skip_slow_loads": False}, connectors=[children[name] for name in siblings],
+        has_groups=True,
+    )  # fmt: skip
+    prompt = make_prompt(1200, 1)
+    with running(DrivenEngine(both, tmp_path / "log")) as engine:
+        cold, cached = engine.generate(prompt)
+        assert cached == 0
+        engine.forget("GPU")
+        tokens, cached = engine.generate(prompt)
+        assert tokens == cold
+        assert cached > 1000
+        assert engine.stats()["hit_blocks"]["CPU"] > 0
+        engine.settle()
+        blocks = engine.gpu_blocks()
+        assert (blocks["all"] == 127) is keeps_groups  # as many as without a connector
+        assert blocks["free"] == blocks["all"]
 
 
 def test_statistics_reach_another_process(tmp_path: Path) -> None:

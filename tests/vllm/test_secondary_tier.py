@@ -27,6 +27,10 @@ ENGINE = {
     "kv_cache_memory_bytes": 32 << 20,
     "seed": 0,
 }
+TIER = {
+    "type": "FlexCacheSecondaryTier",
+    "module_path": "flexcache.integration.vllm.secondary_tier",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,15 +49,10 @@ def offloading_engine(
     Args:
         block_size: Tokens of a chunk.
     """
-    tier = {
-        "type": "FlexCacheSecondaryTier",
-        "module_path": "flexcache.integration.vllm.secondary_tier",
-        **settings,
-    }
     (tmp_path / "probe").mkdir(exist_ok=True)
     offloading = Settings(
         "offloading", "tiny", dram_gb=0.02, engine=ENGINE, num_threads=1,
-        more={"secondary_tiers": [tier], "block_size": block_size},
+        more={"secondary_tiers": [{**TIER, **settings}], "block_size": block_size},
         probe_dir=str(tmp_path / "probe"),
     )  # fmt: skip
     with running(DrivenEngine(offloading, tmp_path / "log")) as engine:
@@ -101,6 +100,7 @@ def test_chunks_survive_on_ssd_and_bad_or_unreachable_ones_are_computed(tmp_path
         assert engine.generate(PROMPT) == (cold, CACHED)
         assert engine.tier("hits") == {"disk": 2 * CHUNKS}
         assert engine.metric("vllm:kv_offload_flexcache_loaded_chunks") == 2 * CHUNKS
+        engine.kill()
 
     flip_byte(ssd)
     with offloading_engine(tmp_path, **config) as engine:
@@ -146,6 +146,23 @@ def test_chunks_reach_another_engine_through_a_remote_store(tmp_path: Path) -> N
         assert engine.generate(PROMPT) == (cold, CACHED)
         assert engine.tier("hits") == {"remote": CHUNKS}
     assert all(len(set(seen)) == 1 for seen in prompt_digests(tmp_path))
+
+
+def test_a_model_with_windows_comes_back_after_a_restart(tmp_path: Path) -> None:
+    tier = {**TIER, "num_ssd_blocks": 128, "ssd_cache_dirs": [str(tmp_path / "ssd")]}
+    offloading = Settings(
+        "offloading", "gemma3", dram_gb=0.1, engine={**ENGINE, "dtype": "float32"}, num_threads=1,
+        more={"secondary_tiers": [tier]}, has_groups=True,
+    )  # fmt: skip
+    prompt = make_prompt(1200, 1)
+    with running(DrivenEngine(offloading, tmp_path / "log")) as engine:
+        engine.tier("until_up")
+        cold, _ = engine.generate(prompt)
+        engine.settle()
+    with running(DrivenEngine(offloading, tmp_path / "log")) as engine:
+        engine.tier("until_up")
+        assert engine.generate(prompt) == (cold, 1152)
+        assert engine.tier("hits")["disk"] >= 1152 // 128
 
 
 def test_an_engine_does_not_start_on_another_layouts_chunks(tmp_path: Path) -> None:

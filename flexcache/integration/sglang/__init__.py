@@ -1,0 +1,14 @@
+"""FlexCache for SGLang: as the storage below its HiCache."""
+
+try:
+    import sglang.srt.mem_cache.hicache_storage  # noqa: F401
+except ModuleNotFoundError as error:
+    if (error.name or "").split(".")[0] != "sglang":
+        raise
+    from flexcache.errors import MissingDependencyError
+
+    raise MissingDependencyError("flexcache.integration.sglang needs SGLang 0.5.23") from error
+
+from flexcache.integration.sglang.storage import FlexCacheHiCacheStorage
+
+__all__ = ["FlexCacheHiCacheStorage"]

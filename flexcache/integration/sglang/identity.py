@@ -1,0 +1,43 @@
+"""Identifies what the KV of an SGLang engine depends on besides its tokens.
+
+MODEL|revision=..|sglang=..|part=tp 0 of 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flexcache.integration.checkpoint import digest, identify_checkpoint
+
+_SETTINGS = (
+    "dtype", "quantization", "quantization_param_path", "modelopt_quant", "kv_cache_dtype",
+    "json_model_override_args", "context_length", "mamba_ssm_dtype", "qsa_indexer_dtype",
+    "speculative_algorithm", "speculative_draft_kv_cache_dtype",
+    "speculative_draft_model_quantization",
+)  # fmt: skip
+"""Those of SGLang's settings that change the numbers in KV, or which layers have KV."""
+
+
+def read_model_id(server_args: Any, part: str) -> str:
+    """Name everything that decides the numbers in a rank's KV, the model's name first.
+
+    Args:
+        part: Which part of the model's KV the rank holds; empty for all of it.
+    """
+    name, *parts = _parts(server_args)
+    if part:
+        parts.append(("part", part))
+    return "|".join([name[1], *(f"{key}={value}" for key, value in parts)])
+
+
+def _parts(args: Any) -> Iterator[tuple[str, str]]:
+    yield from identify_checkpoint(args.model_path, args.revision)
+    settings = {name: getattr(args, name, None) for name in _SETTINGS}
+    yield "sglang", digest({k: v for k, v in settings.items() if v not in ("", "auto", "{}")})
+    if args.load_format == "dummy":
+        yield "random_weights", str(args.random_seed)
+    draft = getattr(args, "speculative_draft_model_path", None)
+    if draft is not None:
+        revision = getattr(args, "speculative_draft_model_revision", None)
+        yield "draft", digest(dict(identify_checkpoint(draft, revision)))

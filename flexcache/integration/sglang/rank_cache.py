@@ -1,0 +1,104 @@
+"""RankCache: the cache of one rank of SGLang, in the process that also holds the rank's KV."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexcache.client.rank import KVTPClient
+from flexcache.config import CacheConfig, ModelConfig
+from flexcache.errors import FlexCacheError
+from flexcache.logs import log_event
+from flexcache.manager import KVManager
+
+logger = logging.getLogger(__name__)
+
+_READY_TIMEOUT_S = 60.0
+_NAMESPACE = ("sglang", "sha256")
+"""SGLang's keys: digests chained over the pages' tokens, seeded with salt and adapter."""
+_APART = (*_NAMESPACE, "apart")
+"""Chains of pages whose prefix was not cached when they were stored."""
+
+
+class RankCache:
+    """A `KVManager`, and the client that lends it the rank's KV.
+
+    SGLang names only the pages that it asks about. ``parent_key`` is the key of the page before
+    them; None at the start of a prompt.
+
+    Args:
+        kv_caches: Tensors that count pages in their first dimension.
+        layout: What else determines the order of a page's bytes.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: CacheConfig,
+        kv_caches: Mapping[str, torch.Tensor],
+        layout: str,
+    ) -> None:
+        self.page_size = config.tokens_per_block
+        self.manager = KVManager(model, config)
+        try:
+            self.manager.start()
+            self.client = KVTPClient(
+                self.manager.endpoint,
+                curve_keys=config.curve_keys,
+                server_timeout_s=config.server_timeout_s,
+            )
+            num_pages = min(tensor.shape[0] for tensor in kv_caches.values())
+            self.client.register_kv_caches(
+                kv_caches, layout_description=layout, num_blocks=num_pages
+            )
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_ready(self) -> None:
+        """Wait until the cache serves. An engine without its cache still serves."""
+        try:
+            self.manager.wait_ready(_READY_TIMEOUT_S)
+        except (FlexCacheError, TimeoutError) as error:
+            log_event(
+                logger, logging.ERROR, "cache_refused", reason=error,
+                effect="SGLang runs without FlexCache",
+            )  # fmt: skip
+
+    def prompt(
+        self, keys: Sequence[bytes], parent_key: bytes | None, apart: bool = False
+    ) -> dict[str, Any]:
+        """Return the arguments that name pages in calls of the manager.
+
+        Args:
+            apart: Whether the pages are among those stored without their prefix.
+        """
+        return {
+            "token_ids": np.zeros(len(keys) * self.page_size, dtype=np.int64),  # only counted
+            "namespace": _APART if apart else _NAMESPACE,
+            "block_keys": keys,
+            "parent_key": parent_key,
+        }
+
+    def places(self, keys: Sequence[bytes], parent_key: bytes | None) -> Iterator[dict[str, Any]]:
+        """Yield the arguments for each place where the pages may be: behind their prefix, behind
+        pages that were stored without it, or without any before them."""
+        yield self.prompt(keys, parent_key)
+        if parent_key is not None:
+            yield self.prompt(keys, parent_key, apart=True)
+            yield self.prompt(keys, None, apart=True)
+
+    def num_pages(self, mask: np.ndarray) -> int:
+        """Return how many pages a mask of a prefix covers."""
+        return int(mask.sum()) // self.page_size
+
+    def close(self) -> None:
+        """End copies and free the memory. Idempotent."""
+        if (client := getattr(self, "client", None)) is not None:
+            client.close()
+        self.manager.shutdown()

@@ -1,0 +1,93 @@
+"""A rank of SGLang, and its share of the cache.
+
+SGLang's ranks look up, load and store by themselves, and agree afterwards: a prefix counts as found
+if every rank has it. So each rank has a cache of its own, with its share of the configured sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flexcache.config import CacheConfig
+from flexcache.config.values import reject
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of an engine's ranks.
+
+    Attributes:
+        part: The part of the model's KV that it holds; empty for all of it.
+        name: Distinguishes it from ranks with other KV; empty if there are none.
+        count: How many ranks share the configured sizes.
+    """
+
+    part: str = ""
+    name: str = ""
+    count: int = 1
+
+
+def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
+    """Return the rank that this process is.
+
+    Args:
+        parallel: SGLang's ``get_parallel()``.
+        num_replicas: Data-parallel schedulers of the engine.
+        is_replicated: Whether the tensor-parallel ranks hold the same KV (MLA).
+    """
+    part = {
+        "pp": (parallel.pp_rank, parallel.pp_size),
+        "cp": (parallel.attn_cp_rank, parallel.attn_cp_size),
+        "tp": (0, 1) if is_replicated else (parallel.attn_tp_rank, parallel.attn_tp_size),
+    }
+    whole = {
+        "dp": (parallel.dp_rank or 0, num_replicas),
+        "pp": part["pp"],
+        "tp": (0, 1) if is_replicated else (parallel.tp_rank, parallel.tp_size),
+    }
+    count = 1
+    for _, size in whole.values():
+        count *= size
+    return Rank(
+        " ".join(f"{kind} {rank} of {size}" for kind, (rank, size) in part.items() if size > 1),
+        "-".join(f"{kind}{rank}" for kind, (rank, size) in whole.items() if size > 1),
+        count,
+    )
+
+
+def read_cache_config(extra: dict[str, Any], page_size: int, rank: Rank) -> CacheConfig:
+    """Read the rank's share of what ``FLEXCACHE_*`` and SGLang's extra config say; the latter wins.
+
+    Raises:
+        ConfigError: A setting is unknown or wrong.
+    """
+    if extra.get("tokens_per_block", page_size) != page_size:
+        raise reject(
+            "tokens_per_block",
+            extra["tokens_per_block"],
+            f"must be SGLang's page size, {page_size}; leave it unset",
+        )
+    config = CacheConfig.from_env(None, {}, **{**extra, "tokens_per_block": page_size})
+    return config if rank.count == 1 else _share(config, rank)
+
+
+def _share(config: CacheConfig, rank: Rank) -> CacheConfig:
+    """Divide what the ranks of a host would otherwise all claim."""
+    for name in ("http_endpoint", "kv_events_endpoint", "kv_events_replay_endpoint"):
+        if getattr(config, name) is not None:
+            raise reject(name, getattr(config, name), f"{rank.count} ranks cannot share an address")
+    endpoint = config.endpoint
+    if endpoint is not None and not endpoint.startswith("ipc://"):
+        raise reject("endpoint", endpoint, "must be ipc:// with several ranks: each has its own")
+    sizes: dict[str, Any] = {
+        name: None if (size := getattr(config, name)) is None else size / rank.count
+        for name in ("cpu_cache_gb", "ssd_cache_gb")
+    }
+    return replace(
+        config,
+        **sizes,
+        ssd_cache_dirs=tuple(str(Path(place) / rank.name) for place in config.ssd_cache_dirs),
+        endpoint=None if endpoint is None else f"{endpoint}.{rank.name}",
+    )

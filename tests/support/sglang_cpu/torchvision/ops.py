@@ -1,0 +1,1 @@
+from torchvision.placeholders import placeholder as __getattr__  # noqa: F401

@@ -1,0 +1,191 @@
+"""Real SGLang on a CPU: its scheduler, radix tree and model in this process, stepped by hand.
+
+SGLang keeps its settings in globals, so a process can have one engine: tests run in processes of
+their own (`apart`).
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paths import MODELS, SUPPORT
+
+PAGE = 16  # tokens
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # a core per rank
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+STAND_INS = SUPPORT / "sglang_cpu"
+"""What SGLang imports and does not need on a CPU."""
+_TEST_TIMEOUT_S = 300.0
+_STEPS_TIMEOUT_S = 120.0
+_IDLE_WAIT_S = 0.001  # lets SGLang's other threads have the interpreter
+
+
+def options(**more: Any) -> dict[str, Any]:
+    """Return the settings of a small engine, as keywords of `sglang.Engine` or of `TinyEngine`."""
+    return {
+        "model_path": str(MODELS / "tiny"),
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "dtype": "bfloat16",
+        "page_size": PAGE,
+        "max_total_tokens": 4096,
+        "max_running_requests": 4,
+        "context_length": 2048,
+        "disable_overlap_schedule": True,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "watchdog_timeout": 600,
+        **more,
+    }
+
+
+def apart(function: Callable[..., None], *arguments: Any, **environment: str) -> None:
+    """Run a module's function in a process of its own that may have an engine.
+
+    Raises:
+        AssertionError: It failed; the text is its traceback.
+    """
+    paths = os.pathsep.join(filter(None, [str(STAND_INS), *sys.path]))
+    changed = {**ENVIRONMENT, **environment, "PYTHONPATH": paths}  # for processes of SGLang's own
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_report, args=(theirs, function, arguments))
+        process.start()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    theirs.close()
+    try:
+        failure = ours.recv() if ours.poll(_TEST_TIMEOUT_S) else "no answer in time"
+    except EOFError:
+        process.join()
+        failure = f"the process ended with {process.exitcode}"
+    finally:
+        process.join(_TEST_TIMEOUT_S if not failure else 0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    assert not failure, failure
+
+
+def _report(pipe: Any, function: Callable[..., None], arguments: Sequence[Any]) -> None:
+    sys.path.insert(0, str(STAND_INS))
+    try:
+        function(*arguments)
+        pipe.send("")
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # SGLang's threads do not end by themselves
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return [3 + (i * (2 * seed + 7) + seed) % 500 for i in range(num_tokens)]
+
+
+class TinyEngine:
+    """The one engine of this process. Requests are handed to its scheduler without sockets."""
+
+    def __init__(self, **more: Any) -> None:
+        from make_models import make_model
+        from sglang.srt.managers import scheduler as managers
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        make_model(MODELS, "tiny")
+        logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+        managers.load_plugins()
+        settings = ServerArgs(**options(skip_tokenizer_init=True, **more))
+        settings.resolve_once()
+        ports = PortArgs.init_new(settings)
+        ranks = managers.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        managers.publish(settings, role="scheduler", ranks=ranks)
+        self.scheduler = managers.Scheduler(settings, ports)
+        self.tree = self.scheduler.tree_cache
+        self.kv_pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        self._num_requests = 0
+
+    def step(self) -> None:
+        """Run one turn of the scheduler's loop."""
+        scheduler = self.scheduler
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
+        if batch:
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+        else:
+            scheduler._sched_idled = True
+            scheduler.on_idle()
+            time.sleep(_IDLE_WAIT_S)
+        scheduler.last_batch = batch
+
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + _STEPS_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            if condition():
+                return
+            self.step()
+        raise TimeoutError("the engine did not get there")
+
+    def add(self, token_ids: Sequence[int], num_new: int = 8, **fields: Any) -> Any:
+        """Queue a request; return SGLang's own object for it."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self._num_requests += 1
+        sampling = SamplingParams(temperature=0, max_new_tokens=num_new, ignore_eos=True)
+        sampling.normalize(None)
+        request = TokenizedGenerateReqInput(
+            rid=f"request-{self._num_requests}", input_text=None,
+            input_ids=array.array("q", token_ids), input_embeds=None, mm_inputs=None,
+            token_type_ids=None, sampling_params=sampling, return_logprob=False,
+            logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False,
+            **fields,
+        )  # fmt: skip
+        self.scheduler.handle_generate_request(request)
+        return self.scheduler.waiting_queue[-1]
+
+    def generate(self, token_ids: Sequence[int], num_new: int = 8, **fields: Any) -> Any:
+        request = self.add(token_ids, num_new, **fields)
+        self.step_until(request.finished)
+        for _ in range(3):  # what it stores
+            self.step()
+        return request
+
+    def flush(self) -> None:
+        """Empty the radix tree, and with it HiCache's host pool. Refused while a request runs."""
+        self.step_until(self.scheduler.flush_cache)
+
+    def kv_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return what the GPU's pool has of a prefix that is in the tree, layer by layer."""
+        import torch
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(array.array("q", token_ids))
+        node = self.tree.match_prefix(MatchPrefixParams(key=key)).last_device_node
+        slots = self.tree.path_device_indices(node)
+        assert len(slots) == len(token_ids)
+        return [
+            layer[slots].view(torch.uint8).numpy().tobytes()
+            for layer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer)
+        ]
