@@ -112,7 +112,7 @@ class FakeCache:
     def match_put(
         self, request: Any, first: int, stop: int, has_tail: bool
     ) -> tuple[int, range] | None:
-        assert stop * BLOCK <= request.num_certain
+        assert 0 <= first < stop <= request.num_certain // BLOCK
         name = request.request_id
         begin = min(self.cached[name], stop)
         needs_tail = has_tail and (name, stop) not in self.tails
@@ -319,3 +319,14 @@ TestRequests = Requests.TestCase
 TestRequestsWithWindows = RequestsWithWindows.TestCase
 TestRequestsWithStates = RequestsWithStates.TestCase
 TestRequestsWithStatesOnly = RequestsWithStatesOnly.TestCase
+
+
+def test_states_that_a_preempted_request_comes_to_again_are_offered_with_their_blocks() -> None:
+    world = RequestsWithStates()
+    request = world.admit(4 * BLOCK)
+    world.step(request, 2 * BLOCK, is_lost=False)
+    world.preempt(request)
+    world.evict(request)
+    world.step(request, 2 * BLOCK, is_lost=False)
+    assert (request.request_id, 2) in world.cache.tails
+    world.teardown()

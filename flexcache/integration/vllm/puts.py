@@ -239,7 +239,7 @@ class Puts:
             return
         num_offered = self._num_offered.get(request.request_id, 0)
         self._num_offered[request.request_id] = max(stop, num_offered)
-        first = min(num_offered, stop)
+        first = num_offered if num_offered < stop else 0  # a preempted request comes here again
         if not self._match(request, tables, first, stop, tail) and first:
             self._match(request, tables, 0, stop, tail)  # what came before may have been evicted
 
