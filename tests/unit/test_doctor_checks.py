@@ -476,6 +476,30 @@ def test_beside_other_connectors_the_parents_policy_counts(
     assert levels(found) == expected
 
 
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        ({"module_path": "flexcache.integration.vllm.secondary_tier"}, [OK]),
+        ({}, [ERROR]),
+    ],
+)
+def test_it_may_be_a_tier_below_vllms_own_offloading(
+    tier: dict[str, Any], expected: list[Level]
+) -> None:
+    entry = {"type": "FlexCacheSecondaryTier", "ssd_cache_gb": 7, **tier}
+    given = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": "fs", "root_dir": "/files"}, entry],
+        },
+    }
+    vllm = VllmOptions(transfer=given)
+    assert levels(list(check_transfer_config(Subject(vllm=vllm)))) == expected
+    assert vllm.extra_config == {"ssd_cache_gb": 7}
+
+
 def test_extra_config_counts_as_settings() -> None:
     extra = {"kv_connector_extra_config": {"cpu_cache_gb": 3}}
     subject = Subject(environ={}, vllm=VllmOptions(transfer={**GOOD, **extra}))
