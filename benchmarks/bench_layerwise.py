@@ -94,7 +94,7 @@ class Bench:
         from probe_connector import digest_block
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return digest_block(get_kv_transfer_group()._worker.client._kv_caches, block)
+        return digest_block(get_kv_transfer_group()._worker.client._tensors._kv_caches, block)
 
     def check_bytes(self, num_blocks: int) -> None:
         """What was loaded since the last call is what was computed once."""
@@ -105,7 +105,7 @@ class Bench:
                 raise SystemExit(f"block {key.hex()} has other bytes than were computed")
 
     def use(self, way: str) -> None:
-        from flexcache.integration.vllm.layerwise import LayerwiseRule
+        from flexcache.integration.layerwise_rule import LayerwiseRule
 
         self._scheduler.connector._scheduler.gets.layerwise = LayerwiseRule(way, None)
 

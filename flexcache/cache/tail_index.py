@@ -32,8 +32,17 @@ def tail_keys(key: BlockKey, count: int) -> list[BlockKey]:
 
     The count is part of every name, so the first units of a longer tail are not taken for a tail.
     """
-    stem = key + b"tail" + count.to_bytes(4, "little")
-    return [BlockKey(xxhash.xxh3_128_digest(stem + j.to_bytes(4, "little"))) for j in range(count)]
+    return [_tail_key(key, count, j) for j in range(count)]
+
+
+def last_tail_key(key: BlockKey, count: int) -> BlockKey:
+    """Name the last of these units."""
+    return _tail_key(key, count, count - 1)
+
+
+def _tail_key(key: BlockKey, count: int, number: int) -> BlockKey:
+    names = key + b"tail" + count.to_bytes(4, "little") + number.to_bytes(4, "little")
+    return BlockKey(xxhash.xxh3_128_digest(names))
 
 
 class Tail:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import LOAD_OP, Plan, PlannedTail, chunks
 from flexcache.cache.remote_tier import RemoteTier
-from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
+from flexcache.cache.tail_index import TAIL_FIRST, Tail, last_tail_key
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.cache.tiers import Tiers
 from flexcache.config.groups import UnitShape
@@ -97,7 +97,7 @@ class TailLoads:
             range(stop, start, -1), reversed(keys.slice(start, stop)), strict=True
         ):
             count = self._shape.tail_units(position)
-            last_unit = tail_keys(key, count)[-1]
+            last_unit = last_tail_key(key, count)
             if not remote.is_absent(keys.root, last_unit, now):
                 tails.append(AskedTail(position, key, last_unit, count, position <= cached))
         return tails

@@ -19,7 +19,7 @@ from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.plan import Plan
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.store_plan import StorePlanner
-from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
+from flexcache.cache.tail_index import TAIL_FIRST, last_tail_key
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
 from flexcache.config.groups import UnitShape
@@ -99,7 +99,7 @@ class TieredCache:
         tier = self.tiers.by_name[name]
         if plan.tail is not None and position >= TAIL_FIRST:
             tier.discard_tail(plan.root, plan.tail.key)
-            key = tail_keys(plan.tail.key, len(plan.tail.units))[-1]
+            key = last_tail_key(plan.tail.key, len(plan.tail.units))
         else:
             key = plan.load_keys[position - plan.load_start]
             tier.discard(plan.root, key)

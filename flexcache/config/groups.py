@@ -120,6 +120,8 @@ class UnitShape:
         self.dense = [group for group in groups if group.is_dense]
         self.sparse = [group for group in groups if not group.is_dense]
         self._tokens = tokens_per_position
+        self._tail_units: dict[int, int] = {}
+        """Results of `tail_units`, by position."""
         sizes = (tokens_per_position // group.tokens_per_block for group in self.dense)
         self.dense_blocks = sum(sizes) if groups else 1
         self.blocks_per_unit = max(1, self.dense_blocks)
@@ -130,4 +132,8 @@ class UnitShape:
 
     def tail_units(self, position: int) -> int:
         """Return the units of a position's tail: at least one, so that there is one to find."""
-        return max(1, -(-self.tail_blocks(position) // self.blocks_per_unit))
+        count = self._tail_units.get(position)
+        if count is None:  # a look-up at a remote store asks for a thousand at once
+            count = max(1, -(-self.tail_blocks(position) // self.blocks_per_unit))
+            self._tail_units[position] = count
+        return count

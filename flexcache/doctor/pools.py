@@ -193,7 +193,7 @@ class PoolDoctor:
         lost = len(records) - int(reaches_start(records, link(records)).sum())
         self._say(
             Level.OK, f"{name}: {len(records) - lost:,} blocks can be found, {lost:,} cannot "
-            "(an earlier block of the prompt is lost, or they are duplicates)",
+            "(an earlier block of the prompt is lost, they are duplicates, or of another model)",
         )  # fmt: skip
 
     def _verify(

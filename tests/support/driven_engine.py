@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import secondary_tier_calls
 from engine_systems import Settings, clear_lmcache, llm_arguments
 from engines import ENGINE_ENV, Engine
@@ -147,6 +148,10 @@ class DrivenEngine:
             aborted=list(aborted), resets=resets, kill=kill,
         )  # fmt: skip
         return {int(position): tokens for position, tokens in seen.items()}
+
+    def damage_loads(self, group: int) -> None:
+        """Change a byte in DRAM of each block of a KV cache group that is loaded from now on."""
+        self._call("damage_loads", group=group)
 
     def gpu_blocks(self) -> dict[str, int]:
         """Number of blocks: ``free``, and ``all`` that requests can have."""
@@ -317,6 +322,27 @@ class Commands(Engine):
 
         worker.client.open_gates = lambda task_ids: waiting[-1].extend(task_ids)
         worker.take_received = step
+
+    def damage_loads(self, group: int) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from flexcache.ids import OpKind
+        from flexcache.transfer.group_ids import groups_of
+        from flexcache.transfer.messages import Execute, unpack_ids
+
+        worker = get_kv_transfer_group()._worker.client._worker
+        execute, places = worker.execute, worker._addresses
+
+        def damage_and_execute(message: Execute) -> None:
+            if message.kind is OpKind.H2D:
+                units = unpack_ids(message.src)
+                named = unpack_ids(message.dst).reshape(len(units), -1)
+                for row, place in np.argwhere(groups_of(named) == group):
+                    unit = places._segment.block(int(units[row]))
+                    unit[place * places._block_bytes] ^= 0xFF
+            execute(message)
+
+        worker.execute = damage_and_execute
 
     def answers(
         self, prompts: list[list[int]], num_generated: int, without: str | None,

@@ -18,9 +18,11 @@ ENGINE_ENV = {
 
 
 def engine_arguments(model: str, extra_config: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`, with the connector that computes digests of blocks."""
+    """Return the arguments of `vllm.LLM`, with the connector that computes digests of blocks, by
+    default `PROBED_FLEXCACHE`."""
     from vllm.config import KVTransferConfig
 
+    connector = overrides.pop("connector", PROBED_FLEXCACHE)
     policy = overrides.pop("kv_load_failure_policy", "recompute")
     return {
         "model": str(MODELS / model),
@@ -33,7 +35,7 @@ def engine_arguments(model: str, extra_config: dict[str, Any], **overrides: Any)
         "seed": 0,
         "disable_log_stats": False,
         "kv_transfer_config": KVTransferConfig(
-            **PROBED_FLEXCACHE,
+            **connector,
             kv_role="kv_both",
             kv_load_failure_policy=policy,
             kv_connector_extra_config=extra_config,

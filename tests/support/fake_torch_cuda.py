@@ -52,6 +52,9 @@ class FakeTorchCuda:
                 owner.check()
                 owner.notes.append(("record", stream.cuda_stream, self))
 
+            def query(self) -> bool:
+                return True
+
         self.Event = FakeEvent
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:

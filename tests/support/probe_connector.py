@@ -136,5 +136,5 @@ def compare_probes(directory: Path) -> dict[str, Any]:
             result["loaded"] += 1
             result["by_layer"] += row["event"] == "loaded by layer"
             if row["digest"] not in stored[row["key"]]:
-                result["different"].append((path.stem, row["key"][:16]))
+                result["different"].append((path.stem, row["key"]))
     return result

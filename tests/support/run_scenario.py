@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine_systems import PROBED_GROUPS
 from engines import ENGINE_ENV, engine_arguments, make_prompt
 
 SETTLED_WITHIN_S = 120.0
@@ -49,6 +50,8 @@ def main(options: dict[str, Any]) -> dict[str, Any]:
         extra["http_endpoint"] = address
     extra.update(options.get("extra", {}))
     overrides = dict(options.get("engine", {}))
+    if options.get("has_groups"):
+        overrides = {"connector": PROBED_GROUPS, "block_size": None, **overrides}
     llm = LLM(**engine_arguments(options["model"], extra, **overrides))
     sampling = SamplingParams(
         temperature=0, max_tokens=options.get("max_tokens", 8), ignore_eos=True
