@@ -41,6 +41,10 @@ class DeviceLostError(FlexCacheError, RuntimeError):
     """A GPU or its driver no longer works, for this process at least."""
 
 
+class LoadLostError(FlexCacheError, RuntimeError):
+    """KV that an engine already counts as computed was not loaded, and cannot be."""
+
+
 class TraceError(FlexCacheError, ValueError):
     """A file is not the requested trace. Says what it is, or where it is malformed."""
 

@@ -24,6 +24,7 @@ from flexcache.doctor.memory import (
 from flexcache.doctor.packages import (
     check_python,
     check_sglang,
+    check_tensorrt_llm,
     check_transfer_config,
     check_vllm,
 )
@@ -47,6 +48,7 @@ CHECKS: dict[str, Check] = {
     "python": check_python,
     "vllm": check_vllm,
     "sglang": check_sglang,
+    "tensorrt_llm": check_tensorrt_llm,
     "transfer_config": check_transfer_config,
     "block_size": check_block_size,
     "hash_seed": check_hash_seed,

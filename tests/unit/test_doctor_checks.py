@@ -21,7 +21,12 @@ from flexcache.doctor.examination import CHECKS, examine
 from flexcache.doctor.findings import Finding, Level
 from flexcache.doctor.gpu import Gpus, judge_gpus
 from flexcache.doctor.machine import explain_io_uring, judge_kernel
-from flexcache.doctor.packages import check_transfer_config, judge_sglang, judge_vllm
+from flexcache.doctor.packages import (
+    check_transfer_config,
+    judge_sglang,
+    judge_tensorrt_llm,
+    judge_vllm,
+)
 from flexcache.doctor.subject import Subject, VllmOptions
 from flexcache.storage.mounts import mount_of
 from flexcache.tasks.stats import Stats
@@ -149,6 +154,11 @@ def test_a_gpu_without_a_working_copy_method_is_an_error_and_the_next_is_still_t
 )  # fmt: skip
 def test_versions_of_vllm(version: str | None, level: Level) -> None:
     assert judge_vllm(version).level is level
+
+
+@pytest.mark.parametrize(("version", "level"), [("1.1.0", WARNING), ("1.2.1", OK), ("2.0", OK)])
+def test_versions_of_tensorrt_llm(version: str, level: Level) -> None:
+    assert judge_tensorrt_llm(version).level is level
 
 
 @pytest.mark.parametrize(
@@ -464,6 +474,30 @@ def test_beside_other_connectors_the_parents_policy_counts(
     }
     found = list(check_transfer_config(Subject(vllm=VllmOptions(transfer=given))))
     assert levels(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("tier", "expected"),
+    [
+        ({"module_path": "flexcache.integration.vllm.secondary_tier"}, [OK]),
+        ({}, [ERROR]),
+    ],
+)
+def test_it_may_be_a_tier_below_vllms_own_offloading(
+    tier: dict[str, Any], expected: list[Level]
+) -> None:
+    entry = {"type": "FlexCacheSecondaryTier", "ssd_cache_gb": 7, **tier}
+    given = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "secondary_tiers": [{"type": "fs", "root_dir": "/files"}, entry],
+        },
+    }
+    vllm = VllmOptions(transfer=given)
+    assert levels(list(check_transfer_config(Subject(vllm=vllm)))) == expected
+    assert vllm.extra_config == {"ssd_cache_gb": 7}
 
 
 def test_extra_config_counts_as_settings() -> None:

@@ -18,7 +18,8 @@ from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from flexcache.errors import ConfigError
-from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
+from flexcache.integration.layerwise_rule import LayerwiseRule
+from flexcache.integration.vllm.layerwise import find_obstacle
 from flexcache.integration.vllm.step_loads import StepLoads
 from flexcache.transfer.workers import device
 from flexcache.transfer.workers.layer_load import LayerLoad

@@ -1,22 +1,17 @@
-"""CacheCalls: an engine's calls to its cache, in terms of vLLM's requests and blocks.
-
-The cache may fail, but the request must not: errors are logged, and the answer is that there is
-nothing to load or store.
-"""
+"""CacheCalls: an engine's calls to its cache, in terms of vLLM's requests and blocks."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from flexcache.client.group_blocks import GroupBlocks
 from flexcache.errors import FlexCacheError
-from flexcache.ids import KVStatus, TierName
+from flexcache.ids import TierName
+from flexcache.integration.task_calls import TaskCalls
 from flexcache.integration.vllm.kv_events import read_request_info
 from flexcache.integration.vllm.stats import read_counters
 from flexcache.logs import log_event
@@ -25,7 +20,6 @@ from flexcache.request_info import RequestInfo
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_PATIENCE_S = 0.1
 _HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
 
@@ -45,7 +39,7 @@ class NoMatch(Enum):
     UNDECIDED = "the remote store has yet to answer"
 
 
-class CacheCalls:
+class CacheCalls(TaskCalls):
     """Calls to one engine's `KVManager`.
 
     Args:
@@ -54,6 +48,8 @@ class CacheCalls:
         keys_per_position: Block hashes that vLLM makes of so many tokens.
     """
 
+    effect_of_lost_load = "vLLM computes it"
+
     def __init__(
         self,
         manager: KVManager,
@@ -61,8 +57,7 @@ class CacheCalls:
         namespace: Sequence[str],
         keys_per_position: int = 1,
     ) -> None:
-        self._manager = manager
-        self._block_size = block_size
+        super().__init__(manager, block_size)
         self._namespace = namespace
         self._keys_per_position = keys_per_position
 
@@ -149,69 +144,6 @@ class CacheCalls:
         begin = int(wanted.argmax()) // self._block_size
         return task_id, range(begin, begin + int(wanted.sum()) // self._block_size)
 
-    def launch(self, task_id: int, blocks: GroupBlocks) -> bool:
-        """Launch a matched task, which the workers start with their next step.
-
-        Args:
-            blocks: GPU blocks of each group.
-
-        Returns:
-            Whether the launch succeeded. If not, the task has ended.
-        """
-        try:
-            if self._manager.model_config.groups:
-                self._manager.launch([task_id], group_blocks=[blocks], gated=True)
-            else:
-                self._manager.launch([task_id], [self._slots(blocks[0])], gated=True)
-            # A task that had already ended (because the server was lost, say) was not launched.
-            response = self._manager.try_wait([task_id]).get(task_id)
-        except (FlexCacheError, ValueError, KeyError) as error:
-            log_event(logger, logging.WARNING, "launch_failed", task=task_id, error=error)
-            self.cancel(task_id)
-            return False
-        return response is None or response.status is KVStatus.SUCCESS
-
-    def has_arrived(self, task_id: int, num_tokens: int) -> bool:
-        """Return whether everything that was matched was loaded.
-
-        The workers have seen the task's end; the server's answer may still be on its way.
-        """
-        try:
-            response = self._manager.wait([task_id], _ANSWER_PATIENCE_S)[task_id]
-        except (FlexCacheError, KeyError):
-            return False
-        if response.status is KVStatus.TIMEOUT:
-            return True  # no evidence to the contrary
-        if int(response.mask.sum()) == num_tokens:
-            return True
-        log_event(
-            logger, logging.WARNING, "load_lost", task=task_id, error=response.error,
-            effect="vLLM computes it",
-        )  # fmt: skip
-        return False
-
-    def ended(self, task_ids: Iterable[int]) -> Collection[int]:
-        """Return those of the tasks whose copies to and from the GPU have ended on every rank."""
-        asked = list(task_ids)
-        try:
-            return self._manager.try_wait(asked).keys()
-        except (FlexCacheError, KeyError):  # the cache was shut down: it has let go of the GPU
-            return asked
-
-    def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
-        """Wait until copies to and from the GPU have ended on every rank, or for ``timeout_s``."""
-        self._safely(self._manager.wait, list(task_ids), timeout_s)
-
-    def cancel(self, task_id: int) -> None:
-        self._safely(self._manager.cancel, [task_id])
-
-    def report_prefill(self, tokens_per_s: float) -> None:
-        self._safely(self._manager.report_prefill, tokens_per_s)
-
-    def reset(self) -> bool:
-        """Drop everything cached and unused. Return whether that succeeded."""
-        return self._safely(self._manager.reset)
-
     def read_counters(self) -> Mapping[str, float] | None:
         """Read the counters that vLLM reports; None if the server does not answer."""
         try:
@@ -231,25 +163,6 @@ class CacheCalls:
                 error=error,
             )  # fmt: skip
             return None
-
-    def _slots(self, block_ids: Any) -> npt.NDArray[np.int64]:
-        blocks = np.asarray(block_ids, dtype=np.int64)
-        grid = blocks[:, None] * self._block_size + np.arange(self._block_size)
-        return grid.ravel()
-
-    def _safely(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
-        try:
-            call(*arguments, **options)
-        except (FlexCacheError, ValueError, KeyError) as error:
-            log_event(
-                logger,
-                logging.WARNING,
-                "call_failed",
-                call=call.__name__,
-                error=error,
-            )
-            return False
-        return True
 
 
 def _retention(request: Any) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from typing import Any
 from flexcache.config import CacheConfig
 from flexcache.errors import InternalError
 from flexcache.ids import TierName
+from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.vllm.block_tables import BlockTables, Tables
 from flexcache.integration.vllm.calls import CacheCalls, NoMatch
 from flexcache.integration.vllm.early_lookups import EarlyLookUps
-from flexcache.integration.vllm.layerwise import LayerwiseRule
 from flexcache.integration.vllm.metadata import Load
 from flexcache.integration.vllm.requests import Get, RequestRecord, StepLoad
 from flexcache.integration.vllm.siblings import is_served_by_sibling

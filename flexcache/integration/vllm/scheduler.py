@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import RegistrationError
 from flexcache.ids import TierName
+from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.vllm.block_tables import BlockTables, Tables
 from flexcache.integration.vllm.calls import CacheCalls
 from flexcache.integration.vllm.engine import (
@@ -29,7 +30,7 @@ from flexcache.integration.vllm.groups import (
     read_position,
 )
 from flexcache.integration.vllm.kv_events import to_vllm_events
-from flexcache.integration.vllm.layerwise import LayerwiseRule, find_obstacle
+from flexcache.integration.vllm.layerwise import find_obstacle
 from flexcache.integration.vllm.metadata import FlexCacheMetadata
 from flexcache.integration.vllm.prefill import PrefillMeter
 from flexcache.integration.vllm.put_points import PutPoints, tail_interval
@@ -111,8 +112,7 @@ class FlexCacheScheduler:
         loads = self.gets.take_step()
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
-        if getattr(scheduled, "kv_connector_block_state", None) is not None:  # vLLM 0.32 and later
-            self.puts.scheduled(scheduled)
+        self.puts.scheduled(scheduled)
         return FlexCacheMetadata(loads, stores, idle)
 
     def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:

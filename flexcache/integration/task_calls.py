@@ -1,0 +1,118 @@
+"""TaskCalls: an engine's calls to its cache about tasks that it has matched.
+
+The cache may fail, but the request must not: errors are logged, and the answer is that there is
+nothing to load or store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.client.group_blocks import GroupBlocks
+from flexcache.errors import FlexCacheError
+from flexcache.ids import KVStatus
+from flexcache.logs import log_event
+from flexcache.manager import KVManager
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_PATIENCE_S = 0.1
+
+
+class TaskCalls:
+    """Calls to one engine's `KVManager`.
+
+    Args:
+        block_size: Tokens between the positions where prefixes can end.
+
+    Attributes:
+        effect_of_lost_load: What the engine does about it, for the log.
+    """
+
+    effect_of_lost_load = ""
+
+    def __init__(self, manager: KVManager, block_size: int) -> None:
+        self._manager = manager
+        self._block_size = block_size
+
+    def launch(self, task_id: int, blocks: GroupBlocks, gated: bool = True) -> bool:
+        """Launch a matched task.
+
+        Args:
+            blocks: GPU blocks of each group.
+            gated: Whether the ranks begin only when they are asked to (`KVTPClient.open_gates`).
+
+        Returns:
+            Whether the launch succeeded. If not, the task has ended.
+        """
+        try:
+            if self._manager.model_config.groups:
+                self._manager.launch([task_id], group_blocks=[blocks], gated=gated)
+            else:
+                self._manager.launch([task_id], [self._slots(blocks[0])], gated=gated)
+            # A task that had already ended (because the server was lost, say) was not launched.
+            response = self._manager.try_wait([task_id]).get(task_id)
+        except (FlexCacheError, ValueError, KeyError) as error:
+            log_event(logger, logging.WARNING, "launch_failed", task=task_id, error=error)
+            self.cancel(task_id)
+            return False
+        return response is None or response.status is KVStatus.SUCCESS
+
+    def has_arrived(self, task_id: int, num_tokens: int) -> bool:
+        """Return whether everything that was matched was loaded.
+
+        The workers have seen the task's end; the server's answer may still be on its way.
+        """
+        try:
+            response = self._manager.wait([task_id], _ANSWER_PATIENCE_S)[task_id]
+        except (FlexCacheError, KeyError):
+            return False
+        if response.status is KVStatus.TIMEOUT:
+            return True  # no evidence to the contrary
+        if int(response.mask.sum()) == num_tokens:
+            return True
+        log_event(
+            logger, logging.WARNING, "load_lost", task=task_id, error=response.error,
+            effect=self.effect_of_lost_load,
+        )  # fmt: skip
+        return False
+
+    def ended(self, task_ids: Iterable[int]) -> Collection[int]:
+        """Return those of the tasks whose copies to and from the GPU have ended on every rank."""
+        asked = list(task_ids)
+        try:
+            return self._manager.try_wait(asked).keys()
+        except (FlexCacheError, KeyError):  # the cache was shut down: it has let go of the GPU
+            return asked
+
+    def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
+        """Wait until copies to and from the GPU have ended on every rank, or for ``timeout_s``."""
+        self._safely(self._manager.wait, list(task_ids), timeout_s)
+
+    def cancel(self, task_id: int) -> None:
+        self._safely(self._manager.cancel, [task_id])
+
+    def report_prefill(self, tokens_per_s: float) -> None:
+        self._safely(self._manager.report_prefill, tokens_per_s)
+
+    def reset(self) -> bool:
+        """Drop everything cached and unused. Return whether that succeeded."""
+        return self._safely(self._manager.reset)
+
+    def _slots(self, block_ids: Any) -> npt.NDArray[np.int64]:
+        blocks = np.asarray(block_ids, dtype=np.int64)
+        grid = blocks[:, None] * self._block_size + np.arange(self._block_size)
+        return grid.ravel()
+
+    def _safely(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
+        try:
+            call(*arguments, **options)
+        except (FlexCacheError, ValueError, KeyError) as error:
+            log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
+            return False
+        return True

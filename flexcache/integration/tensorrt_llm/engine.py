@@ -1,0 +1,156 @@
+"""Reads what FlexCache needs of TensorRT-LLM's arguments, and refuses unsupported settings.
+
+Holds no state. The scheduler's side and the workers' side both use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexcache.config import CacheConfig, ModelConfig
+from flexcache.config.model import read_dtype
+from flexcache.errors import ConfigError
+from flexcache.integration.checkpoint import digest, dtype_name, identify_checkpoint
+
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn}
+_STATE_LAYERS = ("mamba", "linear_attention", "recurrent")
+_STATE_KEYS = ("hybrid_override_pattern", "ssm_state_size", "ssm_cfg", "mamba_d_state")
+
+
+def check_supported(llm_args: Any) -> None:
+    """Raise `ConfigError` for settings with which KV would be wrong, or cannot be moved."""
+    kv = llm_args.kv_cache_config
+    unsupported = {
+        "pipeline_parallel_size": _above_one(llm_args, "pipeline_parallel_size"),
+        "context_parallel_size": _above_one(llm_args, "context_parallel_size"),
+        "max_beam_width": _above_one(llm_args, "max_beam_width"),
+        "enable_attention_dp": bool(getattr(llm_args, "enable_attention_dp", False)),
+        "speculative_config": getattr(llm_args, "speculative_config", None) is not None,
+        "sparse_attention_config": getattr(llm_args, "sparse_attention_config", None) is not None,
+        "kv_cache_config.host_cache_size": bool(getattr(kv, "host_cache_size", None)),
+        "kv_cache_config.disk_cache_size": bool(getattr(kv, "disk_cache_size", None)),
+        "kv_cache_config.max_attention_window": bool(getattr(kv, "max_attention_window", None)),
+        "kv_cache_config.enable_block_reuse": not getattr(kv, "enable_block_reuse", True),
+        "kv_cache_config.dtype": str(kv.dtype).lower() == "nvfp4",
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            value: Any = llm_args
+            for part in name.split("."):
+                value = getattr(value, part)
+            raise ConfigError(f"{name} = {value!r}: not supported by FlexCache in TensorRT-LLM")
+    config = _text_config(read_model_file(llm_args))
+    kinds = [str(kind) for kind in config.get("layer_types") or config.get("layers_block_type", ())]
+    if any(config.get(key) for key in _STATE_KEYS) or any(
+        word in kind for kind in kinds for word in _STATE_LAYERS
+    ):
+        raise ConfigError(f"model = {llm_args.model!r}: Mamba and linear attention keep states, "
+                          "which TensorRT-LLM does not hand to connectors")  # fmt: skip
+
+
+def read_cache_config(llm_args: Any) -> CacheConfig:
+    """Read `CacheConfig` from ``FLEXCACHE_*``; the block size is TensorRT-LLM's."""
+    block_size = int(llm_args.kv_cache_config.tokens_per_block)
+    set_size = os.environ.get("FLEXCACHE_TOKENS_PER_BLOCK")
+    if set_size is not None and int(set_size) != block_size:
+        raise ConfigError(
+            f"FLEXCACHE_TOKENS_PER_BLOCK = {set_size!r}: must be TensorRT-LLM's, {block_size}; "
+            "leave it unset"
+        )
+    return CacheConfig.from_env(None, {}, tokens_per_block=block_size)
+
+
+def read_model_config(llm_args: Any) -> ModelConfig:
+    """Return the model, and how the ranks divide its KV. The sizes of blocks are theirs to tell."""
+    config = _text_config(read_model_file(llm_args))
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_size = config.get("head_dim") or config["hidden_size"] // heads
+    latent = config.get("kv_lora_rank")
+    if latent:
+        kv_heads, head_size = 1, latent + config["qk_rope_head_dim"]
+    return ModelConfig(
+        model_id=_read_model_id(llm_args),
+        num_layers=config["num_hidden_layers"],
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        dtype=_read_kv_dtype(llm_args, config),
+        use_mla=bool(latent),
+        tp_size=llm_args.tensor_parallel_size,
+        sized_by_ranks=True,
+    )
+
+
+def read_model_file(llm_args: Any) -> Mapping[str, Any]:
+    """Read the checkpoint's ``config.json``, in a directory or in the hub's cache.
+
+    Raises:
+        ConfigError: It is in neither.
+    """
+    name = str(llm_args.model)
+    file: Any = Path(name) / "config.json"
+    if not file.is_file():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        file = None
+        with contextlib.suppress(HFValidationError):  # not a name on the hub
+            revision = getattr(llm_args, "revision", None)
+            file = try_to_load_from_cache(name, "config.json", revision=revision)
+        if not isinstance(file, str):
+            raise ConfigError(f"model = {name!r}: its config.json was not found")
+    found: Mapping[str, Any] = json.loads(Path(file).read_bytes())
+    return found
+
+
+def describe_settings(llm_args: Any) -> str:
+    """Return what decides the order of bytes in a block besides the shape of the KV tensors."""
+    return f"TensorRT-LLM {getattr(llm_args, 'attn_backend', 'TRTLLM')}"
+
+
+def _above_one(llm_args: Any, name: str) -> bool:
+    return (getattr(llm_args, name, None) or 1) > 1
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
+def _read_kv_dtype(llm_args: Any, config: Mapping[str, Any]) -> torch.dtype:
+    name = str(llm_args.kv_cache_config.dtype).lower()
+    if name == "auto":
+        name = dtype_name(getattr(llm_args, "dtype", "auto"))
+    if name == "auto":
+        name = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    return _KV_DTYPES[name] if name in _KV_DTYPES else read_dtype(name)
+
+
+def _read_model_id(llm_args: Any) -> str:
+    """Name what decides the numbers in the engine's KV, the model's name first."""
+    (_, name), *parts = identify_checkpoint(
+        str(llm_args.model), getattr(llm_args, "revision", None)
+    )
+    parts += _settings(llm_args)
+    return "|".join([name, *(f"{key}={value}" for key, value in parts)])
+
+
+def _settings(llm_args: Any) -> Iterator[tuple[str, str]]:
+    yield "engine", "tensorrt_llm"
+    yield "dtype", dtype_name(getattr(llm_args, "dtype", "auto"))
+    yield "kv", str(llm_args.kv_cache_config.dtype)
+    for name in ("quant_config", "model_kwargs"):
+        value = getattr(llm_args, name, None)
+        if value is not None:
+            dump = getattr(value, "model_dump", None)
+            yield name, digest(value if dump is None else dump(mode="json"))
+    load_format = getattr(llm_args, "load_format", "auto")
+    if str(getattr(load_format, "name", load_format)).lower() == "dummy":
+        yield "random_weights", "dummy"

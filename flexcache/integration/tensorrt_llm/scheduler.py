@@ -1,0 +1,196 @@
+"""Scheduler side of the connector: turns TensorRT-LLM's queries into FlexCache tasks.
+
+A request's get is matched when TensorRT-LLM asks, launched when it has allocated blocks, and
+announced to the ranks in the metadata of the same step. Its put begins when it ends: TensorRT-LLM
+keeps the blocks until they are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flexcache.errors import InternalError
+from flexcache.integration.layerwise_rule import LayerwiseRule
+from flexcache.integration.tensorrt_llm.calls import RequestCalls
+from flexcache.integration.tensorrt_llm.engine import (
+    check_supported,
+    read_cache_config,
+    read_model_config,
+)
+from flexcache.integration.tensorrt_llm.interface import KvCacheConnectorScheduler
+from flexcache.integration.tensorrt_llm.metadata import Load, StepMetadata, When
+from flexcache.integration.tensorrt_llm.requests import Get, num_computed_tokens, read_scope
+from flexcache.integration.tensorrt_llm.saves import Saves
+from flexcache.manager import KVManager
+
+
+class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
+    """Owns the `KVManager` of one engine, on rank 0. Called on the executor's one thread.
+
+    Attributes:
+        manager: The cache. Until all ranks have registered, nothing is found.
+    """
+
+    def __init__(self, llm_args: Any) -> None:
+        super().__init__(llm_args)
+        check_supported(llm_args)
+        config = read_cache_config(llm_args)
+        self._block_size = config.tokens_per_block
+        self._is_one_rank = llm_args.tensor_parallel_size == 1
+        self._layerwise = LayerwiseRule(config.layerwise_load, None)
+        self.manager = KVManager(read_model_config(llm_args), config, endpoint=config.endpoint)
+        self.manager.start()
+        self._cache = RequestCalls(self.manager, self._block_size)
+        self._saves = Saves(self._cache, self.manager.endpoint)
+        self._gets: dict[int, Get] = {}
+        self._loads: list[Load] = []
+
+    # -- loads -----------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Return how many tokens after the first ``num_computed_tokens`` will be loaded, and
+        whether the request is parked meanwhile.
+
+        At least one token is left to compute. Asked again, the request has lost its blocks.
+        """
+        self._drop(request.request_id)
+        scope = read_scope(request)
+        first, rest = divmod(num_computed_tokens, self._block_size)
+        stop = (len(request.get_tokens(0)) - 1) // self._block_size
+        if scope is None or rest or stop <= first:
+            return 0, False
+        found = self._cache.match_in_dram(request, scope, first, stop)
+        if found is None:
+            return 0, False
+        task_id, num_found = found
+        is_parked = not self._layerwise.allows(request.request_id)
+        self._gets[request.request_id] = Get(
+            task_id, first, first + num_found, num_found, is_parked
+        )
+        return num_found * self._block_size, is_parked
+
+    def update_state_after_alloc(self, request: Any, block_ids: Sequence[int]) -> None:
+        """Launch the request's load into the blocks that it was given."""
+        get = self._gets.get(request.request_id)
+        if get is None or get.launched:
+            return
+        if len(block_ids) < get.stop:  # the prompt is computed in pieces
+            self._narrow(request, get, get.first, len(block_ids))
+        blocks = list(block_ids[get.first : get.stop])
+        is_there = bool(blocks) and get.num_found == len(blocks) and min(blocks) >= 0
+        is_started = is_there and self._cache.launch(get.task_id, [blocks])
+        if not is_there:
+            self._cache.cancel(get.task_id)
+        get.launched = True
+        if blocks or get.is_parked:
+            task_id = get.task_id if is_started else None
+            self._loads.append(Load(request.request_id, task_id, len(blocks), self._when(get)))
+
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        """Leave out the tokens ``[start, end)``, at either end of what was matched."""
+        get = self._gets.get(request.request_id)
+        if get is None or get.launched or end <= start:
+            return
+        if start <= get.first * self._block_size:
+            self._narrow(request, get, -(-end // self._block_size), get.stop)
+        else:
+            self._narrow(request, get, get.first, start // self._block_size)
+
+    def _narrow(self, request: Any, get: Get, first: int, stop: int) -> None:
+        """Match fewer of the blocks, before the others are let go."""
+        former, scope, found = get.task_id, read_scope(request), None
+        get.first, get.stop = first, max(first, min(stop, get.stop))
+        if get.first < get.stop and scope is not None:
+            found = self._cache.match_in_dram(request, scope, get.first, get.stop)
+        get.task_id, get.num_found = found or (former, 0)
+        self._cache.cancel(former)
+
+    def _when(self, get: Get) -> When:
+        if get.is_parked:
+            return When.BETWEEN
+        return When.BY_LAYER if self._is_one_rank else When.FIRST
+
+    def _drop(self, request_id: int) -> None:
+        get = self._gets.pop(request_id, None)
+        if get is not None and not get.launched:
+            self._cache.cancel(get.task_id)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        in_step = (*scheduler_output.new_requests, *scheduler_output.cached_requests)
+        ids = [data.request_id for data in in_step]
+        self._layerwise.step(ids)
+        loads, self._loads = self._loads, []
+        return StepMetadata(self.manager.endpoint, loads, self._first_computed(ids))
+
+    def _first_computed(self, request_ids: Sequence[int]) -> list[int]:
+        """Return those of the requests that now compute with what was loaded for them."""
+        first = []
+        for request_id in request_ids:
+            get = self._gets.get(request_id)
+            if get is not None and get.launched and not get.has_computed:
+                get.has_computed = True
+                first.append(request_id)
+        return first
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
+        """Begin to store a request; return whether its blocks are still in use.
+
+        They are if they are being copied, or still loaded: an aborted request's load ends first.
+        """
+        request_id = request.request_id
+        self._layerwise.finished(request_id)
+        get = self._gets.pop(request_id, None)
+        tasks: list[int] = []
+        is_whole = True
+        if get is not None and not get.launched:
+            self._cache.cancel(get.task_id)
+        elif get is not None and get.first < get.stop:
+            if get.task_id not in self._cache.ended([get.task_id]):
+                self._cache.cancel(get.task_id)
+                tasks.append(get.task_id)
+                is_whole = False
+            else:
+                num_tokens = (get.stop - get.first) * self._block_size
+                is_whole = self._cache.has_arrived(get.task_id, num_tokens)
+        if is_whole and (task_id := self._put(request, cache_block_ids)) is not None:
+            tasks.append(task_id)
+        if tasks:
+            self._saves.add(request_id, tasks)
+        return bool(tasks)
+
+    def _put(self, request: Any, block_ids: Sequence[int]) -> int | None:
+        """Store what the request has computed; None if there is nothing to store."""
+        scope = read_scope(request)
+        num_blocks = min(num_computed_tokens(request) // self._block_size, len(block_ids))
+        if scope is None or not num_blocks or min(block_ids[:num_blocks]) < 0:
+            return None
+        found = self._cache.match_put(request, scope, num_blocks)
+        if found is None:
+            return None
+        task_id, wanted = found
+        blocks = list(block_ids[wanted.start : wanted.stop])
+        # The blocks were computed before their last token was sampled: nothing has to be awaited.
+        return task_id if self._cache.launch(task_id, [blocks], gated=False) else None
+
+    def request_reset(self, request: Any) -> None:
+        """Forget a request that has lost its blocks and will be computed again."""
+        self._drop(request.request_id)
+
+    def wait_for_initialization(self) -> None:
+        """Do nothing: the ranks register when the first step tells them where."""
+
+    def check_idle(self) -> None:
+        """Raise `InternalError` if a request is still remembered; all must have ended."""
+        if self._gets or self._loads or not self._saves.is_empty():
+            raise InternalError(f"ended requests are still remembered: {list(self._gets)}")
+
+    def shutdown(self) -> None:
+        self._saves.close()
+        self.manager.shutdown()
