@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from flexcache.cache.restore import link, reaches_start
+from flexcache.cache.restore_tails import are_tails, whole_tails
 from flexcache.doctor.findings import Finding, Level
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.pool_directory import (
@@ -190,10 +191,14 @@ class PoolDoctor:
             text = "cannot tell which blocks can be found without the pool's other directories"
             self._say(Level.WARNING, f"{name}: {text}", "name all directories of the pool")
             return
-        lost = len(records) - int(reaches_start(records, link(records)).sum())
+        is_tail = are_tails(records)
+        blocks, tails = records[~is_tail], whole_tails(records[is_tail])
+        in_tails = sum(len(tail.units) for tail in tails)
+        found = int(reaches_start(blocks, link(blocks)).sum()) + in_tails
+        share = f", {in_tails:,} of them in tails" if in_tails else ""
         self._say(
-            Level.OK, f"{name}: {len(records) - lost:,} blocks can be found, {lost:,} cannot "
-            "(an earlier block of the prompt is lost, they are duplicates, or of another model)",
+            Level.OK, f"{name}: {found:,} blocks can be found{share}, {len(records) - found:,} "
+            "cannot (an earlier block of the prompt is lost, or they are duplicates)",
         )  # fmt: skip
 
     def _verify(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,9 @@ import pytest
 import xxhash
 from typer.testing import CliRunner
 
+from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
 from flexcache.cli import app
+from flexcache.ids import BlockKey
 from flexcache.storage.disk_pool import DiskPool, locate_slot
 from flexcache.storage.pool_directory import DATA_FILE, INDEX_FILE
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES, SlotIndex, make_records
@@ -34,15 +36,22 @@ def open_pool(*paths: Path) -> DiskPool:
 
 def fill(*paths: Path) -> None:
     """Store a prompt of ten blocks in slots 0 to 9."""
+    write(paths, 0, 0, b"", [b"block %d" % i for i in range(NUM_BLOCKS)])
+
+
+def write(
+    paths: Sequence[Path], first_slot: int, position: int, parent: bytes, keys: Sequence[bytes]
+) -> None:
+    """Store blocks behind ``parent``, in slots from ``first_slot`` on."""
     pool = open_pool(*paths)
-    contents = [bytes([i + 1]) * SLOT_BYTES for i in range(NUM_BLOCKS)]
-    for slot, content in enumerate(contents):
+    contents = [bytes([first_slot + i + 1]) * SLOT_BYTES for i in range(len(keys))]
+    slots = np.arange(first_slot, first_slot + len(keys))
+    for slot, content in zip(slots.tolist(), contents, strict=True):
         fd, offset = locate_slot(slot, pool.data_fds, SLOT_BYTES)
         os.pwrite(fd, content, offset)
     sums = np.array([xxhash.xxh3_64_intdigest(content) for content in contents], np.uint64)
-    keys = [b"block %d" % i for i in range(NUM_BLOCKS)]
-    records = make_records(b"root of a model!", 0, b"", keys, sums)
-    SlotIndex(pool.index_fds, pool.pool_id).write(np.arange(NUM_BLOCKS), records)
+    records = make_records(b"root of a model!", position, parent, keys, sums)
+    SlotIndex(pool.index_fds, pool.pool_id).write(slots, records)
     pool.close()
 
 
@@ -71,6 +80,20 @@ def test_a_pool_is_described(filled: Path) -> None:
     assert "format 2, 1 of 1 directories, 12 slots of 8,192 bytes, 10 recorded" in said
     assert "10 blocks can be found, 0 cannot" in said
     assert "all recorded slots match their checksums" in said
+
+
+@pytest.mark.parametrize(
+    ("num_units", "expected"),
+    [
+        (2, "12 blocks can be found, 2 of them in tails, 0 cannot"),
+        (1, "10 blocks can be found, 1 cannot"),
+    ],
+)
+def test_tails_are_found_whole_or_not_at_all(filled: Path, num_units: int, expected: str) -> None:
+    parent = b"block %d" % (NUM_BLOCKS - 1)
+    units = tail_keys(BlockKey(parent), 2)[:num_units]
+    write([filled], NUM_BLOCKS, TAIL_FIRST, parent, units)
+    assert expected in doctor(filled, "--verify")[1]
 
 
 @pytest.mark.parametrize("option", ["--verify", "--repair", "--clear"])

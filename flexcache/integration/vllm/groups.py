@@ -41,6 +41,8 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:
         _read_group(vllm_config, all_groups[number], len(all_groups) == 1)
         for number in cached_group_ids(kv_cache_config)
     )
+    if not groups:
+        raise ConfigError("the model has no KV cache group that can be cached")
     if len(all_groups) == 1 and groups[0].is_dense:
         return ()
     if not TELLS_GROUPS:
@@ -49,8 +51,8 @@ def read_groups(vllm_config: Any, kv_cache_config: Any) -> tuple[KVGroup, ...]:
         group.kind == "state" for group in groups
     ):
         raise ConfigError(
-            "enable_prefix_caching = False: vLLM then keeps no state that could be stored; turn it "
-            "on, or run without the connector"
+            "enable_prefix_caching = False: vLLM then keeps no state that could be stored; set "
+            "--enable-prefix-caching, or run without the connector"
         )
     return groups
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flexcache.errors import InternalError
-from flexcache.integration.vllm.block_tables import BlockTables, Tables
+from flexcache.integration.vllm.block_tables import NULL_BLOCK, BlockTables, Tables
 from flexcache.integration.vllm.calls import CacheCalls
 from flexcache.integration.vllm.put_points import PutPoints
 
@@ -59,15 +59,10 @@ class _Put:
 
 @dataclass(slots=True)
 class _Running:
-    """A request that is stored at ``point`` tokens; None if it has no point ahead.
-
-    Attributes:
-        has_begun: Whether it was scheduled since it was admitted.
-    """
+    """A request that is stored at ``point`` tokens; None if it has no point ahead."""
 
     request: Any
     point: int | None
-    has_begun: bool = False
 
 
 class Puts:
@@ -84,6 +79,9 @@ class Puts:
         self.pool: BlockPool | None = None
         self._running: dict[str, _Running] = {}
         """Admitted requests that are not over, and are to be stored before they are."""
+        self._unscheduled: set[str] = set()
+        """Admitted requests that no step was scheduled for since: KV may be on its way to them, by
+        other connectors too, which counts as computed already."""
         self._num_offered: dict[str, int] = {}
         """How many tokens of a request the cache was offered."""
         self._matched: list[_Put] = []
@@ -129,6 +127,7 @@ class Puts:
 
     def admitted(self, request: Any) -> None:
         """Store the request at its points from now on, or again after it was preempted."""
+        self._unscheduled.add(request.request_id)
         num_offered = self._num_offered.get(request.request_id, 0)
         self._set_point(_Running(request, None), num_offered)
 
@@ -149,13 +148,20 @@ class Puts:
         Args:
             step: vLLM's `SchedulerOutput`.
         """
+        blocks = getattr(step, "kv_connector_block_state", None)
+        if blocks is not None:  # vLLM 0.32 and later
+            self._store_completed(step, blocks)
+        if self._unscheduled:
+            self._unscheduled.difference_update(step.num_scheduled_tokens)
+
+    def _store_completed(self, step: Any, blocks: Any) -> None:
         num_scheduled_tokens: Mapping[str, int] = step.num_scheduled_tokens
-        blocks, drafts = step.kv_connector_block_state, step.scheduled_spec_decode_tokens
+        drafts = step.scheduled_spec_decode_tokens
         for request_id in [r for r in self._running if r in num_scheduled_tokens]:
             running = self._running[request_id]
             request, computed = running.request, running.request.num_computed_tokens
-            if not running.has_begun:
-                self._begin(running, computed)
+            if request_id in self._unscheduled:
+                self._skip_points(running, computed)
             num_certain = computed + num_scheduled_tokens[request_id]
             if running.point is None or running.point > num_certain:
                 continue
@@ -167,9 +173,8 @@ class Puts:
                 request = self._running[request_id].request
                 self._store_states(request, states, blocks.get_block_ids(request_id))
 
-    def _begin(self, running: _Running, computed: int) -> None:
+    def _skip_points(self, running: _Running, computed: int) -> None:
         """Skip the points of the ``computed`` tokens that came from a cache."""
-        running.has_begun = True
         while running.point is not None and running.point <= computed:
             self._set_point(running, running.point)
 
@@ -201,6 +206,9 @@ class Puts:
             tables: Its blocks; none if their contents are unknown.
         """
         self._running.pop(request.request_id, None)
+        if request.request_id in self._unscheduled:  # aborted while a connector loads it, say
+            self._unscheduled.remove(request.request_id)
+            tables = ()  # they may hold nothing yet
         # Count only tokens that are certainly computed: no step in flight, no token just sampled.
         num_tokens = min(
             request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0),
@@ -254,6 +262,9 @@ class Puts:
             return False
         task_id, wanted = found
         dense = self._tables.dense(tables, wanted.start * size, wanted.stop * size)
+        if any(NULL_BLOCK in blocks for blocks in dense):  # what windows of answers leave is gone
+            self._cache.cancel(task_id)
+            return False
         blocks = [*map(list.__add__, dense, tail)]  # a group has one or the other
         put = _Put(task_id, request, tables[0][: wanted.stop], blocks)
         self.pool.touch([self.pool.blocks[block_id] for block_id in put.block_ids])
@@ -305,5 +316,5 @@ class Puts:
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is remembered or a block is pinned."""
-        if self._running or self._num_offered or self._matched or self._pinned:
+        if self._running or self._unscheduled or self._num_offered or self._matched or self._pinned:
             raise InternalError(f"still open: {list(self._running)}, {self._pinned}")

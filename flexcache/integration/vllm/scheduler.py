@@ -112,8 +112,7 @@ class FlexCacheScheduler:
         loads = self.gets.take_step()
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
-        if getattr(scheduled, "kv_connector_block_state", None) is not None:  # vLLM 0.32 and later
-            self.puts.scheduled(scheduled)
+        self.puts.scheduled(scheduled)
         return FlexCacheMetadata(loads, stores, idle)
 
     def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
