@@ -45,6 +45,9 @@ def _clean(engine: Engine) -> Iterator[None]:
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # all but the null block
     worker = get_kv_transfer_group()._worker
+    deadline_s = time.monotonic() + 60
+    while worker._stores and time.monotonic() < deadline_s:
+        worker.take_received()  # after a reset no step does that
     assert not (worker._stores or worker.client._gates.has_ended)
 
 
