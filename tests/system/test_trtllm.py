@@ -181,6 +181,21 @@ def test_a_request_that_was_aborted_in_its_prompt_stores_nothing(
     assert executor.scheduler.manager.stats()["tiers"]["CPU"]["indexed"] == 0
 
 
+def test_the_blocks_of_an_aborted_load_stay_until_it_has_ended(
+    make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = make_executor()
+    executor.run(Request(1, [*PROMPT]))
+    with monkeypatch.context() as patched:  # the copy is with the rank, and does not begin
+        patched.setattr(executor.ranks[0].worker.client, "open_gates", lambda _: None)
+        request = executor.add(Request(2, [*PROMPT]))
+        executor.step()
+    assert request.state == "parked"
+    executor.abort(request)
+    assert request.state == "saving"
+    executor.step_until(lambda: request.is_over)
+
+
 def test_what_is_on_ssd_is_brought_to_dram_for_later_requests(
     make_executor: MakeExecutor, tmp_path: Path
 ) -> None:
