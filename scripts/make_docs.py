@@ -57,7 +57,8 @@ a dashboard and alerts). A server and an engine read every metric from `KVManage
 scrape; a [router](router.md) has metrics of its own, on its control port. Between scrapes there is
 no cost. Sizes are in bytes, times in seconds. A part that is switched off (no remote store, no
 events, no trace) has no samples. `tier` is `CPU`, `SSD` or `REMOTE`; of a router `gpu`, `dram` or
-`disk`.
+`disk`. In models with windows or states the blocks of a tier include those of tails, and each
+counts with as many tokens as any other; hits count prefixes only.
 
 This page is generated from the code by `scripts/make_docs.py`.
 """
