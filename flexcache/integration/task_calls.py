@@ -7,7 +7,7 @@ nothing to load or store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from flexcache.client.group_blocks import GroupBlocks
 from flexcache.errors import FlexCacheError
 from flexcache.ids import KVStatus
+from flexcache.integration.safe_calls import safely
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
@@ -92,27 +93,19 @@ class TaskCalls:
 
     def wait_ended(self, task_ids: Iterable[int], timeout_s: float) -> None:
         """Wait until copies to and from the GPU have ended on every rank, or for ``timeout_s``."""
-        self._safely(self._manager.wait, list(task_ids), timeout_s)
+        safely(self._manager.wait, list(task_ids), timeout_s)
 
     def cancel(self, task_id: int) -> None:
-        self._safely(self._manager.cancel, [task_id])
+        safely(self._manager.cancel, [task_id])
 
     def report_prefill(self, tokens_per_s: float) -> None:
-        self._safely(self._manager.report_prefill, tokens_per_s)
+        safely(self._manager.report_prefill, tokens_per_s)
 
     def reset(self) -> bool:
         """Drop everything cached and unused. Return whether that succeeded."""
-        return self._safely(self._manager.reset)
+        return safely(self._manager.reset, if_failed=False) is not False
 
     def _slots(self, block_ids: Any) -> npt.NDArray[np.int64]:
         blocks = np.asarray(block_ids, dtype=np.int64)
         grid = blocks[:, None] * self._block_size + np.arange(self._block_size)
         return grid.ravel()
-
-    def _safely(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> bool:
-        try:
-            call(*arguments, **options)
-        except (FlexCacheError, ValueError, KeyError) as error:
-            log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
-            return False
-        return True

@@ -50,7 +50,6 @@ from flexcache.server.workers import WorkerPool
 from flexcache.storage.shards import Shards
 from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.ids import TaskIds, new_epoch
-from flexcache.tasks.instructions import DISK, REMOTE
 from flexcache.tasks.stats import ServerStats, Stats
 from flexcache.version import __version__
 
@@ -219,17 +218,7 @@ class KVServer:
         self._cache = cache
         self._observers.follow(cache)
         assert self._endpoint is not None
-        endpoint, store = self._endpoint.worker_address, cache.store
-        if store.disk_pool is not None:
-            self._pool.add(
-                DISK, "flexcache.transfer.workers.disk",
-                partial(store.disk_worker_config, endpoint), store.inherited_fds,
-            )  # fmt: skip
-        if self.config.remote_url is not None:
-            self._pool.add(
-                REMOTE, "flexcache.transfer.workers.remote",
-                partial(store.remote_worker_config, endpoint), store.segment_fds,
-            )  # fmt: skip
+        self._pool.add_store_workers(cache.store, self._endpoint.worker_address)
         return cache
 
     # -- calls from this process -----------------------------------------------------------------

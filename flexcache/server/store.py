@@ -85,6 +85,11 @@ class CacheStore:
         files = [] if pool is None else pool.data_fds + pool.index_fds
         return self.segment_fds + files
 
+    @property
+    def has_remote(self) -> bool:
+        """Whether a remote store is below."""
+        return self._config.remote_url is not None
+
     def disk_worker_config(self, endpoint: str, identity: str) -> DiskWorkerConfig:
         pool, config = self.disk_pool, self._config
         assert pool is not None

@@ -19,10 +19,11 @@ from flexcache.logs import log_event
 from flexcache.server.outbox import WorkerInstruction, make_execute
 from flexcache.server.reactor import Reactor
 from flexcache.server.router_socket import RouterSocket
+from flexcache.server.store import CacheStore
 from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.server.worker_messages import WorkerMessages
 from flexcache.server.worker_owner import WorkerOwner
-from flexcache.tasks.instructions import REMOTE, DropOp, ReplaceExecutor, RunLookUp, RunOp
+from flexcache.tasks.instructions import DISK, REMOTE, DropOp, ReplaceExecutor, RunLookUp, RunOp
 from flexcache.transfer.messages import Drop, LookUp, Stop
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,23 @@ class WorkerPool:
     ) -> None:
         """Supervise one more worker; see `WorkerSupervisor`. The next `start_due` starts it."""
         self._workers[name] = WorkerSupervisor(name, module, make_config, keep_fds)
+
+    def add_store_workers(self, store: CacheStore, endpoint: str) -> None:
+        """Supervise the workers that an open store needs: for its disk, for its remote store.
+
+        Args:
+            endpoint: Where they connect to.
+        """
+        if store.disk_pool is not None:
+            self.add(
+                DISK, "flexcache.transfer.workers.disk",
+                partial(store.disk_worker_config, endpoint), store.inherited_fds,
+            )  # fmt: skip
+        if store.has_remote:
+            self.add(
+                REMOTE, "flexcache.transfer.workers.remote",
+                partial(store.remote_worker_config, endpoint), store.segment_fds,
+            )  # fmt: skip
 
     # -- insight ---------------------------------------------------------------------------------
 

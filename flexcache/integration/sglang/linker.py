@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from sglang.srt.runtime_context import get_parallel
 from flexcache.config import ModelConfig
 from flexcache.errors import FlexCacheError
 from flexcache.ids import KVStatus, TierName
+from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
 from flexcache.integration.sglang.layer_waits import LayerWaits
@@ -102,7 +103,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self.layer_done_counter = LayerWaits(pages.names_by_layer, config.server_timeout_s)
         self.parking = ParkedRequests(
-            self.cache, self._safely, config.remote_lookup_timeout_s, config.op_timeout_s
+            self.cache, config.remote_lookup_timeout_s, config.op_timeout_s
         )
         self.parent_key: str | None = None
         self.has_peers = rank.count > 1
@@ -208,7 +209,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _match(self, keys: Sequence[str], parent_key: str | None) -> tuple[int, int, int] | None:
         """Match pages; return the task, how many there are, and how many of them in DRAM."""
         prompt = self._prompt(keys, parent_key)
-        found = self._safely(self.cache.manager.get_match_by_tier, look_up=False, **prompt)
+        found = safely(self.cache.manager.get_match_by_tier, look_up=False, **prompt)
         if found is None:
             return None
         task_id, mask, sources = found
@@ -221,7 +222,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
         kv = _kv_of(transfers)
         prompt = self._prompt(kv.keys or [], self.parent_key)
-        found = self._safely(self.cache.manager.put_match, **prompt)
+        found = safely(self.cache.manager.put_match, **prompt)
         task_id = None
         if found is not None and found[1].any():
             task_id, mask = found
@@ -236,7 +237,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def num_completed_offloads(self) -> int:
         running = [t for t in self._offloads if t is not None and t not in self._ended]
         if running:
-            ended = self._safely(self.cache.manager.try_wait, running)
+            ended = safely(self.cache.manager.try_wait, running)
             if ended is None:  # the cache was closed: it has let go of the GPU
                 self._ended.update(dict.fromkeys(running, False))
             else:
@@ -276,9 +277,9 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.cancel_queued_load(rid)
         self.layer_done_counter.reset()
         running = [task_id for task_id in self._offloads if task_id is not None]
-        self._safely(self.cache.manager.wait, running, _FLUSH_PATIENCE_S)
-        self._safely(self.cache.manager.cancel, running)
-        self._safely(self.cache.manager.wait, running)
+        safely(self.cache.manager.wait, running, _FLUSH_PATIENCE_S)
+        safely(self.cache.manager.cancel, running)
+        safely(self.cache.manager.wait, running)
         self._offloads.clear()
         self._ended.clear()
 
@@ -303,15 +304,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return True
 
     def _cancel(self, task_id: int) -> None:
-        self._safely(self.cache.manager.cancel, [task_id])
-
-    def _safely(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """The cache may fail, the request may not."""
-        try:
-            return call(*arguments, **options)
-        except (FlexCacheError, ValueError, KeyError) as error:
-            log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
-            return None
+        safely(self.cache.manager.cancel, [task_id])
 
 
 def _kv_of(transfers: list[PoolTransfer]) -> PoolTransfer:

@@ -9,11 +9,11 @@ arrived --nothing below DRAM--> ready
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flexcache.ids import TierName
+from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.rank_cache import RankCache
 
 
@@ -31,7 +31,6 @@ class ParkedRequests:
     """The waiting requests of one rank.
 
     Args:
-        safely: Makes a call of the cache; None if it fails.
         lookup_timeout_s: How long a request waits for the remote store's answer.
         fetch_timeout_s: How long it waits for its pages.
     """
@@ -39,12 +38,10 @@ class ParkedRequests:
     def __init__(
         self,
         cache: RankCache,
-        safely: Callable[..., Any],
         lookup_timeout_s: float,
         fetch_timeout_s: float,
     ) -> None:
         self._cache = cache
-        self._safely = safely
         self._lookup_timeout_s = lookup_timeout_s
         self._fetch_timeout_s = fetch_timeout_s
         self._parked: dict[str, _Parked] = {}
@@ -78,27 +75,27 @@ class ParkedRequests:
     def reset(self) -> None:
         for parked in self._parked.values():
             if parked.task_id is not None:
-                self._safely(self._cache.manager.cancel, [parked.task_id])
+                safely(self._cache.manager.cancel, [parked.task_id])
         self._parked.clear()
 
     def _advance(self, parked: _Parked) -> bool:
         """Take the next step of a request, if it is due; return whether it still waits."""
         now = time.monotonic()
         if parked.task_id is not None:
-            ended = self._safely(self._cache.manager.try_wait, [parked.task_id])
+            ended = safely(self._cache.manager.try_wait, [parked.task_id])
             return ended == {} and now < parked.give_up_s
         prompt = self._cache.prompt(parked.keys, parked.parent_key)
-        found = self._safely(
+        found = safely(
             self._cache.manager.get_match_by_tier, look_up=now < parked.give_up_s, **prompt
         )
         if found is None:
             return now < parked.give_up_s  # not answered yet, or failed
         task_id, mask, sources = found
-        self._safely(self._cache.manager.cancel, [task_id])
+        safely(self._cache.manager.cancel, [task_id])
         if sources.keys() <= {TierName.CPU}:
             return False
         keys = parked.keys[: self._cache.num_pages(mask)]
         prompt = self._cache.prompt(keys, parked.parent_key)
-        parked.task_id = self._safely(self._cache.manager.prefetch_async, **prompt)
+        parked.task_id = safely(self._cache.manager.prefetch_async, **prompt)
         parked.give_up_s = now + self._fetch_timeout_s
         return parked.task_id is not None

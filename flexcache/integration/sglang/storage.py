@@ -26,7 +26,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from flexcache.config import ModelConfig
-from flexcache.errors import ConfigError, FlexCacheError
+from flexcache.errors import ConfigError
+from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.host_pages import describe_pool, page_tensors
 from flexcache.integration.sglang.identity import read_model_id
 from flexcache.integration.sglang.rank_cache import RankCache
@@ -166,7 +167,7 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Drop everything cached and unused."""
         if self.cache is not None:
-            self._safely(self.cache.manager.reset)
+            safely(self.cache.manager.reset)
 
     def close(self) -> None:
         if self.cache is not None:
@@ -230,7 +231,8 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         before = extra_info.prefix_keys if extra_info is not None else None
         parent = bytes.fromhex(before[-1]) if before else None
         own = [bytes.fromhex(key) for key in keys]
-        return self._safely(call, self.cache, own, parent, *arguments) or 0
+        num_pages: int = safely(call, self.cache, own, parent, *arguments, if_failed=0)
+        return num_pages
 
     def _for_each(
         self,
@@ -242,13 +244,6 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             transfer.name: call(transfer.keys or [], transfer.host_indices, extra_info)
             for transfer in transfers
         }
-
-    def _safely(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return call(*arguments)
-        except (FlexCacheError, ValueError, KeyError) as error:
-            log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
-            return None
 
     def _warn_of_lone_pages(self, extra_info: HiCacheStorageExtraInfo | None) -> None:
         if self._has_warned or (extra_info is not None and extra_info.prefix_keys is not None):

@@ -11,6 +11,7 @@ import numpy as np
 
 from flexcache.errors import FlexCacheError
 from flexcache.ids import TierName
+from flexcache.integration.safe_calls import safely
 from flexcache.integration.task_calls import TaskCalls
 from flexcache.integration.vllm.kv_events import read_request_info
 from flexcache.integration.vllm.stats import read_counters
@@ -101,7 +102,7 @@ class CacheCalls(TaskCalls):
 
     def look_up(self, request: Any) -> None:
         """Begin to ask the remote store about a request that vLLM will ask about."""
-        self._safely(
+        safely(
             self._manager.get_match_by_tier,
             request.all_token_ids,
             namespace=self._namespace,

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 
 import xxhash
 import zmq
@@ -91,17 +90,7 @@ class TierHost:
         """Start workers and thread; returns at once."""
         self._reactor.open()
         self._pool.bind(self._context, self._lock.worker_endpoint)
-        endpoint, store = self._lock.worker_endpoint, self._store
-        if store.disk_pool is not None:
-            self._pool.add(
-                DISK, "flexcache.transfer.workers.disk",
-                partial(store.disk_worker_config, endpoint), store.inherited_fds,
-            )  # fmt: skip
-        if self._config.remote_url is not None:
-            self._pool.add(
-                REMOTE, "flexcache.transfer.workers.remote",
-                partial(store.remote_worker_config, endpoint), store.segment_fds,
-            )  # fmt: skip
+        self._pool.add_store_workers(self._store, self._lock.worker_endpoint)
         self._thread.start()
 
     def wait_ready(self, timeout_s: float) -> bool:
