@@ -1,7 +1,7 @@
 """Wire format of KV events: msgpack, in the layouts of vLLM and compatible publishers.
 
 A batch is an array ``[time, events, data-parallel rank]``. Its events are maps with the key `type`
-(vLLM from 0.24 on) or positional arrays that begin with the type (until 0.23).
+(SGLang, and vLLM from 0.24 on) or positional arrays that begin with the type (vLLM until 0.23).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class BlockStored(_Event, frozen=True):
         parent_block_hash: Hash of the block before them; None at the prompt's start.
         token_ids: ``block_size`` per block; empty if the tokens are unknown.
         extra_keys: What was hashed besides tokens, per block.
+        cache_salt: SGLang's salt, which vLLM has among the first block's ``extra_keys``.
     """
 
     block_hashes: list[BlockHash]
@@ -44,6 +45,7 @@ class BlockStored(_Event, frozen=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None
 
 
 class BlockRemoved(_Event, frozen=True):
@@ -88,14 +90,21 @@ def low_64_bits(block_hash: BlockHash) -> int:
 _HASH_BYTES = 8
 
 
-def _integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
+def _last_integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
     """Return the last bytes of each key as big-endian integers, in one pass."""
     ends = b"".join([key[-_HASH_BYTES:].rjust(_HASH_BYTES, b"\0") for key in keys])
     return list(struct.unpack(f">{len(keys)}Q", ends))
 
 
+def _first_integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
+    """Return the first bytes of each key as signed big-endian integers, SGLang's block hashes."""
+    starts = b"".join([key[:_HASH_BYTES].rjust(_HASH_BYTES, b"\0") for key in keys])
+    return list(struct.unpack(f">{len(keys)}q", starts))
+
+
 _HASHES: Mapping[str, Callable[[Sequence[BlockKey]], list[BlockHash]]] = {
-    "int": _integers,
+    "int": _last_integers,
+    "int_first": _first_integers,
     "bytes": list,
 }
 
@@ -104,7 +113,8 @@ def describe(change: Change, hashes: str) -> Event:
     """Return the event for a change.
 
     Args:
-        hashes: Form of block hashes: int, vLLM's default, or bytes, the whole key.
+        hashes: Form of block hashes: int, vLLM's default; int_first, SGLang's; or bytes, the
+            whole key.
     """
     hashes_of = _HASHES[hashes]
     match change:
@@ -144,7 +154,8 @@ class BatchEncoder:
 
 
 def _positional(event: Event) -> list[Any]:
-    return [type(event).__name__, *msgspec.structs.astuple(event)]
+    values = msgspec.structs.astuple(event)
+    return [type(event).__name__, *(values[:-1] if isinstance(event, BlockStored) else values)]
 
 
 # -- from the wire -------------------------------------------------------------------------------
@@ -210,4 +221,7 @@ def _read_event(content: Any) -> Event | None:
         name = fields.pop("type")
         if name not in _TYPES:
             return None
+    tokens = fields.get("token_ids")
+    if tokens and isinstance(tokens[0], list):  # SGLang with EAGLE: each token with the next
+        fields["token_ids"] = [token for token, _ in tokens]
     return msgspec.convert({**_OPTIONAL, **fields, "type": name}, _TYPES[name])

@@ -29,12 +29,14 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.runtime_context import get_parallel
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import ModelConfig
 from flexcache.errors import FlexCacheError
 from flexcache.ids import KVStatus, TierName
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
+from flexcache.integration.sglang.kv_events import TreeEvents, publishes_events
 from flexcache.integration.sglang.layer_waits import LayerWaits
 from flexcache.integration.sglang.parked import ParkedRequests
 from flexcache.integration.sglang.rank_cache import RankCache
@@ -72,6 +74,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         has_peers: Whether the engine has other ranks, which must decide alike.
         parent_key: Key of the page before those of the next call; set by `parking`'s hooks, since
             SGLang names only the pages that its tree lacks.
+        events: KV events of the cache, for SGLang's own stream.
         layer_done_counter: What the KV pool waits with, before it hands out a layer.
 
     Raises:
@@ -90,7 +93,9 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         pages = DevicePages(params, components)
         rank = read_rank(get_parallel(), getattr(server_args, "dp_size", 1), False)
-        config = read_cache_config(dict(extra_config), params.page_size, rank)
+        config = read_cache_config(
+            dict(extra_config), params.page_size, rank, publishes_events(server_args)
+        )
         model = ModelConfig(
             read_model_id(server_args, rank.part),
             num_layers=pages.num_layers,
@@ -100,6 +105,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             sized_by_ranks=True,
         )
         self.cache = RankCache(model, config, pages.tensors, pages.description)
+        publishes = config.kv_events and config.endpoint is None  # else the server does
+        self.events = TreeEvents(self.cache.manager, params, publishes)
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self.layer_done_counter = LayerWaits(pages.names_by_layer, config.server_timeout_s)
         self.parking = ParkedRequests(
@@ -221,7 +228,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
         kv = _kv_of(transfers)
-        prompt = self._prompt(kv.keys or [], self.parent_key)
+        prompt = self._prompt(kv.keys or [], self.parent_key, self.events.of_offload())
         found = safely(self.cache.manager.put_match, **prompt)
         task_id = None
         if found is not None and found[1].any():
@@ -289,9 +296,11 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _prompt(self, keys: Sequence[str], parent_key: str | None) -> dict[str, Any]:
+    def _prompt(
+        self, keys: Sequence[str], parent_key: str | None, content: PromptContent | None = None
+    ) -> dict[str, Any]:
         parent = None if parent_key is None else bytes.fromhex(parent_key)
-        return self.cache.prompt([bytes.fromhex(key) for key in keys], parent)
+        return self.cache.prompt([bytes.fromhex(key) for key in keys], parent, content=content)
 
     def _launch(self, task_id: int, slots: np.ndarray[Any, Any]) -> bool:
         """Launch a task behind a gate; if that fails, it has ended."""

@@ -4,6 +4,8 @@ SGLang finds `install` by the entry point ``sglang.srt.plugins`` in each of its 
 the linker its hooks do nothing. They close what the interface of linkers leaves open:
 
 * SGLang names only the pages that its tree lacks: the key before them is handed over too.
+* SGLang publishes KV events of its tree: those of the tiers below join them, with the tokens of the
+  prompt that is being inserted.
 * A linker cannot say "not yet". For HiCache's storage and for LMCache, SGLang asks the tree to
   prefetch when a request arrives, and then in every pass whether that is done. With
   ``enable_lmcache`` set after the tree was made, it asks for the linker as well.
@@ -30,6 +32,8 @@ def install() -> None:
     HookRegistry.register(f"{_WRAPPER}._tail_hashes", _tail_hashes, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}._offload_node", _offload_node, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}.release_request", _release, HookType.AROUND)
+    HookRegistry.register(f"{_TREE}.insert", _insert, HookType.AROUND)
+    HookRegistry.register(f"{_TREE}.take_events", _take_events, HookType.AROUND)
 
 
 def _linker_of(wrapper: Any) -> Any:
@@ -69,7 +73,8 @@ def _prefetch(
     ).page_aligned(tree.page_size)
     if len(key):
         keys = get_storage_hash_str(key, last_hash, page_size=tree.page_size)
-        linker.parking.arrived(request.rid, keys, last_hash)
+        content = linker.events.describe(key, last_hash is None, request.rid)
+        linker.parking.arrived(request.rid, keys, last_hash, content)
     return None
 
 
@@ -103,6 +108,7 @@ def _offload_node(original: Callable[..., Any], wrapper: Any, node_id: Any, tran
     if linker is not None:
         before = wrapper.cache.get_prefix_hash_values(node_id)
         linker.parent_key = before[-1] if before else None
+        linker.events.offloading(len(before))
     return original(wrapper, node_id, transfers)
 
 
@@ -111,3 +117,17 @@ def _release(original: Callable[..., Any], wrapper: Any, rid: str) -> Any:
     if linker is not None:
         linker.ended(rid)
     return original(wrapper, rid)
+
+
+def _insert(original: Callable[..., Any], tree: Any, params: Any) -> Any:
+    linker = _linker_of(tree.linker)
+    if linker is None:
+        return original(tree, params)
+    with linker.events.inserting(params.key):
+        return original(tree, params)
+
+
+def _take_events(original: Callable[..., Any], tree: Any) -> Any:
+    linker = _linker_of(tree.linker)
+    events = original(tree)
+    return events if linker is None else [*events, *linker.events.take()]
