@@ -61,6 +61,14 @@ class AllBlocksCleared(_Event, frozen=True):
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+_TYPES: Mapping[str, type[Event]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+_POSITIONS = {
+    name: [field for field in kind.__struct_fields__ if field != "cache_salt"]
+    for name, kind in _TYPES.items()
+}
+"""Fields in the order of arrays; SGLang's events are maps."""
 
 
 class EventBatch(msgspec.Struct, frozen=True):
@@ -154,15 +162,12 @@ class BatchEncoder:
 
 
 def _positional(event: Event) -> list[Any]:
-    values = msgspec.structs.astuple(event)
-    return [type(event).__name__, *(values[:-1] if isinstance(event, BlockStored) else values)]
+    name = type(event).__name__
+    return [name, *(getattr(event, field) for field in _POSITIONS[name])]
 
 
 # -- from the wire -------------------------------------------------------------------------------
 
-_TYPES: Mapping[str, type[Event]] = {
-    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
-}
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
 _OPTIONAL = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None}
 """Fields that older publishers omit."""
@@ -215,7 +220,7 @@ def _read_event(content: Any) -> Event | None:
         name, *values = content
         if name not in _TYPES:
             return None
-        fields = dict(zip(_TYPES[name].__struct_fields__, values, strict=False))
+        fields = dict(zip(_POSITIONS[name], values, strict=False))
     else:
         fields = dict(content)
         name = fields.pop("type")

@@ -1,4 +1,4 @@
-"""The router predicts from KV events what a real SGLang finds on its GPU and in FlexCache's tiers."""
+"""The router predicts from KV events what a real SGLang finds, on its GPU and in the tiers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from predictions import PATIENCE_S, Predictions, predicting
 from sglang_engine import TinyEngine, apart, prompt
+from sglang_linker import linker_of, linker_options, settle
 from test_hicache_storage import engine_with_storage, manager_of
 from test_hicache_storage import settle as settle_storage
-from test_linker import linker_of, linker_options, settle
 
 from flexcache.router.workers import EventSource, Tier
 

@@ -19,6 +19,7 @@ from flexcache.integration.safe_calls import safely
 from flexcache.manager import KVManager
 from flexcache.request_info import RequestInfo
 
+
 def publishes_events(server_args: Any) -> bool:
     """Return whether SGLang publishes the KV events of this rank's cache."""
     config = server_args.kv_events_config
