@@ -117,7 +117,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.parking = ParkedRequests(
             self.cache, config.remote_lookup_timeout_s, config.op_timeout_s
         )
-        self.prefill_rate = PrefillRate()
+        self.prefill_rate = PrefillRate() if config.skip_slow_loads else None
         self.parent_key: str | None = None
         self.path: Callable[[], tuple[Sequence[str], torch.Tensor]] | None = None
         self.asked: Asked | None = None

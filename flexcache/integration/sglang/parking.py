@@ -68,6 +68,8 @@ def _batch_ended(result: object, scheduler: Any, batch: Any, *arguments: object)
         return
     for request in batch.reqs:
         linker.release(request.rid)  # what was found and not needed
+    if linker.prefill_rate is None:
+        return
     only_computed = batch.forward_mode.is_extend_without_speculative() and not any(
         request.host_loaded_length for request in batch.reqs
     )
