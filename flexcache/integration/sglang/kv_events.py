@@ -42,7 +42,8 @@ class TreeEvents:
         self._adapter_of = params.kv_event_lora_names.resolve
         self._publishes = publishes
         self._inserted: Any = None
-        self._num_before = 0
+        self._key: Any = None
+        self._first = 0
 
     @contextmanager
     def inserting(self, key: Any) -> Iterator[None]:
@@ -53,33 +54,30 @@ class TreeEvents:
         finally:
             self._inserted = None
 
-    def offloading(self, num_before: int) -> None:
-        """Note how many pages of it are before those that are stored next."""
-        self._num_before = num_before
+    def stores(self, first: int) -> None:
+        """Note that pages of the inserted prompt are stored next, from page ``first`` on."""
+        self._key, self._first = self._inserted, first
 
-    def of_offload(self) -> PromptContent | None:
-        """Describe the pages that are stored."""
-        if self._inserted is None:
-            return None
-        rest = self._inserted[self._num_before * self._page_size :]
-        return self.describe(rest, self._num_before == 0)
+    def looks_up(self, key: Any, first: int) -> None:
+        """Note that pages of a prompt are looked up next, from page ``first`` on."""
+        self._key, self._first = key, first
 
-    def describe(self, key: Any, is_start: bool, request_id: str = "") -> PromptContent | None:
-        """Describe pages for KV events and traces; None without these, or if the tokens do not tell
-        the KV: those of EAGLE's pairs, or of a caller's own ``extra_key``.
+    def describe(self, request_id: str = "", is_whole: bool = False) -> PromptContent | None:
+        """Describe these pages for KV events and traces; None without such, or if their tokens do
+        not tell their KV: those of EAGLE's pairs, or of a caller's own ``extra_key``.
 
         Args:
-            key: Their ``RadixKey``.
-            is_start: Whether a prompt begins with them.
+            is_whole: Describe the prompt from its first page on.
         """
-        if not self._manager.wants_request_info:
+        key, first = self._key, 0 if is_whole else self._first
+        if key is None or not self._manager.wants_request_info:
             return None
         adapter = self._adapter_of(key.extra_key)
         if key.is_bigram or (key.extra_key and adapter is None):
             return None
-        tokens = key.raw_token_ids()
+        tokens = key.raw_token_ids()[first * self._page_size :]
         extra_keys: list[Any] | None = None
-        if key.cache_salt and is_start:
+        if key.cache_salt and not first:
             extra_keys = [[key.cache_salt], *[None] * (len(tokens) // self._page_size - 1)]
         info = RequestInfo(request_id, lora_name=adapter, extra_keys=extra_keys)
         return PromptContent(tokens, info)
