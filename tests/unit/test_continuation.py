@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from builders import ROOT
 from hypothesis import given
@@ -179,7 +181,10 @@ def test_a_chain_is_packed_as_a_whole() -> None:
 
 def test_only_keys_can_be_continued() -> None:
     maker = PromptMaker("a model", 2, lambda: PromptDetail.NOTHING)
-    for block_keys, parent in ((None, b"key"), ([b"k"], b""), ([b"k"], b"k" * 41)):
+    wrong: list[tuple[Any, Any]] = [
+        (None, b"key"), ([b"k"], b""), ([b"k"], b"k" * 41), ([b"k"], "key")
+    ]  # fmt: skip
+    for block_keys, parent in wrong:
         with pytest.raises(ValueError, match="parent_key"):
             maker.make([1, 2], block_keys=block_keys, parent_key=parent)
     with pytest.raises(ValueError, match="parent_key"):
