@@ -115,11 +115,11 @@ class PromptMaker:
         content: PromptContent | None,
     ) -> PromptKeys:
         if parent_key is not None and (
-            block_keys is None or not 0 < len(parent_key) <= MAX_KEY_BYTES
+            block_keys is None
+            or not isinstance(parent_key, bytes)
+            or not 0 < len(parent_key) <= MAX_KEY_BYTES
         ):
-            raise ValueError(
-                f"a parent_key must have 1 to {MAX_KEY_BYTES} bytes, and goes with block_keys"
-            )
+            raise ValueError(f"a parent_key must be 1 to {MAX_KEY_BYTES} bytes, beside block_keys")
         if block_keys is not None:
             if len(block_keys) and not 0 < len(block_keys[0]) <= MAX_KEY_BYTES:
                 raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")

@@ -137,3 +137,11 @@ class UnitShape:
             count = max(1, -(-self.tail_blocks(position) // self.blocks_per_unit))
             self._tail_units[position] = count
         return count
+
+    @property
+    def largest_tail_units(self) -> int:
+        """Return the units of the largest tail; 0 for a model without tails."""
+        if not self.sparse:
+            return 0
+        longest = max(group.window for group in self.sparse)
+        return max(self.tail_units(p) for p in range(1, longest // self._tokens + 2))

@@ -111,6 +111,13 @@ class ServedCache:
             ) from None
         self.store = CacheStore(config, shards, sizes)
         self.layout: str | None = None
+        needed = self.shape.largest_tail_units
+        if needed > sizes.num_host_blocks:
+            log_event(
+                logger, logging.WARNING, "tails_do_not_fit", blocks=sizes.num_host_blocks,
+                blocks_of_a_tail=needed, effect="prompts as long as the window are not found again",
+                remedy="a larger cpu_cache_gb",
+            )  # fmt: skip
 
     def _make_engine(self, sizes: CacheSizes) -> KVTaskEngine:
         config = self.config

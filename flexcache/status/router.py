@@ -1,18 +1,14 @@
-"""Reads the statistics of a router from its control port, and renders them."""
+"""Renders the statistics of a router."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from flexcache.errors import FlexCacheError, ServerLostError
-from flexcache.router.report import from_json
 from flexcache.router.stats import RouterStats, SourceStats, WorkerStats
 from flexcache.router.workers import Tier, WorkerState
 from flexcache.status.tables import (
@@ -26,8 +22,6 @@ from flexcache.status.tables import (
 )
 from flexcache.tasks.stats import HistogramStats
 
-_OPENER = build_opener(ProxyHandler({}))  # the token is for the router only
-
 
 @dataclass(frozen=True, slots=True)
 class RouterRates:
@@ -37,33 +31,6 @@ class RouterRates:
     requests: float
     prompt_tokens: float
     matched_tokens: float
-
-
-def read_router(url: str, token: str | None, timeout_s: float) -> RouterStats:
-    """Read a router's statistics.
-
-    Args:
-        url: Its control port, ``http://HOST:PORT``.
-        token: Its bearer token, if it needs one.
-
-    Raises:
-        ServerLostError: There is no answer.
-        FlexCacheError: The answer is a refusal, or no router's.
-    """
-    request = Request(f"{url.rstrip('/')}/stats")
-    if token is not None:
-        request.add_header("Authorization", f"Bearer {token}")
-    try:
-        with _OPENER.open(request, timeout=timeout_s) as answer:
-            return from_json(answer.read())
-    except HTTPError as error:
-        error.close()
-        if error.code == 401:
-            reason = "set FLEXCACHE_ROUTER_CONTROL_TOKEN to the router's control_token"
-            raise FlexCacheError(f"{url} requires a token: {reason}") from None
-        raise FlexCacheError(f"{url} answers {error.code}: is it a control port?") from None
-    except (URLError, OSError, ValueError) as error:
-        raise ServerLostError(f"no router answers at {url}: {error}") from None
 
 
 def rates_between(before: RouterStats, after: RouterStats, seconds: float) -> RouterRates | None:

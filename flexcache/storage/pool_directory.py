@@ -92,7 +92,8 @@ class PoolMismatchError(ConfigError):
     def __init__(self, directory: Path, what: str, *, is_ours: bool = True) -> None:
         self.is_ours = is_ours
         remedy = (
-            f"use another directory, or empty this one with `flexcache doctor {directory} --clear`"
+            "use another directory, set ssd_on_mismatch = clear, or empty this one with "
+            f"`flexcache doctor {directory} --clear`"
             if is_ours
             else "use another directory, or move the file away"
         )

@@ -2,73 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from sglang_engine import TinyEngine, apart, options, prompt
-
-
-def linker_options(**extra: Any) -> dict[str, Any]:
-    return {
-        "enable_unified_cache_external_linker": True,
-        "unified_cache_external_linker_backend": "dynamic",
-        "unified_cache_external_linker_config": {
-            "linker": "FlexCacheLinker",
-            "linker_module_path": "flexcache.integration.sglang",
-            "linker_extra_config": extra,
-        },
-    }
-
-
-def engine_with_linker(ssd: str = "") -> TinyEngine:
-    more = {"num_ssd_blocks": 400, "ssd_cache_dirs": [ssd]} if ssd else {}
-    return TinyEngine(**linker_options(num_cpu_blocks=200, **more))
-
-
-def linker_of(engine: TinyEngine) -> Any:
-    return engine.tree.linker.cache_linker
-
-
-def settle(engine: TinyEngine) -> None:
-    """Step until all is stored, in every tier."""
-    engine.step_until(lambda: not engine.tree.linker.pending_offloads)
-    server = linker_of(engine).cache.manager._client.transport.server
-    with server.session() as tasks:
-        while tasks.queries.num_open_tasks:
-            server.wait_for_change(0.05)
-
-
-def check(engine: TinyEngine, tokens: list[int], num_cached: int, expected: Any) -> None:
-    """Generate, and compare with the outputs and bytes of another time."""
-    request = engine.generate(tokens)
-    assert request.cached_tokens == num_cached
-    assert list(request.output_ids) == expected[0]
-    whole = len(tokens) // 16 * 16
-    assert engine.kv_bytes(tokens[:whole]) == expected[1]
-
-
-def remember(engine: TinyEngine, tokens: list[int]) -> Any:
-    request = engine.generate(tokens)
-    whole = len(tokens) // 16 * 16
-    return list(request.output_ids), engine.kv_bytes(tokens[:whole])
+from sglang_engine import apart, options, prompt
+from sglang_linker import (
+    check_again,
+    engine_with_linker,
+    forget_gpu,
+    linker_of,
+    linker_options,
+    manager_of,
+    remember,
+    settle,
+)
 
 
 def check_tiers(ssd: str) -> None:
     engine = engine_with_linker(ssd)
     tokens, longer = prompt(200), prompt(333)
     cold = remember(engine, tokens)
-    check(engine, tokens, 192, cold)  # from the tree
-    settle(engine)
-    engine.flush()
-    check(engine, tokens, 192, cold)  # from DRAM
+    check_again(engine, tokens, 192, cold)  # from the tree
+    forget_gpu(engine)
+    check_again(engine, tokens, 192, cold)  # from DRAM
     cold_longer = remember(engine, longer)  # its end is stored behind what is there
-    settle(engine)
-    engine.flush()
-    check(engine, longer, 320, cold_longer)
-    settle(engine)
-    engine.flush()
-    linker_of(engine).cache.manager.clear("CPU")
+    forget_gpu(engine)
+    check_again(engine, longer, 320, cold_longer)
+    forget_gpu(engine, "CPU")
     parked = engine.add(longer)
     other = engine.generate(prompt(40, seed=3))  # goes on meanwhile
     assert other.finished()
@@ -76,30 +36,14 @@ def check_tiers(ssd: str) -> None:
     assert parked.cached_tokens == 320
     assert list(parked.output_ids) == cold_longer[0]
     assert engine.kv_bytes(longer[:320]) == cold_longer[1]
-    hits = linker_of(engine).cache.manager.stats()["engine"]["hit_blocks"]
+    hits = manager_of(engine).stats()["engine"]["hit_blocks"]
     assert hits["SSD"] >= 20
     settle(engine)
-    linker_of(engine).cache.manager.check()
+    manager_of(engine).check()
 
 
 def test_pages_come_back_whole_from_tree_dram_and_ssd(tmp_path: Path) -> None:
     apart(check_tiers, str(tmp_path))
-
-
-def check_restart(ssd: str, outputs: str) -> None:
-    engine = engine_with_linker(ssd)
-    request = engine.generate(prompt(200))
-    if Path(outputs).exists():
-        assert request.cached_tokens == 192
-        assert list(request.output_ids) == json.loads(Path(outputs).read_text())
-    Path(outputs).write_text(json.dumps(list(request.output_ids)))
-    settle(engine)
-    linker_of(engine).close()
-
-
-def test_what_is_on_ssd_outlives_the_engine(tmp_path: Path) -> None:
-    for _ in range(2):
-        apart(check_restart, str(tmp_path / "ssd"), str(tmp_path / "outputs"))
 
 
 def check_aborts(ssd: str) -> None:
@@ -108,19 +52,15 @@ def check_aborts(ssd: str) -> None:
     engine = engine_with_linker(ssd)
     tokens = prompt(200)
     cold = remember(engine, tokens)
-    settle(engine)
     for _ in range(3):
-        engine.flush()
-        linker_of(engine).cache.manager.clear("CPU")
+        forget_gpu(engine, "CPU")
         parked = engine.add(tokens)
         engine.scheduler.abort_request(AbortReq(rid=parked.rid))
-        settle(engine)
-    engine.flush()
-    check(engine, tokens, 192, cold)
-    settle(engine)
-    engine.flush()
+    forget_gpu(engine)
+    check_again(engine, tokens, 192, cold)
+    forget_gpu(engine)
     assert not linker_of(engine).parking.is_busy()
-    tiers = linker_of(engine).cache.manager.stats()["tiers"]
+    tiers = manager_of(engine).stats()["tiers"]
     assert tiers["CPU"]["leased"] == 0
 
 

@@ -378,6 +378,7 @@ def test_a_short_answer_cut_in_its_body_is_an_error() -> None:
         answer = ask(proxy)
         assert (answer.status, answer.broke) == (502, False)
         assert "broke" in answer.error["message"]
+        assert answer.headers["x-request-id"]
         assert proxy.stats()["outcomes"] == {"broken": 1}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from cluster import running_cluster
+from ports import free_port
 from rich.console import Console
 
 from flexcache.client.status import read_status
@@ -41,6 +42,22 @@ def test_a_single_report_and_its_figures(tmp_path: Path) -> None:
     assert "hit rate: 100.0% in 1m, 100.0% in 10m, 100.0% in 1h" in looked.stdout
     assert "get success 1; put success 1" in looked.stdout
     assert json.loads(figures.stdout)["tiers"] == stats["tiers"]
+
+
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_a_cache_is_read_over_http(tmp_path: Path, token: str | None) -> None:
+    url = f"127.0.0.1:{free_port()}"
+    with running_cluster([tmp_path], http_endpoint=url, http_token=token) as cluster:
+        cluster.put(TOKENS, range(16))
+        command = [*STATUS, f"http://{url}", "--once"]
+        environ = {**os.environ, "FLEXCACHE_HTTP_TOKEN": token or ""}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+        environ["FLEXCACHE_HTTP_TOKEN"] = "wrong"
+        wrong = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+    assert done.returncode == 0, done.stdout
+    assert "put success 1" in done.stdout
+    assert wrong.returncode == (0 if token is None else 1)
+    assert token is None or "FLEXCACHE_HTTP_TOKEN" in wrong.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["--once"], ["--json"]])

@@ -40,6 +40,14 @@ def until_it_stores(engine: TailedEngine) -> None:
     until(stores)
 
 
+def test_a_dram_tier_too_small_for_a_tail_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    groups = (KVGroup("full", 32), KVGroup("window", 32, 512))
+    with tailed_engine(groups, num_cpu_blocks=17):
+        assert "tails_do_not_fit" not in caplog.text
+    with tailed_engine(groups, num_cpu_blocks=15):
+        assert "tails_do_not_fit" in caplog.text
+
+
 @pytest.mark.parametrize("groups", ALL_LIKE, ids=["gemma", "state", "states_only", "llama"])
 def test_a_hit_ends_at_a_tail_and_brings_its_bytes(groups: tuple[KVGroup, ...]) -> None:
     with tailed_engine(groups) as engine:

@@ -46,13 +46,15 @@ def test_units_hold_the_dense_blocks_of_a_position_and_tails_fill_them_up() -> N
     assert [shape.tail_blocks(position) for position in (1, 2, 3, 9)] == [1, 2, 2, 2]
     assert [shape.tail_units(position) for position in (1, 2, 3)] == [1, 1, 1]
     wide = UnitShape([KVGroup("window", 16, 512), KVGroup("full", 16)], 16)
-    assert (wide.blocks_per_unit, wide.tail_units(100)) == (1, 32)
+    assert (wide.blocks_per_unit, wide.tail_units(100), wide.largest_tail_units) == (1, 32, 32)
     states = UnitShape([KVGroup("state", 16)], 16)
     assert (states.blocks_per_unit, states.dense_blocks, states.tail_units(3)) == (1, 0, 1)
     chunks = UnitShape([KVGroup("chunked", 16, 64), KVGroup("full", 16)], 16)
     assert [chunks.tail_units(position) for position in (1, 3, 4, 5)] == [1, 3, 1, 1]
+    assert chunks.largest_tail_units == 3
     single = UnitShape([], 16)
     assert (single.blocks_per_unit, single.dense_blocks, single.sparse) == (1, 1, [])
+    assert single.largest_tail_units == 0
 
 
 @pytest.mark.parametrize(

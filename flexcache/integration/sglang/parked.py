@@ -3,7 +3,7 @@
 arrived --nothing below DRAM--> ready
    |
    +--the store is asked--> asked --answered, or too late--> ready, or:
-   +--found below DRAM--> fetching --the prefetch has ended--> ready
+   +--found below DRAM, faster than computing--> fetching --ended, or too late--> ready
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import TierName
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.rank_cache import RankCache
+from flexcache.tasks.deadlines import load_patience_s
 
 
 @dataclass(slots=True)
@@ -23,6 +25,7 @@ class _Parked:
 
     keys: Sequence[bytes]
     parent_key: bytes | None
+    content: PromptContent | None
     give_up_s: float
     task_id: int | None = None
 
@@ -30,9 +33,12 @@ class _Parked:
 class ParkedRequests:
     """The waiting requests of one rank.
 
+    A request waits for its pages no longer than computing them would take, and not at all if their
+    tier has been slower than that lately (`LoadCost`).
+
     Args:
         lookup_timeout_s: How long a request waits for the remote store's answer.
-        fetch_timeout_s: How long it waits for its pages.
+        fetch_timeout_s: How long it waits for its pages at most.
     """
 
     def __init__(
@@ -45,12 +51,27 @@ class ParkedRequests:
         self._lookup_timeout_s = lookup_timeout_s
         self._fetch_timeout_s = fetch_timeout_s
         self._parked: dict[str, _Parked] = {}
+        self.prefill_pages_per_s = 0.0
 
-    def arrived(self, rid: str, keys: Sequence[str], parent_key: str | None) -> None:
+    def report_prefill(self, tokens_per_s: float) -> None:
+        """Report how fast the engine computes prompts."""
+        self.prefill_pages_per_s = tokens_per_s / self._cache.page_size
+        safely(self._cache.manager.report_prefill, tokens_per_s)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._parked
+
+    def arrived(
+        self,
+        rid: str,
+        keys: Sequence[str],
+        parent_key: str | None,
+        content: PromptContent | None = None,
+    ) -> None:
         """Begin to bring pages to DRAM that a new request needs."""
         parent = None if parent_key is None else bytes.fromhex(parent_key)
         give_up_s = time.monotonic() + self._lookup_timeout_s
-        parked = _Parked([bytes.fromhex(key) for key in keys], parent, give_up_s)
+        parked = _Parked([bytes.fromhex(key) for key in keys], parent, content, give_up_s)
         if self._advance(parked):
             self._parked[rid] = parked
 
@@ -92,10 +113,14 @@ class ParkedRequests:
             return now < parked.give_up_s  # not answered yet, or failed
         task_id, mask, sources = found
         safely(self._cache.manager.cancel, [task_id])
-        if sources.keys() <= {TierName.CPU}:
+        num_pages = self._cache.num_pages(mask)
+        num_below = num_pages - sources.get(TierName.CPU, 0) // self._cache.page_size
+        if not num_below:
             return False
-        keys = parked.keys[: self._cache.num_pages(mask)]
-        prompt = self._cache.prompt(keys, parked.parent_key)
+        keys = parked.keys[:num_pages]
+        prompt = self._cache.prompt(keys, parked.parent_key, content=parked.content)
         parked.task_id = safely(self._cache.manager.prefetch_async, **prompt)
-        parked.give_up_s = now + self._fetch_timeout_s
+        parked.give_up_s = now + load_patience_s(
+            num_below, self.prefill_pages_per_s, self._fetch_timeout_s
+        )
         return parked.task_id is not None

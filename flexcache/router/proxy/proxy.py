@@ -238,7 +238,9 @@ class Proxy:
             body = await read_whole(answer)
         except EngineBroke:
             life.end(Outcome.BROKEN)
-            return answers.error(502, _BROKE)
+            broken = answers.error(502, _BROKE)
+            broken.headers[headers.REQUEST_ID] = fields[headers.REQUEST_ID]
+            return broken
         if answer.status < _FIRST_ERROR:
             life.first_byte(tells_time=False)
         usage.feed(body)
