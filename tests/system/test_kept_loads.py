@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 
 import numpy as np
 import pytest
-from cluster import PATIENCE_S, until
+from cluster import PATIENCE_S, kill, until
 from load import TOKENS_PER_BLOCK, tokens_of
 from test_shared import CONFIG, Member, members
 
@@ -39,14 +38,6 @@ def is_loaded(engine: Member, task_id: int, kind: str) -> bool:
     engine.client.open_gates([task_id])
     assert engine.client.wait_ended(PATIENCE_S)
     return engine.client.take_ended([task_id]) == {task_id: NUM_BLOCKS}
-
-
-def kill(pid: int) -> None:
-    """Kill a process that is not a child, and wait for its end."""
-    pidfd = os.pidfd_open(pid)
-    os.kill(pid, signal.SIGKILL)
-    assert select.select([pidfd], [], [], PATIENCE_S)[0]
-    os.close(pidfd)
 
 
 @pytest.mark.parametrize("kind", LOADS)
