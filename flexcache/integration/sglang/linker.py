@@ -29,12 +29,14 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.runtime_context import get_parallel
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.config import ModelConfig
 from flexcache.errors import FlexCacheError
 from flexcache.ids import KVStatus, TierName
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
+from flexcache.integration.sglang.kv_events import TreeEvents, publishes_events
 from flexcache.integration.sglang.layer_waits import LayerWaits
 from flexcache.integration.sglang.parked import ParkedRequests
 from flexcache.integration.sglang.prefill_rate import PrefillRate
@@ -84,6 +86,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         path: Set likewise before an offload that has pages before it: returns their keys, and the
             slots of all pages up to its end.
         asked: The last look-up.
+        events: KV events of the cache, for SGLang's own stream.
         layer_done_counter: What the KV pool waits with, before it hands out a layer.
 
     Raises:
@@ -102,7 +105,9 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         pages = DevicePages(params, components)
         rank = read_rank(get_parallel(), getattr(server_args, "dp_size", 1), False)
-        config = read_cache_config(dict(extra_config), params.page_size, rank)
+        config = read_cache_config(
+            dict(extra_config), params.page_size, rank, publishes_events(server_args)
+        )
         model = ModelConfig(
             read_model_id(server_args, rank.part),
             num_layers=pages.num_layers,
@@ -112,6 +117,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             sized_by_ranks=True,
         )
         self.cache = RankCache(model, config, pages.tensors, pages.description)
+        publishes = config.kv_events and config.endpoint is None  # else the server does
+        self.events = TreeEvents(self.cache.manager, params, publishes)
         self.pools = {PoolName.KV: params.token_to_kv_pool_allocator.get_kvcache()}
         self.layer_done_counter = LayerWaits(pages.names_by_layer, config.server_timeout_s)
         self.parking = ParkedRequests(
@@ -207,7 +214,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         rid, keys, parent_key = self.asked
         pinned = self._pinned.get(rid)
         if pinned is None or pinned.num_pages < len(keys):
-            self.parking.arrived(rid, keys, parent_key)
+            self.parking.arrived(rid, keys, parent_key, self.events.describe(rid))
 
     def is_ready(self, rid: str) -> bool:
         """Return whether a request has nothing to wait for."""
@@ -256,18 +263,23 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
         kv = _kv_of(transfers)
         keys, parent_key = kv.keys or [], self.parent_key
-        task_id = self._put(keys, parent_key, _slots(kv))
+        task_id = self._put(keys, parent_key, _slots(kv), self.events.describe())
         if task_id is None and self.path is not None and not self._are_in_dram(keys, parent_key):
             before, slots = self.path()  # pages before have left DRAM, which keeps none without
-            task_id = self._put([*before, *keys], None, slots.cpu().numpy())
+            content = self.events.describe(is_whole=True)
+            task_id = self._put([*before, *keys], None, slots.cpu().numpy(), content)
         self._offloads.append(task_id)
         return True
 
     def _put(
-        self, keys: Sequence[str], parent_key: str | None, slots: np.ndarray[Any, Any]
+        self,
+        keys: Sequence[str],
+        parent_key: str | None,
+        slots: np.ndarray[Any, Any],
+        content: PromptContent | None,
     ) -> int | None:
         """Begin to copy those of some pages that are not cached; None if there are none."""
-        found = safely(self.cache.manager.put_match, **self._prompt(keys, parent_key))
+        found = safely(self.cache.manager.put_match, **self._prompt(keys, parent_key, content))
         if found is None or not found[1].any():
             return None
         task_id: int = found[0]
@@ -339,9 +351,11 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def _prompt(self, keys: Sequence[str], parent_key: str | None) -> dict[str, Any]:
+    def _prompt(
+        self, keys: Sequence[str], parent_key: str | None, content: PromptContent | None = None
+    ) -> dict[str, Any]:
         parent = None if parent_key is None else bytes.fromhex(parent_key)
-        return self.cache.prompt([bytes.fromhex(key) for key in keys], parent)
+        return self.cache.prompt([bytes.fromhex(key) for key in keys], parent, content=content)
 
     def _launch(self, task_id: int, slots: np.ndarray[Any, Any]) -> bool:
         """Launch a task behind a gate; if that fails, it has ended."""

@@ -5,6 +5,7 @@ the linker its hooks do nothing. They close what the interface of linkers leaves
 
 * SGLang names only the pages that its tree lacks: the key before them is handed over too, and with
   an offload, where to find all pages before it.
+* SGLang publishes KV events of its tree, and metrics: those of the tiers below join them.
 * A linker cannot say "not yet". For HiCache's storage and for LMCache, SGLang prefetches when a
   request enters the queue, and then asks the tree in every pass whether that is done. With
   ``enable_lmcache`` set after the tree was made, it asks for the linker as well.
@@ -17,8 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from flexcache.integration.sglang.rank_cache import RankCache
+
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -33,6 +37,9 @@ def install() -> None:
     HookRegistry.register(f"{_WRAPPER}._tail_hashes", _tail_hashes, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}._offload_node", _offload_node, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}.release_request", _release, HookType.AROUND)
+    HookRegistry.register(f"{_TREE}.insert", _insert, HookType.AROUND)
+    HookRegistry.register(f"{_TREE}.take_events", _take_events, HookType.AROUND)
+    HookRegistry.register(f"{_REPORTER}._log_hicache_stats", _metrics_logged, HookType.AFTER)
 
 
 def _linker_of(wrapper: Any) -> Any:
@@ -101,6 +108,7 @@ def _tail_hashes(
         has_prefix = device_hit_len > 0
         node = result.last_device_node
         linker.parent_key = wrapper.cache.get_last_hash_value(node) if has_prefix else None
+        linker.events.looks_up(key, device_hit_len // wrapper.cache.page_size)
     return original(wrapper, key, result, device_hit_len)
 
 
@@ -109,6 +117,7 @@ def _offload_node(original: Callable[..., Any], wrapper: Any, node_id: Any, tran
     if linker is not None:
         before = wrapper.cache.get_prefix_hash_values(node_id)
         linker.parent_key = before[-1] if before else None
+        linker.events.stores(len(before))
         slots = wrapper.cache.path_device_indices
         linker.path = (lambda: (before, slots(node_id))) if before else None
     return original(wrapper, node_id, transfers)
@@ -119,3 +128,29 @@ def _release(original: Callable[..., Any], wrapper: Any, rid: str) -> Any:
     if linker is not None:
         linker.ended(rid)
     return original(wrapper, rid)
+
+
+def _insert(original: Callable[..., Any], tree: Any, params: Any) -> Any:
+    linker = _linker_of(tree.linker)
+    if linker is None:
+        return original(tree, params)
+    with linker.events.inserting(params.key):
+        return original(tree, params)
+
+
+def _take_events(original: Callable[..., Any], tree: Any) -> Any:
+    linker = _linker_of(tree.linker)
+    events = original(tree)
+    return events if linker is None else [*events, *linker.events.take()]
+
+
+def _metrics_logged(result: object, reporter: Any) -> None:
+    """Add our counters to SGLang's metrics, with its linker and with HiCache alike."""
+    tree = reporter.scheduler.tree_cache
+    owner = _linker_of(getattr(tree, "linker", None))
+    if owner is None:
+        backend = getattr(getattr(tree, "cache_controller", None), "storage_backend", None)
+        owner = getattr(backend, "_backend", backend)
+    cache = getattr(owner, "cache", None)
+    if isinstance(cache, RankCache):
+        cache.metrics.report(reporter.metrics_collector.labels)

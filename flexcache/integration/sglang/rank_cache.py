@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import FlexCacheError
+from flexcache.integration.sglang.engine_metrics import EngineMetrics
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
+_UNKNOWN_TOKEN = -1
 _NAMESPACE = ("sglang", "sha256")
 """SGLang's keys: digests chained over the pages' tokens, seeded with salt and adapter."""
 _APART = (*_NAMESPACE, "apart")
@@ -55,6 +58,7 @@ class RankCache:
             self.client.register_kv_caches(
                 kv_caches, layout_description=layout, num_blocks=num_pages
             )
+            self.metrics = EngineMetrics(self.manager, self.page_size)
             self._wait_ready()
         except BaseException:
             self.close()
@@ -71,18 +75,28 @@ class RankCache:
             )  # fmt: skip
 
     def prompt(
-        self, keys: Sequence[bytes], parent_key: bytes | None, apart: bool = False
+        self,
+        keys: Sequence[bytes],
+        parent_key: bytes | None,
+        apart: bool = False,
+        content: PromptContent | None = None,
     ) -> dict[str, Any]:
         """Return the arguments that name pages in calls of the manager.
 
         Args:
             apart: Whether the pages are among those stored without their prefix.
+            content: What is known of the prompt from the first of the pages on.
         """
+        num_tokens = len(keys) * self.page_size
+        tokens = np.full(num_tokens, _UNKNOWN_TOKEN)
+        if content is not None and len(content.token_ids) >= num_tokens:
+            tokens = np.array(content.token_ids[:num_tokens])
         return {
-            "token_ids": np.zeros(len(keys) * self.page_size, dtype=np.int64),  # only counted
+            "token_ids": tokens,
             "namespace": _APART if apart else _NAMESPACE,
             "block_keys": keys,
             "parent_key": parent_key,
+            "request_info": None if content is None else content.info,
         }
 
     def places(self, keys: Sequence[bytes], parent_key: bytes | None) -> Iterator[dict[str, Any]]:
