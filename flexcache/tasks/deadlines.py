@@ -12,7 +12,18 @@ from flexcache.errors import InternalError
 from flexcache.ids import TaskId, TaskKind, TierName
 from flexcache.tasks.model import Task
 
-_SHORTEST_LOAD_PATIENCE_S = 0.25  # with the remote store, however fast the engine computes
+_SHORTEST_LOAD_PATIENCE_S = 0.25  # however fast the engine computes
+
+
+def load_patience_s(num_blocks: int, prefill_blocks_per_s: float, longest_s: float) -> float:
+    """Return how long to wait for a load: no longer than computing its blocks would take.
+
+    Args:
+        prefill_blocks_per_s: How fast the engine computes; 0 if unknown.
+    """
+    if prefill_blocks_per_s <= 0:
+        return longest_s
+    return min(longest_s, max(_SHORTEST_LOAD_PATIENCE_S, num_blocks / prefill_blocks_per_s))
 
 
 class TaskDeadlines:
@@ -41,10 +52,8 @@ class TaskDeadlines:
         """A get waits for the remote store no longer than computing its blocks would take."""
         self._unlaunched.pop(task.task_id, None)
         if task.plan.kind is TaskKind.GET and TierName.REMOTE in task.plan.sources:
-            patience_s, rate = self._longest_load_s, task.owner.prefill_blocks_per_s
-            if rate > 0:
-                to_compute_s = task.plan.num_blocks / rate
-                patience_s = min(patience_s, max(_SHORTEST_LOAD_PATIENCE_S, to_compute_s))
+            rate = task.owner.prefill_blocks_per_s
+            patience_s = load_patience_s(task.plan.num_blocks, rate, self._longest_load_s)
             heapq.heappush(self._loads, (now + patience_s, task.task_id))
 
     def cancelled(self, task_id: TaskId) -> None:

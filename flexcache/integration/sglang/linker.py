@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
 from flexcache.integration.sglang.layer_waits import LayerWaits
 from flexcache.integration.sglang.parked import ParkedRequests
+from flexcache.integration.sglang.prefill_rate import PrefillRate
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.integration.sglang.ranks import read_cache_config, read_rank
 from flexcache.logs import log_event
@@ -65,6 +66,14 @@ class Queued(NamedTuple):
     num_pages: int
 
 
+class Asked(NamedTuple):
+    """What SGLang has looked up: pages that its tree lacks."""
+
+    rid: str
+    keys: Sequence[str]
+    parent_key: str | None
+
+
 class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """One rank's linker, with a cache of its own.
 
@@ -72,6 +81,9 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         has_peers: Whether the engine has other ranks, which must decide alike.
         parent_key: Key of the page before those of the next call; set by `parking`'s hooks, since
             SGLang names only the pages that its tree lacks.
+        path: Set likewise before an offload that has pages before it: returns their keys, and the
+            slots of all pages up to its end.
+        asked: The last look-up.
         layer_done_counter: What the KV pool waits with, before it hands out a layer.
 
     Raises:
@@ -105,7 +117,10 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.parking = ParkedRequests(
             self.cache, config.remote_lookup_timeout_s, config.op_timeout_s
         )
+        self.prefill_rate = PrefillRate()
         self.parent_key: str | None = None
+        self.path: Callable[[], tuple[Sequence[str], torch.Tensor]] | None = None
+        self.asked: Asked | None = None
         self.has_peers = rank.count > 1
         self._page_size = params.page_size
         self._device = next(iter(pages.tensors.values())).device
@@ -121,6 +136,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Return the numbers of pages that can be loaded: those in DRAM, which are pinned."""
         keys = _kv_of(transfers).keys or []
+        self.asked = Asked(rid, keys, self.parent_key)
         pinned = self._pinned.get(rid)
         now = time.monotonic()
         if pinned is not None and (pinned.keys != keys or now - pinned.matched_s > self._pin_s):
@@ -184,6 +200,24 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if pinned is not None:
             self._cancel(pinned.task_id)
 
+    def park_asked(self) -> None:
+        """Bring to DRAM what the last look-up missed there; its request waits until `is_ready`."""
+        if self.asked is None:
+            return
+        rid, keys, parent_key = self.asked
+        pinned = self._pinned.get(rid)
+        if pinned is None or pinned.num_pages < len(keys):
+            self.parking.arrived(rid, keys, parent_key)
+
+    def is_ready(self, rid: str) -> bool:
+        """Return whether a request has nothing to wait for."""
+        if rid not in self.parking:
+            return True
+        if not self.parking.is_ready(rid):
+            return False
+        self.release(rid)  # since then more has come
+        return True
+
     def ended(self, rid: str) -> None:
         """Forget a request that has ended, or was aborted."""
         self.parking.ended(rid)
@@ -221,18 +255,34 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
         kv = _kv_of(transfers)
-        prompt = self._prompt(kv.keys or [], self.parent_key)
-        found = safely(self.cache.manager.put_match, **prompt)
-        task_id = None
-        if found is not None and found[1].any():
-            task_id, mask = found
-            if self._launch(task_id, _slots(kv)[mask]):
-                with self._behind_forward():
-                    self.cache.client.open_gates([task_id])
-            else:
-                task_id = None
+        keys, parent_key = kv.keys or [], self.parent_key
+        task_id = self._put(keys, parent_key, _slots(kv))
+        if task_id is None and self.path is not None and not self._are_in_dram(keys, parent_key):
+            before, slots = self.path()  # pages before have left DRAM, which keeps none without
+            task_id = self._put([*before, *keys], None, slots.cpu().numpy())
         self._offloads.append(task_id)
         return True
+
+    def _put(
+        self, keys: Sequence[str], parent_key: str | None, slots: np.ndarray[Any, Any]
+    ) -> int | None:
+        """Begin to copy those of some pages that are not cached; None if there are none."""
+        found = safely(self.cache.manager.put_match, **self._prompt(keys, parent_key))
+        if found is None or not found[1].any():
+            return None
+        task_id: int = found[0]
+        if not self._launch(task_id, slots[found[1]]):
+            return None
+        with self._behind_forward():
+            self.cache.client.open_gates([task_id])
+        return task_id
+
+    def _are_in_dram(self, keys: Sequence[str], parent_key: str | None) -> bool:
+        if (matched := self._match(keys, parent_key)) is None:
+            return False
+        task_id, _, num_in_dram = matched
+        self._cancel(task_id)
+        return num_in_dram == len(keys)
 
     def num_completed_offloads(self) -> int:
         running = [t for t in self._offloads if t is not None and t not in self._ended]

@@ -3,7 +3,7 @@
 arrived --nothing below DRAM--> ready
    |
    +--the store is asked--> asked --answered, or too late--> ready, or:
-   +--found below DRAM--> fetching --the prefetch has ended--> ready
+   +--found below DRAM, faster than computing--> fetching --ended, or too late--> ready
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from flexcache.ids import TierName
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.rank_cache import RankCache
+from flexcache.tasks.deadlines import load_patience_s
 
 
 @dataclass(slots=True)
@@ -30,9 +31,12 @@ class _Parked:
 class ParkedRequests:
     """The waiting requests of one rank.
 
+    A request waits for its pages no longer than computing them would take, and not at all if their
+    tier has been slower than that lately (`LoadCost`).
+
     Args:
         lookup_timeout_s: How long a request waits for the remote store's answer.
-        fetch_timeout_s: How long it waits for its pages.
+        fetch_timeout_s: How long it waits for its pages at most.
     """
 
     def __init__(
@@ -45,6 +49,15 @@ class ParkedRequests:
         self._lookup_timeout_s = lookup_timeout_s
         self._fetch_timeout_s = fetch_timeout_s
         self._parked: dict[str, _Parked] = {}
+        self.prefill_pages_per_s = 0.0
+
+    def report_prefill(self, tokens_per_s: float) -> None:
+        """Report how fast the engine computes prompts."""
+        self.prefill_pages_per_s = tokens_per_s / self._cache.page_size
+        safely(self._cache.manager.report_prefill, tokens_per_s)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._parked
 
     def arrived(self, rid: str, keys: Sequence[str], parent_key: str | None) -> None:
         """Begin to bring pages to DRAM that a new request needs."""
@@ -92,10 +105,14 @@ class ParkedRequests:
             return now < parked.give_up_s  # not answered yet, or failed
         task_id, mask, sources = found
         safely(self._cache.manager.cancel, [task_id])
-        if sources.keys() <= {TierName.CPU}:
+        num_pages = self._cache.num_pages(mask)
+        num_below = num_pages - sources.get(TierName.CPU, 0) // self._cache.page_size
+        if not num_below:
             return False
-        keys = parked.keys[: self._cache.num_pages(mask)]
+        keys = parked.keys[:num_pages]
         prompt = self._cache.prompt(keys, parked.parent_key)
         parked.task_id = safely(self._cache.manager.prefetch_async, **prompt)
-        parked.give_up_s = now + self._fetch_timeout_s
+        parked.give_up_s = now + load_patience_s(
+            num_below, self.prefill_pages_per_s, self._fetch_timeout_s
+        )
         return parked.task_id is not None

@@ -3,15 +3,17 @@
 SGLang finds `install` by the entry point ``sglang.srt.plugins`` in each of its processes. Without
 the linker its hooks do nothing. They close what the interface of linkers leaves open:
 
-* SGLang names only the pages that its tree lacks: the key before them is handed over too.
-* A linker cannot say "not yet". For HiCache's storage and for LMCache, SGLang asks the tree to
-  prefetch when a request arrives, and then in every pass whether that is done. With
+* SGLang names only the pages that its tree lacks: the key before them is handed over too, and with
+  an offload, where to find all pages before it.
+* A linker cannot say "not yet". For HiCache's storage and for LMCache, SGLang prefetches when a
+  request enters the queue, and then asks the tree in every pass whether that is done. With
   ``enable_lmcache`` set after the tree was made, it asks for the linker as well.
+* How fast the engine computes decides how long requests wait.
 """
 
 from __future__ import annotations
 
-import array
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +27,8 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_SCHEDULER}.__init__", _scheduler_made, HookType.AFTER)
-    HookRegistry.register(f"{_TREE}.prefetch_from_storage", _prefetch, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}._prefetch_kvcache", _queued, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _batch_ended, HookType.AFTER)
     HookRegistry.register(f"{_TREE}.check_prefetch_progress", _is_ready, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}._tail_hashes", _tail_hashes, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}._offload_node", _offload_node, HookType.AROUND)
@@ -46,38 +49,39 @@ def _scheduler_made(result: object, scheduler: Any, *arguments: object, **option
         tree.has_pending_cache_operations = linker.parking.is_busy
 
 
-def _prefetch(
-    original: Callable[..., Any],
-    tree: Any,
-    request: Any,
-    last_node: Any,
-    new_tokens: Any,
-    last_hash: str | None = None,
-    *arguments: Any,
-    **options: Any,
+def _queued(
+    original: Callable[..., Any], scheduler: Any, request: Any, *arguments: Any, **options: Any
 ) -> Any:
-    linker = _linker_of(tree.linker)
+    tree = scheduler.tree_cache
+    linker = _linker_of(getattr(tree, "linker", None))
     if linker is None:
-        return original(tree, request, last_node, new_tokens, last_hash, *arguments, **options)
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.utils import get_storage_hash_str
-
-    key = RadixKey(
-        array.array("q", new_tokens),
-        extra_key=options.get("extra_key"),
-        cache_salt=options.get("cache_salt"),
-    ).page_aligned(tree.page_size)
-    if len(key):
-        keys = get_storage_hash_str(key, last_hash, page_size=tree.page_size)
-        linker.parking.arrived(request.rid, keys, last_hash)
+        return original(scheduler, request, *arguments, **options)
+    linker.asked = None
+    request.init_next_round_input(tree, cow_mamba=False)  # has the linker look up the pages
+    linker.park_asked()
     return None
+
+
+def _batch_ended(result: object, scheduler: Any, batch: Any, *arguments: object) -> None:
+    linker = _linker_of(getattr(scheduler.tree_cache, "linker", None))
+    if linker is None or batch.launch_ts is None:
+        return
+    for request in batch.reqs:
+        linker.release(request.rid)  # what was found and not needed
+    only_computed = batch.forward_mode.is_extend_without_speculative() and not any(
+        request.host_loaded_length for request in batch.reqs
+    )
+    num_tokens = batch.extend_num_tokens if only_computed else 0
+    rate = linker.prefill_rate.batch_ended(num_tokens, batch.launch_ts, time.monotonic())
+    if rate is not None:
+        linker.parking.report_prefill(rate)
 
 
 def _is_ready(original: Callable[..., Any], tree: Any, request: Any) -> Any:
     linker = _linker_of(tree.linker)
     if linker is None:
         return original(tree, request)
-    is_ready = linker.parking.is_ready(request.rid)
+    is_ready = linker.is_ready(request.rid)
     if linker.has_peers:  # ranks that admit different requests would wait for each other for ever
         import torch
 
@@ -103,6 +107,8 @@ def _offload_node(original: Callable[..., Any], wrapper: Any, node_id: Any, tran
     if linker is not None:
         before = wrapper.cache.get_prefix_hash_values(node_id)
         linker.parent_key = before[-1] if before else None
+        slots = wrapper.cache.path_device_indices
+        linker.path = (lambda: (before, slots(node_id))) if before else None
     return original(wrapper, node_id, transfers)
 
 
