@@ -33,6 +33,8 @@ class RankCache:
     Args:
         kv_caches: Tensors that count pages in their first dimension.
         layout: What else determines the order of a page's bytes.
+        num_blocks: Blocks of each of the model's groups, if it has any.
+        groups: Names of the tensors in each of them.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class RankCache:
         config: CacheConfig,
         kv_caches: Mapping[str, torch.Tensor],
         layout: str,
+        num_blocks: Sequence[int] | None = None,
+        groups: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.page_size = config.tokens_per_block
         self.manager = KVManager(model, config)
@@ -51,9 +55,10 @@ class RankCache:
                 curve_keys=config.curve_keys,
                 server_timeout_s=config.server_timeout_s,
             )
-            num_pages = min(tensor.shape[0] for tensor in kv_caches.values())
+            if num_blocks is None:
+                num_blocks = [min(tensor.shape[0] for tensor in kv_caches.values())]
             self.client.register_kv_caches(
-                kv_caches, layout_description=layout, num_blocks=num_pages
+                kv_caches, layout_description=layout, num_blocks=num_blocks, groups=groups
             )
             self._wait_ready()
         except BaseException:
@@ -78,8 +83,10 @@ class RankCache:
         Args:
             apart: Whether the pages are among those stored without their prefix.
         """
+        # Tokens are only counted. SGLang leaves the last one of a prompt to be computed, and out.
+        num_tokens = len(keys) * self.page_size + self.manager.model_config.has_states
         return {
-            "token_ids": np.zeros(len(keys) * self.page_size, dtype=np.int64),  # only counted
+            "token_ids": np.zeros(num_tokens, dtype=np.int64),
             "namespace": _APART if apart else _NAMESPACE,
             "block_keys": keys,
             "parent_key": parent_key,

@@ -76,12 +76,6 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         config = read_cache_config(self._settings, pool.page_size, self._rank)
         if config.kv_events:
             raise ConfigError("kv_events = True: HiCache tells its storage keys, but no tokens")
-        told = self._storage_config
-        if told.is_mla_model and told.tp_size > 1 and config.endpoint is None:
-            raise ConfigError(
-                "endpoint is not set: the ranks of an MLA model hold the same KV, of which one "
-                "rank stores; give them an endpoint, where they share a cache"
-            )
         tensors = page_tensors(pool)
         model = ModelConfig(
             read_model_id(self._server_args, self._rank.part),
