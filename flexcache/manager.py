@@ -127,7 +127,8 @@ class KVManager:
             token_mask: True where the caller needs KV, after a prefix that it has. Only whole
                 blocks count.
             namespace: Isolates keys: tenant, LoRA, cache salt.
-            block_keys: The engine's own chained block hashes; if given, tokens are only counted.
+            block_keys: The engine's own chained block hashes; if given, tokens are only counted,
+                and published in KV events: -1 stands for an unknown one.
             parent_key: The key of a cached block, if ``block_keys`` continue the chain that it
                 ends. Tokens and masks are those of the continuation.
             request_info: Metadata for KV events and traces.

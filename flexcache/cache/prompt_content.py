@@ -17,7 +17,8 @@ from flexcache.request_info import NO_INFO, RequestInfo
 class PromptContent:
     """The known tokens of a prompt, and the request that it belongs to.
 
-    ``token_ids`` and the info's ``extra_keys`` begin with block ``first`` of the prompt.
+    ``token_ids`` and the info's ``extra_keys`` begin with block ``first`` of the prompt. A negative
+    token id stands for an unknown token, and so do those after it.
     """
 
     token_ids: Sequence[int] | npt.NDArray[np.int64] = ()
@@ -31,6 +32,8 @@ class PromptContent:
         if begin < 0 or len(self.token_ids) < end:
             return []
         piece = self.token_ids[begin:end]
+        if len(piece) and piece[-1] < 0:
+            return []
         return piece.tolist() if isinstance(piece, np.ndarray) else list(piece)
 
     def extra_keys_of(self, start: int, stop: int) -> list[Any] | None:

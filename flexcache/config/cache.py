@@ -192,7 +192,7 @@ class CacheConfig:
     kv_events: bool = setting(
         False,
         "Record every block that DRAM and the tiers below store or lose, for `take_changes`. vLLM "
-        "sets it with its own KV events.",
+        "and SGLang set it with their own KV events.",
     )
     kv_events_endpoint: str | None = setting(
         None, "ZMQ address to publish KV events at, for example `tcp://*:5558`. Implies kv_events."
@@ -206,8 +206,10 @@ class CacheConfig:
     kv_events_format: Literal["map", "legacy_array"] = setting(
         "map", "map: as vLLM 0.24 and later. legacy_array: as vLLM until 0.23."
     )
-    kv_events_hashes: Literal["int", "bytes"] = setting(
-        "int", "Block hashes as 64-bit integers, vLLM's default, or as bytes."
+    kv_events_hashes: Literal["int", "int_first", "bytes"] = setting(
+        "int",
+        "Block hashes as the last 64 bits of keys, vLLM's default; the first 64, as SGLang has "
+        "them; or as bytes.",
     )
     kv_events_buffer: Count = setting(10_000, "Batches of KV events kept for replay.", "batches")
     kv_events_queue: Count = setting(

@@ -1,7 +1,7 @@
 """Wire format of KV events: msgpack, in the layouts of vLLM and compatible publishers.
 
 A batch is an array ``[time, events, data-parallel rank]``. Its events are maps with the key `type`
-(vLLM from 0.24 on) or positional arrays that begin with the type (until 0.23).
+(SGLang, and vLLM from 0.24 on) or positional arrays that begin with the type (vLLM until 0.23).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class BlockStored(_Event, frozen=True):
         parent_block_hash: Hash of the block before them; None at the prompt's start.
         token_ids: ``block_size`` per block; empty if the tokens are unknown.
         extra_keys: What was hashed besides tokens, per block.
+        cache_salt: SGLang's salt, which vLLM has among the first block's ``extra_keys``.
     """
 
     block_hashes: list[BlockHash]
@@ -44,6 +45,7 @@ class BlockStored(_Event, frozen=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    cache_salt: str | None = None
 
 
 class BlockRemoved(_Event, frozen=True):
@@ -59,6 +61,14 @@ class AllBlocksCleared(_Event, frozen=True):
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+_TYPES: Mapping[str, type[Event]] = {
+    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
+}
+_POSITIONS = {
+    name: [field for field in kind.__struct_fields__ if field != "cache_salt"]
+    for name, kind in _TYPES.items()
+}
+"""Fields in the order of arrays; SGLang's events are maps."""
 
 
 class EventBatch(msgspec.Struct, frozen=True):
@@ -88,14 +98,21 @@ def low_64_bits(block_hash: BlockHash) -> int:
 _HASH_BYTES = 8
 
 
-def _integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
+def _last_integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
     """Return the last bytes of each key as big-endian integers, in one pass."""
     ends = b"".join([key[-_HASH_BYTES:].rjust(_HASH_BYTES, b"\0") for key in keys])
     return list(struct.unpack(f">{len(keys)}Q", ends))
 
 
+def _first_integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
+    """Return the first bytes of each key as signed big-endian integers, SGLang's block hashes."""
+    starts = b"".join([key[:_HASH_BYTES].rjust(_HASH_BYTES, b"\0") for key in keys])
+    return list(struct.unpack(f">{len(keys)}q", starts))
+
+
 _HASHES: Mapping[str, Callable[[Sequence[BlockKey]], list[BlockHash]]] = {
-    "int": _integers,
+    "int": _last_integers,
+    "int_first": _first_integers,
     "bytes": list,
 }
 
@@ -104,7 +121,8 @@ def describe(change: Change, hashes: str) -> Event:
     """Return the event for a change.
 
     Args:
-        hashes: Form of block hashes: int, vLLM's default, or bytes, the whole key.
+        hashes: Form of block hashes: int, vLLM's default; int_first, SGLang's; or bytes, the
+            whole key.
     """
     hashes_of = _HASHES[hashes]
     match change:
@@ -144,14 +162,12 @@ class BatchEncoder:
 
 
 def _positional(event: Event) -> list[Any]:
-    return [type(event).__name__, *msgspec.structs.astuple(event)]
+    name = type(event).__name__
+    return [name, *(getattr(event, field) for field in _POSITIONS[name])]
 
 
 # -- from the wire -------------------------------------------------------------------------------
 
-_TYPES: Mapping[str, type[Event]] = {
-    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
-}
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
 _OPTIONAL = {"parent_block_hash": None, "lora_id": None, "medium": None, "lora_name": None}
 """Fields that older publishers omit."""
@@ -204,10 +220,13 @@ def _read_event(content: Any) -> Event | None:
         name, *values = content
         if name not in _TYPES:
             return None
-        fields = dict(zip(_TYPES[name].__struct_fields__, values, strict=False))
+        fields = dict(zip(_POSITIONS[name], values, strict=False))
     else:
         fields = dict(content)
         name = fields.pop("type")
         if name not in _TYPES:
             return None
+    tokens = fields.get("token_ids")
+    if tokens and isinstance(tokens[0], list):  # SGLang with EAGLE: each token with the next
+        fields["token_ids"] = [token for token, _ in tokens]
     return msgspec.convert({**_OPTIONAL, **fields, "type": name}, _TYPES[name])

@@ -37,6 +37,8 @@ TIER_OF: Mapping[str | None, Tier] = {
 }
 """Tiers of the media that vLLM, SGLang, TensorRT-LLM, Dynamo and FlexCache publish."""
 
+_HOST_POOL = "CPU_PINNED"
+"""Medium of SGLang's HiCache, which it clears together with its GPU."""
 _WHOLE_PREFIX = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache that need all blocks of a prefix. A group of another kind (sliding window, state)
 publishes the same names for its own blocks."""
@@ -193,13 +195,14 @@ class EventApplier:
     def _cleared(self, source: str, rank: int | None) -> None:
         """Forget a publisher's blocks.
 
-        An engine means its GPU; the tiers below, reported in the same stream, keep their blocks. A
-        source without a GPU means all.
+        An engine means its own memory; the tiers below, reported in the same stream, keep their
+        blocks. A source that is no engine means all.
         """
         self.applied["cleared"] += 1
         held = {holder for holder in self.holders(source) if holder.rank == rank}
-        gpu = {holder for holder in held if holder.tier is Tier.GPU}
-        for holder in gpu or held:
+        own = {holder for holder in held if holder.tier is Tier.GPU}
+        own |= held & {self._places.get((source, rank, _HOST_POOL))}
+        for holder in own or held:
             self.blocks["cleared"] += self.index.num_held(holder)
             self._forget(holder)
 
@@ -260,6 +263,8 @@ class EventApplier:
             return None
         if extra_keys is not None and len(extra_keys) != len(names):
             return None
+        if extra_keys is None and event.cache_salt and event.parent_block_hash is None:
+            extra_keys = [[event.cache_salt]]
         own = [_without_adapter(keys, event.lora_name) for keys in extra_keys or ()]
         try:
             packed, extra = pack(tokens), pack_extra_keys(own) if any(own) else []

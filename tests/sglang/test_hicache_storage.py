@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,8 +14,15 @@ from sglang_engine import PAGE, TinyEngine, apart, prompt
 LAYOUTS = ["page_first_direct", "layer_first"]
 
 
-def engine_with_storage(layout: str, ssd: str = "", **more: Any) -> TinyEngine:
-    """Make an engine whose HiCache has FlexCache below it."""
+def engine_with_storage(
+    layout: str, ssd: str = "", flexcache: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> TinyEngine:
+    """Make an engine whose HiCache has FlexCache below it.
+
+    Args:
+        flexcache: Further settings of FlexCache.
+        more: Further settings of SGLang.
+    """
     tiers = {"num_cpu_blocks": 400}
     if ssd:
         tiers = {"num_cpu_blocks": 64, "num_ssd_blocks": 400, "ssd_cache_dirs": [ssd]}
@@ -26,6 +34,7 @@ def engine_with_storage(layout: str, ssd: str = "", **more: Any) -> TinyEngine:
         "prefetch_threshold": PAGE,
         "hicache_storage_pass_prefix_keys": True,
         **tiers,
+        **flexcache,
     }
     return TinyEngine(
         **{

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +44,6 @@ def check_tiers(ssd: str) -> None:
 
 def test_pages_come_back_whole_from_tree_dram_and_ssd(tmp_path: Path) -> None:
     apart(check_tiers, str(tmp_path))
-
-
-def check_restart(ssd: str, outputs: str) -> None:
-    engine = engine_with_linker(ssd)
-    request = engine.generate(prompt(200))
-    if Path(outputs).exists():
-        assert request.cached_tokens == 192
-        assert list(request.output_ids) == json.loads(Path(outputs).read_text())
-    Path(outputs).write_text(json.dumps(list(request.output_ids)))
-    settle(engine)
-    linker_of(engine).close()
-
-
-def test_what_is_on_ssd_outlives_the_engine(tmp_path: Path) -> None:
-    for _ in range(2):
-        apart(check_restart, str(tmp_path / "ssd"), str(tmp_path / "outputs"))
 
 
 def check_aborts(ssd: str) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,14 @@ PATIENCE_S = 120.0
 READY_S = WAIT_S = PATIENCE_S
 NO_HANG_S = 20.0
 """No call may take longer. 5 s is promised; the rest is for a machine that is busy."""
+
+
+class EngineMemory(Protocol):
+    """Where the KV tensors are, if not where they were made; see `engine_memory`."""
+
+    def place(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
+
+    def lend(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]: ...
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -40,12 +49,15 @@ class Cluster:
         make_kv: Callable[[ModelConfig, int], dict[str, torch.Tensor]],
         block_dim: int = 0,
         layout_description: str = "",
+        memory: EngineMemory | None = None,
     ) -> None:
         self.config = config
+        self._lend = memory.lend if memory is not None else dict
         self.block_dim = block_dim
         self.layout_description = layout_description
         self.manager = KVManager(model, config)
-        self.kv = [make_kv(model, config.tokens_per_block) for _ in range(model.num_ranks)]
+        place = memory.place if memory is not None else dict
+        self.kv = [place(make_kv(model, config.tokens_per_block)) for _ in range(model.num_ranks)]
         self.clients: list[KVTPClient] = []
 
     @property
@@ -69,7 +81,9 @@ class Cluster:
             server_timeout_s=self.config.server_timeout_s,
         )
         client.register_kv_caches(
-            kv, block_dim=self.block_dim, layout_description=self.layout_description
+            self._lend(kv),
+            block_dim=self.block_dim,
+            layout_description=self.layout_description,
         )
         self.clients.append(client)
         return client
@@ -145,6 +159,7 @@ def running_cluster(
     make_kv: Callable[[ModelConfig, int], dict[str, torch.Tensor]] = joined_kv,
     block_dim: int = 0,
     layout_description: str = "",
+    memory: EngineMemory | None = None,
     **settings: object,
 ) -> Iterator[Cluster]:
     """A cluster with an SSD tier if directories are given; checked and stopped at the end."""
@@ -155,7 +170,7 @@ def running_cluster(
         arguments["ssd_cache_dirs"] = [str(path) for path in ssd_dirs]
     arguments.setdefault("transfer_chunk_mb", 0.05)
     cluster = Cluster(model, CacheConfig(**arguments), make_kv, block_dim,  # type: ignore[arg-type]
-                      layout_description)  # fmt: skip
+                      layout_description, memory)  # fmt: skip
     try:
         cluster.start()
         yield cluster

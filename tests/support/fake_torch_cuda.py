@@ -1,94 +1,163 @@
-"""`torch.cuda` over `FakeCuda`, with c10's notion of a thread's current device.
+"""`torch.cuda` over a fake GPU, with c10's notion of a thread's current device.
 
 When a thread leaves a device, the one before it becomes current again only if it has a context.
 If not, it is noted (`_target`), and the next call that uses it makes it current, context and all.
-Streams and events take notes. Device memory is host memory.
+As in torch, streams come from a pool of 32, which are handed out again and again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import byref, c_void_p
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fake_cuda import STREAM, FakeCuda
+from fake_gpu import NOT_READY, DeviceTensor, FakeGpu, over
+
+POOL_SIZE = 32
 
 
 class FakeStream:
+    """A stream of the driver.
+
+    Args:
+        handle: The driver's; 0 for a device's default stream.
+
+    Attributes:
+        cuda_stream: What torch says.
+    """
+
     def __init__(self, owner: FakeTorchCuda, handle: int, device: int) -> None:
         self.cuda_stream = handle
-        self.device = device
+        self.device = torch.device("cuda", device)
+        self.computes_on_host = not handle and owner.computes_on_host
         self._owner = owner
+        self._gpu = owner.gpu
 
-    def wait_event(self, event: object) -> None:
-        self._owner.check()
-        self._owner.notes.append(("wait", self.cuda_stream, event))
+    @property
+    def handle(self) -> int:
+        """The driver's stream, of which the default stream is a hidden one."""
+        return self.cuda_stream or self._owner.default_handle(self.device.index)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        event.wait(self)
 
     def synchronize(self) -> None:
-        self._owner.check()
-        self._owner.cuda.land(self.cuda_stream)
-        self._owner.notes.append(("synchronize", self.cuda_stream))
+        self._gpu.call("cuStreamSynchronize", c_void_p(self.handle))
+
+
+class FakeEvent:
+    owner: FakeTorchCuda
+
+    def __init__(self) -> None:
+        self._handle = c_void_p()  # the driver's event is made at the first record
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        stream = stream or self.owner.current_stream()
+        if not self._handle:
+            self.owner.gpu.call("cuEventCreate", byref(self._handle), 2)
+        self.owner.gpu.call("cuEventRecord", self._handle, c_void_p(stream.handle))
+
+    def query(self) -> bool:
+        if not self._handle:
+            return True
+        code = self.owner.gpu.loaded.cuEventQuery(self._handle)
+        if code not in (0, NOT_READY):
+            raise RuntimeError(f"CUDA error {code}")
+        return bool(code == 0)
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        stream = stream or self.owner.current_stream()
+        if not self._handle:
+            return
+        if stream.computes_on_host:
+            self.synchronize()
+        self.owner.gpu.call("cuStreamWaitEvent", c_void_p(stream.handle), self._handle, 0)
+
+    def synchronize(self) -> None:
+        if self._handle:
+            self.owner.gpu.call("cuEventSynchronize", self._handle)
 
 
 class FakeTorchCuda:
     """To be put in place of `torch.cuda`.
 
-    Attributes:
-        notes: What streams and events did, in order.
+    Args:
+        computes_on_host: The engine's compute is done by the calling thread itself, not by kernels:
+            what waits for an event on the default stream waits on the thread.
     """
 
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-        self.notes: list[tuple[object, ...]] = []
-        self._num_streams = 0
+    def __init__(self, gpu: FakeGpu, *, computes_on_host: bool = False) -> None:
+        self.gpu = gpu
+        self.computes_on_host = computes_on_host
+        self._pools: dict[int, deque[FakeStream]] = {}
+        self._defaults: dict[int, int] = {}
+        self._contexts: dict[int, int] = {}
         self._thread = threading.local()
-        owner = self
-
-        class FakeEvent:
-            def record(self, stream: FakeStream) -> None:
-                owner.check()
-                owner.notes.append(("record", stream.cuda_stream, self))
-
-            def query(self) -> bool:
-                return True
-
-        self.Event = FakeEvent
+        self._lock = threading.RLock()
+        self.Event = type("Event", (FakeEvent,), {"owner": self})
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have torch use it, with device memory from `torch.empty`."""
-        real_empty = torch.empty
+        real_empty: Callable[..., torch.Tensor] = torch.empty
 
-        def empty(*size: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> Any:
+        def empty(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
             if device is None or torch.device(device).type != "cuda":
                 return real_empty(*size, device=device, **options)
-            made = real_empty(*size, **options)
-            self.cuda.device_memory.append((made.data_ptr(), made.nbytes))
-            return made
+            like = real_empty(*size, **options)
+            memory = self.gpu.allocate(like.nbytes, torch.device(device).index)
+            return over(memory.address, like).as_subclass(DeviceTensor)
 
         monkeypatch.setattr(torch, "cuda", self)
         monkeypatch.setattr(torch, "empty", empty)
 
-    def check(self) -> None:
-        if self.cuda.is_lost:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    # -- devices -----------------------------------------------------------------------------------
 
     def set_device(self, device: torch.device | int) -> None:
         index = device if isinstance(device, int) else device.index
         self._target = -1
-        if self.cuda.current_device != index:
-            self.cuda.set_device(index)
+        if self._runtime_device != index:
+            self._set_runtime_device(index)
 
     def current_device(self) -> int:
-        return self._target if self._target >= 0 else self.cuda.current_device
+        return self._target if self._target >= 0 else self._runtime_device
+
+    @property
+    def _runtime_device(self) -> int:
+        """Device of the calling thread's context, or else the first, as in the runtime."""
+        context = c_void_p()
+        self.gpu.call("cuCtxGetCurrent", byref(context))
+        known = {handle: device for device, handle in self._contexts.items()}
+        return known.get(context.value or 0, 0)
+
+    def _set_runtime_device(self, device: int) -> None:
+        """Set the device as the runtime does since CUDA 12, which makes the context."""
+        with self._lock:
+            if device not in self._contexts:
+                context = c_void_p()
+                self.gpu.call("cuDevicePrimaryCtxRetain", byref(context), device)
+                self._contexts[device] = context.value or 0
+        self.gpu.call("cuCtxSetCurrent", c_void_p(self._contexts[device]))
+
+    # -- streams -----------------------------------------------------------------------------------
 
     def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802
+        with self._on(device.index), self._lock:
+            pool = self._pools.setdefault(device.index, deque())
+            if len(pool) < POOL_SIZE:
+                pool.append(FakeStream(self, self._make_stream(device.index), device.index))
+            else:
+                pool.rotate(-1)
+            return pool[-1]
+
+    def ExternalStream(self, handle: int, device: torch.device) -> FakeStream:  # noqa: N802
         with self._on(device.index):
-            handle = STREAM + 8 * self._num_streams
-            self._num_streams += 1
-            self.cuda.streams[handle] = device.index
             return FakeStream(self, handle, device.index)
 
     def current_stream(self, device: torch.device | int | None = None) -> FakeStream:
@@ -97,12 +166,30 @@ class FakeTorchCuda:
             index = self.current_device()
         return self._streams.get(index) or FakeStream(self, 0, index)
 
+    def default_handle(self, device: int) -> int:
+        with self._lock:
+            if device not in self._defaults:
+                self._defaults[device] = self._make_stream(device)
+            return self._defaults[device]
+
+    def _make_stream(self, device: int) -> int:
+        """Make a stream and leave the calling thread's context as it was."""
+        before, context, handle = c_void_p(), c_void_p(), c_void_p()
+        self.gpu.call("cuCtxGetCurrent", byref(before))
+        if device not in self._contexts:
+            self._set_runtime_device(device)
+        context = c_void_p(self._contexts[device])
+        self.gpu.call("cuCtxSetCurrent", context)
+        self.gpu.call("cuStreamCreateWithPriority", byref(handle), 1, 0)
+        self.gpu.call("cuCtxSetCurrent", before)
+        return handle.value or 0
+
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before = self.current_stream()
         there = before
         if before.device != stream.device:
-            with self._on(stream.device):
+            with self._on(stream.device.index):
                 there = self.current_stream(stream.device)
         self._set_stream(stream)
         try:
@@ -113,9 +200,9 @@ class FakeTorchCuda:
             self._set_stream(before)
 
     def _set_stream(self, stream: FakeStream) -> None:
-        if self.current_device() != stream.device:
+        if self.current_device() != stream.device.index:
             self.set_device(stream.device)
-        self._streams[stream.device] = stream
+        self._streams[stream.device.index] = stream
 
     @contextmanager
     def _on(self, device: int) -> Iterator[None]:
@@ -124,9 +211,9 @@ class FakeTorchCuda:
         try:
             yield
         finally:
-            if before in self.cuda.contexts:
+            if before in self.gpu.contexts:
                 self.set_device(before)
-            elif before != self.cuda.current_device:
+            elif before != self._runtime_device:
                 self._target = before
 
     @property
@@ -144,3 +231,40 @@ class FakeTorchCuda:
             self._thread.streams = {}
         streams: dict[int, FakeStream] = self._thread.streams
         return streams
+
+
+class FakeKernel:
+    """In place of the module `copy_kernel`: queues the fake driver's copy kernel.
+
+    Attributes:
+        error: Raised instead of copying, once there were `sound_ops`.
+        compile: Called before the first copies.
+    """
+
+    MIN_RUNS = 32
+
+    def __init__(self, torch_cuda: FakeTorchCuda) -> None:
+        self.error: Exception | None = None
+        self.sound_ops = 0
+        self.compile: Callable[[], None] = lambda: None
+        self.num_ops = 0
+        self._torch = torch_cuda
+
+    def takes(self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray) -> bool:
+        return not ((to | start | sizes) % 16).any()
+
+    def copy_runs(
+        self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray, device: torch.device
+    ) -> None:
+        assert self._torch.current_device() == device.index
+        if not self.num_ops:
+            self.compile()
+        if self.error is not None and self.num_ops >= self.sound_ops:
+            raise self.error
+        self.num_ops += 1
+        if not len(sizes):
+            return
+        table = self._torch.gpu.allocate(24 * len(sizes), device.index)
+        rows = np.stack((to, start, sizes)).astype(np.int64)
+        ctypes.memmove(table.seen.ctypes.data, rows.ctypes.data, rows.nbytes)
+        self._torch.gpu.launch(self._torch.current_stream().handle, table)

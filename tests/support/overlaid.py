@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -20,13 +20,18 @@ class OverlaidTensors:
     Args:
         groups: May have different numbers of layers.
         page_bytes: At least the contents of any layer.
+        place: Moves the allocation to where the engine has it; see `engine_memory`.
     """
 
-    def __init__(self, groups: Sequence[Contents], num_blocks: int, page_bytes: int) -> None:
+    def __init__(
+        self, groups: Sequence[Contents], num_blocks: int, page_bytes: int,
+        place: Callable[[Tensors], Tensors] = dict,
+    ) -> None:  # fmt: skip
         self.num_blocks = num_blocks
         num_pages = max(len(group) for group in groups)
         self.raw = torch.empty((num_pages, num_blocks, page_bytes), dtype=torch.int8)
         self.raw.random_(-128, 128, generator=torch.Generator().manual_seed(3))
+        self.raw = place({"raw": self.raw})["raw"]
         self.layers = [list(group) for group in groups]
         self.tensors: Tensors = {}
         for group in groups:

@@ -7,7 +7,6 @@ their own (`apart`).
 from __future__ import annotations
 
 import array
-import logging
 import multiprocessing
 import os
 import sys
@@ -16,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import preloaded
 from paths import MODELS, SUPPORT
 
 PAGE = 16  # tokens
@@ -60,18 +60,14 @@ def apart(function: Callable[..., None], *arguments: Any, **environment: str) ->
     Raises:
         AssertionError: It failed; the text is its traceback.
     """
-    paths = os.pathsep.join(filter(None, [str(STAND_INS), *sys.path]))
-    changed = {**ENVIRONMENT, **environment, "PYTHONPATH": paths}  # for processes of SGLang's own
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_report, args=(theirs, function, arguments))
-        process.start()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    if str(STAND_INS) not in sys.path:
+        sys.path.insert(0, str(STAND_INS))
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    variables = {
+        **os.environ, **ENVIRONMENT, **environment,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # for processes of SGLang's own
+    }  # fmt: skip
+    process = preloaded.start("sglang_imports", variables, _report, theirs, function, arguments)
     theirs.close()
     try:
         failure = ours.recv() if ours.poll(_TEST_TIMEOUT_S) else "no answer in time"
@@ -87,7 +83,8 @@ def apart(function: Callable[..., None], *arguments: Any, **environment: str) ->
 
 
 def _report(pipe: Any, function: Callable[..., None], arguments: Sequence[Any]) -> None:
-    sys.path.insert(0, str(STAND_INS))
+    multiprocessing.set_start_method("fork", force=True)
+    vars(multiprocessing)["set_start_method"] = _ignore  # SGLang would choose "spawn"
     try:
         function(*arguments)
         pipe.send("")
@@ -96,6 +93,10 @@ def _report(pipe: Any, function: Callable[..., None], arguments: Sequence[Any]) 
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # SGLang's threads do not end by themselves
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Do nothing. A process that is forked has its imports already."""
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -111,7 +112,6 @@ class TinyEngine:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         make_model(MODELS, "tiny")
-        logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
         managers.load_plugins()
         settings = ServerArgs(**options(skip_tokenizer_init=True, **more))
         settings.resolve_once()

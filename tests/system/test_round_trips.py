@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import NUM_GPU_BLOCKS, joined_kv, random_like, running_cluster
+from engine_memory import EngineMemory, device_memory
 
 from flexcache import KVStatus, ModelConfig
 from flexcache.storage.pool_directory import DATA_FILE
@@ -47,8 +48,7 @@ def latent_kv(model: ModelConfig, tokens: int) -> Tensors:
     return {f"layer.{i}": random_like(*shape, dtype=model.dtype) for i in range(model.num_layers)}
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize(
+LAYOUTS = pytest.mark.parametrize(
     ("make_kv", "block_dim", "dtype", "tokens_per_block"),
     [
         (joined_kv, 0, torch.bfloat16, 16),
@@ -58,6 +58,10 @@ def latent_kv(model: ModelConfig, tokens: int) -> Tensors:
         (one_buffer_block_after_block, 0, torch.bfloat16, 32),
     ],
 )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@LAYOUTS
 def test_every_layout_comes_back_from_dram_and_from_ssd(
     make_kv: Callable[[ModelConfig, int], Tensors],
     block_dim: int,
@@ -68,6 +72,20 @@ def test_every_layout_comes_back_from_dram_and_from_ssd(
 ) -> None:
     model = ModelConfig("grid", 3, 4, 32, dtype, tp_size=tp_size)
     round_trip(model, make_kv, block_dim, tokens_per_block, tmp_path)
+
+
+@LAYOUTS
+def test_every_layout_comes_back_to_a_gpu(
+    make_kv: Callable[[ModelConfig, int], Tensors],
+    block_dim: int,
+    dtype: torch.dtype,
+    tokens_per_block: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = ModelConfig("grid", 3, 4, 32, dtype, tp_size=2)
+    with device_memory(monkeypatch) as memory:
+        round_trip(model, make_kv, block_dim, tokens_per_block, tmp_path, memory=memory)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -87,10 +105,12 @@ def round_trip(
     tokens_per_block: int,
     ssd: Path,
     same_on_all: bool = False,
+    memory: EngineMemory | None = None,
 ) -> int:
     with running_cluster(
         [ssd],
         model=model,
+        memory=memory,
         make_kv=make_kv,
         block_dim=block_dim,
         tokens_per_block=tokens_per_block,

@@ -168,6 +168,12 @@ def test_the_tokens_of_a_continuation_are_those_from_its_first_block_on() -> Non
     assert chain.slice(1, 3) == keys_of("abcd").slice(1, 3)
 
 
+def test_blocks_with_an_unknown_token_have_no_tokens() -> None:
+    content = PromptContent([*range(16), *[-1] * 32])
+    assert content.tokens_of(0, 1, 16) == list(range(16))
+    assert content.tokens_of(0, 2, 16) == content.tokens_of(1, 3, 16) == []
+
+
 def test_a_chain_is_packed_as_a_whole() -> None:
     tier = Tier(CPU, 8)
     lease = tier.reserve_keys(ROOT, None, [BlockKey(b"a"), BlockKey(b"b")])

@@ -1,6 +1,6 @@
-"""`CudaCopier` with a driver in host memory, and streams and events that only record calls.
+"""`CudaCopier` on a fake GPU: bytes, order, threads, devices, and what fails.
 
-What a device does with them is for `tests/gpu` to see.
+The driver is asynchronous: no copy has landed because a call has returned.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from fake_cuda import NOT_SUPPORTED, STREAM, STREAMS, FakeCuda
-from fake_torch_cuda import FakeTorchCuda
+from fake_gpu import NOT_SUPPORTED, FakeGpu, Memory, fake_gpu
+from fake_torch_cuda import FakeEvent, FakeKernel, FakeTorchCuda
 
 from flexcache.errors import DeviceLostError, MissingDependencyError, StorageError
 from flexcache.ids import OpKind
@@ -28,63 +28,31 @@ from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 BLOCK = 4096
 NUM_BLOCKS = 64
 KINDS = (OpKind.H2D, OpKind.D2H)
-
-
-class FakeKernel:
-    """In place of the module `copy_kernel`.
-
-    Attributes:
-        error: Raised instead of copying, once there were `sound_ops`.
-        corrupts: Whether it copies wrong bytes.
-        compile: Called before the first copies.
-    """
-
-    MIN_RUNS = 32
-
-    def __init__(self, torch_cuda: FakeTorchCuda) -> None:
-        self.error: Exception | None = None
-        self.sound_ops = 0
-        self.corrupts = False
-        self.compile: Callable[[], None] = lambda: None
-        self.num_ops = 0
-        self._torch = torch_cuda
-
-    def takes(self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray) -> bool:
-        return not ((to | start | sizes) % 16).any()
-
-    def copy_runs(
-        self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray, device: torch.device
-    ) -> None:
-        assert self._torch.current_device() == device.index
-        assert self._torch.current_stream().cuda_stream in self._torch.cuda.streams
-        if not self.num_ops:
-            self.compile()
-        if self.error is not None and self.num_ops >= self.sound_ops:
-            raise self.error
-        self.num_ops += 1
-        for target, source, size in zip(to.tolist(), start.tolist(), sizes.tolist(), strict=True):
-            ctypes.memmove(target, source, size - 16 * self.corrupts)
+BATCH, SINGLE, KERNEL = "cuMemcpyBatchAsync", "cuMemcpyAsync", "kernel"
 
 
 class Rig:
-    """A copier, what it is attached to, and the order of its calls."""
+    """A copier, and what it copies between.
+
+    Attributes:
+        memory: The device's side, `NUM_BLOCKS` blocks of random bytes.
+    """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, segment: HostSegment, device: int = 0
+        self, monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, segment: HostSegment, device: int = 0
     ) -> None:
-        self.cuda = FakeCuda(contexts={device})  # the engine's own
-        self.torch = FakeTorchCuda(self.cuda)
+        self.gpu = gpu
+        self.torch = FakeTorchCuda(gpu)
         self.torch.install(monkeypatch)
-        self.notes = self.torch.notes
         self.kernel = FakeKernel(self.torch)
-        monkeypatch.setattr(CudaDriver, "load", lambda: CudaDriver(self.cuda))
         self._put_kernel = lambda module: monkeypatch.setitem(
             sys.modules, "flexcache.transfer.workers.copy_kernel", module
         )
         self._put_kernel(None)  # as without Triton
         self.segment = segment
-        self.device = np.random.default_rng(0).integers(0, 256, BLOCK * NUM_BLOCKS, dtype=np.uint8)
-        self.cuda.device_memory.append((self.device.ctypes.data, self.device.nbytes))
+        self.memory: Memory = gpu.allocate(BLOCK * NUM_BLOCKS, device)
+        self.blocks = self.memory.seen.reshape(NUM_BLOCKS, BLOCK)
+        self.blocks[:] = np.random.default_rng(0).integers(0, 256, self.blocks.shape, np.uint8)
         self._of = torch.device("cuda", device)
         self.copier = CudaCopier(self._of)
 
@@ -94,80 +62,136 @@ class Rig:
 
     def attach(self, *, version: int = 13_000) -> None:
         """Attach, and forget what that took."""
-        if version != self.cuda.version:
-            self.cuda.version = version
-            self.copier = CudaCopier(self._of)
+        self.gpu.set_version(version)
+        self.copier = CudaCopier(self._of)
         self.copier.attach(self.segment)
-        self.notes.clear()
-        self.cuda.batches.clear()
-        self.cuda.batch_streams.clear()
-        self.cuda.num_single_copies = 0
+        self.gpu.forget_copy_calls()
         self.kernel.num_ops = 0
 
     def start(
         self, kind: OpKind, gpu: list[int], host: list[int], after: object = None, **options: object
-    ) -> object:
-        on_gpu = self.device.ctypes.data + np.array(gpu, np.int64) * BLOCK
+    ) -> FakeEvent:
+        on_gpu = self.memory.address + np.array(gpu, np.int64) * BLOCK
         on_host = self.segment.address + np.array(host, np.int64) * BLOCK
         to, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
         return self.copier.start(to, source, np.full(len(gpu), BLOCK), kind, after, **options)
 
+    def copy(self, kind: OpKind, gpu: list[int], host: list[int], **options: object) -> None:
+        """Start copies and wait until they have landed."""
+        self.start(kind, gpu, host, **options).synchronize()
+
+    def on_host(self, block: int) -> bytes:
+        return bytes(self.segment.block(block))
+
     def check_copies(self, num_blocks: int = 3) -> None:
         """Store and load this many blocks, none of which are neighbours."""
-        before = self.device.reshape(NUM_BLOCKS, BLOCK).copy()
+        before = self.blocks.copy()
         sources = list(range(0, 2 * num_blocks, 2))
-        self.start(OpKind.D2H, sources, sources[::-1])
-        self.device[:] = 0
-        self.start(OpKind.H2D, sources, sources[::-1])
-        after = self.device.reshape(NUM_BLOCKS, BLOCK)
-        assert np.array_equal(after[sources], before[sources])
+        self.copy(OpKind.D2H, sources, sources[::-1])
+        self.blocks[:] = 0
+        self.copy(OpKind.H2D, sources, sources[::-1])
+        assert np.array_equal(self.blocks[sources], before[sources])
+
+    def streams(self) -> set[int]:
+        """Streams on which copies were queued."""
+        return {call.stream for call in self.gpu.copy_calls}
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with fake_gpu(monkeypatch) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def segment() -> Iterator[HostSegment]:
     with HostSegment.create(BLOCK, NUM_BLOCKS) as segment:
         segment.map()
-        rig = Rig(monkeypatch, segment)
-        yield rig
-        rig.copier.close()
-        assert rig.cuda.is_lost or not rig.cuda.registered
+        yield segment
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, segment: HostSegment) -> Iterator[Rig]:
+    rig = Rig(monkeypatch, gpu, segment)
+    yield rig
+    rig.copier.close()
+    assert gpu.is_lost or not gpu.registered
 
 
 def test_a_store_and_a_load_bring_blocks_back_each_on_its_own_stream(rig: Rig) -> None:
     rig.attach()
-    before = rig.device.reshape(NUM_BLOCKS, BLOCK).copy()
-    rig.start(OpKind.D2H, [5, 0, 2], [1, 6, 3])
-    rig.device[:] = 0
-    rig.start(OpKind.H2D, [4, 7], [3, 1])
-    after = rig.device.reshape(NUM_BLOCKS, BLOCK)
-    assert np.array_equal(after[[4, 7]], before[[2, 5]])
-    assert not np.delete(after, [4, 7], axis=0).any()
-    assert len(set(rig.cuda.batch_streams)) == 2
+    before = rig.blocks.copy()
+    rig.copy(OpKind.D2H, [5, 0, 2], [1, 6, 3])
+    rig.blocks[:] = 0
+    rig.copy(OpKind.H2D, [4, 7], [3, 1])
+    assert np.array_equal(rig.blocks[[4, 7]], before[[2, 5]])
+    assert not np.delete(rig.blocks, [4, 7], axis=0).any()
+    assert len(rig.streams()) == 2
 
 
-def test_stores_read_in_stream_order_and_loads_may_read_early(
-    rig: Rig,
-) -> None:
+def test_stores_read_in_stream_order_and_loads_may_read_early(rig: Rig) -> None:
     rig.attach()
     rig.start(OpKind.D2H, [0], [0])
     rig.start(OpKind.H2D, [0], [0])
-    assert [order for _, order, _ in rig.cuda.batches] == [SourceOrder.STREAM, SourceOrder.ANY]
+    orders = [call.order for call in rig.gpu.copy_calls]
+    assert orders == [SourceOrder.STREAM, SourceOrder.ANY]
 
 
-def test_an_op_waits_for_its_event_first_and_its_own_event_comes_last(rig: Rig) -> None:
+@pytest.mark.parametrize("way", [None, CopyWay.SINGLE, CopyWay.KERNEL])
+def test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded(
+    rig: Rig, way: CopyWay | None
+) -> None:
+    rig.add_kernel()
     rig.attach()
-    fence = rig.copier.fence()
-    rig.notes.clear()
-    landed = rig.start(OpKind.H2D, [0, 3], [1, 2], fence)
-    (stream,) = rig.cuda.batch_streams
-    assert rig.notes == [("wait", stream, fence), ("record", stream, landed)]
+    compute = rig.torch.Stream(torch.device("cuda", 0))
+    with rig.torch.stream(compute):
+        step = rig.gpu.hold(compute.handle)
+        rig.gpu.fill(compute.handle, rig.memory, 7)
+        fence = rig.copier.fence()
+    landed = rig.start(OpKind.D2H, [0, 2, 4], [1, 3, 5], fence, way=way)
+    rig.gpu.wait_quiet()
+    assert not landed.query()
+    assert not any(rig.on_host(1))
+    rig.gpu.fire(step)
+    landed.synchronize()
+    assert all(rig.on_host(block) == bytes([7]) * BLOCK for block in (1, 3, 5))
+
+
+def test_a_load_overwrites_only_what_the_model_has_read(rig: Rig) -> None:
+    rig.attach()
+    compute = rig.torch.Stream(torch.device("cuda", 0))
+    with rig.torch.stream(compute):
+        step = rig.gpu.hold(compute.handle)
+        fence = rig.copier.fence()
+    before = rig.blocks.copy()
+    landed = rig.start(OpKind.H2D, [0, 2], [1, 3], fence)
+    store = rig.start(OpKind.D2H, [5], [5])
+    store.synchronize()  # a store does not wait for a load
+    rig.gpu.wait_quiet()
+    assert not landed.query()
+    assert np.array_equal(rig.blocks, before)
+    rig.gpu.fire(step)
+    landed.synchronize()
+    assert not rig.blocks[[0, 2]].any()
+
+
+def test_landed_is_what_has_landed(rig: Rig) -> None:
+    rig.attach()
+    for way in (CopyWay.BATCH, CopyWay.SINGLE):
+        rig.gpu.freeze()
+        landed = rig.start(OpKind.D2H, [0, 2], [1, 3], way=way)
+        rig.gpu.wait_quiet()
+        assert not landed.query()
+        rig.gpu.thaw()
+        landed.synchronize()
+        assert landed.query()
+        assert rig.on_host(1) == rig.blocks[0].tobytes()
 
 
 def test_an_op_without_blocks_has_an_event_too(rig: Rig) -> None:
     rig.attach()
-    landed = rig.start(OpKind.H2D, [], [])
-    assert rig.notes[-1] == ("record", STREAM, landed)
-    assert rig.cuda.batches == []
+    rig.start(OpKind.H2D, [], []).synchronize()
+    assert rig.gpu.copy_calls == []
 
 
 def test_neighbours_are_one_copy_but_not_over_two_pinned_pieces(
@@ -175,61 +199,88 @@ def test_neighbours_are_one_copy_but_not_over_two_pinned_pieces(
 ) -> None:
     monkeypatch.setattr(copy_cuda, "_PIN_STEP", 24 * BLOCK)
     rig.attach()
-    assert len(rig.cuda.registered) == 3
-    rig.start(OpKind.D2H, list(range(64)), list(range(64)))
-    assert [copies for copies, _, _ in rig.cuda.batches] == [3]
-    assert bytes(rig.segment.block(7)) == rig.device[7 * BLOCK : 8 * BLOCK].tobytes()
+    assert len(rig.gpu.registered) == 3
+    rig.copy(OpKind.D2H, list(range(64)), list(range(64)))
+    assert rig.gpu.batches == [3]
+    assert rig.on_host(7) == rig.blocks[7].tobytes()
 
 
 def test_a_refused_op_has_ended_before_its_failure_is_reported(rig: Rig) -> None:
     rig.attach()
-    rig.cuda.refused_copy = 1
+    rig.gpu.refuse(SINGLE, from_call=3)
+    rig.gpu.set_speed(late_us=20_000)
+    with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
+        rig.start(OpKind.D2H, [0, 2, 4], [1, 3, 5], way=CopyWay.SINGLE)
+    assert rig.on_host(1) == rig.blocks[0].tobytes()  # what had been queued has landed
+    assert rig.on_host(3) == rig.blocks[2].tobytes()
+    assert not any(rig.on_host(5))
+    rig.gpu.refuse_nothing()
+    rig.check_copies()
+
+
+def test_a_refused_copy_of_a_batch_is_named(rig: Rig) -> None:
+    rig.attach()
+    rig.gpu.set_faults(refused_run=1)
     with pytest.raises(RuntimeError, match="number 1"):
         rig.start(OpKind.H2D, [0, 2], [0, 2])
-    assert rig.notes[-1] == ("synchronize", STREAM)
-    rig.cuda.refused_copy = None
-    rig.start(OpKind.H2D, [0, 2], [0, 2])
-    assert rig.cuda.batches
+    rig.gpu.set_faults(refused_run=-1)
+    rig.check_copies()
 
 
 def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(rig: Rig) -> None:
-    rig.cuda.most_registered = 0
+    rig.gpu.set_faults(most_pinned=0)
     rig.attach()
     assert not rig.copier.is_pinned
     assert rig.copier.ways == (CopyWay.BATCH,)
-    rig.start(OpKind.D2H, [4], [2])
-    assert bytes(rig.segment.block(2)) == rig.device[4 * BLOCK : 5 * BLOCK].tobytes()
+    rig.copy(OpKind.D2H, [4], [2])
+    assert rig.on_host(2) == rig.blocks[4].tobytes()
 
 
-def test_closing_waits_for_both_streams_before_it_unpins(rig: Rig) -> None:
+def test_closing_waits_for_copies_before_it_unpins(rig: Rig) -> None:
     rig.attach()
     assert rig.copier.is_pinned
+    rig.gpu.set_speed(late_us=20_000)
+    expected = rig.blocks[0].tobytes()
+    rig.start(OpKind.D2H, [0], [1])
+    rig.start(OpKind.H2D, [4], [3])
+    rig.copier.close()  # memory unpinned in use would be a violation
+    assert rig.on_host(1) == expected
+    assert not rig.blocks[4].any()
+    assert not rig.gpu.registered
+
+
+def test_copies_do_not_void_a_graph_that_another_thread_captures(rig: Rig) -> None:
+    rig.attach()
+    compute = rig.torch.Stream(torch.device("cuda", 0))
+    rig.gpu.begin_capture(compute.handle)
+    landed = rig.start(OpKind.D2H, [0], [1])
+    while not landed.query():
+        pass
+    assert rig.gpu.end_capture(compute.handle)
+    rig.gpu.begin_capture(compute.handle)
     rig.copier.close()
-    assert rig.notes == [("synchronize", stream) for stream in STREAMS]
-    assert not rig.cuda.registered
+    assert rig.gpu.end_capture(compute.handle)
 
 
 # -- the second GPU ------------------------------------------------------------------------------
 
 
 def test_a_rank_of_the_second_gpu_makes_no_context_on_the_first(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, segment: HostSegment
 ) -> None:
     """On a thread of its own, which begins on device 0 as a rank's does."""
     problems: list[BaseException] = []
 
     def serve() -> None:
         try:
-            with HostSegment.create(BLOCK, NUM_BLOCKS) as segment:
-                segment.map()
-                rig = Rig(monkeypatch, segment, device=1)
-                rig.add_kernel()
-                rig.attach()
-                rig.check_copies()
-                rig.start(OpKind.H2D, [1], [1], way=CopyWay.KERNEL)
-                rig.copier.close()
-                assert rig.cuda.contexts == {1}
-                assert rig.torch.current_device() == rig.cuda.current_device == 1
+            rig = Rig(monkeypatch, gpu, segment, device=1)
+            rig.add_kernel()
+            rig.attach()
+            rig.check_copies()
+            rig.copy(OpKind.H2D, [1], [1], way=CopyWay.KERNEL)
+            rig.copier.close()
+            assert gpu.contexts == {1}
+            assert rig.torch.current_device() == 1
         except BaseException as problem:
             problems.append(problem)
 
@@ -240,18 +291,16 @@ def test_a_rank_of_the_second_gpu_makes_no_context_on_the_first(
 
 
 def test_a_thread_that_never_used_the_second_gpu_can_copy_to_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, segment: HostSegment
 ) -> None:
-    with HostSegment.create(BLOCK, NUM_BLOCKS) as segment:
-        segment.map()
-        rig = Rig(monkeypatch, segment, device=1)
-        rig.attach()
-        thread = threading.Thread(target=rig.start, args=(OpKind.D2H, [3], [2]))
-        thread.start()
-        thread.join()
-        assert bytes(segment.block(2)) == rig.device[3 * BLOCK : 4 * BLOCK].tobytes()
-        rig.copier.close()
-        assert rig.cuda.contexts == {1}
+    rig = Rig(monkeypatch, gpu, segment, device=1)
+    rig.attach()
+    thread = threading.Thread(target=rig.copy, args=(OpKind.D2H, [3], [2]))
+    thread.start()
+    thread.join()
+    assert rig.on_host(2) == rig.blocks[3].tobytes()
+    rig.copier.close()
+    assert gpu.contexts == {1}
 
 
 # -- the self-test -------------------------------------------------------------------------------
@@ -267,17 +316,14 @@ def test_all_ways_that_pass_are_known_and_the_batch_comes_before_single_copies(r
     assert [v.way for v in rig.copier.verdicts if v.passed] == list(CopyWay)
     assert rig.copier.ways == (CopyWay.BATCH, CopyWay.KERNEL)
     rig.check_copies()
-    assert len(rig.cuda.batches) == 2
+    assert len(rig.gpu.batches) == 2
 
 
 def test_the_self_test_looks_at_bytes_only_when_they_have_landed(rig: Rig) -> None:
-    rig.cuda.is_lazy = True
+    rig.add_kernel()
+    rig.gpu.set_speed(late_us=5_000)
     rig.attach()
     assert failed(rig) == {}
-    rig.start(OpKind.D2H, [4], [2])
-    assert not any(rig.segment.block(2))
-    rig.copier.close()
-    assert bytes(rig.segment.block(2)) == rig.device[4 * BLOCK : 5 * BLOCK].tobytes()
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, 1])
@@ -287,12 +333,12 @@ def test_a_batch_that_is_refused_leaves_single_copies_and_is_named(
 ) -> None:
     if has_kernel:
         rig.add_kernel()
-    rig.cuda.refuses["cuMemcpyBatchAsync"] = code
+    rig.gpu.refuse(BATCH, code)
     rig.attach()
     assert failed(rig) == {CopyWay.BATCH: set(KINDS)}
     assert rig.copier.ways == (CopyWay.SINGLE, *([CopyWay.KERNEL] * has_kernel))
     rig.check_copies()
-    assert rig.cuda.num_single_copies == 6
+    assert rig.gpu.num_single_copies == 6
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 2
     assert all("batched copy" in line and f"({code})" in line for line in warnings)
@@ -304,19 +350,18 @@ def test_a_batch_that_is_refused_leaves_single_copies_and_is_named(
 def test_a_batch_that_copies_wrong_bytes_is_never_used(
     rig: Rig, kind: OpKind, at_least: int, is_pinned: bool
 ) -> None:
-    rig.cuda.corrupts = {("cuMemcpyBatchAsync", kind.name)}
-    rig.cuda.corrupts_from = at_least
+    rig.gpu.corrupt(BATCH, to_device=kind is OpKind.H2D, at_least=at_least)
     if not is_pinned:
-        rig.cuda.most_registered = 0
+        rig.gpu.set_faults(most_pinned=0)
     rig.attach()
     assert rig.copier.is_pinned is is_pinned
     assert failed(rig) == {CopyWay.BATCH: {kind}}
     rig.check_copies()
-    assert (rig.cuda.batches, rig.cuda.num_single_copies) == ([], 6)
+    assert (rig.gpu.batches, rig.gpu.num_single_copies) == ([], 6)
 
 
 def test_single_copies_that_fail_leave_the_batch(rig: Rig) -> None:
-    rig.cuda.refuses["cuMemcpyAsync"] = NOT_SUPPORTED
+    rig.gpu.refuse(SINGLE)
     rig.attach()
     assert failed(rig) == {CopyWay.SINGLE: set(KINDS)}
     rig.check_copies()
@@ -332,8 +377,9 @@ def test_a_kernel_that_fails_or_copies_wrong_bytes_leaves_the_copy_engine(
 ) -> None:
     monkeypatch.setattr(CopyChoice, "prefers_kernel", lambda *_: True)
     kernel = rig.add_kernel()
-    kernel.corrupts = fault == "bytes"
-    if fault != "bytes":
+    if fault == "bytes":
+        rig.gpu.corrupt(KERNEL, to_device=True)
+    else:
         kernel.error = CompilationError("no") if fault == "compiler" else torch.OutOfMemoryError()
     rig.attach()
     assert failed(rig) == {CopyWay.KERNEL: set(KINDS)}
@@ -342,9 +388,14 @@ def test_a_kernel_that_fails_or_copies_wrong_bytes_leaves_the_copy_engine(
     assert kernel.num_ops == 0
 
 
+def refuse_the_copy_engine(rig: Rig) -> None:
+    for name in (BATCH, SINGLE):
+        rig.gpu.refuse(name)
+
+
 def test_a_kernel_alone_copies_whole_words_and_refuses_the_rest(rig: Rig) -> None:
     rig.add_kernel()
-    rig.cuda.refuses = dict.fromkeys(("cuMemcpyBatchAsync", "cuMemcpyAsync"), NOT_SUPPORTED)
+    refuse_the_copy_engine(rig)
     rig.attach()
     assert rig.copier.ways == (CopyWay.KERNEL,)
     rig.check_copies()
@@ -359,13 +410,14 @@ def test_a_device_without_a_working_copy_method_is_refused_with_each_failure(
     rig: Rig, fault: str, is_pinned: bool
 ) -> None:
     rig.add_kernel().error = CompilationError("no ptxas")
-    for name in ("cuMemcpyBatchAsync", "cuMemcpyAsync"):
+    for name in (BATCH, SINGLE):
         if fault == "bytes":
-            rig.cuda.corrupts |= {(name, kind.name) for kind in KINDS}
+            for kind in KINDS:
+                rig.gpu.corrupt(name, to_device=kind is OpKind.H2D)
         else:
-            rig.cuda.refuses[name] = NOT_SUPPORTED
+            rig.gpu.refuse(name)
     if not is_pinned:
-        rig.cuda.most_registered = 0
+        rig.gpu.set_faults(most_pinned=0)
     with pytest.raises(StorageError) as caught:
         rig.copier.attach(rig.segment)
     said = str(caught.value)
@@ -374,7 +426,7 @@ def test_a_device_without_a_working_copy_method_is_refused_with_each_failure(
     for name in ("batched copy: H2D", "single copies: H2D", "kernel"):
         assert name in said
     assert ("CompilationError: no ptxas" in said) is is_pinned
-    assert not rig.cuda.registered
+    assert not rig.gpu.registered
     rig.copier.close()
 
 
@@ -384,13 +436,13 @@ def test_the_self_test_leaves_the_pool_as_it_is_and_gives_its_own_memory_back(
 ) -> None:
     rig.add_kernel()
     if not is_pinned:
-        rig.cuda.most_registered = 0
+        rig.gpu.set_faults(most_pinned=0)
     pool = np.frombuffer((ctypes.c_uint8 * rig.segment.size).from_address(rig.segment.address))
-    before, device = pool.copy(), rig.device.copy()
+    before, device = pool.copy(), rig.blocks.copy()
     rig.attach()
     assert np.array_equal(pool, before)
-    assert np.array_equal(rig.device, device)
-    assert list(rig.cuda.registered) == [rig.segment.address] * is_pinned
+    assert np.array_equal(rig.blocks, device)
+    assert list(rig.gpu.registered) == [rig.segment.address] * is_pinned
 
 
 @pytest.mark.parametrize("lacks", ["Triton", "pinning", "mapping"])
@@ -398,9 +450,9 @@ def test_where_the_kernel_cannot_be_tried_the_reason_is_kept(rig: Rig, lacks: st
     if lacks != "Triton":
         rig.add_kernel()
     if lacks == "pinning":
-        rig.cuda.most_registered = 0
+        rig.gpu.set_faults(most_pinned=0)
     if lacks == "mapping":
-        rig.cuda.refuses["cuMemHostGetDevicePointer"] = NOT_SUPPORTED
+        rig.gpu.refuse("cuMemHostGetDevicePointer")
     rig.attach()
     (kernel,) = (v for v in rig.copier.verdicts if v.way is CopyWay.KERNEL)
     assert ("copy_kernel" in kernel.missing) is (lacks == "Triton")
@@ -412,7 +464,7 @@ def test_an_older_driver_gets_copies_one_by_one(rig: Rig) -> None:
     rig.attach(version=12_070)
     assert rig.copier.ways == (CopyWay.SINGLE,)
     rig.check_copies()
-    assert (rig.cuda.num_single_copies, rig.cuda.batches) == (6, [])
+    assert (rig.gpu.num_single_copies, rig.gpu.batches) == (6, [])
 
 
 def test_a_rank_sends_heartbeats_while_a_kernel_compiles(rig: Rig) -> None:
@@ -435,7 +487,7 @@ def test_a_batch_that_fails_while_it_is_timed_is_named_and_the_kernel_is_not_use
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.add_kernel()
-    rig.cuda.refused_copy = 200  # so many are in no batch of the self-test
+    rig.gpu.set_faults(refused_run=200)  # so many are in no batch of the self-test
     rig.attach()
     assert failed(rig) == {}
     assert rig.copier.ways == (CopyWay.BATCH,)
@@ -461,7 +513,7 @@ def test_a_kernel_that_finds_no_memory_for_an_op_leaves_it_and_all_others_to_the
     rig.check_copies(32)
     rig.check_copies(32)
     assert kernel.num_ops == 2
-    assert len(rig.cuda.batches) == 4
+    assert len(rig.gpu.batches) == 4
     (line,) = [record.getMessage() for record in caplog.records]
     assert "copy_way_given_up way=kernel" in line
     assert "no room for a table" in line
@@ -469,7 +521,7 @@ def test_a_kernel_that_finds_no_memory_for_an_op_leaves_it_and_all_others_to_the
 
 def test_an_op_of_a_kernel_alone_ends_with_its_error_whatever_the_class(rig: Rig) -> None:
     kernel = rig.add_kernel()
-    rig.cuda.refuses = dict.fromkeys(("cuMemcpyBatchAsync", "cuMemcpyAsync"), NOT_SUPPORTED)
+    refuse_the_copy_engine(rig)
     rig.attach()
     kernel.error = CompilationError("no ptxas")
     with pytest.raises(RuntimeError, match="CompilationError: no ptxas"):
@@ -482,7 +534,7 @@ def test_a_lost_device_is_reported_as_lost_and_closing_the_copier_does_not_raise
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.attach()
-    rig.cuda.is_lost = True
+    rig.gpu.set_faults(is_lost=True)
     for _ in range(2):
         with pytest.raises(DeviceLostError, match="cuda:0 no longer works"):
             rig.start(OpKind.H2D, [0], [0])
@@ -494,9 +546,23 @@ def test_a_lost_device_is_reported_as_lost_and_closing_the_copier_does_not_raise
     assert any("host_pool_still_pinned" in line for line in said)
 
 
+def test_an_error_that_comes_after_the_call_ends_the_wait_for_its_landing(rig: Rig) -> None:
+    rig.attach()
+    rig.gpu.set_faults(lost_after_copies=1)
+    landed = rig.start(OpKind.D2H, [0], [0])
+    landed.synchronize()
+    rig.gpu.freeze()
+    landed = rig.start(OpKind.D2H, [0], [0])
+    rig.gpu.thaw()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        landed.synchronize()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        landed.query()
+
+
 def test_a_kernel_that_kills_the_device_in_the_self_test_fails_the_attach(rig: Rig) -> None:
     kernel = rig.add_kernel()
-    kernel.compile = lambda: setattr(rig.cuda, "is_lost", True)
+    kernel.compile = lambda: rig.gpu.set_faults(is_lost=True)
     with pytest.raises(DeviceLostError, match="kernel, H2D: cuda:0 no longer works"):
         rig.copier.attach(rig.segment)
     rig.copier.close()
@@ -508,12 +574,12 @@ def test_an_attach_that_fails_half_way_leaves_nothing_pinned(
     monkeypatch.setattr(copy_cuda, "_PIN_STEP", BLOCK)
 
     def lose_link() -> None:
-        if len(rig.cuda.registered) == 3:
+        if len(rig.gpu.registered) == 3:
             raise OSError("the link is gone")
 
     with pytest.raises(OSError, match="the link is gone"):
         rig.copier.attach(rig.segment, lose_link)
-    assert not rig.cuda.registered
+    assert not rig.gpu.registered
     rig.copier.close()
     rig.attach()
     rig.check_copies()

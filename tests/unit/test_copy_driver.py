@@ -1,117 +1,149 @@
-"""Calls to the CUDA driver, against one in host memory; and pinning, with its failures."""
+"""Calls to the CUDA driver, against a fake one; and pinning, with its failures."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
+import threading
 from collections.abc import Iterator
+from ctypes import byref, c_void_p
+from functools import partial
 
 import numpy as np
 import pytest
-from fake_cuda import CONTEXT, NOT_SUPPORTED, STREAM, Attributes, FakeCuda
+from fake_gpu import FakeGpu, fake_gpu
 
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 
 
-def bound(cuda: FakeCuda) -> CudaDriver:
-    driver = CudaDriver(cuda)
-    driver.bind(driver.context_of(STREAM))
-    return driver
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with fake_gpu(monkeypatch) as gpu:
+        yield gpu
 
 
-def scattered(count: int) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
-    """Source and target memory, copies between them, and what the target must become."""
+def bound(gpu: FakeGpu) -> tuple[CudaDriver, int]:
+    """Return the driver, bound to a context on this thread, and a stream of it."""
+    context, stream = c_void_p(), c_void_p()
+    gpu.call("cuDevicePrimaryCtxRetain", byref(context), 0)
+    gpu.call("cuCtxSetCurrent", context)
+    gpu.call("cuStreamCreateWithPriority", byref(stream), 1, 0)
+    driver = CudaDriver(gpu.library)
+    driver.bind(driver.context_of(stream.value or 0))
+    return driver, stream.value or 0
+
+
+def scattered(gpu: FakeGpu, count: int) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
+    """Device memory, copies to it, and what it must become."""
     random = np.random.default_rng(count)
     source = random.integers(0, 256, 64 * 1024, dtype=np.uint8)
-    target = np.zeros_like(source)
+    target = gpu.allocate(len(source))
     sizes = random.integers(1, 64, count)
     to = random.permutation(1024)[:count] * 64
     start = random.permutation(1024)[:count] * 64
-    expected = target.copy()
+    expected = target.seen.copy()
     for t, s, n in zip(to, start, sizes, strict=True):
         expected[t : t + n] = source[s : s + n]
-    return source, target, (target.ctypes.data + to, source.ctypes.data + start, sizes), expected
+    sources.append(source)
+    return target.seen, (target.address + to, source.ctypes.data + start, sizes), expected
 
 
-def test_the_structure_has_the_size_in_the_driver_header() -> None:
-    """As `sizeof` and `offsetof` say of CUDA 12.8's and 13.5's header."""
-    assert ctypes.sizeof(Attributes) == 24
-    assert (Attributes.dstLocHint.offset, Attributes.flags.offset) == (12, 20)
+sources: list[np.ndarray] = []
+"""Keeps the memory that copies read."""
 
 
 @pytest.mark.parametrize("version", [12_080, 13_000])
 @pytest.mark.parametrize("count", [1, 2, 500])
 @pytest.mark.parametrize("order", SourceOrder)
-def test_all_copies_of_an_op_are_one_call(version: int, count: int, order: SourceOrder) -> None:
-    cuda = FakeCuda(version)
-    driver = bound(cuda)
-    _source, target, runs, expected = scattered(count)
-    driver.copy_batch(*runs, order, STREAM)
+def test_all_copies_of_an_op_are_one_call(
+    gpu: FakeGpu, version: int, count: int, order: SourceOrder
+) -> None:
+    gpu.set_version(version)
+    driver, stream = bound(gpu)
+    target, runs, expected = scattered(gpu, count)
+    driver.copy_batch(*runs, order, stream)
+    gpu.wait_idle()
     assert np.array_equal(target, expected)
     assert driver.has_batch_copy
-    assert cuda.batches == [(count, order, 1)]
-    assert cuda.num_single_copies == 0
+    assert [(c.num_runs, c.order, c.flags) for c in gpu.copy_calls] == [(count, order, 1)]
+    assert gpu.num_single_copies == 0
 
 
 @pytest.mark.parametrize("version", [11_080, 12_070, 13_000])
-def test_single_copies_are_one_call_each_on_any_driver(version: int) -> None:
-    cuda = FakeCuda(version)
-    driver = bound(cuda)
-    _source, target, runs, expected = scattered(300)
-    driver.copy_singly(*runs, STREAM)
+def test_single_copies_are_one_call_each_on_any_driver(gpu: FakeGpu, version: int) -> None:
+    gpu.set_version(version)
+    driver, stream = bound(gpu)
+    target, runs, expected = scattered(gpu, 300)
+    driver.copy_singly(*runs, stream)
+    gpu.wait_idle()
     assert np.array_equal(target, expected)
     assert driver.has_batch_copy is (version >= 12_080)
-    assert (cuda.num_single_copies, cuda.batches) == (300, [])
+    assert (gpu.num_single_copies, gpu.batches) == (300, [])
 
 
-def test_no_copies_make_no_call() -> None:
-    cuda = FakeCuda()
+def test_no_copies_make_no_call(gpu: FakeGpu) -> None:
     nothing = np.empty(0, np.int64)
-    bound(cuda).copy_batch(nothing, nothing, nothing, SourceOrder.STREAM, STREAM)
-    bound(cuda).copy_singly(nothing, nothing, nothing, STREAM)
-    assert (cuda.num_single_copies, cuda.batches) == (0, [])
+    driver, stream = bound(gpu)
+    driver.copy_batch(nothing, nothing, nothing, SourceOrder.STREAM, stream)
+    driver.copy_singly(nothing, nothing, nothing, stream)
+    assert gpu.copy_calls == []
 
 
-def test_strided_address_arrays_are_accepted() -> None:
-    cuda = FakeCuda()
-    _source, target, runs, expected = scattered(100)
+def test_strided_address_arrays_are_accepted(gpu: FakeGpu) -> None:
+    driver, stream = bound(gpu)
+    target, runs, expected = scattered(gpu, 100)
     spread = [np.repeat(array, 3)[::3] for array in runs]
     assert not spread[0].flags.c_contiguous
-    bound(cuda).copy_batch(*spread, SourceOrder.STREAM, STREAM)
+    driver.copy_batch(*spread, SourceOrder.STREAM, stream)
+    gpu.wait_idle()
     assert np.array_equal(target, expected)
 
 
-def test_a_refused_copy_is_named_with_the_drivers_reason() -> None:
-    driver = bound(FakeCuda(refused_copy=3))
-    *_, runs, _expected = scattered(8)
+def test_a_refused_copy_is_named_with_the_drivers_reason(gpu: FakeGpu) -> None:
+    driver, stream = bound(gpu)
+    gpu.set_faults(refused_run=3)
+    _, runs, _ = scattered(gpu, 8)
     with pytest.raises(RuntimeError, match=r"8 copies, number 3 failed: CUDA_ERROR_INVALID_VALUE"):
-        driver.copy_batch(*runs, SourceOrder.STREAM, STREAM)
+        driver.copy_batch(*runs, SourceOrder.STREAM, stream)
 
 
-def test_an_error_of_the_whole_batch_names_no_copy() -> None:
-    driver = bound(FakeCuda())
-    *_, runs, _expected = scattered(8)
+def test_an_error_of_the_whole_batch_names_no_copy(gpu: FakeGpu) -> None:
+    driver, _ = bound(gpu)
+    _, runs, _ = scattered(gpu, 8)
     with pytest.raises(RuntimeError, match=r"8 copies failed: CUDA_ERROR_INVALID_VALUE \(1\)"):
         driver.copy_batch(*runs, SourceOrder.STREAM, 0)  # the legacy stream
 
 
-def test_a_thread_that_was_not_bound_gets_an_error_the_driver_has_no_name_for() -> None:
-    *_, runs, _expected = scattered(2)
-    driver = CudaDriver(FakeCuda())
-    with pytest.raises(RuntimeError, match=r"an unknown error \(201\)"):
-        driver.copy_batch(*runs, SourceOrder.ANY, STREAM)
-    with pytest.raises(RuntimeError, match=r"an unknown error \(201\)"):
-        driver.copy_singly(*runs, STREAM)
+def test_an_error_that_the_driver_has_no_name_for_has_its_number(gpu: FakeGpu) -> None:
+    driver, stream = bound(gpu)
+    gpu.refuse("cuMemcpyAsync", 12345)
+    _, runs, _ = scattered(gpu, 2)
+    with pytest.raises(RuntimeError, match=r"an unknown error \(12345\)"):
+        driver.copy_singly(*runs, stream)
 
 
-def test_a_bound_thread_has_the_streams_context_and_disturbs_no_capture() -> None:
-    cuda = FakeCuda()
-    bound(cuda)
-    assert cuda.context == CONTEXT
-    assert cuda.capture_mode == 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+def test_a_thread_that_was_not_bound_gets_an_error(gpu: FakeGpu) -> None:
+    driver, stream = bound(gpu)
+    _, runs, _ = scattered(gpu, 2)
+    errors: list[str] = []
+
+    def copy() -> None:
+        for call in (
+            partial(driver.copy_batch, *runs, SourceOrder.ANY),
+            partial(driver.copy_singly, *runs),
+        ):
+            try:
+                call(stream)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    assert len(errors) == 2
+    assert all("CUDA_ERROR_INVALID_CONTEXT" in error for error in errors)
 
 
 # -- pinning -------------------------------------------------------------------------------------
@@ -124,39 +156,41 @@ def segment() -> Iterator[HostSegment]:
         yield segment
 
 
-def test_a_segment_is_pinned_in_pieces_that_no_block_lies_across(segment: HostSegment) -> None:
-    cuda = FakeCuda()
+def test_a_segment_is_pinned_in_pieces_that_no_block_lies_across(
+    gpu: FakeGpu, segment: HostSegment
+) -> None:
     seen: list[int] = []
     pinned = PinnedSegment(
-        bound(cuda), segment, 3 * segment.stride + 100, lambda: seen.append(len(cuda.registered))
+        bound(gpu)[0], segment, 3 * segment.stride + 100, lambda: seen.append(len(gpu.registered))
     )
     assert seen == list(range(1, len(pinned.starts) + 1))
     pieces = [3, 3, 3, 1]
-    assert list(cuda.registered.values()) == [n * segment.stride for n in pieces]
-    assert list(cuda.registered) == pinned.starts.tolist()
+    assert list(gpu.registered.values()) == [n * segment.stride for n in pieces]
+    assert list(gpu.registered) == pinned.starts.tolist()
     assert pinned.starts[0] == segment.address
     assert (np.diff(pinned.starts) == 3 * segment.stride).all()
     assert pinned.is_reachable
     pinned.close()
     pinned.close()
-    assert not cuda.registered
+    assert not gpu.registered
     assert not pinned.is_reachable
 
 
-def test_a_block_that_is_larger_than_a_step_is_one_piece(segment: HostSegment) -> None:
-    cuda = FakeCuda()
-    PinnedSegment(bound(cuda), segment, step=1)
-    assert set(cuda.registered.values()) == {segment.stride}
-    assert len(cuda.registered) == segment.num_blocks
+def test_a_block_that_is_larger_than_a_step_is_one_piece(
+    gpu: FakeGpu, segment: HostSegment
+) -> None:
+    PinnedSegment(bound(gpu)[0], segment, step=1)
+    assert set(gpu.registered.values()) == {segment.stride}
+    assert len(gpu.registered) == segment.num_blocks
 
 
 def test_a_segment_that_cannot_be_pinned_whole_is_not_pinned_at_all_and_says_so_once(
-    segment: HostSegment, caplog: pytest.LogCaptureFixture
+    gpu: FakeGpu, segment: HostSegment, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda = FakeCuda(most_registered=7 * segment.stride)
+    gpu.set_faults(most_pinned=7 * segment.stride)
     with caplog.at_level(logging.INFO):
-        pinned = PinnedSegment(bound(cuda), segment, step=2 * segment.stride)
-    assert not cuda.registered
+        pinned = PinnedSegment(bound(gpu)[0], segment, step=2 * segment.stride)
+    assert not gpu.registered
     assert not pinned.is_reachable
     assert pinned.starts.size == 0
     (line,) = [record.message for record in caplog.records]
@@ -168,41 +202,46 @@ def test_a_segment_that_cannot_be_pinned_whole_is_not_pinned_at_all_and_says_so_
     pinned.close()
 
 
-def test_memory_that_the_device_sees_elsewhere_is_not_for_kernels(segment: HostSegment) -> None:
-    pinned = PinnedSegment(bound(FakeCuda(mapping_offset=4096)), segment, step=segment.size)
+def test_memory_that_the_device_sees_elsewhere_is_not_for_kernels(
+    gpu: FakeGpu, segment: HostSegment
+) -> None:
+    gpu.set_faults(mapping_offset=4096)
+    pinned = PinnedSegment(bound(gpu)[0], segment, step=segment.size)
     assert pinned.starts.size == 1
     assert not pinned.is_reachable
 
 
-def test_memory_that_the_device_cannot_map_is_pinned_all_the_same(segment: HostSegment) -> None:
-    cuda = FakeCuda(refuses={"cuMemHostGetDevicePointer": NOT_SUPPORTED})
-    pinned = PinnedSegment(bound(cuda), segment, step=segment.size)
+def test_memory_that_the_device_cannot_map_is_pinned_all_the_same(
+    gpu: FakeGpu, segment: HostSegment
+) -> None:
+    gpu.refuse("cuMemHostGetDevicePointer")
+    pinned = PinnedSegment(bound(gpu)[0], segment, step=segment.size)
     assert pinned.starts.tolist() == [segment.address]
     assert not pinned.is_reachable
     pinned.close()
-    assert not cuda.registered
+    assert not gpu.registered
 
 
 @pytest.mark.parametrize("is_half_way", [True, False])
 def test_a_piece_that_stays_pinned_does_not_keep_the_others(
-    segment: HostSegment, is_half_way: bool, caplog: pytest.LogCaptureFixture
+    gpu: FakeGpu, segment: HostSegment, is_half_way: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cuda = FakeCuda(stuck={segment.address})
+    gpu.keep_registered(segment.address)
     if is_half_way:
-        cuda.most_registered = 7 * segment.stride
-    PinnedSegment(bound(cuda), segment, step=2 * segment.stride).close()
-    assert list(cuda.registered) == [segment.address]
+        gpu.set_faults(most_pinned=7 * segment.stride)
+    PinnedSegment(bound(gpu)[0], segment, step=2 * segment.stride).close()
+    assert list(gpu.registered) == [segment.address]
     (line,) = (r.getMessage() for r in caplog.records if "host_pool_still_pinned" in r.getMessage())
     assert f'pieces="1 of {3 if is_half_way else 5}"' in line
 
 
 def test_pieces_share_no_page_where_pages_are_larger_than_a_block(
-    segment: HostSegment, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, segment: HostSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GH200 with a kernel of 64 KiB pages."""
     monkeypatch.setattr(mmap, "PAGESIZE", 64 << 10)
-    cuda = FakeCuda(page_bytes=64 << 10, page_origin=segment.address)
-    pinned = PinnedSegment(bound(cuda), segment, step=1)
-    assert list(cuda.registered.values()) == [64 << 10, 16 << 10]
+    gpu.set_faults(page_bytes=64 << 10)
+    pinned = PinnedSegment(bound(gpu)[0], segment, step=1)
+    assert list(gpu.registered.values()) == [64 << 10, 16 << 10]
     assert pinned.starts.size == 2
     pinned.close()

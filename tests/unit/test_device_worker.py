@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_memory import EngineMemory
 from overlaid import OverlaidTensors
 
 from flexcache.client.lent_tensors import LentTensors
@@ -38,9 +41,9 @@ def make_tensors() -> Tensors:
 
 
 @pytest.fixture
-def tensors() -> Tensors:
+def tensors(memory: EngineMemory) -> Tensors:
     """The engine's tensors, of which a worker knows only the addresses."""
-    return make_tensors()
+    return memory.place(make_tensors())
 
 
 @pytest.fixture
@@ -49,6 +52,24 @@ def segment() -> Iterator[HostSegment]:
     with HostSegment.create(block_bytes, NUM_HOST_BLOCKS) as segment:
         segment.map()
         yield segment
+
+
+@pytest.fixture
+def worker(memory: EngineMemory, tensors: Tensors, segment: HostSegment) -> Iterator[DeviceWorker]:
+    """A worker that copies for real: in host memory, or on a fake GPU."""
+    with open_worker(memory, [layout_of(memory.lend(tensors))], segment) as worker:
+        yield worker
+
+
+@contextmanager
+def open_worker(
+    memory: EngineMemory, layouts: Sequence[BlockLayout], segment: HostSegment, **options: Any
+) -> Iterator[DeviceWorker]:
+    copier = open_copier(memory.device)
+    copier.attach(segment, lambda: None)
+    worker = DeviceWorker(layouts, segment, copier, **options)
+    yield worker
+    worker.close()
 
 
 def layout_of(tensors: Tensors) -> BlockLayout:
@@ -98,10 +119,9 @@ def snapshot(tensors: Tensors, segment: HostSegment) -> tuple[bytes, ...]:
 
 
 def test_blocks_come_back_byte_for_byte_in_other_slots_and_nothing_else_changes(
-    tensors: Tensors, segment: HostSegment
+    tensors: Tensors, worker: DeviceWorker
 ) -> None:
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    worker = cpu_worker(tensors, segment)
     worker.execute(store(1, [6, 0, 3], [4, 1, 2]))
     assert run_dry(worker) == [Done(1, 3)]
     for tensor, original in zip(tensors.values(), before.values(), strict=True):
@@ -114,9 +134,8 @@ def test_blocks_come_back_byte_for_byte_in_other_slots_and_nothing_else_changes(
 
 
 def test_a_host_block_is_the_layers_bytes_one_after_the_other(
-    tensors: Tensors, segment: HostSegment
+    tensors: Tensors, segment: HostSegment, worker: DeviceWorker
 ) -> None:
-    worker = cpu_worker(tensors, segment)
     worker.execute(store(1, [5], [3]))
     run_dry(worker)
     expected = b"".join(tensor[5].numpy().tobytes() for tensor in tensors.values())
@@ -126,7 +145,9 @@ def test_a_host_block_is_the_layers_bytes_one_after_the_other(
     assert not any(bytes(segment.block(4)))
 
 
-def test_a_host_block_may_hold_several_gpu_blocks_and_some_may_be_skipped(tensors: Tensors) -> None:
+def test_a_host_block_may_hold_several_gpu_blocks_and_some_may_be_skipped(
+    memory: EngineMemory, tensors: Tensors
+) -> None:
     def on_gpu(block: int) -> bytes:
         return b"".join(tensor[block].numpy().tobytes() for tensor in tensors.values())
 
@@ -135,12 +156,10 @@ def test_a_host_block_may_hold_several_gpu_blocks_and_some_may_be_skipped(tensor
         return run_dry(worker)
 
     size = bytes_per_index(tensors)
-    with HostSegment.create(2 * size, NUM_HOST_BLOCKS) as segment:
+    with HostSegment.create(2 * size, NUM_HOST_BLOCKS) as segment, ExitStack() as held:
         segment.map()
-        copier = open_copier(torch.device("cpu"))
-        copier.attach(segment)
-        layout = layout_of(tensors)
-        worker = DeviceWorker([layout], segment, copier, blocks_per_unit=2, may_skip=True)
+        layout, options = layout_of(memory.lend(tensors)), {"blocks_per_unit": 2, "may_skip": True}
+        worker = held.enter_context(open_worker(memory, [layout], segment, **options))
         expected = {block: on_gpu(block) for block in range(NUM_GPU_BLOCKS)}
         assert numbers(store(1, [6, 0, -1, 3, 4, -1], [4, 1, 2])) == [Done(1, 3)]
         for host, first, second in ((4, 6, 0), (1, None, 3), (2, 4, None)):
@@ -156,11 +175,9 @@ def test_a_host_block_may_hold_several_gpu_blocks_and_some_may_be_skipped(tensor
         assert "1 GPU blocks do not pair with 1 host blocks" in (refused.error or "")
         [refused] = numbers(load(5, [1], [5, -2]))
         assert "lies outside" in (refused.error or "")
-        worker.close()
 
 
-def test_an_op_without_blocks_is_done_at_once(tensors: Tensors, segment: HostSegment) -> None:
-    worker = cpu_worker(tensors, segment)
+def test_an_op_without_blocks_is_done_at_once(worker: DeviceWorker) -> None:
     worker.execute(store(1, [], []))
     assert run_dry(worker) == [Done(1, 0)]
 
@@ -185,8 +202,8 @@ def test_an_order_that_would_miss_the_pools_is_refused_and_moves_nothing(
     gpu: list[int],
     host: list[int],
     complaint: str,
+    worker: DeviceWorker,
 ) -> None:
-    worker = cpu_worker(tensors, segment)
     before = snapshot(tensors, segment)
     src, dst = (host, gpu) if kind is OpKind.H2D else (gpu, host)
     worker.execute(order(1, kind, src, dst))
@@ -200,8 +217,9 @@ def test_an_order_that_would_miss_the_pools_is_refused_and_moves_nothing(
 
 
 def test_loads_go_before_stores_and_each_in_the_order_of_their_arrival(
-    tensors: Tensors, segment: HostSegment
+    segment: HostSegment,
 ) -> None:
+    tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
     worker.execute(store(1, [0], [0]))
     worker.execute(store(2, [1], [1]))
@@ -210,9 +228,8 @@ def test_loads_go_before_stores_and_each_in_the_order_of_their_arrival(
     assert [done.op_id for done in run_dry(worker)] == [3, 4, 1, 2]
 
 
-def test_each_advance_on_the_cpu_copies_for_one_op_only(
-    tensors: Tensors, segment: HostSegment
-) -> None:
+def test_each_advance_on_the_cpu_copies_for_one_op_only(segment: HostSegment) -> None:
+    tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
     worker.execute(load(1, [0], [0]))
     worker.execute(load(2, [1], [1]))
@@ -229,9 +246,8 @@ def test_each_advance_on_the_cpu_copies_for_one_op_only(
 
 @pytest.mark.parametrize("make", [store, load])
 def test_a_gated_op_waits_until_its_gate_is_opened(
-    tensors: Tensors, segment: HostSegment, make: Callable[..., Execute]
+    tensors: Tensors, segment: HostSegment, make: Callable[..., Execute], worker: DeviceWorker
 ) -> None:
-    worker = cpu_worker(tensors, segment)
     before = snapshot(tensors, segment)
     worker.execute(make(1, [0, 1], [2, 3], gated=True))
     assert worker.advance() == []
@@ -244,20 +260,14 @@ def test_a_gated_op_waits_until_its_gate_is_opened(
     assert snapshot(tensors, segment) != before
 
 
-def test_a_gate_that_is_open_lets_later_ops_of_its_task_through(
-    tensors: Tensors, segment: HostSegment
-) -> None:
-    worker = cpu_worker(tensors, segment)
+def test_a_gate_that_is_open_lets_later_ops_of_its_task_through(worker: DeviceWorker) -> None:
     worker.open_gates([1])
     worker.execute(load(1, [0], [0], gated=True))
     worker.execute(load(2, [1], [1], gated=True))
     assert run_dry(worker) == [Done(1, 1), Done(2, 1)]
 
 
-def test_all_ops_behind_one_gate_go_in_the_order_of_their_arrival(
-    tensors: Tensors, segment: HostSegment
-) -> None:
-    worker = cpu_worker(tensors, segment)
+def test_all_ops_behind_one_gate_go_in_the_order_of_their_arrival(worker: DeviceWorker) -> None:
     for op_id in (1, 2, 3):
         worker.execute(load(op_id, [0], [op_id], gated=True))
     worker.execute(order(4, OpKind.H2D, [0], [4], gated=True, task_id=2))
@@ -267,10 +277,7 @@ def test_all_ops_behind_one_gate_go_in_the_order_of_their_arrival(
     assert [done.op_id for done in run_dry(worker)] == [4]
 
 
-def test_a_gate_that_was_closed_again_holds_back_what_comes_later(
-    tensors: Tensors, segment: HostSegment
-) -> None:
-    worker = cpu_worker(tensors, segment)
+def test_a_gate_that_was_closed_again_holds_back_what_comes_later(worker: DeviceWorker) -> None:
     worker.open_gates([1, 2])
     worker.close_gates([1, 99])
     worker.execute(load(1, [0], [0], gated=True))
@@ -279,8 +286,7 @@ def test_a_gate_that_was_closed_again_holds_back_what_comes_later(
     assert run_dry(worker) == [Done(1, 1)]
 
 
-def test_a_gate_may_be_opened_by_another_thread(tensors: Tensors, segment: HostSegment) -> None:
-    worker = cpu_worker(tensors, segment)
+def test_a_gate_may_be_opened_by_another_thread(worker: DeviceWorker) -> None:
     worker.execute(load(1, [0], [0], gated=True))
     thread = threading.Thread(target=worker.open_gates, args=([1],))
     thread.start()
@@ -296,9 +302,12 @@ DROPPED = "dropped before it started"
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("make", [store, load])
 def test_an_op_dropped_before_its_start_ends_once_with_nothing_moved(
-    tensors: Tensors, segment: HostSegment, make: Callable[..., Execute], gated: bool
+    tensors: Tensors,
+    segment: HostSegment,
+    make: Callable[..., Execute],
+    gated: bool,
+    worker: DeviceWorker,
 ) -> None:
-    worker = cpu_worker(tensors, segment)
     before = snapshot(tensors, segment)
     worker.execute(make(1, [0], [1], gated=gated))
     worker.drop(1)
@@ -313,9 +322,8 @@ def test_an_op_dropped_before_its_start_ends_once_with_nothing_moved(
 
 
 def test_the_others_behind_a_gate_and_in_the_queues_stay_when_one_is_dropped(
-    tensors: Tensors, segment: HostSegment
+    worker: DeviceWorker,
 ) -> None:
-    worker = cpu_worker(tensors, segment)
     for op_id in (1, 2, 3):
         worker.execute(load(op_id, [0], [op_id]))
         worker.execute(load(10 + op_id, [0], [op_id], gated=True))
@@ -328,20 +336,14 @@ def test_the_others_behind_a_gate_and_in_the_queues_stay_when_one_is_dropped(
     assert run_dry(worker) == [Done(11, 1), Done(13, 1)]
 
 
-def test_a_drop_and_an_opened_gate_at_once_end_the_op_once(
-    tensors: Tensors, segment: HostSegment
-) -> None:
-    worker = cpu_worker(tensors, segment)
+def test_a_drop_and_an_opened_gate_at_once_end_the_op_once(worker: DeviceWorker) -> None:
     worker.execute(load(1, [0], [0], gated=True))
     worker.open_gates([1])
     worker.drop(1)
     assert run_dry(worker) == [Done(1, 0, error=DROPPED)]
 
 
-def test_a_drop_of_an_unknown_or_ended_op_does_nothing(
-    tensors: Tensors, segment: HostSegment
-) -> None:
-    worker = cpu_worker(tensors, segment)
+def test_a_drop_of_an_unknown_or_ended_op_does_nothing(worker: DeviceWorker) -> None:
     worker.execute(load(1, [0], [0]))
     assert run_dry(worker) == [Done(1, 1)]
     worker.drop(1)
@@ -499,10 +501,9 @@ def has_come(tensor: torch.Tensor, gpu: int, host: int) -> bool:
 
 
 @pytest.mark.usefixtures("part_per_layer")
-def test_a_load_by_layer_copies_one_layer_of_all_blocks_per_turn(
-    tensors: Tensors, segment: HostSegment
-) -> None:
+def test_a_load_by_layer_copies_one_layer_of_all_blocks_per_turn(segment: HostSegment) -> None:
     fill(segment)
+    tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
     watched = worker.load_by_layer(1, 2)
     assert not watched.wait_layer("layer 0", 0)
@@ -522,7 +523,40 @@ def test_a_load_by_layer_copies_one_layer_of_all_blocks_per_turn(
     assert not worker.has_work
 
 
-def test_small_layers_are_copied_together(tensors: Tensors, segment: HostSegment) -> None:
+@pytest.mark.usefixtures("part_per_layer")
+def test_a_layer_is_there_when_the_engine_has_waited_for_it(
+    tensors: Tensors, segment: HostSegment, worker: DeviceWorker
+) -> None:
+    fill(segment)
+    watched = worker.load_by_layer(1, 2)
+    worker.execute(load(7, [3, 1], [0, 5], gated=True))
+    copying = threading.Thread(target=run_dry, args=(worker,))
+    copying.start()
+    for name, tensor in tensors.items():
+        assert watched.wait_layer(name, 60)
+        assert has_come(tensor, 0, 3)
+        assert has_come(tensor, 5, 1)
+    copying.join()
+
+
+@pytest.mark.usefixtures("part_per_layer")
+def test_a_load_that_was_given_up_writes_nothing_later(
+    tensors: Tensors, segment: HostSegment, worker: DeviceWorker
+) -> None:
+    fill(segment)
+    watched = worker.load_by_layer(1, 1)
+    worker.execute(load(7, [3], [0], gated=True))
+    assert worker.advance() == []
+    watched.give_up()
+    for tensor in tensors.values():
+        tensor[0] = 5
+    assert [done.num_ok for done in run_dry(worker)] == [0]
+    worker.close()  # whatever is in flight has landed
+    assert all((tensor[0] == 5).all() for tensor in tensors.values())
+
+
+def test_small_layers_are_copied_together(segment: HostSegment) -> None:
+    tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
     watched = worker.load_by_layer(1, 1)
     worker.execute(load(7, [0], [0], gated=True))
@@ -531,9 +565,8 @@ def test_small_layers_are_copied_together(tensors: Tensors, segment: HostSegment
 
 
 @pytest.mark.usefixtures("part_per_layer")
-def test_loads_by_layer_take_turns_and_go_before_all_else(
-    tensors: Tensors, segment: HostSegment
-) -> None:
+def test_loads_by_layer_take_turns_and_go_before_all_else(segment: HostSegment) -> None:
+    tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
     first, second = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
     worker.execute(order(3, OpKind.D2H, [2], [2], task_id=3))
@@ -553,10 +586,7 @@ def test_loads_by_layer_take_turns_and_go_before_all_else(
     assert second.wait_all(0)
 
 
-def test_a_load_by_layer_that_was_dropped_or_cannot_be_copied_is_lost(
-    tensors: Tensors, segment: HostSegment
-) -> None:
-    worker = cpu_worker(tensors, segment)
+def test_a_load_by_layer_that_was_dropped_or_cannot_be_copied_is_lost(worker: DeviceWorker) -> None:
     dropped, out_of_range, too_short = (worker.load_by_layer(task, 1) for task in (1, 2, 3))
     worker.execute(load(1, [0], [0], gated=True))
     worker.drop(1)
@@ -570,10 +600,9 @@ def test_a_load_by_layer_that_was_dropped_or_cannot_be_copied_is_lost(
 
 
 @pytest.mark.usefixtures("part_per_layer")
-def test_nothing_is_copied_for_a_load_that_was_given_up(
-    tensors: Tensors, segment: HostSegment
-) -> None:
+def test_nothing_is_copied_for_a_load_that_was_given_up(segment: HostSegment) -> None:
     fill(segment)
+    tensors = make_tensors()
     worker = cpu_worker(tensors, segment)
     early, late = worker.load_by_layer(1, 1), worker.load_by_layer(2, 1)
     early.give_up()
@@ -640,20 +669,18 @@ def test_a_part_that_cannot_start_loses_the_load_and_giving_up_queues_behind_the
 
 
 @pytest.fixture
-def overlaid() -> OverlaidTensors:
+def overlaid(memory: EngineMemory) -> OverlaidTensors:
     """Attention, a group with one layer of it, and states in padded pages."""
     attention, fewer, states = {"a": 128, "b": 128}, {"c": 128}, {"d": 72, "e": 72}
-    return OverlaidTensors([attention, fewer, states], NUM_GPU_BLOCKS, 128)
+    return OverlaidTensors([attention, fewer, states], NUM_GPU_BLOCKS, 128, memory.place)
 
 
 def grouped(
-    overlaid: OverlaidTensors, segment: HostSegment, blocks_per_unit: int = 1
-) -> DeviceWorker:
-    lent = LentTensors(overlaid.tensors, 0, "", overlaid.num_blocks, overlaid.layers)
-    copier = open_copier(torch.device("cpu"))
-    copier.attach(segment)
+    memory: EngineMemory, overlaid: OverlaidTensors, segment: HostSegment, blocks_per_unit: int = 1
+) -> AbstractContextManager[DeviceWorker]:
+    lent = LentTensors(memory.lend(overlaid.tensors), 0, "", overlaid.num_blocks, overlaid.layers)
     layouts = lent.layouts(256, len(overlaid.layers))
-    return DeviceWorker(layouts, segment, copier, None, blocks_per_unit, may_skip=True)
+    return open_worker(memory, layouts, segment, blocks_per_unit=blocks_per_unit, may_skip=True)
 
 
 def in_group(group: int, *blocks: int) -> list[int]:
@@ -662,16 +689,16 @@ def in_group(group: int, *blocks: int) -> list[int]:
 
 @pytest.mark.parametrize("blocks_per_unit", [1, 3])
 def test_a_block_moves_its_groups_bytes_and_no_others(
-    overlaid: OverlaidTensors, blocks_per_unit: int
+    memory: EngineMemory, overlaid: OverlaidTensors, blocks_per_unit: int
 ) -> None:
     named = [*in_group(2, 6), *in_group(0, 0), *in_group(1, 3), *in_group(0, 5), -1, -1]
     stored = [(2, 6), (0, 0), (1, 3), (0, 5)]
     to = [4, 2, 1, 6]
     num_units = len(named) // blocks_per_unit
     expected = [overlaid.read(group, block) for group, block in stored]
-    with HostSegment.create(256 * blocks_per_unit, num_units) as segment:
+    with HostSegment.create(256 * blocks_per_unit, num_units) as segment, ExitStack() as held:
         segment.map()
-        worker = grouped(overlaid, segment, blocks_per_unit)
+        worker = held.enter_context(grouped(memory, overlaid, segment, blocks_per_unit))
         before = overlaid.raw.clone()
         units = list(range(num_units))
         worker.execute(store(1, named, units))
@@ -687,13 +714,14 @@ def test_a_block_moves_its_groups_bytes_and_no_others(
         assert [list(overlaid.untouched(group, block)) for group, block in back] == around
         others = [b for b in range(NUM_GPU_BLOCKS) if b not in to]
         assert torch.equal(overlaid.raw[:, others], before[:, others])
-        worker.close()
 
 
-def test_blocks_of_unknown_groups_are_refused(overlaid: OverlaidTensors) -> None:
-    with HostSegment.create(256, 2) as segment:
+def test_blocks_of_unknown_groups_are_refused(
+    memory: EngineMemory, overlaid: OverlaidTensors
+) -> None:
+    with HostSegment.create(256, 2) as segment, ExitStack() as held:
         segment.map()
-        worker = grouped(overlaid, segment)
+        worker = held.enter_context(grouped(memory, overlaid, segment))
         for named, complaint in (
             (in_group(3, 0), "a group's block lies outside of [0, 3)"),
             ([2**62], "a group's block lies outside of [0, 3)"),
@@ -705,16 +733,16 @@ def test_blocks_of_unknown_groups_are_refused(overlaid: OverlaidTensors) -> None
             assert (refused.num_ok, refused.error) == (0, complaint)
         with pytest.raises(ValueError, match="several groups"):
             worker.load_by_layer(1, 1)
-        worker.close()
 
 
 def test_a_rank_without_layers_of_a_group_has_nothing_to_copy_of_it(
+    memory: EngineMemory,
     overlaid: OverlaidTensors,
 ) -> None:
     overlaid.layers[1] = []
-    with HostSegment.create(256, 2) as segment:
+    with HostSegment.create(256, 2) as segment, ExitStack() as held:
         segment.map()
-        worker = grouped(overlaid, segment)
+        worker = held.enter_context(grouped(memory, overlaid, segment))
         worker.execute(store(1, in_group(1, 4), [1]))
         assert run_dry(worker) == [Done(1, 1)]
         assert not any(bytes(segment.block(1)))
@@ -726,18 +754,18 @@ def test_a_rank_without_layers_of_a_group_has_nothing_to_copy_of_it(
             worker.execute(op)
             assert run_dry(worker) == [Done(op.op_id, 2)]
         assert overlaid.read(2, 5) == expected
-        worker.close()
 
 
-def test_units_of_several_blocks_are_whole_without_tails(tensors: Tensors) -> None:
+def test_units_of_several_blocks_are_whole_without_tails(
+    memory: EngineMemory, tensors: Tensors
+) -> None:
     size = bytes_per_index(tensors)
-    with HostSegment.create(2 * size, 1) as segment:
+    with HostSegment.create(2 * size, 1) as segment, ExitStack() as held:
         segment.map()
-        copier = open_copier(torch.device("cpu"))
-        worker = DeviceWorker([layout_of(tensors)], segment, copier, blocks_per_unit=2)
+        layout = layout_of(memory.lend(tensors))
+        worker = held.enter_context(open_worker(memory, [layout], segment, blocks_per_unit=2))
         expected = {name: tensor[[6, 0]].clone() for name, tensor in tensors.items()}
         for op in (store(1, [6, 0], [0]), load(2, [0], [2, 3])):
             worker.execute(op)
             assert run_dry(worker) == [Done(op.op_id, 1)]
         assert all(torch.equal(t[[2, 3]], expected[name]) for name, t in tensors.items())
-        worker.close()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from fake_cuda import NOT_SUPPORTED, FakeCuda
+from fake_gpu import FakeGpu, fake_gpu
 from fake_torch_cuda import FakeTorchCuda
 from server_stats import SERVER_STATS
 from task_builders import World
@@ -30,7 +30,6 @@ from flexcache.doctor.packages import (
 from flexcache.doctor.subject import Subject, VllmOptions
 from flexcache.storage.mounts import mount_of
 from flexcache.tasks.stats import Stats
-from flexcache.transfer.workers.copy_driver import CudaDriver
 
 EPERM = "PermissionError: [Errno 1] Operation not permitted"
 ENOSYS = "OSError: [Errno 38] Function not implemented"
@@ -98,22 +97,27 @@ def test_gpus(gpus: Gpus, expected: list[Level], text: str) -> None:
     assert text in found[0].text
 
 
-def on_gpus(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, num_devices: int = 1) -> list[Finding]:
-    """Return the findings with a driver in host memory, without Triton."""
-    FakeTorchCuda(cuda).install(monkeypatch)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(CudaDriver, "load", lambda: CudaDriver(cuda))
-    monkeypatch.setattr(gpu, "_ask_driver", lambda: (cuda.version, "", num_devices))
-    monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.copy_kernel", None)
-    found = list(gpu.check_gpu(Subject(environ={})))
-    assert not cuda.registered
+def on_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    num_devices: int = 1,
+    setup: Callable[[FakeGpu], None] = lambda _: None,
+) -> list[Finding]:
+    """Return the findings on fake GPUs, without Triton."""
+    with fake_gpu(monkeypatch) as driver:
+        setup(driver)
+        FakeTorchCuda(driver).install(monkeypatch)
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(gpu, "_ask_driver", lambda: (13_000, "", num_devices))
+        monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.copy_kernel", None)
+        found = list(gpu.check_gpu(Subject(environ={})))
+        assert not driver.registered
     return found[1:]
 
 
 def test_copies_are_tried_on_each_gpu_by_each_way_and_in_both_directions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = on_gpus(FakeCuda(), monkeypatch, num_devices=2)
+    found = on_gpus(monkeypatch, 2)
     assert levels(found) == [OK, OK, WARNING] * 2
     assert [finding.text for finding in found[3:5]] == [
         "GPU 1, batched copy: H2D passed, D2H passed",
@@ -125,14 +129,15 @@ def test_copies_are_tried_on_each_gpu_by_each_way_and_in_both_directions(
 def test_a_way_that_copies_wrong_bytes_in_one_direction_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda = FakeCuda(corrupts={("cuMemcpyBatchAsync", "D2H")})
-    batch, single, _kernel = on_gpus(cuda, monkeypatch)
+    batch, single, _kernel = on_gpus(
+        monkeypatch, setup=lambda driver: driver.corrupt("cuMemcpyBatchAsync", to_device=False)
+    )
     assert (batch.level, single.level) == (WARNING, OK)
     assert "batched copy: H2D passed, D2H failed (runs: 1): 1 bytes differ" in batch.text
 
 
 def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = on_gpus(FakeCuda(most_registered=0), monkeypatch)
+    found = on_gpus(monkeypatch, setup=lambda driver: driver.set_faults(most_pinned=0))
     assert levels(found) == [WARNING, OK, OK, WARNING]
     assert "does not pin host memory" in found[0].text
 
@@ -140,8 +145,11 @@ def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_without_a_working_copy_method_is_an_error_and_the_next_is_still_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = ("cuMemcpyBatchAsync", "cuMemcpyAsync")
-    found = on_gpus(FakeCuda(refuses=dict.fromkeys(names, NOT_SUPPORTED)), monkeypatch, 2)
+    def refuse(driver: FakeGpu) -> None:
+        for name in ("cuMemcpyBatchAsync", "cuMemcpyAsync"):
+            driver.refuse(name)
+
+    found = on_gpus(monkeypatch, 2, refuse)
     assert levels(found) == [ERROR, ERROR]
     assert "GPU 0 cannot be used" in found[0].text
     assert "CUDA_ERROR_NOT_SUPPORTED (801)" in found[0].text

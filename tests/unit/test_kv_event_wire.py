@@ -165,6 +165,18 @@ def test_hashes_are_whole_keys_on_request_and_name_the_same_blocks() -> None:
     assert decode_batch(BatchEncoder().encode(1.0, [event])).events == [event]
 
 
+def test_sglangs_hashes_are_the_first_bytes_with_a_sign() -> None:
+    digest = BlockKey(b"\xff" * 7 + b"\xfe" + bytes(24))
+    assert describe(Removed(Medium.CPU, ROOT, [digest]), "int_first") == BlockRemoved([-2], "CPU")
+
+
+def test_pairs_of_tokens_are_read_as_their_first() -> None:
+    """SGLang hashes each token with the next where it drafts with EAGLE."""
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [[5, 6], [6, 7]]}
+    (read,) = decode_batch(msgspec.msgpack.encode([1.0, [{**event, "block_size": 2}]])).events
+    assert isinstance(read, BlockStored) and read.token_ids == [5, 6]
+
+
 def test_short_keys_are_hashes_too() -> None:
     event = describe(Removed(Medium.CPU, ROOT, [BlockKey(b"\x01\x02"), BlockKey(b"")]), "int")
     assert event == BlockRemoved([0x0102, 0], "CPU")

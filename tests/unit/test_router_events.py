@@ -500,7 +500,7 @@ def test_whatever_can_be_decoded_can_be_applied(events: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("layout", ["map", "legacy_array"])
-@pytest.mark.parametrize("hashes", ["int", "bytes"])
+@pytest.mark.parametrize("hashes", ["int", "int_first", "bytes"])
 def test_events_of_this_cache(layout: str, hashes: str) -> None:
     keys = [BlockKey(hashlib.sha256(bytes([at])).digest()) for at in range(6)]
     info = RequestInfo(lora_name="tuned", lora_id=1)
@@ -525,6 +525,22 @@ def test_events_of_this_cache(layout: str, hashes: str) -> None:
     assert depths(applier, PROMPT) == {}
     publish([Cleared()])
     assert depths(applier, PROMPT, **found) == {}
+
+
+def test_sglangs_salt_is_a_field_of_its_own() -> None:
+    """Each event of a salted prompt has it; it is hashed once."""
+    begin = stored(PROMPT[: 2 * SIZE], seed="salted", cache_salt="pepper")
+    rest = stored(PROMPT, start=2, seed="salted", cache_salt="pepper")
+    applier = make(("e", begin), ("e", rest))
+    assert depths(applier, PROMPT, salt="pepper") == {("e", "gpu"): 24}
+    assert depths(applier, PROMPT) == depths(applier, PROMPT, salt="basil") == {}
+
+
+def test_sglang_clears_its_host_pool_with_its_gpu() -> None:
+    told = [("sglang", stored(PROMPT, medium)) for medium in ("GPU", "CPU_PINNED", "STORAGE")]
+    applier = make(*told)
+    applier.apply("sglang", batch(AllBlocksCleared()))
+    assert depths(applier, PROMPT) == {("sglang", "disk"): 24}
 
 
 # -- against a model -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 from flexcache.config import ModelConfig
 from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
+from flexcache.integration.sglang.kv_events import TreeEvents, publishes_events
 from flexcache.integration.sglang.layer_waits import LayerWaits, Load
 from flexcache.integration.sglang.offloads import Offloads
 from flexcache.integration.sglang.page_calls import PageCalls, Pages
@@ -65,6 +66,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         path: Set likewise before an offload that has pages before it: returns their keys, and the
             slots of all pages up to its end.
         asked: The last look-up.
+        events: KV events of the cache, for SGLang's own stream.
         layer_done_counter: What the KV pool waits with, before it hands out a layer.
         pools: SGLang's pools that are stored.
 
@@ -84,7 +86,9 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         pages = DevicePages(params, components)
         rank = read_rank(get_parallel(), getattr(server_args, "dp_size", 1), pages.is_replicated)
-        config = read_cache_config(dict(extra_config), params.page_size, rank)
+        config = read_cache_config(
+            dict(extra_config), params.page_size, rank, publishes_events(server_args)
+        )
         model = ModelConfig(
             read_model_id(server_args, rank.part),
             num_layers=pages.num_layers,
@@ -98,6 +102,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             model, config, pages.tensors, pages.description, pages.num_blocks,
             pages.group_names if pages.groups else None,
         )  # fmt: skip
+        publishes = config.kv_events and config.endpoint is None  # else the server does
+        self.events = TreeEvents(self.cache.manager, params, publishes)
         self.pools = pages.pools
         self.layer_done_counter = LayerWaits(pages.names_by_layer, config.server_timeout_s)
         if PoolName.MAMBA in self.pools:
@@ -105,7 +111,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.parking = ParkedRequests(
             self.cache, config.remote_lookup_timeout_s, config.op_timeout_s
         )
-        self.prefill_rate = PrefillRate()
+        self.prefill_rate = PrefillRate() if config.skip_slow_loads else None
         self.parent_key: str | None = None
         self.num_before = 0
         self.path: Callable[[], tuple[Sequence[str], torch.Tensor]] | None = None
@@ -185,7 +191,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return
         rid, pages = self.asked
         if self._pinned.longest(rid) < len(pages.keys):
-            self.parking.arrived(rid, pages.keys, pages.parent_key)
+            self.parking.arrived(rid, pages.keys, pages.parent_key, self.events.describe(rid))
 
     def is_ready(self, rid: str) -> bool:
         """Return whether a request has nothing to wait for."""
@@ -215,7 +221,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def _store(self, transfers: Sequence[PoolTransfer]) -> int | None:
         """Launch a put of a node of SGLang's tree; return its task, None if nothing is to copy."""
         kv = _of(PoolName.KV, transfers)
-        pages = Pages(kv.keys or [], self.parent_key, self.num_before)
+        content = self.events.describe()
+        pages = Pages(kv.keys or [], self.parent_key, self.num_before, content)
         end = pages.num_before + len(pages.keys)
         slots, path = kv.device_indices, self.path
         if path is not None and self._tables.num_window_pages(end) > len(pages.keys):
@@ -225,9 +232,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         task_id = self._calls.put(pages, self._tables.pages(kv.device_indices), tail)
         if task_id is None and path is not None and not self._calls.are_in_dram(pages):
             before, slots = path()  # pages before have left DRAM, which keeps none without
-            task_id = self._calls.put(
-                Pages([*before, *pages.keys]), self._tables.pages(slots), tail
-            )
+            whole = Pages([*before, *pages.keys], content=self.events.describe(is_whole=True))
+            task_id = self._calls.put(whole, self._tables.pages(slots), tail)
         return task_id
 
     def num_completed_offloads(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import TierName
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.page_tables import NO_BLOCKS, Blocks
@@ -18,11 +19,13 @@ class Pages(NamedTuple):
     Attributes:
         parent_key: Key of the page before them; None at the start of the prompt.
         num_before: How many pages are before them.
+        content: What is known of the prompt from the first of them on, for KV events.
     """
 
     keys: Sequence[str]
     parent_key: str | None = None
     num_before: int = 0
+    content: PromptContent | None = None
 
     def first(self, count: int) -> Pages:
         return self._replace(keys=self.keys[:count])
@@ -107,4 +110,5 @@ class PageCalls:
 
     def _prompt(self, pages: Pages) -> dict[str, Any]:
         parent = None if pages.parent_key is None else bytes.fromhex(pages.parent_key)
-        return self._cache.prompt([bytes.fromhex(key) for key in pages.keys], parent)
+        keys = [bytes.fromhex(key) for key in pages.keys]
+        return self._cache.prompt(keys, parent, content=pages.content)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import TierName
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.sglang.rank_cache import RankCache
@@ -24,6 +25,7 @@ class _Parked:
 
     keys: Sequence[bytes]
     parent_key: bytes | None
+    content: PromptContent | None
     give_up_s: float
     task_id: int | None = None
 
@@ -59,11 +61,17 @@ class ParkedRequests:
     def __contains__(self, rid: str) -> bool:
         return rid in self._parked
 
-    def arrived(self, rid: str, keys: Sequence[str], parent_key: str | None) -> None:
+    def arrived(
+        self,
+        rid: str,
+        keys: Sequence[str],
+        parent_key: str | None,
+        content: PromptContent | None = None,
+    ) -> None:
         """Begin to bring pages to DRAM that a new request needs."""
         parent = None if parent_key is None else bytes.fromhex(parent_key)
         give_up_s = time.monotonic() + self._lookup_timeout_s
-        parked = _Parked([bytes.fromhex(key) for key in keys], parent, give_up_s)
+        parked = _Parked([bytes.fromhex(key) for key in keys], parent, content, give_up_s)
         if self._advance(parked):
             self._parked[rid] = parked
 
@@ -110,7 +118,7 @@ class ParkedRequests:
             return False
         num_below = num_pages - sources.get(TierName.CPU, 0) // self._cache.page_size
         keys = parked.keys[:num_pages]
-        prompt = self._cache.prompt(keys, parked.parent_key)
+        prompt = self._cache.prompt(keys, parked.parent_key, content=parked.content)
         parked.task_id = safely(self._cache.manager.prefetch_async, **prompt)
         parked.give_up_s = now + load_patience_s(
             max(1, num_below), self.prefill_pages_per_s, self._fetch_timeout_s

@@ -33,6 +33,8 @@ def install() -> None:
     HookRegistry.register(f"{_WRAPPER}._tail_hashes", _tail_hashes, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}._offload_node", _offload_node, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}.release_request", _release, HookType.AROUND)
+    HookRegistry.register(f"{_TREE}.insert", _insert, HookType.AROUND)
+    HookRegistry.register(f"{_TREE}.take_events", _take_events, HookType.AROUND)
 
 
 def _linker_of(wrapper: Any) -> Any:
@@ -68,6 +70,8 @@ def _batch_ended(result: object, scheduler: Any, batch: Any, *arguments: object)
         return
     for request in batch.reqs:
         linker.release(request.rid)  # what was found and not needed
+    if linker.prefill_rate is None:
+        return
     only_computed = batch.forward_mode.is_extend_without_speculative() and not any(
         request.host_loaded_length for request in batch.reqs
     )
@@ -100,6 +104,7 @@ def _tail_hashes(
         node = result.last_device_node
         linker.parent_key = wrapper.cache.get_last_hash_value(node) if has_prefix else None
         linker.num_before = device_hit_len // wrapper.cache.page_size
+        linker.events.looks_up(key, device_hit_len // wrapper.cache.page_size)
     return original(wrapper, key, result, device_hit_len)
 
 
@@ -109,6 +114,7 @@ def _offload_node(original: Callable[..., Any], wrapper: Any, node_id: Any, tran
         before = wrapper.cache.get_prefix_hash_values(node_id)
         linker.parent_key = before[-1] if before else None
         linker.num_before = len(before)
+        linker.events.stores(len(before))
         slots = wrapper.cache.path_device_indices
         linker.path = (lambda: (before, slots(node_id))) if before else None
     return original(wrapper, node_id, transfers)
@@ -119,3 +125,17 @@ def _release(original: Callable[..., Any], wrapper: Any, rid: str) -> Any:
     if linker is not None:
         linker.ended(rid)
     return original(wrapper, rid)
+
+
+def _insert(original: Callable[..., Any], tree: Any, params: Any) -> Any:
+    linker = _linker_of(tree.linker)
+    if linker is None:
+        return original(tree, params)
+    with linker.events.inserting(params.key):
+        return original(tree, params)
+
+
+def _take_events(original: Callable[..., Any], tree: Any) -> Any:
+    linker = _linker_of(tree.linker)
+    events = original(tree)
+    return events if linker is None else [*events, *linker.events.take()]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flexcache.cache.prompt_content import PromptContent
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import FlexCacheError
@@ -18,6 +19,7 @@ from flexcache.manager import KVManager
 logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
+_UNKNOWN_TOKEN = -1
 _NAMESPACE = ("sglang", "sha256")
 """SGLang's keys: digests chained over the pages' tokens, seeded with salt and adapter."""
 _APART = (*_NAMESPACE, "apart")
@@ -76,20 +78,29 @@ class RankCache:
             )  # fmt: skip
 
     def prompt(
-        self, keys: Sequence[bytes], parent_key: bytes | None, apart: bool = False
+        self,
+        keys: Sequence[bytes],
+        parent_key: bytes | None,
+        apart: bool = False,
+        content: PromptContent | None = None,
     ) -> dict[str, Any]:
         """Return the arguments that name pages in calls of the manager.
 
         Args:
             apart: Whether the pages are among those stored without their prefix.
+            content: What is known of the prompt from the first of the pages on.
         """
-        # Tokens are only counted. SGLang leaves the last one of a prompt to be computed, and out.
-        num_tokens = len(keys) * self.page_size + self.manager.model_config.has_states
+        num_tokens = len(keys) * self.page_size
+        # SGLang has left a prompt's last token out, which a hit in a model with states must leave.
+        tokens = np.full(num_tokens + self.manager.model_config.has_states, _UNKNOWN_TOKEN)
+        if content is not None and len(content.token_ids) >= num_tokens:
+            tokens[:num_tokens] = content.token_ids[:num_tokens]
         return {
-            "token_ids": np.zeros(num_tokens, dtype=np.int64),
+            "token_ids": tokens,
             "namespace": _APART if apart else _NAMESPACE,
             "block_keys": keys,
             "parent_key": parent_key,
+            "request_info": None if content is None else content.info,
         }
 
     def places(self, keys: Sequence[bytes], parent_key: bytes | None) -> Iterator[dict[str, Any]]:

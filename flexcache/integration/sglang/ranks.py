@@ -68,8 +68,13 @@ def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
     )
 
 
-def read_cache_config(extra: dict[str, Any], page_size: int, rank: Rank) -> CacheConfig:
+def read_cache_config(
+    extra: dict[str, Any], page_size: int, rank: Rank, kv_events: bool = False
+) -> CacheConfig:
     """Read the rank's share of what ``FLEXCACHE_*`` and SGLang's extra config say; the latter wins.
+
+    Args:
+        kv_events: Whether KV events are on by default.
 
     Raises:
         ConfigError: A setting is unknown or wrong.
@@ -80,7 +85,8 @@ def read_cache_config(extra: dict[str, Any], page_size: int, rank: Rank) -> Cach
             extra["tokens_per_block"],
             f"must be SGLang's page size, {page_size}; leave it unset",
         )
-    config = CacheConfig.from_env(None, {}, **{**extra, "tokens_per_block": page_size})
+    defaults = {"kv_events": kv_events, "kv_events_hashes": "int_first"}
+    config = CacheConfig.from_env(None, defaults, **{**extra, "tokens_per_block": page_size})
     if rank.num_replicas > 1 and config.endpoint is None:
         raise reject(
             "endpoint",

@@ -74,8 +74,6 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         anchor = getattr(mem_pool_host, "anchor_entry", None)  # of a group of pools
         pool = mem_pool_host if anchor is None else anchor.host_pool
         config = read_cache_config(self._settings, pool.page_size, self._rank)
-        if config.kv_events:
-            raise ConfigError("kv_events = True: HiCache tells its storage keys, but no tokens")
         tensors = page_tensors(pool)
         model = ModelConfig(
             read_model_id(self._server_args, self._rank.part),

@@ -1,0 +1,163 @@
+"""The router predicts from KV events what a real SGLang finds, on its GPU and in the tiers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from predictions import PATIENCE_S, Predictions, predicting
+from sglang_engine import TinyEngine, apart, prompt
+from sglang_linker import linker_of, linker_options, settle
+from test_hicache_storage import engine_with_storage, manager_of
+from test_hicache_storage import settle as settle_storage
+
+from flexcache.router.workers import EventSource, Tier
+
+NOTHING = {Tier.GPU: 0, Tier.DRAM: 0, Tier.DISK: 0}
+
+
+class Followed:
+    """An engine, and the predictions of two routers.
+
+    Attributes:
+        both: By SGLang's stream, which has the tiers' events too.
+        cache: By FlexCache's own publisher.
+    """
+
+    def __init__(self, engine: TinyEngine, both: Predictions, cache: Predictions) -> None:
+        self.engine = engine
+        self.both, self.cache = both, cache
+
+    async def generate(self, tokens: list[int], **fields: Any) -> int:
+        """Return the cached tokens that SGLang reports."""
+        request = self.engine.generate(tokens, **fields)
+        settle(self.engine)
+        return int(request.cached_tokens)
+
+    async def come_to(
+        self, router: Predictions, tokens: list[int], wanted: dict[Tier, int], **more: Any
+    ) -> None:
+        """Step until a router expects this of tiers; of those not named nothing."""
+        deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+        while (found := expected(router, tokens, **more)) != {**NOTHING, **wanted}:
+            assert asyncio.get_running_loop().time() < deadline_s, (found, wanted)
+            self.engine.step()  # SGLang publishes when it steps
+            await asyncio.sleep(0.001)
+
+
+def expected(router: Predictions, tokens: list[int], **more: Any) -> dict[Tier, int]:
+    return {**NOTHING, **router.of("engine", tokens, **more)}
+
+
+def sources(directory: str) -> tuple[EventSource, EventSource]:
+    """Return the addresses of SGLang's publisher and of ours."""
+    return (
+        EventSource(f"ipc://{directory}/tree", f"ipc://{directory}/tree-replay"),
+        EventSource(f"ipc://{directory}/cache", f"ipc://{directory}/cache-replay"),
+    )
+
+
+@asynccontextmanager
+async def followed(engine: TinyEngine, directory: str) -> AsyncIterator[Followed]:
+    trees, ours = sources(directory)
+    async with predicting(engine=(trees,)) as both, predicting(engine=(ours,)) as cache:
+        yield Followed(engine, both, cache)
+
+
+def engine_with_events(directory: str) -> TinyEngine:
+    trees, ours = sources(directory)
+    tiers = {"num_cpu_blocks": 200, "num_ssd_blocks": 400, "ssd_cache_dirs": [f"{directory}/ssd"]}
+    published = {
+        "kv_events_endpoint": ours.endpoint,
+        "kv_events_replay_endpoint": ours.replay,
+    }
+    return TinyEngine(kv_events_config=publisher(trees), **linker_options(**tiers, **published))
+
+
+def publisher(source: EventSource) -> str:
+    config = {"publisher": "zmq", "endpoint": source.endpoint, "replay_endpoint": source.replay}
+    return json.dumps(config)
+
+
+async def tiers_are_told_apart(world: Followed) -> None:
+    engine, tokens, longer = world.engine, prompt(200), prompt(333)
+    assert expected(world.both, tokens) == NOTHING
+    assert await world.generate(tokens) == 0
+    await world.come_to(world.both, tokens, {Tier.GPU: 192})
+    await world.come_to(world.cache, tokens, {Tier.DRAM: 192})
+    assert await world.generate(tokens) == 192
+
+    engine.flush()
+    await world.come_to(world.both, tokens, {Tier.DRAM: 192})
+    assert expected(world.both, longer) == {**NOTHING, Tier.DRAM: 192}
+    assert await world.generate(longer) == 192
+    await world.come_to(world.both, longer, {Tier.GPU: 320})
+    await world.come_to(world.cache, longer, {Tier.DRAM: 320})
+
+    engine.flush()
+    linker_of(engine).cache.manager.clear("CPU")
+    for router in (world.both, world.cache):
+        await world.come_to(router, longer, {Tier.DISK: 320})
+    assert await world.generate(longer) == 320
+
+
+async def salts_are_kept_apart(world: Followed) -> None:
+    tokens = prompt(120, seed=5)
+    assert await world.generate(tokens, cache_salt="alice") == 0
+    await world.come_to(world.both, tokens, {Tier.GPU: 112}, cache_salt="alice")
+    await world.come_to(world.cache, tokens, {Tier.DRAM: 112}, cache_salt="alice")
+    for router in (world.both, world.cache):
+        for salt in (None, "bob"):
+            assert expected(router, tokens, cache_salt=salt) == NOTHING
+    assert await world.generate(tokens, cache_salt="bob") == 0
+    assert await world.generate(tokens, cache_salt="alice") == 112
+
+
+def check_linker(directory: str) -> None:
+    engine = engine_with_events(directory)
+
+    async def run() -> None:
+        async with followed(engine, directory) as world:
+            await tiers_are_told_apart(world)
+            await salts_are_kept_apart(world)
+
+    asyncio.run(run())
+
+
+def test_what_tree_and_tiers_hold_is_predicted(tmp_path: Path) -> None:
+    apart(check_linker, str(tmp_path))
+
+
+def check_storage(directory: str) -> None:
+    trees, ours = sources(directory)
+    engine = engine_with_storage(
+        "page_first_direct",
+        kv_events_config=publisher(trees),
+        flexcache={"kv_events_endpoint": ours.endpoint, "kv_events_replay_endpoint": ours.replay},
+    )
+    tokens = prompt(200)
+
+    async def run() -> None:
+        async with predicting(engine=(trees, ours)) as router:
+            world = Followed(engine, router, router)
+            engine.generate(tokens)
+            settle_storage(engine)
+            await world.come_to(router, tokens, {Tier.GPU: 192})
+            engine.flush()  # HiCache's host pool, too
+            await world.come_to(router, tokens, {Tier.DRAM: 192})
+            assert engine.generate(tokens).cached_tokens_storage == 192
+            settle_storage(engine)
+            engine.flush()
+            manager_of(engine).reset()
+            await world.come_to(router, tokens, {})
+
+    asyncio.run(run())
+
+
+def test_what_is_stored_below_hicache_is_known_by_its_name(tmp_path: Path) -> None:
+    """HiCache names pages without their tokens, which its own events have."""
+    apart(check_storage, str(tmp_path))

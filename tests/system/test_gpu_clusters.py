@@ -1,0 +1,91 @@
+"""A whole cache whose engine's KV is on a fake GPU: order, layers, and a device that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import as_bytes, running_cluster, until
+from engine_memory import DeviceMemory, device_memory
+from fake_gpu import Memory
+
+from flexcache import KVStatus
+from flexcache.client.rank import ClientState
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMemory]:
+    with device_memory(monkeypatch) as memory:
+        yield memory
+
+
+def test_blocks_change_places_many_times_and_stay_what_they_were(
+    memory: DeviceMemory, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(2)
+    with running_cluster([tmp_path], memory=memory) as cluster:
+        tokens = np.arange(12 * 16)
+        places = random.permutation(64)[:12].tolist()
+        expected = cluster.read(places)
+        assert cluster.put(tokens, places).mask.all()
+        for turn in range(12):
+            if turn % 3 == 2:
+                cluster.manager.clear("CPU")
+            cluster.wipe(places)
+            places = random.permutation(64)[:12].tolist()
+            assert cluster.get(tokens, places).mask.all()
+            assert cluster.read(places) == expected
+
+
+def test_a_gated_store_takes_what_the_queued_step_will_have_written(memory: DeviceMemory) -> None:
+    gpu, torch_cuda = memory.gpu, memory.torch
+    with running_cluster(memory=memory) as cluster:
+        tokens, blocks = np.arange(64), [0, 1, 2, 3]
+        task_id, _ = cluster.manager.put_match(tokens)
+        cluster.manager.launch([task_id], [cluster.slots(blocks)], gated=True)
+        compute = torch_cuda.Stream(memory.device)
+        with torch_cuda.stream(compute):
+            step = gpu.hold(compute.handle)
+            for tensor in memory.lend(cluster.kv[0]).values():
+                written = Memory(tensor.data_ptr(), np.empty(tensor[:4].nbytes, np.uint8))
+                gpu.fill(compute.handle, written, 7)
+            cluster.clients[0].open_gates([task_id])
+        assert not cluster.manager.try_wait([task_id])
+        gpu.fire(step)
+        assert cluster.manager.wait([task_id], 60)[task_id].mask.all()
+        cluster.wipe(blocks)
+        assert cluster.get(tokens, blocks).mask.all()
+        assert set(b"".join(cluster.read(blocks))) == {7}
+
+
+def test_each_layer_has_arrived_when_the_engine_computes_with_it(memory: DeviceMemory) -> None:
+    with running_cluster(memory=memory, num_cpu_blocks=64) as cluster:
+        blocks = list(range(20))
+        tokens = np.arange(20 * 16)
+        expected = cluster.read(blocks)
+        cluster.put(tokens, blocks)
+        for _ in range(3):
+            cluster.wipe(blocks)
+            task_id, mask = cluster.manager.get_match(tokens)
+            assert mask.all()
+            cluster.manager.launch([task_id], [cluster.slots(blocks)], gated=True)
+            load = cluster.clients[0].load_by_layer(task_id, len(blocks))
+            for index, (name, layer) in enumerate(cluster.kv[0].items()):
+                assert load.wait_layer(name, 60)
+                found = [as_bytes(layer[block]) for block in blocks]
+                assert found == expected[index * len(blocks) :][: len(blocks)]
+
+
+def test_a_device_that_is_lost_ends_its_tasks_and_leaves_the_cache_to_others(
+    memory: DeviceMemory,
+) -> None:
+    with running_cluster(memory=memory) as cluster:
+        tokens, blocks = np.arange(4 * 16), [0, 1, 2, 3]
+        memory.gpu.set_faults(lost_after_copies=0)
+        response = cluster.put(tokens, blocks)
+        assert response.status is not KVStatus.SUCCESS
+        [client] = cluster.clients
+        until(lambda: client.state is ClientState.REFUSED)
+        assert cluster.num_leased() == 0

@@ -1,0 +1,188 @@
+"""Faults put into the path of copies to a GPU: each must fail the test that is named with it.
+
+A mutant replaces a line of a function. If that line is no longer there, the mutant's test fails
+too, and needs a line that does the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import test_copy_cuda as on_cuda
+import test_device_worker as on_worker
+from engine_memory import device_memory
+from fake_gpu import fake_gpu
+
+from flexcache.errors import FlexCacheError
+from flexcache.ids import OpKind
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.layout import bytes_per_index
+from flexcache.transfer.workers import copy_check, device
+from flexcache.transfer.workers.copy_choice import CopyWay
+from flexcache.transfer.workers.copy_cuda import CudaCopier
+from flexcache.transfer.workers.copy_driver import CudaDriver
+from flexcache.transfer.workers.copy_pin import PinnedSegment
+from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.layer_load import LayerLoad
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, and the test that sees it with the values of its parameters."""
+
+    name: str
+    owner: Any
+    function: str
+    line: str
+    instead: str
+    sees: Callable[..., None]
+    values: tuple[Any, ...] = ()
+
+
+Fixtures = dict[str, Any]
+
+
+@contextmanager
+def opened_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
+    with (
+        HostSegment.create(on_cuda.BLOCK, on_cuda.NUM_BLOCKS) as segment,
+        fake_gpu(monkeypatch) as gpu,
+    ):
+        segment.map()
+        rig = on_cuda.Rig(monkeypatch, gpu, segment)
+        yield {"rig": rig, "gpu": gpu, "segment": segment}
+        rig.copier.close()
+        assert gpu.is_lost or not gpu.registered
+
+
+@contextmanager
+def opened_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
+    size = bytes_per_index(on_worker.make_tensors())
+    with (
+        HostSegment.create(size, on_worker.NUM_HOST_BLOCKS) as segment,
+        device_memory(monkeypatch) as memory,
+    ):
+        segment.map()
+        monkeypatch.setattr(device, "_MIN_PART_BYTES", 0)
+        memory.gpu.set_speed(late_us=20_000)
+        tensors = memory.place(on_worker.make_tensors())
+        layouts = [on_worker.layout_of(memory.lend(tensors))]
+        with on_worker.open_worker(memory, layouts, segment) as worker:
+            yield {"tensors": tensors, "segment": segment, "worker": worker}
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
+    """Replace a line of a function."""
+    function = inspect.unwrap(getattr(mutant.owner, mutant.function))
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(mutant.line) == 1, "the mutant's line is no longer there"
+    made: dict[str, Any] = {}
+    module = inspect.getmodule(function)
+    assert module is not None
+    exec("from __future__ import annotations\n" + source.replace(mutant.line, mutant.instead),
+         vars(module), made)  # fmt: skip
+    monkeypatch.setattr(mutant.owner, mutant.function, made[mutant.function])
+
+
+ON_RIG = [
+    Mutant("a copy does not wait for its fence", CudaCopier, "start",
+           "stream.wait_event(after)", "pass",
+           on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded,
+           (None,)),
+    Mutant("a load does not wait for its fence", CudaCopier, "start",
+           "if after is not None:", "if after is not None and kind is not OpKind.H2D:",
+           on_cuda.test_a_load_overwrites_only_what_the_model_has_read),
+    Mutant("the fence is recorded on a stream that does nothing", CudaCopier, "fence",
+           "event.record(torch.cuda.current_stream(self.device))",
+           "event.record(self._streams[OpKind.H2D])",
+           on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded,
+           (None,)),
+    Mutant("the landing is not recorded", CudaCopier, "start",
+           "landed.record(stream)", "pass",
+           on_cuda.test_landed_is_what_has_landed),
+    Mutant("the landing is recorded on the other stream", CudaCopier, "start",
+           "landed.record(stream)",
+           "landed.record(next(s for s in self._streams.values() if s is not stream))",
+           on_cuda.test_landed_is_what_has_landed),
+    Mutant("a store may read early", CudaCopier, "_queue",
+           "_SOURCE_ORDER[kind]", "SourceOrder.ANY",
+           on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded,
+           (None,)),
+    Mutant("close does not wait for copies", CudaCopier, "close",
+           "*(s.synchronize for s in self._streams.values()), ", "",
+           on_cuda.test_closing_waits_for_copies_before_it_unpins),
+    Mutant("a run is joined over two pinned pieces", CudaCopier, "start",
+           "merge_runs(destinations, sources, sizes, self._pinned.starts)",
+           "merge_runs(destinations, sources, sizes)",
+           on_cuda.test_neighbours_are_one_copy_but_not_over_two_pinned_pieces),
+    Mutant("the kernel runs on the current stream", CudaCopier, "_queue",
+           "with torch.cuda.stream(stream):", "if True:",
+           on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded,
+           (CopyWay.KERNEL,)),
+    Mutant("a refused op is reported while its copies run", CudaCopier, "start",
+           "self._settle(kind)", "pass",
+           on_cuda.test_a_refused_op_has_ended_before_its_failure_is_reported),
+    Mutant("a thread does not declare itself independent of captures", CudaDriver, "bind",
+           "_CAPTURE_MODE_RELAXED", "0",
+           on_cuda.test_copies_do_not_void_a_graph_that_another_thread_captures),
+    Mutant("the self-test looks before copies have landed", CudaCopier, "_copy_now",
+           "self._settle(kind)", "pass",
+           on_cuda.test_the_self_test_looks_at_bytes_only_when_they_have_landed),
+    Mutant("H2: wrong bytes pass the self-test", copy_check, "_find_fault",
+           'if num_wrong else ""', 'if False else ""',
+           on_cuda.test_a_batch_that_copies_wrong_bytes_is_never_used, (OpKind.H2D, 1, True)),
+    Mutant("M1: a lost device is an op's error only", CudaCopier, "_settle",
+           "raise DeviceLostError", "raise RuntimeError",
+           on_cuda.test_a_lost_device_is_reported_as_lost_and_closing_the_copier_does_not_raise),
+    Mutant("M3: an attach that fails leaves pieces pinned", PinnedSegment, "__init__",
+           "self.close()", "pass",
+           on_cuda.test_an_attach_that_fails_half_way_leaves_nothing_pinned),
+]  # fmt: skip
+
+
+ON_WORKER = [
+    Mutant("an op is done when it was started", DeviceWorker, "_has_landed",
+           "return moving.landed.query()", "return True",
+           on_worker.test_blocks_come_back_byte_for_byte_in_other_slots_and_nothing_else_changes),
+    Mutant("a layer is used before it has landed", LayerLoad, "_wait",
+           "landed.wait()", "pass",
+           on_worker.test_a_layer_is_there_when_the_engine_has_waited_for_it),
+    Mutant("a load that is given up may still write", LayerLoad, "give_up",
+           "last.wait()", "pass",
+           on_worker.test_a_load_that_was_given_up_writes_nothing_later),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mutant", "opened"),
+    [
+        *((mutant, opened_rig) for mutant in ON_RIG),
+        *((mutant, opened_worker) for mutant in ON_WORKER),
+    ],
+    ids=lambda value: value.name if isinstance(value, Mutant) else "",
+)
+def test_the_mutant_is_seen(
+    mutant: Mutant,
+    opened: Callable[[pytest.MonkeyPatch], AbstractContextManager[Fixtures]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The same test passes without the mutant: it is in its own module."""
+    mutate(monkeypatch, mutant)
+
+    def run() -> None:
+        with opened(monkeypatch) as fixtures:
+            fixtures |= {"monkeypatch": monkeypatch, "caplog": caplog}
+            names = inspect.signature(mutant.sees).parameters
+            others = [name for name in names if name not in fixtures]
+            given = {name: fixtures[name] for name in names if name in fixtures}
+            mutant.sees(**given, **dict(zip(others, mutant.values, strict=True)))
+
+    with pytest.raises((AssertionError, RuntimeError, FlexCacheError, pytest.fail.Exception)):
+        run()
