@@ -50,11 +50,12 @@ def fill(tensors: Sequence[torch.Tensor], seed: int) -> None:
 
 def make_params(pool: Any, req_to_token_pool: Any = None, **more: Any) -> Any:
     """Return what SGLang tells a linker of its pools."""
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
     allocator = SimpleNamespace(get_kvcache=lambda: pool, **more)
-    return SimpleNamespace(
-        page_size=pool.page_size, token_to_kv_pool_allocator=allocator,
-        req_to_token_pool=req_to_token_pool, swa_retain_window=WINDOW,
-        mtp_draft_device_pools=(), sidecar_draft_device_pools=(),
+    return CacheInitParams(
+        disable=False, req_to_token_pool=req_to_token_pool, token_to_kv_pool_allocator=allocator,
+        page_size=pool.page_size, sliding_window_size=WINDOW,
     )  # fmt: skip
 
 
