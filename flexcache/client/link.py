@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import time
 import uuid
 from collections import deque
@@ -183,7 +184,7 @@ class ServerLink:
                 messages.append(self._socket.recv(zmq.NOBLOCK))
         if messages:
             self.heard_s, self._asked_s = now, None
-        if self._pidfd in ready:
+        if self._pidfd in ready and not messages:
             raise ServerLostError("the server died")
         if self._ping_due_s is not None:
             self._keep_alive(now)
@@ -206,8 +207,15 @@ class ServerLink:
             timeout_s = min(timeout_s or _RETRY_S, _RETRY_S)
         return None if timeout_s is None else -int(-timeout_s * 1000 // 1)
 
+    def rest(self, timeout_s: float) -> None:
+        """Wait for a call of `wake` or for ``timeout_s``, without listening to the server."""
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        if poller.poll(max(0.0, timeout_s) * 1000):
+            os.eventfd_read(self._wake)
+
     def wake(self) -> None:
-        """Make `receive` return. Thread-safe."""
+        """Make `receive` or `rest` return. Thread-safe."""
         os.eventfd_write(self._wake, 1)
 
     def hang_up(self) -> None:

@@ -26,9 +26,9 @@ import msgspec
 import torch
 
 from flexcache.client.attachment import Attachment
-from flexcache.client.gates import GatedTasks
 from flexcache.client.lent_tensors import LentTensors
 from flexcache.client.link import ServerLink
+from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
 from flexcache.config.address import split_address
 from flexcache.errors import (
     ClosedError,
@@ -52,7 +52,6 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.protocol.names import engine_name
-from flexcache.tasks.ids import session_of
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
@@ -60,7 +59,6 @@ from flexcache.transfer.workers.layer_load import LayerLoad
 logger = logging.getLogger(__name__)
 
 _HELLO_INTERVAL_S = 0.2
-_EVENT_POLL_S = 0.0001  # interval between checks whether copies on a GPU have completed
 _CLOSE_PATIENCE_S = 5.0
 
 
@@ -87,6 +85,8 @@ class KVTPClient:
         engine_id: The id of the engine's `KVManager`, which `KVManager.endpoint` contains.
         curve_keys: Directory of CURVE keys, if the server requires them.
         server_timeout_s: A server silent for this long is considered dead.
+        keeps_loads: End gated loads that this rank holds even if the server is lost: for engines
+            that cannot compute what a load has lost. See `client.held_loads`.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class KVTPClient:
         engine_id: str = "",
         curve_keys: str | None = None,
         server_timeout_s: float = 3.0,
+        keeps_loads: bool = False,
     ) -> None:
         endpoint, engine_id = split_address(endpoint, engine_id)
         self._link = ServerLink(endpoint, curve_keys, server_timeout_s)
@@ -109,7 +110,7 @@ class KVTPClient:
         self._changed = threading.Condition()
         self._error: str | None = None
         self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
-        self._gates = GatedTasks()
+        self._tasks = RankTasks(keeps_loads, self._link.wake)
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -180,14 +181,7 @@ class KVTPClient:
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let gated tasks touch the GPU, behind the work that the calling thread has queued."""
-        worker = self._worker
-        with self._changed:
-            to_open = self._gates.not_ended(task_ids)
-            if worker is None:  # no server: the gates stay shut, even if one appears later
-                self._gates.shut(to_open)
-        if worker is not None and to_open:
-            worker.open_gates(to_open)
-            self._link.wake()
+        self._tasks.open_gates(task_ids)
 
     def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
         """Open the gate of a load, whose layers the caller then waits for one by one.
@@ -195,38 +189,37 @@ class KVTPClient:
         Only the `LayerLoad` reports the load's end, which is guaranteed even if the server is lost.
         The task must have a single op, so all its blocks must be in DRAM.
         """
-        with self._changed:
-            worker = self._worker
-            if worker is not None and not self._gates.is_over(task_id):
-                load = worker.load_by_layer(task_id, num_blocks)
-                self._link.wake()
-                return load
-            if worker is None:
-                self._gates.shut([task_id])
-            self._gates.take_over([task_id])
-        load = LayerLoad({}, num_blocks)
-        load.end()
-        return load
+        return self._tasks.load_by_layer(task_id, num_blocks)
+
+    def wait_held(self, task_id: int, num_blocks: int, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds until this rank holds a launched, gated load of
+        ``num_blocks`` GPU blocks, all of them in DRAM; return whether it does.
+
+        With ``keeps_loads`` it then ends even if the server is lost, if its gate opens soon.
+        """
+        return self._tasks.wait_held(task_id, num_blocks, timeout)
+
+    def forgo(self, task_ids: Iterable[int]) -> None:
+        """Let go of loads that this rank holds and the engine does without. They are cancelled at
+        the `KVManager`."""
+        self._tasks.forgo(task_ids)
 
     def wait_ended(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for any gated task to end; return whether one has."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._gates.has_ended, timeout)
+        return self._tasks.wait_ended(timeout)
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
         """Return the gated tasks that have ended on every rank, with how many blocks arrived: none
-        if the server was lost, and then no copy is running."""
-        with self._changed:
-            ended = self._gates.take_over(task_ids)
-        if ended and (worker := self._worker) is not None:
-            worker.close_gates(ended)
-        return ended
+        if the server was lost, except for loads that this rank keeps. No copy of them is running.
+        """
+        return self._tasks.take_ended(task_ids)
 
     def close(self) -> None:
         """Stop serving. Idempotent. The state is not CLOSED while a copy hangs."""
         if self._state is ClientState.CLOSED:
             return
         self._closing = True
+        self._tasks.leave()
         if self._thread is not None:
             self._link.wake()
             self._thread.join(_CLOSE_PATIENCE_S)
@@ -251,12 +244,10 @@ class KVTPClient:
     def _log(self, level: int, event: str, exc_info: bool = False, **fields: object) -> None:
         log_event(logger, level, event, exc_info=exc_info, rank=self.rank, **fields)
 
-    def _set_state(self, state: ClientState, error: str | None = None, epoch: int = 0) -> None:
+    def _set_state(self, state: ClientState, error: str | None = None) -> None:
         with self._changed:
             self._state = state
             self._error = error
-            if state is not ClientState.SERVING:
-                self._gates.epoch = epoch
             self._changed.notify_all()
 
     # -- the client's own thread -----------------------------------------------------------------
@@ -269,6 +260,9 @@ class KVTPClient:
                 except ServerLostError as error:
                     effect = "waits for another server"
                     self._log(logging.WARNING, "rank_lost_server", error=error, effect=effect)
+                    self._tasks.finish(self._link.rest)
+                    self._let_go()
+                    self._link.offer(Goodbye())  # it may live after all, and keep blocks pinned
                 self._let_go()
                 self._link.hang_up()
                 if self._closing or self._state is ClientState.REFUSED:
@@ -304,6 +298,7 @@ class KVTPClient:
                     return
             if (worker := self._worker) is not None:
                 for done in worker.advance():
+                    self._tasks.moved(done)
                     self._link.send(done)
                 if worker.failure is not None:
                     raise DeviceLostError(worker.failure)
@@ -316,28 +311,23 @@ class KVTPClient:
         if self._worker is None or not self._worker.has_work:
             return None
         if self._worker.only_waits:
-            time.sleep(_EVENT_POLL_S)
+            time.sleep(EVENT_POLL_S)
         return 0.0
 
     def _take(self, message: ToRank) -> bool:
         """Handle a message; return whether the conversation continues."""
         match message:
-            case Execute(op_id) if message.gated and self._gates.is_shut(message.task_id):
+            case Execute(op_id) if self._tasks.is_shut(message):
                 self._link.send(Done(op_id, 0, error="its gate was never opened"))
             case Execute() if self._worker is not None:
                 self._worker.execute(message)
+                self._tasks.given(message)
             case Drop(op_id) if self._worker is not None:
                 self._worker.drop(op_id)
             case Ended(task_id, num_ok):
-                with self._changed:
-                    if self._worker is None or not self._worker.end_layer_load(task_id):
-                        self._gates.end(task_id, num_ok)
-                        self._changed.notify_all()
+                self._tasks.ended(task_id, num_ok)
             case SessionOver(session):
-                with self._changed:
-                    self._gates.end_session(session)
-                    self._changed.notify_all()
-                    _end_layer_loads(self._worker, session)
+                self._tasks.session_over(session)
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
             case Registered():
@@ -353,6 +343,7 @@ class KVTPClient:
                 self._log(logging.WARNING, "rank_rejected", reason=reason, effect="starts again")
                 return False
             case Stop():
+                self._tasks.finish(self._link.rest)
                 return False
         return True
 
@@ -362,26 +353,22 @@ class KVTPClient:
         try:
             attachment = Attachment(welcome, self._tensors, partial(self._link.offer, Ping()))
             self._attachment = attachment
+            self._tasks.attach(attachment.worker, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
             answer = Register(attachment.layout, attachment.num_blocks)
         except Exception as error:  # the driver and its wrapper raise various classes
             self._let_go()
             answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")
-        self._set_state(ClientState.REGISTERING, epoch=welcome.epoch)
+        self._set_state(ClientState.REGISTERING)
         self._link.send(answer)
 
     def _let_go(self) -> None:
         """Wait for running copies; afterwards the engine may reuse its slots."""
         if self._attachment is not None:
+            self._tasks.detach()
             self._attachment.close(self.rank)
             self._attachment = None
-
-
-def _end_layer_loads(worker: DeviceWorker | None, session: int) -> None:
-    if worker is not None:
-        for task_id in worker.layer_loads:
-            if session_of(task_id) == session:
-                worker.end_layer_load(task_id)
+        self._tasks.attach(None, 0)
 
 
 def _text_of(error: Exception) -> str:

@@ -2,8 +2,9 @@
 
 Calls go out on the caller's thread (`calls`); a thread of our own keeps the session alive, starts a
 server where none is, and pushes answers into the client's tasks. What happens when the server is
-lost is decided by `life`: every match is then a miss at once, open tasks are revoked, and answered
-FAILED as soon as their slots can be reused.
+lost is decided by `life`: every match is then a miss at once, and open tasks are answered FAILED as
+soon as their slots can be reused. If ranks do not let go of them in time, the tasks are revoked
+first.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class RemoteTransport:
         """Its lock is held wherever `_life` changes."""
         self._fence: Fence | None = None
         self._orphans_fence: Fence | None = None
+        self._orphans_session = SessionId(0)
         self._calls_identity = b""
         self._decoder = msgspec.msgpack.Decoder(ToScheduler)
         self._tasks: ClientTasks
@@ -318,8 +320,7 @@ class RemoteTransport:
             )  # fmt: skip
         self._answer(earlier)
         if fence is not None:
-            fence.revoke(last_id(self._life.session))
-            self._orphans_fence = fence
+            self._orphans_fence, self._orphans_session = fence, self._life.session
             self._settle()
 
     def _settle(self) -> None:
@@ -334,6 +335,8 @@ class RemoteTransport:
         if settled is None:
             return
         assert self._orphans_fence is not None
+        if not settled.is_safe:
+            self._orphans_fence.revoke(last_id(self._orphans_session))
         if not settled.is_safe and self._life.state is not SessionState.CLOSED:
             log_event(
                 logger, logging.ERROR, "slots_not_let_go", engine=self._engine,

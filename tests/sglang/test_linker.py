@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+from ports import free_range
 from sglang_engine import apart, options, prompt
 from sglang_linker import (
     check_again,
@@ -74,7 +77,9 @@ def check_spawned(tp_size: int) -> None:
     from paths import MODELS
 
     make_model(MODELS, "tiny")
-    engine = sglang.Engine(**options(**linker_options(num_cpu_blocks=200), tp_size=tp_size))
+    port = free_range(tp_size)
+    linker = linker_options(num_cpu_blocks=200, http_endpoint=f"127.0.0.1:{port}")
+    engine = sglang.Engine(**options(**linker, tp_size=tp_size))
 
     def generate() -> Any:
         sampling = {"temperature": 0, "max_new_tokens": 8}
@@ -88,6 +93,9 @@ def check_spawned(tp_size: int) -> None:
     details = loaded["meta_info"]["cached_tokens_details"]
     assert (details["device"], details["host"]) == (0, 192), details
     assert cold["output_ids"] == again["output_ids"] == loaded["output_ids"]
+    for rank in range(tp_size):  # each has a cache and an address of its own
+        with urllib.request.urlopen(f"http://127.0.0.1:{port + rank}/status") as answer:
+            assert json.load(answer)["tiers"]["CPU"]["hit_blocks"] >= 12
     engine.shutdown()
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from predictions import PATIENCE_S, Predictions, predicting
-from sglang_engine import TinyEngine, apart, prompt
-from sglang_linker import linker_of, linker_options, settle
-from test_hicache_storage import engine_with_storage, manager_of
+from sglang_engine import PAGE, TinyEngine, apart, prompt
+from sglang_linker import linker_of, linker_options, manager_of, settle
+from test_hicache_storage import engine_with_storage
+from test_hicache_storage import manager_of as manager_below
 from test_hicache_storage import settle as settle_storage
 
 from flexcache.router.workers import EventSource, Tier
@@ -75,7 +77,11 @@ def engine_with_events(directory: str) -> TinyEngine:
         "kv_events_endpoint": ours.endpoint,
         "kv_events_replay_endpoint": ours.replay,
     }
-    return TinyEngine(kv_events_config=publisher(trees), **linker_options(**tiers, **published))
+    return TinyEngine(
+        kv_events_config=publisher(trees),
+        enable_metrics=True,
+        **linker_options(**tiers, **published),
+    )
 
 
 def publisher(source: EventSource) -> str:
@@ -117,6 +123,22 @@ async def salts_are_kept_apart(world: Followed) -> None:
     assert await world.generate(tokens, cache_salt="alice") == 112
 
 
+def check_metrics(engine: TinyEngine) -> None:
+    """SGLang's metrics have our counters, as they were at most a second ago."""
+    from prometheus_client import REGISTRY
+
+    labels = engine.scheduler.metrics_reporter.metrics_collector.labels
+    labels = {name: str(value) for name, value in labels.items()}
+    hits = manager_of(engine).stats()["engine"]["hit_blocks"]
+    for tier, name in (("CPU", "dram"), ("SSD", "ssd")):
+        assert hits[tier]
+        counter = (f"sglang:flexcache_{name}_hit_tokens_total", labels)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while (REGISTRY.get_sample_value(*counter) or 0) < PAGE * hits[tier]:
+            assert time.monotonic() < deadline_s, hits
+            engine.generate(prompt(20), 1)
+
+
 def check_linker(directory: str) -> None:
     engine = engine_with_events(directory)
 
@@ -124,6 +146,7 @@ def check_linker(directory: str) -> None:
         async with followed(engine, directory) as world:
             await tiers_are_told_apart(world)
             await salts_are_kept_apart(world)
+        check_metrics(engine)
 
     asyncio.run(run())
 
@@ -152,7 +175,7 @@ def check_storage(directory: str) -> None:
             assert engine.generate(tokens).cached_tokens_storage == 192
             settle_storage(engine)
             engine.flush()
-            manager_of(engine).reset()
+            manager_below(engine).reset()
             await world.come_to(router, tokens, {})
 
     asyncio.run(run())

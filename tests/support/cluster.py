@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +40,14 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.01)
+
+
+def kill(pid: int) -> None:
+    """Kill a process that need not be a child, and wait for its end."""
+    pidfd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert select.select([pidfd], [], [], PATIENCE_S)[0]
+    os.close(pidfd)
 
 
 class Cluster:

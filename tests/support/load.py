@@ -157,7 +157,7 @@ class LoadEngine:
 
         started = time.monotonic()
         arrived = self._timed(over)
-        self._compare(prompt, blocks[:arrived])
+        self.compare(prompt, blocks[:arrived])
         return arrived
 
     def get(self, prompt: int, count: int) -> int:
@@ -168,7 +168,7 @@ class LoadEngine:
         response = self._timed(lambda: self.manager.wait([task_id]))[task_id]
         self.seen.latencies_s.append(time.monotonic() - started)
         arrived = int(response.mask.sum()) // TOKENS_PER_BLOCK
-        self._compare(prompt, blocks[:arrived])
+        self.compare(prompt, blocks[:arrived])
         self._note(response.status)
         return arrived
 
@@ -178,7 +178,8 @@ class LoadEngine:
             layer[blocks] = 0xEE
         return slots, blocks
 
-    def _compare(self, prompt: int, blocks: np.ndarray) -> None:
+    def compare(self, prompt: int, blocks: np.ndarray) -> None:
+        """Compare GPU blocks with the prompt's; differences are noted as wrong."""
         for position, block in enumerate(blocks):
             for number, layer in enumerate(self._layers):
                 if layer[block].tobytes() != self._content(prompt, position, number):

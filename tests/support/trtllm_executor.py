@@ -170,7 +170,7 @@ class Executor:
 
     def step(self) -> None:
         for request in [r for r in self.active if r.state == "waiting"]:
-            self._admit(request)
+            self.admit(request)
         batch = [r for r in self.active if r.state in ("context", "generation")]
         metadata = self.scheduler.build_connector_meta(self._report(batch))
         batch = [r for r in batch if r.request_id not in self._new_loading]
@@ -196,7 +196,8 @@ class Executor:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _admit(self, request: Request) -> None:
+    def admit(self, request: Request) -> None:
+        """Allocate a request's blocks, if there are enough."""
         count = -(-(request.prompt_len + request.num_new) // BLOCK)
         if count > len(self.free):
             return

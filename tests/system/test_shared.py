@@ -34,13 +34,23 @@ CONFIG = {"num_cpu_blocks": 256}
 class Member:
     """An engine in this process, at a shared server."""
 
-    def __init__(self, config: CacheConfig, *, dp_rank: int = 0, engine_id: str = "") -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        dp_rank: int = 0,
+        engine_id: str = "",
+        keeps_loads: bool = False,
+    ) -> None:
         self.model = make_model()
         names: dict[str, Any] = {"dp_rank": dp_rank, "engine_id": engine_id}
         self.manager = KVManager(self.model, config, **names)
         self.kv = make_kv(self.model)
         self.client = KVTPClient(
-            self.manager.endpoint, server_timeout_s=config.server_timeout_s, **names
+            self.manager.endpoint,
+            server_timeout_s=config.server_timeout_s,
+            keeps_loads=keeps_loads,
+            **names,
         )
         self.client.register_kv_caches(self.kv)
         self.manager.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import trtllm_interface
-from cluster import READY_S, until
+from cluster import READY_S, kill, until
 from trtllm_executor import BLOCK, NUM_BLOCKS, Executor, Request
 
 from flexcache.errors import ConfigError, LoadLostError, UnsupportedLayoutError
+from flexcache.protocol.runtime import private_endpoint
 from flexcache.transfer.workers.layer_load import LayerLoad
 
 trtllm_interface.install()
@@ -175,7 +177,7 @@ def test_a_request_that_was_aborted_in_its_prompt_stores_nothing(
 ) -> None:
     executor = make_executor()
     request = executor.add(Request(1, [*PROMPT]))
-    executor._admit(request)
+    executor.admit(request)
     executor.abort(request)
     executor.step_until(lambda: request.is_over)
     assert executor.scheduler.manager.stats()["tiers"]["CPU"]["indexed"] == 0
@@ -209,6 +211,31 @@ def test_what_is_on_ssd_is_brought_to_dram_for_later_requests(
     third = Request(3, [*PROMPT])
     executor.run(third)
     assert third.num_matched == 20
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("layerwise", ["off", "on"])
+def test_a_load_that_has_begun_ends_though_the_server_is_killed(
+    make_executor: MakeExecutor, layerwise: str, tp_size: int
+) -> None:
+    executor = make_executor(layerwise, tp_size, endpoint=private_endpoint(f"trtllm-{os.getpid()}"))
+    manager, first, second = executor.scheduler.manager, *(Request(n, [*PROMPT]) for n in (1, 2))
+    executor.run(first)
+    executor.add(second)
+    executor.admit(second)
+    task_id = executor.scheduler._gets[2].task_id
+    for rank in executor.ranks:
+        assert rank.worker.client.wait_held(task_id, 5, READY_S)
+    kill(manager.stats()["server_pid"])
+    executor.step_until(lambda: second.is_over)
+    assert (second.state, second.num_matched) == ("done", 20)
+    assert second.tokens == first.tokens
+    until(lambda: not manager.is_ready())
+    manager.wait_ready(READY_S)
+    for number, num_matched in ((3, 0), (4, 20)):  # the next server's pool was empty
+        request = Request(number, [*PROMPT])
+        executor.run(request)
+        assert request.num_matched == num_matched
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

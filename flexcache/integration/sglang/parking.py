@@ -5,6 +5,7 @@ the linker its hooks do nothing. They close what the interface of linkers leaves
 
 * SGLang names only the pages that its tree lacks: the key before them is handed over too, and with
   an offload, where to find all pages before it.
+* SGLang publishes KV events of its tree, and metrics: those of the tiers below join them.
 * A linker cannot say "not yet". For HiCache's storage and for LMCache, SGLang prefetches when a
   request enters the queue, and then asks the tree in every pass whether that is done. With
   ``enable_lmcache`` set after the tree was made, it asks for the linker as well.
@@ -17,8 +18,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from flexcache.integration.sglang.rank_cache import RankCache
+
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinkerWrapper"
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
@@ -35,6 +39,7 @@ def install() -> None:
     HookRegistry.register(f"{_WRAPPER}.release_request", _release, HookType.AROUND)
     HookRegistry.register(f"{_TREE}.insert", _insert, HookType.AROUND)
     HookRegistry.register(f"{_TREE}.take_events", _take_events, HookType.AROUND)
+    HookRegistry.register(f"{_REPORTER}._log_hicache_stats", _metrics_logged, HookType.AFTER)
 
 
 def _linker_of(wrapper: Any) -> Any:
@@ -137,3 +142,15 @@ def _take_events(original: Callable[..., Any], tree: Any) -> Any:
     linker = _linker_of(tree.linker)
     events = original(tree)
     return events if linker is None else [*events, *linker.events.take()]
+
+
+def _metrics_logged(result: object, reporter: Any) -> None:
+    """Add our counters to SGLang's metrics, with its linker and with HiCache alike."""
+    tree = reporter.scheduler.tree_cache
+    owner = _linker_of(getattr(tree, "linker", None))
+    if owner is None:
+        backend = getattr(getattr(tree, "cache_controller", None), "storage_backend", None)
+        owner = getattr(backend, "_backend", backend)
+    cache = getattr(owner, "cache", None)
+    if isinstance(cache, RankCache):
+        cache.metrics.report(reporter.metrics_collector.labels)

@@ -13,6 +13,7 @@ from flexcache.cache.prompt_content import PromptContent
 from flexcache.client.rank import KVTPClient
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import FlexCacheError
+from flexcache.integration.sglang.engine_metrics import EngineMetrics
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
@@ -57,6 +58,7 @@ class RankCache:
             self.client.register_kv_caches(
                 kv_caches, layout_description=layout, num_blocks=num_pages
             )
+            self.metrics = EngineMetrics(self.manager, self.page_size)
             self._wait_ready()
         except BaseException:
             self.close()

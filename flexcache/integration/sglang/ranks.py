@@ -21,11 +21,13 @@ class Rank:
     Attributes:
         part: The part of the model's KV that it holds; empty for all of it.
         name: Distinguishes it from ranks with other KV; empty if there are none.
+        index: Its place among them.
         count: How many ranks share the configured sizes.
     """
 
     part: str = ""
     name: str = ""
+    index: int = 0
     count: int = 1
 
 
@@ -47,12 +49,13 @@ def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
         "pp": part["pp"],
         "tp": (0, 1) if is_replicated else (parallel.tp_rank, parallel.tp_size),
     }
-    count = 1
-    for _, size in whole.values():
-        count *= size
+    index, count = 0, 1
+    for rank, size in whole.values():
+        index, count = index * size + rank, count * size
     return Rank(
         " ".join(f"{kind} {rank} of {size}" for kind, (rank, size) in part.items() if size > 1),
         "-".join(f"{kind}{rank}" for kind, (rank, size) in whole.items() if size > 1),
+        index,
         count,
     )
 
@@ -81,9 +84,10 @@ def read_cache_config(
 
 def _share(config: CacheConfig, rank: Rank) -> CacheConfig:
     """Divide what the ranks of a host would otherwise all claim."""
-    for name in ("http_endpoint", "kv_events_endpoint", "kv_events_replay_endpoint"):
-        if getattr(config, name) is not None:
-            raise reject(name, getattr(config, name), f"{rank.count} ranks cannot share an address")
+    addresses: dict[str, Any] = {
+        name: None if (address := getattr(config, name)) is None else _own(name, address, rank)
+        for name in ("http_endpoint", "kv_events_endpoint", "kv_events_replay_endpoint")
+    }
     endpoint = config.endpoint
     if endpoint is not None and not endpoint.startswith("ipc://"):
         raise reject("endpoint", endpoint, "must be ipc:// with several ranks: each has its own")
@@ -94,6 +98,17 @@ def _share(config: CacheConfig, rank: Rank) -> CacheConfig:
     return replace(
         config,
         **sizes,
+        **addresses,
         ssd_cache_dirs=tuple(str(Path(place) / rank.name) for place in config.ssd_cache_dirs),
         endpoint=None if endpoint is None else f"{endpoint}.{rank.name}",
     )
+
+
+def _own(name: str, address: str, rank: Rank) -> str:
+    """Return a rank's own address: the port plus its index, or a socket file of its name."""
+    if address.startswith("ipc://"):
+        return f"{address}.{rank.name}"
+    host, colon, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise reject(name, address, "must end with a port, to which each rank adds its number")
+    return f"{host}{colon}{int(port) + rank.index}"

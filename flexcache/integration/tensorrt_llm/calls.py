@@ -28,7 +28,7 @@ class RequestCalls(TaskCalls):
     what is found on SSD or in the remote store is brought to DRAM for requests to come.
     """
 
-    effect_of_lost_load = "the step that computes with it fails"
+    effect_of_lost_load = "the request is not stored"
 
     def __init__(self, manager: KVManager, block_size: int) -> None:
         super().__init__(manager, block_size)

@@ -1,8 +1,9 @@
 """Worker side of the connector: lends one rank's KV tensors, and waits for loads where it must.
 
-TensorRT-LLM counts matched tokens as computed and has no way to recompute them. So a load that was
-lost, with its server say, makes the step that computes with it fail: its requests end with an
-error, and no token is made from what was not loaded.
+TensorRT-LLM counts matched tokens as computed and has no way to recompute them. So a load that a
+rank holds ends even if the server is lost (`client.held_loads`). One that was lost nevertheless
+makes the step that computes with it fail: its requests end with an error, and no token is made from
+what was not loaded.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             rank=self._rank,
             curve_keys=self._config.curve_keys,
             server_timeout_s=self._config.server_timeout_s,
+            keeps_loads=True,
         )
         self.client.register_kv_caches(
             self._kv.tensors, layout_description=f"{self._settings}, {self._kv.description}"

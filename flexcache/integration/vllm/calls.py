@@ -11,10 +11,10 @@ import numpy as np
 
 from flexcache.errors import FlexCacheError
 from flexcache.ids import TierName
+from flexcache.integration.counters import read_counters
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.task_calls import TaskCalls
 from flexcache.integration.vllm.kv_events import read_request_info
-from flexcache.integration.vllm.stats import read_counters
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 from flexcache.request_info import RequestInfo

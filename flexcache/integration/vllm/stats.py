@@ -6,34 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from flexcache.tasks.stats import TotalsStats
+from flexcache.integration.counters import COUNTERS, increases
 
 _COUNTERS = {
-    "dram_hit_tokens": "Prompt tokens whose KV came from DRAM.",
-    "ssd_hit_tokens": "Prompt tokens whose KV came from SSD.",
-    "remote_hit_tokens": "Prompt tokens whose KV came from the remote store.",
-    "missed_tokens": "Prompt tokens that were looked up and not found.",
-    "stored_tokens": "Tokens whose KV was copied off the GPU.",
-    "loaded_bytes": "Bytes copied to the GPU.",
-    "load_seconds": "Time that copies to the GPU took, summed over copies.",
-    "stored_bytes": "Bytes copied off the GPU.",
-    "store_seconds": "Time that copies off the GPU took, summed over copies.",
-    "ssd_read_bytes": "Bytes read from SSD.",
-    "ssd_written_bytes": "Bytes written to SSD.",
-    "remote_read_bytes": "Bytes read from the remote store.",
-    "remote_written_bytes": "Bytes written to the remote store.",
+    **COUNTERS,
     "early_look_ups": "Look-ups at the remote store that began when a request arrived.",
     "cancelled_look_ups": "Requests that went away before vLLM asked about them.",
-    "skipped_blocks": "Blocks that were cached but not loaded, because computing them is faster.",
-    "failed_loads": "Loads that did not load all of their blocks.",
-    "dropped_blocks": "Blocks that could not be stored, for any reason.",
 }
 
 
@@ -43,9 +27,7 @@ class FlexCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def between(cls, before: Mapping[str, float], after: Mapping[str, float]) -> FlexCacheStats:
-        """Return the increases. A counter that fell belongs to a new server and started at zero."""
-        gains = {k: v - before.get(k, 0) for k, v in after.items()}
-        return cls({k: gain if gain > 0 else after[k] for k, gain in gains.items() if gain})
+        return cls(increases(before, after))
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -90,27 +72,3 @@ class FlexCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, value in transfer_stats_data.items():
             if value > 0:
                 self._counters[name][engine_idx].inc(value)
-
-
-def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, float]:
-    """Read this engine's current counters from `KVManager.stats`."""
-    mine = msgspec.convert(stats["engine"], TotalsStats)
-    hits, ops = mine.hit_blocks, mine.ops
-    return {
-        "dram_hit_tokens": hits.get("CPU", 0) * tokens_per_block,
-        "ssd_hit_tokens": hits.get("SSD", 0) * tokens_per_block,
-        "remote_hit_tokens": hits.get("REMOTE", 0) * tokens_per_block,
-        "missed_tokens": mine.missed_blocks * tokens_per_block,
-        "stored_tokens": ops["D2H"].blocks * tokens_per_block,
-        "loaded_bytes": ops["H2D"].bytes,
-        "load_seconds": ops["H2D"].seconds,
-        "stored_bytes": ops["D2H"].bytes,
-        "store_seconds": ops["D2H"].seconds,
-        "ssd_read_bytes": ops["DISK2H"].bytes,
-        "ssd_written_bytes": ops["H2DISK"].bytes,
-        "remote_read_bytes": ops["REMOTE2H"].bytes,
-        "remote_written_bytes": ops["H2REMOTE"].bytes,
-        "skipped_blocks": sum(mine.skipped_blocks.values()),
-        "failed_loads": sum(ops[kind].failed_ops for kind in ("H2D", "DISK2H", "REMOTE2H")),
-        "dropped_blocks": sum(mine.dropped_blocks.values()),
-    }

@@ -1,0 +1,201 @@
+"""RankTasks: what a rank's thread and its engine's thread share about gated tasks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from flexcache.client.gates import GatedTasks
+from flexcache.client.held_loads import HeldLoads
+from flexcache.ids import OpKind
+from flexcache.tasks.ids import session_of
+from flexcache.transfer.messages import Done, Execute
+from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.layer_load import LayerLoad
+
+_GATE_PATIENCE_S = 3.0  # for the engine to come to a load that it has begun
+EVENT_POLL_S = 0.0001
+"""Interval between checks whether copies on a GPU have completed."""
+
+
+class RankTasks:
+    """The gates that an engine opens, the loads that the rank holds, and the ends. Thread-safe.
+
+    Args:
+        keeps_loads: Whether loads that the rank holds end even if the server is lost.
+        wake: Lets the rank's thread look for work.
+    """
+
+    def __init__(self, keeps_loads: bool, wake: Callable[[], None]) -> None:
+        self._keeps_loads = keeps_loads
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._gates = GatedTasks()
+        self._held = HeldLoads()
+        self._worker: DeviceWorker | None = None
+        self._is_cut_off = False
+        """Whether the server was lost, so that nothing more will be given."""
+
+    # -- the engine's thread ---------------------------------------------------------------------
+
+    def open_gates(self, task_ids: Iterable[int]) -> None:
+        """Let the tasks touch the GPU, behind the work that the calling thread has queued."""
+        with self._changed:
+            worker = self._worker
+            to_open = self._gates.not_ended(task_ids)
+            if worker is None:  # no server: the gates stay shut, even if one appears later
+                self._gates.shut(to_open)
+        if worker is not None and to_open:
+            worker.open_gates(to_open)
+            self._wake()
+
+    def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
+        """Open the gate of a load that the caller waits for by layer."""
+        with self._changed:
+            worker = self._worker
+            will_come = not self._is_cut_off or task_id in self._held.task_ids
+            if worker is not None and will_come and not self._gates.is_over(task_id):
+                load = worker.load_by_layer(task_id, num_blocks)
+                self._wake()
+                return load
+            if worker is None:
+                self._gates.shut([task_id])
+            self._gates.take_over([task_id])
+        load = LayerLoad({}, num_blocks)
+        load.end()
+        return load
+
+    def wait_held(self, task_id: int, num_blocks: int, timeout: float) -> bool:
+        """Wait until the rank holds a load of so many GPU blocks; return whether it does."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._held.holds(task_id, num_blocks)
+                    or self._is_cut_off
+                    or self._gates.is_over(task_id)
+                ),
+                timeout,
+            )
+            return self._held.holds(task_id, num_blocks)
+
+    def forgo(self, task_ids: Iterable[int]) -> None:
+        """Let go of loads that the engine does without."""
+        with self._changed:
+            self._held.forget(task_ids)
+        self._wake()
+
+    def wait_ended(self, timeout: float) -> bool:
+        """Wait for any gated task to end; return whether one has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._gates.has_ended, timeout)
+
+    def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
+        """Return the tasks that have ended, with how many blocks arrived."""
+        with self._changed:
+            ended = self._gates.take_over(task_ids)
+            worker = self._worker
+        if ended and worker is not None:
+            worker.close_gates(ended)
+        return ended
+
+    def leave(self) -> None:
+        """The engine closes its client: no load is finished without the server any more."""
+        with self._changed:
+            self._held = HeldLoads()
+
+    # -- the rank's thread -----------------------------------------------------------------------
+
+    def attach(self, worker: DeviceWorker | None, epoch: int) -> None:
+        """A registration begins with this worker and the epoch of the server's task ids; None and
+        0: it is over, and with it every task."""
+        with self._changed:
+            self._worker, self._gates.epoch = worker, epoch
+            self._held, self._is_cut_off = HeldLoads(), False
+            self._changed.notify_all()
+
+    def detach(self) -> None:
+        """Let no gate open any more: copies are about to end."""
+        with self._changed:
+            self._worker = None
+
+    def is_shut(self, message: Execute) -> bool:
+        """Return whether the gate of an op will never be opened."""
+        return message.gated and self._gates.is_shut(message.task_id)
+
+    def given(self, message: Execute) -> None:
+        """The worker was given an op."""
+        if self._keeps_loads and message.gated and message.kind is OpKind.H2D:
+            with self._changed:
+                self._held.given(message)
+                self._changed.notify_all()
+
+    def moved(self, done: Done) -> None:
+        """An op has ended on this rank."""
+        if self._keeps_loads:
+            with self._changed:
+                self._held.moved(done)
+
+    def ended(self, task_id: int, num_ok: int) -> None:
+        """A task has ended on every rank, with its first ``num_ok`` blocks."""
+        with self._changed:
+            self._held.forget([task_id])
+            self._end(task_id, num_ok)
+
+    def session_over(self, session: int) -> None:
+        """The tasks of a session that have not ended never began, and will not."""
+        with self._changed:
+            self._gates.end_session(session)
+            of_session = [task for task in self._held.task_ids if session_of(task) == session]
+            self._held.forget(of_session)
+            if (worker := self._worker) is not None:
+                for task_id in worker.layer_loads:
+                    if session_of(task_id) == session:
+                        worker.end_layer_load(task_id)
+            self._changed.notify_all()
+
+    def finish(self, rest: Callable[[float], None]) -> None:
+        """Finish the held loads without the server, which was lost; other ops may run meanwhile.
+
+        Waits a moment for gates that are still shut.
+
+        Args:
+            rest: Waits for a wake-up, or for some seconds.
+        """
+        worker = self._worker
+        if worker is None or not self._keeps_loads:
+            return
+        with self._changed:
+            self._is_cut_off = True
+            self._changed.notify_all()
+        give_up_s = time.monotonic() + _GATE_PATIENCE_S
+        while True:
+            for done in worker.advance():
+                self.moved(done)
+            if self._are_ended(worker, time.monotonic() > give_up_s):
+                return
+            if worker.only_waits:
+                time.sleep(EVENT_POLL_S)
+            elif not worker.has_work:
+                rest(give_up_s - time.monotonic())
+
+    def _are_ended(self, worker: DeviceWorker, is_late: bool) -> bool:
+        """Return whether no held load will get any further, and then end them all."""
+        with self._changed:
+            is_idle = is_late and not worker.has_work
+            if self._held.unfinished and not is_idle and worker.failure is None:
+                return False
+            for task_id in self._held.task_ids:
+                self._end(task_id, self._held.num_arrived(task_id))
+            self._held = HeldLoads()
+            return True
+
+    def _end(self, task_id: int, num_ok: int) -> None:
+        if self._worker is None or not self._worker.end_layer_load(task_id):
+            self._gates.end(task_id, num_ok)
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        with self._changed:
+            self._held.check()
