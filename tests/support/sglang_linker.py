@@ -8,7 +8,7 @@ from typing import Any
 from sglang_engine import PAGE, TinyEngine
 
 OPEN_STATES = ("created", "ready", "running")
-"""Of tasks, in the statistics."""
+"""What the statistics call tasks that have not ended."""
 
 
 def linker_options(**extra: Any) -> dict[str, Any]:
