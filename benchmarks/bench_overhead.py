@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -84,7 +85,9 @@ def engines(
         made = {}
         for name in names:
             say(f"{model} model: starting {name}")
-            made[name] = stack.enter_context(running(DrivenEngine(wanted[name], log)))
+            made[name] = stack.enter_context(
+                running(DrivenEngine(wanted[name], log, sys.executable))
+            )
         yield made
 
 

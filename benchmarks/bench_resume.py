@@ -13,6 +13,7 @@ vLLM saw prompts part) and None (all); FlexCache also with tails at every positi
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -87,7 +88,7 @@ def engine_of(model: str, arm: Arm, directory: Path) -> DrivenEngine:
         arm.system, model, dram_gb=0.5, more=arm.more, engine=engine, num_threads=2,
         has_groups=True,
     )  # fmt: skip
-    return DrivenEngine(settings, directory / "log")
+    return DrivenEngine(settings, directory / "log", sys.executable)
 
 
 def stored_bytes(engine: DrivenEngine, system: str) -> float | None:

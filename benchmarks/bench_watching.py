@@ -13,6 +13,7 @@ so that drift cancels. The scraping goes on in both: the time that a scrape take
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -93,7 +94,7 @@ def watched_engine(model: str, work_dir: str, say: Say) -> Iterator[tuple[Driven
     settings = Settings("FlexCache", model, str(Path(work_dir, "ssd")), DRAM_GB, more=more)
     say(f"{model} model: starting vLLM")
     with ExitStack() as stack:
-        engine = DrivenEngine(settings, Path(work_dir, "engine.log"))
+        engine = DrivenEngine(settings, Path(work_dir, "engine.log"), sys.executable)
         stack.enter_context(running(engine))
         watchers = Watchers(events, f"http://127.0.0.1:{port}/metrics")
         stack.callback(watchers.close)

@@ -43,8 +43,8 @@ class ChainKeys:
         return self._before[index] if own < 0 else self._keys.key(own)
 
     def slice(self, start: int, stop: int) -> list[BlockKey]:
-        size = self.num_before
-        return [*self._before[start:stop], *self._keys.slice(max(0, start - size), stop - size)]
+        own = [max(0, index - self.num_before) for index in (start, stop)]
+        return [*self._before[start:stop], *self._keys.slice(*own)]
 
     def packed(self, stop: int) -> tuple[int, bytes | memoryview]:
         return EngineBlockKeys(self.root, self.slice(0, stop), stop).packed(stop)

@@ -27,7 +27,7 @@ class Attachment:
 
     Attributes:
         layout: Signature of the tensors' layout.
-        num_blocks: Blocks of the engine.
+        num_blocks: Blocks of the engine; the most, if its groups have pools of their own.
 
     Raises:
         UnsupportedLayoutError: The tensors do not hold the server's blocks.
@@ -38,7 +38,8 @@ class Attachment:
     ) -> None:
         block_bytes = welcome.block_bytes // welcome.blocks_per_unit
         layouts = tensors.layouts(block_bytes, welcome.num_groups)
-        self.layout, self.num_blocks = join_signatures(layouts), layouts[0].num_blocks
+        self.layout = join_signatures(layouts)
+        self.num_blocks = max(layout.num_blocks for layout in layouts)
         with contextlib.ExitStack() as held:
             fence = Fence.open(welcome.fence)
             held.callback(fence.close)

@@ -7,6 +7,8 @@ block has the size of the largest group's:
     the engine's block 7    | layer 0, attention: 128 KiB     |    if a group of attention has it
                             | layer 1, state: 67 KiB |             if a group of states has it; the
                                                                    rest is padding, and not moved
+
+In an engine with a pool for each group, every group counts its own blocks.
 """
 
 from __future__ import annotations
@@ -42,17 +44,18 @@ class LentTensors:
         kv_caches: Tensors,
         block_dim: int = 0,
         description: str = "",
-        num_blocks: int | None = None,
+        num_blocks: int | Sequence[int] | None = None,
         groups: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self._kv_caches = dict(kv_caches)
         self._block_dim = block_dim
         self._description = description
-        self._num_blocks = num_blocks
         self._groups = None if groups is None else [self._select(names) for names in groups]
-        if num_blocks is not None:
-            held = [self._kv_caches] if self._groups is None else filter(None, self._groups)
-            sizes = [bytes_per_block(tensors, num_blocks, block_dim) for tensors in held]
+        held = [self._kv_caches] if self._groups is None else self._groups
+        self._num_blocks = _counts(num_blocks, held)
+        if self._num_blocks is not None:
+            pairs = zip(held, self._num_blocks, strict=True)
+            sizes = [bytes_per_block(each, count, block_dim) for each, count in pairs if each]
             self.block_bytes = max(sizes, default=0)
         elif groups is None:
             self.block_bytes = bytes_per_index(kv_caches, block_dim)
@@ -71,8 +74,10 @@ class LentTensors:
         Raises:
             UnsupportedLayoutError: Their blocks have another size, or the layers other groups.
         """
+        counts = self._num_blocks
         if self._groups is None:  # a block of any group has bytes in all tensors
-            return [self._describe(self._kv_caches, block_bytes)] * num_groups
+            of_all = counts[0] if counts else None
+            return [self._describe(self._kv_caches, of_all, block_bytes)] * num_groups
         if num_groups != len(self._groups):
             raise UnsupportedLayoutError(
                 f"the layers are in {len(self._groups)} groups, but the model has {num_groups}"
@@ -83,16 +88,22 @@ class LentTensors:
                 f"{block_bytes} in the cache: layers, heads, states or tokens per block do not "
                 "agree"
             )
-        return [self._describe(tensors) for tensors in self._groups]
+        assert counts is not None
+        return [
+            self._describe(tensors, count)
+            for tensors, count in zip(self._groups, counts, strict=True)
+        ]
 
-    def _describe(self, tensors: Tensors, block_bytes: int | None = None) -> BlockLayout:
+    def _describe(
+        self, tensors: Tensors, num_blocks: int | None, block_bytes: int | None = None
+    ) -> BlockLayout:
         if block_bytes is None:
-            assert self._num_blocks is not None
+            assert num_blocks is not None
             if not tensors:
-                return BlockLayout.of_no_layer(self._num_blocks)
-            block_bytes = bytes_per_block(tensors, self._num_blocks, self._block_dim)
+                return BlockLayout.of_no_layer(num_blocks)
+            block_bytes = bytes_per_block(tensors, num_blocks, self._block_dim)
         return describe_kv_caches(
-            tensors, block_bytes, self._block_dim, self._description, self._num_blocks
+            tensors, block_bytes, self._block_dim, self._description, num_blocks
         )
 
     def _select(self, names: Sequence[str]) -> Tensors:
@@ -100,6 +111,19 @@ class LentTensors:
         if missing:
             raise ValueError(f"layer {missing[0]} of a group has no KV tensor")
         return {name: self._kv_caches[name] for name in names}
+
+
+def _counts(
+    num_blocks: int | Sequence[int] | None, held: Sequence[Tensors]
+) -> Sequence[int] | None:
+    """Return the number of blocks for each group that the engine has. Raises `ValueError`."""
+    if num_blocks is None:
+        return None
+    if isinstance(num_blocks, int):
+        return [num_blocks] * len(held)
+    if len(num_blocks) != len(held):
+        raise ValueError(f"num_blocks of {len(num_blocks)} groups, but there are {len(held)}")
+    return num_blocks
 
 
 def join_signatures(layouts: Sequence[BlockLayout]) -> str:

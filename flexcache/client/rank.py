@@ -120,7 +120,7 @@ class KVTPClient:
         *,
         block_dim: int = 0,
         layout_description: str = "",
-        num_blocks: int | None = None,
+        num_blocks: int | Sequence[int] | None = None,
         kv_replicas: int | None = None,
         groups: Sequence[Sequence[str]] | None = None,
     ) -> None:
@@ -131,7 +131,8 @@ class KVTPClient:
             block_dim: The dimension that counts GPU blocks.
             layout_description: What else determines a block's byte order (attention backend, NHD
                 or HND, number format). Different descriptions make different blocks.
-            num_blocks: The engine's, if tensors may count parts of blocks in ``block_dim``.
+            num_blocks: The engine's, if tensors may count parts of blocks in ``block_dim``; for
+                each group, if the engine has a pool for each.
             kv_replicas: As in `ModelConfig`, with which it must agree; None: not known here.
             groups: Names of this rank's layers in each of the model's groups, maybe none, where a
                 block has the bytes of its group's layers only. Needs ``num_blocks``.

@@ -41,12 +41,15 @@ class KVGroup:
         tokens_per_block: Tokens of one of its blocks.
         window: Tokens that a token reads, itself included (window), or tokens of a chunk (chunked).
         layers: Names of its layers, which engines that share KV must have in the same groups.
+        blocks_per_state: Blocks that make up one state (state). A state may be far larger than a
+            block of another group, for which the cache's units would otherwise be too large.
     """
 
     kind: GroupKind
     tokens_per_block: int
     window: int = 0
     layers: tuple[str, ...] = ()
+    blocks_per_state: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GroupKind):
@@ -57,6 +60,8 @@ class KVGroup:
         if not isinstance(self.window, int) or (self.window > 0) != has_window:
             allowed = "must be at least 1" if has_window else f"a group of {self.kind} has none"
             raise reject("window", self.window, allowed)
+        if self.blocks_per_state < 1 or (self.blocks_per_state > 1 and self.kind != "state"):
+            raise reject("blocks_per_state", self.blocks_per_state, "must be at least 1; of states")
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> KVGroup:
@@ -83,13 +88,15 @@ class KVGroup:
 
     def num_needed(self, num_tokens: int) -> int:
         """Return how many blocks a prompt needs to resume after ``num_tokens``."""
-        return num_tokens // self.tokens_per_block - self.first_needed(num_tokens)
+        count = num_tokens // self.tokens_per_block - self.first_needed(num_tokens)
+        return count * self.blocks_per_state
 
     def describe(self) -> str:
         """Name, in readable form, all that must agree for its blocks to be interchangeable."""
         names = "\n".join(self.layers).encode()
         layers = xxhash.xxh3_64_hexdigest(names) if names else ""
-        parts = (self.kind, self.tokens_per_block, self.window or "", layers)
+        blocks = self.blocks_per_state if self.blocks_per_state > 1 else ""
+        parts = (self.kind, self.tokens_per_block, self.window or "", layers, blocks)
         return ":".join(map(str, parts)).rstrip(":")
 
 

@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from sglang_engine import PAGE, TinyEngine, apart, prompt
+from sglang_engine import PAGE, TinyEngine, apart, options, prompt
 
 LAYOUTS = ["page_first_direct", "layer_first"]
 
 
-def engine_with_storage(
+def storage_options(
     layout: str, ssd: str = "", flexcache: Mapping[str, Any] = MappingProxyType({}), **more: Any
-) -> TinyEngine:
-    """Make an engine whose HiCache has FlexCache below it.
+) -> dict[str, Any]:
+    """Return SGLang's settings for a HiCache with FlexCache below it.
 
     Args:
         flexcache: Further settings of FlexCache.
@@ -36,17 +36,19 @@ def engine_with_storage(
         **tiers,
         **flexcache,
     }
-    return TinyEngine(
-        **{
-            "enable_hierarchical_cache": True,
-            "hicache_io_backend": "direct",
-            "hicache_mem_layout": layout,
-            "hicache_storage_backend": "dynamic",
-            "hicache_storage_prefetch_policy": "wait_complete",
-            "hicache_storage_backend_extra_config": json.dumps(extra),
-            **more,
-        }
-    )
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_io_backend": "direct",
+        "hicache_mem_layout": layout,
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+        **more,
+    }
+
+
+def engine_with_storage(layout: str, ssd: str = "", **more: Any) -> TinyEngine:
+    return TinyEngine(**storage_options(layout, ssd, **more))
 
 
 def manager_of(engine: TinyEngine) -> Any:
@@ -143,12 +145,10 @@ def test_what_is_on_ssd_outlives_the_engine(tmp_path: Path) -> None:
         apart(check_restart, str(tmp_path / "ssd"), str(tmp_path / "outputs"))
 
 
-def check_faults(prefetch_policy: str) -> None:
+def check_faults(prefetch_policy: str, layout: str, ssd: str) -> None:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageFailureInjector
 
-    engine = engine_with_storage(
-        "page_first_direct", hicache_storage_prefetch_policy=prefetch_policy
-    )
+    engine = engine_with_storage(layout, ssd, hicache_storage_prefetch_policy=prefetch_policy)
     assert isinstance(engine.tree.cache_controller.storage_backend, HiCacheStorageFailureInjector)
     prompts = [prompt(120 + 60 * seed, seed) for seed in range(6)]
     expected = [list(engine.generate(tokens).output_ids) for tokens in prompts]
@@ -164,14 +164,64 @@ def check_faults(prefetch_policy: str) -> None:
     manager_of(engine).check()
 
 
-@pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
-def test_no_token_is_wrong_while_the_storage_fails(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "layout"),
+    [("best_effort", LAYOUTS[0]), ("wait_complete", LAYOUTS[1]), ("timeout", LAYOUTS[0])],
+)
+def test_no_token_is_wrong_while_the_storage_fails(
+    policy: str, layout: str, tmp_path: Path
+) -> None:
     apart(
         check_faults,
         policy,
+        layout,
+        str(tmp_path),
         SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY="0.02",
         SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE="0.3",
     )
+
+
+def check_ranks(ssd: str) -> None:
+    import sglang
+    from make_models import make_model
+    from paths import MODELS
+
+    make_model(MODELS, "tiny")
+    settings = storage_options("layer_first", ssd)
+    engine = sglang.Engine(**options(**settings, tp_size=2))
+    tokenizer = engine.tokenizer_manager
+    sampling = {"temperature": 0, "max_new_tokens": 8}
+
+    def generate() -> Any:
+        return engine.generate(input_ids=prompt(200), sampling_params=sampling)
+
+    def check_again() -> None:
+        while not engine.flush_cache().success:  # refused until all is stored
+            pass
+        again = generate()
+        details = again["meta_info"]["cached_tokens_details"]
+        assert (details["device"], details["host"], details["storage"]) == (0, 0, 192), details
+        assert again["output_ids"] == cold["output_ids"]
+
+    cold = generate()
+    check_again()
+    while not engine.loop.run_until_complete(tokenizer.detach_hicache_storage()).success:
+        pass
+    config = {name: settings[name] for name in settings if name.startswith("hicache_storage")}
+    config["hicache_storage_backend_extra_config_json"] = config.pop(
+        "hicache_storage_backend_extra_config"
+    )
+    attached = engine.loop.run_until_complete(tokenizer.attach_hicache_storage(**config))
+    assert attached.success, attached.message
+    check_again()  # from SSD
+    engine.shutdown()
+
+
+def test_two_ranks_load_from_dram_and_attached_again_from_ssd(
+    tmp_path: Path,
+) -> None:
+    apart(check_ranks, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tp0", "tp1"]
 
 
 def refuse(match: str, make: Callable[[], Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from typing import Any
 from engines import ENGINE_ENV
 from paths import MODELS, ROOT, SUPPORT
 from ports import free_port
+from preloaded import ForkedProcess
 
 READY_S = 300
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 class ApiServer:
@@ -35,7 +38,8 @@ class ApiServer:
         kv_events: Fields of vLLM's ``--kv-events-config``; None publishes no events.
         block_size: Tokens per block.
         kv_cache_bytes: Size of the engine's own KV cache.
-        python_path: Put before the search path: another version of vLLM.
+        python_path: Put before the search path: another version of vLLM. If there is none, the
+            server is forked from a process that has made vLLM's imports.
     """
 
     def __init__(
@@ -62,19 +66,24 @@ class ApiServer:
         if kv_events is not None:
             config = {"enable_kv_cache_events": True, "publisher": "zmq", **kv_events}
             options += ["--kv-events-config", json.dumps(config)]
+        options = [
+            "--model", str(MODELS / model), "--served-model-name", model,
+            "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager",
+            "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "8",
+            "--block-size", str(block_size), "--kv-cache-memory-bytes", str(kv_cache_bytes),
+            "--enable-prompt-tokens-details", *options, *arguments,
+        ]  # fmt: skip
         path = os.pathsep.join([*python_path, str(SUPPORT), str(ROOT)])
-        with log.open("w") as output:
+        variables = {**os.environ, **ENGINE_ENV, "PYTHONPATH": path, **(environment or {})}
+        log.write_bytes(b"")
+        self.process: ForkedProcess | subprocess.Popen[bytes]
+        if not python_path:
+            self.process = ForkedProcess("vllm_imports", variables, serve, options, log=log)
+            return
+        with log.open("ab") as output:
             self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-                    "--model", str(MODELS / model), "--served-model-name", model,
-                    "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager",
-                    "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "8",
-                    "--block-size", str(block_size), "--kv-cache-memory-bytes", str(kv_cache_bytes),
-                    "--enable-prompt-tokens-details", *options, *arguments,
-                ],
-                env={**os.environ, **ENGINE_ENV, "PYTHONPATH": path, **(environment or {})},
-                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                [sys.executable, "-m", SERVER, *options], env=variables, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
     def wait_ready(self) -> None:
@@ -120,6 +129,12 @@ class ApiServer:
             self.process.wait(120)
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+def serve(options: Sequence[str]) -> None:
+    """Run a server in this process."""
+    sys.argv = [SERVER, *options]
+    runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 
 
 @contextlib.contextmanager

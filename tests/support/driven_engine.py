@@ -1,14 +1,15 @@
 """A vLLM engine in its own process that executes commands, and can be killed.
 
-Run as ``python driven_engine.py SETTINGS``: scheduler and worker are in the one process, so the
-driver decides when the engine steps. It reads a JSON object per line from standard input, answers
-each with a line on standard output, and shuts down in an orderly way when the input ends.
+Run as ``python driven_engine.py SETTINGS SOCKET``: scheduler and worker are in the one process, so
+the driver decides when the engine steps. It receives JSON objects on the socket, a file descriptor
+that it has inherited, answers each, and shuts down in an orderly way when there are no more.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,11 @@ import secondary_tier_calls
 from engine_systems import Settings, clear_lmcache, llm_arguments
 from engines import ENGINE_ENV, Engine
 from paths import ROOT, SUPPORT
+from preloaded import ForkedProcess
 
 STOP_S = 120.0
 ABORTED_AFTER_STEPS = 10
 RESET_EVERY_STEPS = 7
-_MARK = "ANSWER "  # vLLM writes to standard output too
 _TEST_ENGINE = {
     "dtype": "bfloat16",
     "max_model_len": 2048,
@@ -49,7 +51,8 @@ class DrivenEngine:
 
     Args:
         log: File that the engine's output is appended to.
-        python: Interpreter of the environment it runs in.
+        python: Interpreter of the environment it runs in. If None, it is forked from a process that
+            has made vLLM's imports, and computes with one thread.
         packages: Further directories of packages.
     """
 
@@ -57,7 +60,7 @@ class DrivenEngine:
         self,
         settings: Settings,
         log: Path,
-        python: str = sys.executable,
+        python: str | None = None,
         packages: Sequence[str] = (),
     ) -> None:
         self.settings = settings
@@ -75,16 +78,9 @@ class DrivenEngine:
         }
         if settings.probe_dir is not None:
             environment["KV_PROBE_DIR"] = settings.probe_dir
-        with log.open("ab") as log_file:
-            self._process = subprocess.Popen(
-                [python, __file__, json.dumps(asdict(settings))],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                text=True,
-                start_new_session=True,
-            )
+        self._socket, theirs = multiprocessing.Pipe()
+        self._process = start_driven(settings, log, python, environment, theirs)
+        theirs.close()
 
     def wait_ready(self) -> None:
         """Raises `DidNotRun`."""
@@ -199,8 +195,9 @@ class DrivenEngine:
 
     def stop(self) -> None:
         """Stop in an orderly way, or kill what does not end. A killed engine may be stopped."""
+        self._socket.close()
         try:
-            self._process.communicate(timeout=STOP_S)
+            self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
@@ -208,20 +205,31 @@ class DrivenEngine:
             self._runtime_dir.cleanup()
 
     def _call(self, command: str, **arguments: Any) -> Any:
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # `_answer` raises with the reason
-            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
-            self._process.stdin.flush()
+            self._socket.send_bytes(json.dumps({"command": command, **arguments}).encode())
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(_MARK):
-                return json.loads(line.removeprefix(_MARK))
+        with suppress(EOFError, ConnectionResetError):
+            return json.loads(self._socket.recv_bytes())
         lines = self._log.read_text(errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line]
         raise DidNotRun("\n".join([*(errors[-1:] or ["the engine has ended"]), *lines[-30:]]))
+
+
+def start_driven(
+    settings: Settings, log: Path, python: str | None, environment: dict[str, str],
+    socket: Connection,
+) -> ForkedProcess | subprocess.Popen[bytes]:  # fmt: skip
+    """Start the process of a `DrivenEngine`."""
+    if python is None:
+        return ForkedProcess("vllm_imports", environment, main, settings, socket, log=log)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [python, __file__, json.dumps(asdict(settings)), str(socket.fileno())],
+            env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True, pass_fds=[socket.fileno()],
+        )  # fmt: skip
 
 
 @contextmanager
@@ -449,18 +457,19 @@ class Commands(Engine):
         return getattr(secondary_tier_calls, call)(self)
 
 
-def main(settings: Settings) -> None:
+def main(settings: Settings, socket: Connection) -> None:
     commands = Commands(settings)
 
     def answer(value: Any) -> None:
-        print(_MARK + json.dumps(value), flush=True)
+        socket.send_bytes(json.dumps(value).encode())
 
     answer("ready")
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer(getattr(commands, request.pop("command"))(**request))
+    with suppress(EOFError):
+        while True:
+            request = json.loads(socket.recv_bytes())
+            answer(getattr(commands, request.pop("command"))(**request))
     commands.llm.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
-    main(Settings(**json.loads(sys.argv[1])))
+    main(Settings(**json.loads(sys.argv[1])), Connection(int(sys.argv[2])))

@@ -104,13 +104,18 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(directory: Path, name: str) -> Path:
-    """Make one model unless it is there already; returns its directory."""
+def make_model(directory: Path, name: str, config: PretrainedConfig | None = None) -> Path:
+    """Make one model unless it is there already; returns its directory.
+
+    Args:
+        config: Of a model that is not among those named here.
+    """
 
     def write(target: Path) -> None:
         torch.manual_seed(0)
         _tokenizer().save_pretrained(target)
-        model = AutoModelForCausalLM.from_config(_configs()[name], dtype=torch.bfloat16)
+        chosen = _configs()[name] if config is None else config
+        model = AutoModelForCausalLM.from_config(chosen, dtype=torch.bfloat16)
         model.save_pretrained(target)
 
     return _make(directory / name, write)

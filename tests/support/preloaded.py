@@ -10,12 +10,20 @@ import gc
 import importlib
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
+
+_END_S = 30.0
 
 
 def make_imports(environment: Mapping[str, str], *modules: str) -> None:
@@ -31,20 +39,81 @@ def make_imports(environment: Mapping[str, str], *modules: str) -> None:
     gc.freeze()  # else each process would walk these objects, and so copy their pages
 
 
-def start(
-    imports: str, environment: Mapping[str, str], function: Callable[..., None], *arguments: Any
-) -> ForkServerProcess:
-    """Start a process that calls a module's function.
+class ForkedProcess:
+    """A process that calls a module's function, in a session of its own.
+
+    It has those methods of `subprocess.Popen` that tests need.
 
     Args:
-        imports: The module that calls `make_imports`, the same for all calls of a test run.
-        environment: All variables of the process.
+        imports: The module that calls `make_imports`, the same for all processes of a test run.
+        environment: All variables of the process. Directories of ``PYTHONPATH`` come first.
+        log: File that the output is appended to; None leaves it with the test's.
     """
-    process = _fork_server(imports).Process(
-        target=_call, args=(dict(environment), function, arguments)
-    )
-    process.start()
-    return process
+
+    def __init__(
+        self, imports: str, environment: Mapping[str, str], function: Callable[..., None],
+        *arguments: Any, log: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._process = _fork_server(imports).Process(
+            target=_begin, args=(dict(environment), log, function, arguments)
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def call(
+    imports: str, environment: Mapping[str, str], timeout_s: float,
+    function: Callable[..., Any], *arguments: Any,
+) -> Any:  # fmt: skip
+    """Return what a module's function returns in a process of its own.
+
+    Raises:
+        AssertionError: It failed; the text is its traceback.
+    """
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = ForkedProcess(imports, environment, _report, theirs, function, arguments)
+    theirs.close()
+    try:
+        failure, result = ours.recv() if ours.poll(timeout_s) else ("no answer in time", None)
+        process.wait(0 if failure else _END_S)
+    except EOFError:
+        failure, result = f"the process ended with {process.wait(_END_S)}", None
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        with suppress(ProcessLookupError):  # what it has started, too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not failure, failure
+    return result
+
+
+def _report(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send(("", function(*arguments)))
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # some engines' threads do not end by themselves
 
 
 @cache
@@ -62,9 +131,16 @@ def _fork_server(imports: str) -> ForkServerContext:
     return context
 
 
-def _call(
-    environment: Mapping[str, str], function: Callable[..., None], arguments: tuple[Any, ...]
-) -> None:
+def _begin(
+    environment: Mapping[str, str], log: Path | None, function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
+    os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    if log is not None:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
     function(*arguments)

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,41 +61,18 @@ def apart(function: Callable[..., None], *arguments: Any, **environment: str) ->
     """
     if str(STAND_INS) not in sys.path:
         sys.path.insert(0, str(STAND_INS))
-    ours, theirs = multiprocessing.Pipe(duplex=False)
     variables = {
         **os.environ, **ENVIRONMENT, **environment,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # for processes of SGLang's own
     }  # fmt: skip
-    process = preloaded.start("sglang_imports", variables, _report, theirs, function, arguments)
-    theirs.close()
-    try:
-        failure = ours.recv() if ours.poll(_TEST_TIMEOUT_S) else "no answer in time"
-    except EOFError:
-        process.join()
-        failure = f"the process ended with {process.exitcode}"
-    finally:
-        process.join(_TEST_TIMEOUT_S if not failure else 0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    assert not failure, failure
+    preloaded.call("sglang_imports", variables, _TEST_TIMEOUT_S, _forking, function, arguments)
 
 
-def _report(pipe: Any, function: Callable[..., None], arguments: Sequence[Any]) -> None:
+def _forking(function: Callable[..., None], arguments: Sequence[Any]) -> None:
+    """Call the function. Processes that SGLang starts in it are forked: they need no imports."""
     multiprocessing.set_start_method("fork", force=True)
-    vars(multiprocessing)["set_start_method"] = _ignore  # SGLang would choose "spawn"
-    try:
-        function(*arguments)
-        pipe.send("")
-    except BaseException:
-        pipe.send(traceback.format_exc())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # SGLang's threads do not end by themselves
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    """Do nothing. A process that is forked has its imports already."""
+    vars(multiprocessing)["set_start_method"] = lambda *_, **__: None  # it would choose "spawn"
+    function(*arguments)
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:

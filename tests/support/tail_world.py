@@ -49,8 +49,11 @@ Content = tuple[str, str, int] | str
 """Content of a GPU block: ("block" | "tail", prefix, number within it)."""
 
 
-def keys_of(word: str) -> EngineBlockKeys:
-    return EngineBlockKeys(ROOT, [prefix.encode() for prefix in prefixes(word)], len(word))
+def keys_of(word: str, behind: int = 0) -> EngineBlockKeys:
+    """Return a word's keys; those ``behind`` the first positions alone are a continuation."""
+    keys = [prefix.encode() for prefix in prefixes(word)][behind:]
+    parent = BlockKey(word[:behind].encode()) if behind else None
+    return EngineBlockKeys(ROOT, keys, len(keys), parent_key=parent)
 
 
 @dataclass(eq=False)
@@ -130,26 +133,40 @@ class TailWorld:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def put(self, word: str, tail_at: int = 0, stop: int | None = None) -> TailedTask:
-        return self._start(TaskKind.PUT, word, 0, len(word) if stop is None else stop, tail_at)
+    # ``behind``: the engine names only the positions behind so many.
 
-    def get(self, word: str, start: int = 0) -> TailedTask:
-        expected = self.resumable(word, start)
-        task = self._start(TaskKind.GET, word, start, len(word), 0)
-        assert task.plan.stop in (*range(start, expected), max(start, expected))
+    def put(
+        self, word: str, tail_at: int = 0, stop: int | None = None, behind: int = 0
+    ) -> TailedTask:
+        stop = len(word) if stop is None else stop
+        return self._start(TaskKind.PUT, word, behind, stop, tail_at, behind)
+
+    def get(self, word: str, start: int = 0, behind: int = 0) -> TailedTask:
+        start = max(start, behind)
+        expected = start
+        if self._can_continue(TaskKind.GET, word[:behind]):
+            expected = self.resumable(word, start)
+        task = self._start(TaskKind.GET, word, start, len(word), 0, behind)
+        stop = task.plan.stop if task.plan.num_before == behind else task.plan.stop + behind
+        assert stop in (*range(start, expected), max(start, expected))
         if task.plan.num_blocks:
-            assert self.resumable(word[: task.plan.stop], start) == task.plan.stop
+            assert self.resumable(word[:stop], start) == stop
         return task
 
-    def prefetch(self, word: str) -> TailedTask:
-        return self._start(TaskKind.PREFETCH, word, 0, len(word), 0)
+    def prefetch(self, word: str, behind: int = 0) -> TailedTask:
+        return self._start(TaskKind.PREFETCH, word, behind, len(word), 0, behind)
 
-    def _start(self, kind: TaskKind, word: str, start: int, stop: int, tail_at: int) -> TailedTask:
+    def _start(
+        self, kind: TaskKind, word: str, start: int, stop: int, tail_at: int, behind: int
+    ) -> TailedTask:
         task_id = self.ids.next()
+        can_continue = self._can_continue(kind, word[:behind])
         plan = self.engine.match(
-            task_id, kind, keys_of(word), start, stop, TOKENS * len(word), self.now,
-            tail_at=tail_at,
+            task_id, kind, keys_of(word, behind), start - behind, stop - behind,
+            TOKENS * (len(word) - behind), self.now, tail_at=max(0, tail_at - behind),
         )  # fmt: skip
+        assert plan.num_before == (behind if can_continue else 0)
+        assert can_continue or plan.is_empty
         count = 0 if kind is TaskKind.PREFETCH else plan.num_gpu_blocks
         gpu = np.arange(self._next_gpu_block, self._next_gpu_block + count, dtype=np.int64)
         self._next_gpu_block += count
@@ -261,6 +278,16 @@ class TailWorld:
             if has_blocks and any(t.tails.find(ROOT, key) is not None for t in tiers):
                 ends.append(end)
         return max(ends)
+
+    def _can_continue(self, kind: TaskKind, word: str) -> bool:
+        """Whether a tier that counts has all blocks of a prompt, or awaits those it lacks."""
+        keys, tiers = keys_of(word), list(self.cache.tiers)
+        cached = [(t, t.index.match(keys).num_blocks) for t in tiers]
+        return not word or any(
+            n + t.num_in_flight(keys, n, len(word)) == len(word)
+            for t, n in cached
+            if kind is not TaskKind.PUT or t is self.cache.tiers.host
+        )
 
     def has_tail(self, name: TierName, word: str) -> bool:
         key = BlockKey(word.encode())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from task_builders import REMOTE, World, keys_of
 
-from flexcache.cache.continuation import find_chain
+from flexcache.cache.continuation import ChainKeys, find_chain
 from flexcache.cache.packed_keys import unpack_keys
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.prompt_content import PromptContent
@@ -183,6 +183,15 @@ def test_a_chain_is_packed_as_a_whole() -> None:
     assert chain.packed(4) == (1, b"abcd")
     tier.release(lease)
     assert find_chain(keys, [tier]) is None
+
+
+def test_any_part_of_a_chain_has_the_keys_of_the_whole_prompt() -> None:
+    whole = keys_of("abcdef")
+    for behind in range(1, 6):
+        chain = ChainKeys(whole.slice(0, behind), keys_of("abcdef", behind))
+        for stop in range(7):
+            for start in range(stop + 1):
+                assert chain.slice(start, stop) == list(whole.slice(start, stop))
 
 
 def test_only_keys_can_be_continued() -> None:

@@ -726,7 +726,7 @@ def test_blocks_of_unknown_groups_are_refused(
             (in_group(3, 0), "a group's block lies outside of [0, 3)"),
             ([2**62], "a group's block lies outside of [0, 3)"),
             (in_group(2, NUM_GPU_BLOCKS), "a GPU block lies outside of [0, 7)"),
-            ([-2], "a GPU block lies outside of [0, 7)"),
+            ([-2], "a group's block lies outside of [0, 3)"),
         ):
             worker.execute(load(1, [0], named))
             [refused] = run_dry(worker)

@@ -40,6 +40,13 @@ def test_a_state_is_the_one_block_before() -> None:
     assert group.first_needed(160) == 9
 
 
+def test_a_state_may_be_several_blocks() -> None:
+    groups = [KVGroup("full", 16), KVGroup("state", 16, blocks_per_state=5)]
+    assert [groups[1].num_needed(n) for n in (0, 16, 160)] == [0, 5, 5]
+    assert UnitShape(groups, 16).tail_units(3) == 5
+    assert groups[1].describe() != KVGroup("state", 16).describe()
+
+
 def test_units_hold_the_dense_blocks_of_a_position_and_tails_fill_them_up() -> None:
     shape = UnitShape([KVGroup("window", 256, 512), KVGroup("full", 128)], 256)
     assert (shape.blocks_per_unit, shape.dense_blocks) == (2, 2)
@@ -65,6 +72,8 @@ def test_units_hold_the_dense_blocks_of_a_position_and_tails_fill_them_up() -> N
         (("full", 16, 64), "window = 64"),
         (("window", 16), "window = 0"),
         (("state", 16, 1), "window = 1"),
+        (("state", 16, 0, (), 0), "blocks_per_state = 0"),
+        (("full", 16, 0, (), 2), "blocks_per_state = 2"),
     ],
 )
 def test_a_group_that_makes_no_sense_is_refused_by_name(

@@ -42,9 +42,10 @@ class TailedTasks(RuleBasedStateMachine):
         self.world = TailWorld(groups, cpu=cpu, ssd=ssd, policy=policy)
         self.ssd = ssd
 
-    @rule(word=some_word, with_tail=st.booleans())
-    def put(self, word: str, with_tail: bool) -> None:
-        self.world.put(word, len(word) if with_tail else 0)
+    @rule(word=some_word, with_tail=st.booleans(), behind=st.integers(0, 3))
+    def put(self, word: str, with_tail: bool, behind: int) -> None:
+        """The word's first letters may be named by their key alone."""
+        self.world.put(word, len(word) if with_tail else 0, behind=min(behind, len(word) - 1))
 
     @rule(word=st.sampled_from(LONG_WORDS), tail_at=st.integers(1, 4), num_ok=st.integers(0, 2))
     def put_half(self, word: str, tail_at: int, num_ok: int) -> None:
@@ -54,13 +55,13 @@ class TailedTasks(RuleBasedStateMachine):
         for run in list(self.world.running):
             self.world.finish(run, num_ok)
 
-    @rule(word=some_word, start=st.integers(0, 3))
-    def get(self, word: str, start: int) -> None:
-        self.world.get(word, min(start, len(word)))
+    @rule(word=some_word, start=st.integers(0, 3), behind=st.integers(0, 3))
+    def get(self, word: str, start: int, behind: int) -> None:
+        self.world.get(word, min(start, len(word)), min(behind, len(word) - 1))
 
-    @rule(word=some_word)
-    def prefetch(self, word: str) -> None:
-        self.world.prefetch(word)
+    @rule(word=some_word, behind=st.integers(0, 3))
+    def prefetch(self, word: str, behind: int) -> None:
+        self.world.prefetch(word, min(behind, len(word) - 1))
 
     @precondition(lambda self: self.world.running)
     @rule(number=some_number)
@@ -121,6 +122,25 @@ def test_a_hit_is_the_longest_prefix_that_ends_at_a_tail(groups: tuple[KVGroup, 
         world.finish_all()
     assert world.get("abcdef", 3).plan.num_blocks == 1
     assert world.get("abcdef", 4).plan.num_blocks == 0
+
+
+@pytest.mark.parametrize("groups", [WINDOWS, STATE])
+def test_a_prompt_stored_in_pieces_is_resumed_at_the_tail_of_each(
+    groups: tuple[KVGroup, ...],
+) -> None:
+    world = TailWorld(groups, cpu=30, ssd=30)
+    world.put("abc", 3)
+    world.put("abcdef", 6, behind=3)
+    world.finish_all()
+    for tier in ("CPU", "SSD"):
+        for word, behind, end in (("abcdefg", 0, 6), ("abcdefg", 2, 6), ("abcdx", 1, 3)):
+            get = world.get(word, behind=behind)
+            assert (get.plan.start, get.plan.stop) == (behind, end)
+            world.finish_all()
+            assert get.result is not None
+            assert (get.result.status, get.result.num_ok) == (KVStatus.SUCCESS, end - behind)
+        if tier == "CPU":
+            world.cache.tiers.clear("CPU")
 
 
 @pytest.mark.parametrize("groups", MODELS)
@@ -195,14 +215,15 @@ def test_without_room_to_stage_the_longest_hit_a_shorter_one_is_served() -> None
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_a_tail_that_ssd_lacks_is_written_when_it_is_put_again(policy: str) -> None:
+@pytest.mark.parametrize("behind", [0, 2])
+def test_a_tail_that_ssd_lacks_is_written_when_it_is_put_again(policy: str, behind: int) -> None:
     world = TailWorld(STATE, cpu=30, ssd=30, policy=policy)
     world.engine.executor_down("disk", "it died", world.now)
     world.put("abcd", 4)
     world.finish_all()
     assert not world.has_tail(SSD, "abcd")
     world.engine.executor_up("disk")
-    again = world.put("abcd", 4)
+    again = world.put("abcd", 4, behind=behind)
     assert again.plan.is_empty
     world.finish_all()
     assert world.has_tail(SSD, "abcd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -50,7 +51,9 @@ def test_a_prompt_handed_over_by_nixl_is_stored_on_both_sides(
         for port, role in zip(free_ports(2), ["kv_producer", "kv_consumer"], strict=True):
             settings = replace(common, role=role)
             monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
-            engines.append(DrivenEngine(settings, tmp_path / f"log-{port}", packages=packages))
+            engines.append(
+                DrivenEngine(settings, tmp_path / f"log-{port}", sys.executable, packages)
+            )
             stack.callback(engines[-1].stop)
         prefill, decode = engines
         prefill.wait_ready()

@@ -4,43 +4,39 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
+import run_scenario
 from paths import MODELS, ROOT, SUPPORT
 
 OLD_VLLM = os.environ.get("OLD_VLLM_PATH")
 """Where an older vLLM (0.28) is unpacked; `scripts/test.sh` sees to it."""
+TIMEOUT_S = 400.0
 
 
-def run(options: dict[str, Any], *, in_process: bool = False, vllm_path: str = "") -> Any:
-    path = [vllm_path, str(SUPPORT), str(ROOT)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
-    }
-    process = subprocess.Popen(
+def run(options: dict[str, Any], *, in_process: bool = False) -> Any:
+    """Return what is seen of an engine with these options, see `run_scenario`."""
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1"}
+    return preloaded.call("vllm_imports", environment, TIMEOUT_S, run_scenario.main, options)
+
+
+def run_old(options: dict[str, Any]) -> Any:
+    """Do the same with the older vLLM."""
+    path = os.pathsep.join([OLD_VLLM or "", str(SUPPORT), str(ROOT)])
+    done = subprocess.run(
         [sys.executable, str(SUPPORT / "run_scenario.py"), json.dumps(options)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=400)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-    for line in output.splitlines():
+        env={**os.environ, "PYTHONPATH": path, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    raise AssertionError(f"the engine did not answer:\n{output[-6000:]}")
+    raise AssertionError(f"the engine did not answer:\n{done.stdout[-6000:]}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,6 +163,6 @@ def test_fp8_kv_comes_back_byte_for_byte() -> None:
 def test_the_oldest_supported_vllm_works_the_same() -> None:
     # Without settling, the reset would withdraw the last put, which is launched with the next step.
     options = {"model": "tiny", "prompts": [700, 65, 64], "cpu_blocks": 64, "settle": True}
-    seen = run(options, in_process=True, vllm_path=OLD_VLLM or "")
+    seen = run_old(options)
     assert seen["vllm"].startswith("0.28")
     assert_exact(seen, 1, [672, 64, 64])

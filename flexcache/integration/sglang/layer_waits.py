@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from flexcache.integration.sglang.whole_load import WholeLoad
 from flexcache.transfer.workers.layer_load import LayerLoad
+
+Load = LayerLoad | WholeLoad
 
 
 class LayerWaits:
@@ -19,12 +22,12 @@ class LayerWaits:
     def __init__(self, names: Mapping[int, Sequence[str]], timeout_s: float) -> None:
         self._last_names = {layer: of_layer[-1] for layer, of_layer in names.items()}
         self._timeout_s = timeout_s
-        self._loads: dict[int, Sequence[LayerLoad]] = {}
+        self._loads: dict[int, Sequence[Load]] = {}
         self._deadlines_s: dict[int, float] = {}
         self._num_batches = 0
         self.consumer_index = -1
 
-    def add(self, loads: Sequence[LayerLoad]) -> int:
+    def add(self, loads: Sequence[Load]) -> int:
         """Take the loads of the next forward pass; return its index."""
         index = self._num_batches
         self._num_batches += 1

@@ -114,13 +114,13 @@ class ParkedRequests:
         task_id, mask, sources = found
         safely(self._cache.manager.cancel, [task_id])
         num_pages = self._cache.num_pages(mask)
-        num_below = num_pages - sources.get(TierName.CPU, 0) // self._cache.page_size
-        if not num_below:
+        if sources.keys() <= {TierName.CPU}:
             return False
+        num_below = num_pages - sources.get(TierName.CPU, 0) // self._cache.page_size
         keys = parked.keys[:num_pages]
         prompt = self._cache.prompt(keys, parked.parent_key, content=parked.content)
         parked.task_id = safely(self._cache.manager.prefetch_async, **prompt)
         parked.give_up_s = now + load_patience_s(
-            num_below, self.prefill_pages_per_s, self._fetch_timeout_s
+            max(1, num_below), self.prefill_pages_per_s, self._fetch_timeout_s
         )
         return parked.task_id is not None

@@ -108,6 +108,7 @@ def _tail_hashes(
         has_prefix = device_hit_len > 0
         node = result.last_device_node
         linker.parent_key = wrapper.cache.get_last_hash_value(node) if has_prefix else None
+        linker.num_before = device_hit_len // wrapper.cache.page_size
         linker.events.looks_up(key, device_hit_len // wrapper.cache.page_size)
     return original(wrapper, key, result, device_hit_len)
 
@@ -117,6 +118,7 @@ def _offload_node(original: Callable[..., Any], wrapper: Any, node_id: Any, tran
     if linker is not None:
         before = wrapper.cache.get_prefix_hash_values(node_id)
         linker.parent_key = before[-1] if before else None
+        linker.num_before = len(before)
         linker.events.stores(len(before))
         slots = wrapper.cache.path_device_indices
         linker.path = (lambda: (before, slots(node_id))) if before else None

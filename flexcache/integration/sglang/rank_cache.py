@@ -36,6 +36,8 @@ class RankCache:
     Args:
         kv_caches: Tensors that count pages in their first dimension.
         layout: What else determines the order of a page's bytes.
+        num_blocks: Blocks of each of the model's groups, if it has any.
+        groups: Names of the tensors in each of them.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class RankCache:
         config: CacheConfig,
         kv_caches: Mapping[str, torch.Tensor],
         layout: str,
+        num_blocks: Sequence[int] | None = None,
+        groups: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.page_size = config.tokens_per_block
         self.manager = KVManager(model, config)
@@ -54,9 +58,10 @@ class RankCache:
                 curve_keys=config.curve_keys,
                 server_timeout_s=config.server_timeout_s,
             )
-            num_pages = min(tensor.shape[0] for tensor in kv_caches.values())
+            if num_blocks is None:
+                num_blocks = [min(tensor.shape[0] for tensor in kv_caches.values())]
             self.client.register_kv_caches(
-                kv_caches, layout_description=layout, num_blocks=num_pages
+                kv_caches, layout_description=layout, num_blocks=num_blocks, groups=groups
             )
             self.metrics = EngineMetrics(self.manager, self.page_size)
             self._wait_ready()
@@ -88,9 +93,10 @@ class RankCache:
             content: What is known of the prompt from the first of the pages on.
         """
         num_tokens = len(keys) * self.page_size
-        tokens = np.full(num_tokens, _UNKNOWN_TOKEN)
+        # SGLang has left a prompt's last token out, which a hit in a model with states must leave.
+        tokens = np.full(num_tokens + self.manager.model_config.has_states, _UNKNOWN_TOKEN)
         if content is not None and len(content.token_ids) >= num_tokens:
-            tokens = np.array(content.token_ids[:num_tokens])
+            tokens[:num_tokens] = content.token_ids[:num_tokens]
         return {
             "token_ids": tokens,
             "namespace": _APART if apart else _NAMESPACE,

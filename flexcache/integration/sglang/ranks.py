@@ -23,12 +23,21 @@ class Rank:
         name: Distinguishes it from ranks with other KV; empty if there are none.
         index: Its place among them.
         count: How many ranks share the configured sizes.
+        num_replicas: How many ranks hold the same KV, and share a cache.
+        stores: Whether it stores what they hold; all of them load it.
     """
 
     part: str = ""
     name: str = ""
     index: int = 0
     count: int = 1
+    num_replicas: int = 1
+    stores: bool = True
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other ranks must decide alike."""
+        return self.count > 1 or self.num_replicas > 1
 
 
 def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
@@ -57,6 +66,8 @@ def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
         "-".join(f"{kind}{rank}" for kind, (rank, size) in whole.items() if size > 1),
         index,
         count,
+        parallel.attn_tp_size if is_replicated else 1,
+        not is_replicated or parallel.attn_tp_rank == 0,
     )
 
 
@@ -79,6 +90,13 @@ def read_cache_config(
         )
     defaults = {"kv_events": kv_events, "kv_events_hashes": "int_first"}
     config = CacheConfig.from_env(None, defaults, **{**extra, "tokens_per_block": page_size})
+    if rank.num_replicas > 1 and config.endpoint is None:
+        raise reject(
+            "endpoint",
+            None,
+            "the ranks of an MLA model hold the same KV, of which one rank stores; give them an "
+            "endpoint, where they share a cache",
+        )
     return config if rank.count == 1 else _share(config, rank)
 
 

@@ -74,12 +74,6 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         anchor = getattr(mem_pool_host, "anchor_entry", None)  # of a group of pools
         pool = mem_pool_host if anchor is None else anchor.host_pool
         config = read_cache_config(self._settings, pool.page_size, self._rank)
-        told = self._storage_config
-        if told.is_mla_model and told.tp_size > 1 and config.endpoint is None:
-            raise ConfigError(
-                "endpoint is not set: the ranks of an MLA model hold the same KV, of which one "
-                "rank stores; give them an endpoint, where they share a cache"
-            )
         tensors = page_tensors(pool)
         model = ModelConfig(
             read_model_id(self._server_args, self._rank.part),

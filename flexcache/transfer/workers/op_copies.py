@@ -137,16 +137,15 @@ class OpAddresses:
         self, gpu: Addresses
     ) -> Iterable[tuple[BlockLayout, Addresses, Addresses | slice]]:
         """Yield each group's layout, the ids of its blocks, and where in the list they are."""
-        num_blocks = self._layouts[0].num_blocks
         if len(self._layouts) == 1:
-            _require_range("GPU", gpu, num_blocks)
+            _require_range("GPU", gpu, self._layouts[0].num_blocks)
             yield self._layouts[0], gpu, slice(None)
             return
         groups, ids = groups_of(gpu), ids_of(gpu)
-        _require_range("GPU", ids, num_blocks)
         _require_range("group's", groups, len(self._layouts))
         for group in np.unique(groups).tolist():
             rows = np.flatnonzero(groups == group)
+            _require_range("GPU", ids[rows], self._layouts[group].num_blocks)
             yield self._layouts[group], ids[rows], rows
 
 

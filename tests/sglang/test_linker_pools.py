@@ -1,0 +1,105 @@
+"""The linker over SGLang's real pools: bytes of each pool come back, whichever rank loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang_engine import apart
+
+NUM_PAGES = 5
+KEYS = [bytes([number]).hex() * 32 for number in range(1, NUM_PAGES + 1)]
+
+
+def transfer(pool: str, slots: torch.Tensor | None = None, keys: Any = KEYS) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    return PoolTransfer(name=PoolName[pool], device_indices=slots, keys=keys)
+
+
+def slots_of(pages: list[int], page_size: int) -> torch.Tensor:
+    return (torch.tensor(pages)[:, None] * page_size + torch.arange(page_size)).ravel()
+
+
+def store(linker: Any, transfers: list[Any]) -> None:
+    """Offload, and wait until SGLang may collect it."""
+    assert linker.offload(transfers)
+    linker.cache.manager.wait([t for t in linker._offloads._tasks if t is not None], 60.0)
+    assert linker.num_completed_offloads() == 1
+    assert linker.pop_completed_offload()
+
+
+def load(linker: Any, transfers: list[Any]) -> None:
+    found = linker.lookup("request", transfers)
+    assert found[-1] == len(transfers[0].keys)
+    assert linker.load("request", transfers)
+    index = linker.start_layer_wise_loading()
+    linker.layer_done_counter.set_consumer(index)
+    linker.layer_done_counter.wait_until(0)
+    assert linker.finish_layer_wise_loading(index)
+
+
+def check_one_writer(make_pool: str, buffers: list[str], endpoint: str) -> None:
+    import sglang_pools
+
+    size = getattr(sglang_pools, make_pool)().page_size
+    pools = [getattr(sglang_pools, make_pool)() for _ in range(2)]
+    writer, reader = (
+        sglang_pools.make_linker(
+            sglang_pools.make_params(pool), tp_rank=rank, tp_size=2, endpoint=f"ipc://{endpoint}"
+        )
+        for rank, pool in enumerate(pools)
+    )
+    every = [[tensor for name in buffers for tensor in getattr(pool, name)] for pool in pools]
+    for tensors in every:
+        sglang_pools.fill(tensors, 1)  # the ranks hold the same
+    pages, elsewhere = [3, 7, 4, 9, 2], [11, 12, 5, 6, 14]
+    before = reader.cache.manager.stats()["tiers"]["CPU"]["written_bytes"]
+    assert reader.offload([transfer("KV", slots_of(pages, size))])
+    assert reader.num_completed_offloads() == 1 and reader.pop_completed_offload()
+    assert reader.lookup("request", [transfer("KV")]) == []
+    store(writer, [transfer("KV", slots_of(pages, size))])
+    assert before == 0
+    for tensors in every:
+        sglang_pools.fill(tensors, 2)
+    expected = [tensor.clone() for tensor in every[0]]
+    originals = [tensor.clone() for tensor in expected]
+    sglang_pools.fill(originals, 1)
+    for linker, tensors in ((writer, every[0]), (reader, every[1])):
+        load(linker, [transfer("KV", slots_of(elsewhere, size))])
+        for tensor, after, original in zip(tensors, expected, originals, strict=True):
+            rows = size if tensor.shape[0] > 40 else 1
+            wanted = after.clone()
+            for source, target in zip(pages, elsewhere, strict=True):
+                part = slice(source * rows, (source + 1) * rows)
+                wanted[target * rows : (target + 1) * rows] = original[part]
+            assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8))
+    for linker in (writer, reader):
+        linker.close()
+
+
+def check_refused() -> None:
+    import sglang_pools
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPoolFP4
+
+    from flexcache.errors import ConfigError
+
+    params = sglang_pools.make_params(sglang_pools.mla_pool())
+    with pytest.raises(ConfigError, match="endpoint = None"):
+        sglang_pools.make_linker(params, tp_size=2)
+    fp4 = MHATokenToKVPoolFP4.__new__(MHATokenToKVPoolFP4)
+    fp4.page_size = 16
+    with pytest.raises(ConfigError, match="MHATokenToKVPoolFP4"):
+        sglang_pools.make_linker(sglang_pools.make_params(fp4))
+
+
+def check_replicated(directory: str) -> None:
+    check_one_writer("mla_pool", ["kv_buffer"], f"{directory}/mla")
+    check_one_writer("dsa_pool", ["kv_buffer", "index_k_with_scale_buffer"], f"{directory}/dsa")
+    check_refused()
+
+
+def test_one_rank_stores_latents_and_all_load_them(tmp_path: Path) -> None:
+    apart(check_replicated, str(tmp_path))
