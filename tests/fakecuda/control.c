@@ -217,5 +217,6 @@ void fake_reset(void) {
   num_refusals = num_corruptions = num_copy_calls = 0;
   *violation = 0;
   for (int i = 0; i < NUM_DEVICES; i++) contexts[i].num_holders = 0;
+  capture_mode_of_thread = GLOBAL_MODE;
   pthread_mutex_unlock(&the_lock);
 }

@@ -205,6 +205,43 @@ def test_neighbours_are_one_copy_but_not_over_two_pinned_pieces(
     assert rig.on_host(7) == rig.blocks[7].tobytes()
 
 
+def test_a_load_by_layer_is_not_behind_other_loads(rig: Rig) -> None:
+    rig.attach()
+    compute = rig.torch.Stream(torch.device("cuda", 0))
+    with rig.torch.stream(compute):
+        step = rig.gpu.hold(compute.handle)
+        fence = rig.copier.fence()
+    behind = rig.start(OpKind.H2D, [0], [0], fence)
+    rig.start(OpKind.H2D, [2], [1], urgent=True).synchronize()
+    assert not behind.query()
+    assert not rig.blocks[2].any()
+    rig.gpu.fire(step)
+    behind.synchronize()
+    priorities = [call.priority for call in rig.gpu.copy_calls]
+    assert priorities[0] > priorities[1]
+
+
+def test_no_stream_of_torch_is_ours(rig: Rig) -> None:
+    rig.attach()
+    rig.check_copies()
+    theirs = {rig.torch.Stream(torch.device("cuda", 0)).cuda_stream for _ in range(64)}
+    assert not rig.streams() & theirs
+
+
+def test_a_closed_copier_leaves_neither_streams_nor_a_context(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, contexts = rig.gpu.num_streams, rig.gpu.contexts
+    rig.attach()
+    assert rig.gpu.num_streams == streams + 3
+    rig.copier.close()
+    assert rig.gpu.num_streams == streams
+    rig.gpu.refuse("cuStreamCreate", from_call=3)
+    with pytest.raises(RuntimeError, match="cuStreamCreate"):
+        rig.attach()
+    assert (rig.gpu.num_streams, rig.gpu.contexts) == (streams, contexts)
+
+
 def test_a_refused_op_has_ended_before_its_failure_is_reported(rig: Rig) -> None:
     rig.attach()
     rig.gpu.refuse(SINGLE, from_call=3)
@@ -542,7 +579,7 @@ def test_a_lost_device_is_reported_as_lost_and_closing_the_copier_does_not_raise
     rig.copier.close()
     rig.copier.close()
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 4  # bind, two streams, the pool
+    assert len(said) == 8  # bind, three streams to wait for, the pool, three streams
     assert any("host_pool_still_pinned" in line for line in said)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 import threading
+import time
 from collections.abc import Iterator
-from ctypes import byref, c_void_p
 from functools import partial
 
 import numpy as np
@@ -26,13 +27,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 def bound(gpu: FakeGpu) -> tuple[CudaDriver, int]:
     """Return the driver, bound to a context on this thread, and a stream of it."""
-    context, stream = c_void_p(), c_void_p()
-    gpu.call("cuDevicePrimaryCtxRetain", byref(context), 0)
-    gpu.call("cuCtxSetCurrent", context)
-    gpu.call("cuStreamCreateWithPriority", byref(stream), 1, 0)
     driver = CudaDriver(gpu.library)
-    driver.bind(driver.context_of(stream.value or 0))
-    return driver, stream.value or 0
+    driver.bind(driver.open_context(0))
+    return driver, driver.make_stream(is_urgent=False)
 
 
 def scattered(gpu: FakeGpu, count: int) -> tuple[np.ndarray, tuple[np.ndarray, ...], np.ndarray]:
@@ -76,7 +73,7 @@ def test_single_copies_are_one_call_each_on_any_driver(gpu: FakeGpu, version: in
     gpu.set_version(version)
     driver, stream = bound(gpu)
     target, runs, expected = scattered(gpu, 300)
-    driver.copy_singly(*runs, stream)
+    driver.copy_singly(*runs, stream, is_pinned=False)
     gpu.wait_idle()
     assert np.array_equal(target, expected)
     assert driver.has_batch_copy is (version >= 12_080)
@@ -87,7 +84,7 @@ def test_no_copies_make_no_call(gpu: FakeGpu) -> None:
     nothing = np.empty(0, np.int64)
     driver, stream = bound(gpu)
     driver.copy_batch(nothing, nothing, nothing, SourceOrder.STREAM, stream)
-    driver.copy_singly(nothing, nothing, nothing, stream)
+    driver.copy_singly(nothing, nothing, nothing, stream, is_pinned=False)
     assert gpu.copy_calls == []
 
 
@@ -121,7 +118,7 @@ def test_an_error_that_the_driver_has_no_name_for_has_its_number(gpu: FakeGpu) -
     gpu.refuse("cuMemcpyAsync", 12345)
     _, runs, _ = scattered(gpu, 2)
     with pytest.raises(RuntimeError, match=r"an unknown error \(12345\)"):
-        driver.copy_singly(*runs, stream)
+        driver.copy_singly(*runs, stream, is_pinned=False)
 
 
 def test_a_thread_that_was_not_bound_gets_an_error(gpu: FakeGpu) -> None:
@@ -132,7 +129,7 @@ def test_a_thread_that_was_not_bound_gets_an_error(gpu: FakeGpu) -> None:
     def copy() -> None:
         for call in (
             partial(driver.copy_batch, *runs, SourceOrder.ANY),
-            partial(driver.copy_singly, *runs),
+            partial(driver.copy_singly, *runs, is_pinned=False),
         ):
             try:
                 call(stream)
@@ -144,6 +141,46 @@ def test_a_thread_that_was_not_bound_gets_an_error(gpu: FakeGpu) -> None:
     thread.join()
     assert len(errors) == 2
     assert all("CUDA_ERROR_INVALID_CONTEXT" in error for error in errors)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_single_copies_of_pinned_memory_keep_the_interpreter_lock(
+    gpu: FakeGpu, is_pinned: bool
+) -> None:
+    """With a lock that is never asked for, another thread runs only while a call gives it away."""
+    driver, stream = bound(gpu)
+    _, runs, _ = scattered(gpu, 500)
+    gpu.set_speed(call_us=100)
+    turns, is_over = [0], False
+
+    def count() -> None:
+        while not is_over:
+            turns[0] += 1
+            time.sleep(0)  # gives the lock back
+
+    interval = sys.getswitchinterval()
+    counting = threading.Thread(target=count)
+    try:
+        counting.start()
+        sys.setswitchinterval(600)
+        time.sleep(0.05)  # the other thread may still wait with the interval of before
+        before = turns[0]
+        driver.copy_singly(*runs, stream, is_pinned=is_pinned)
+        after = turns[0]
+    finally:
+        sys.setswitchinterval(interval)
+        is_over = True
+        counting.join()
+    assert (after == before) is is_pinned
+
+
+def test_an_urgent_stream_has_the_highest_priority(gpu: FakeGpu) -> None:
+    driver, stream = bound(gpu)
+    urgent = driver.make_stream(is_urgent=True)
+    _, runs, _ = scattered(gpu, 1)
+    for each in (stream, urgent):
+        driver.copy_batch(*runs, SourceOrder.STREAM, each)
+    assert [call.priority for call in gpu.copy_calls] == [0, -5]
 
 
 # -- pinning -------------------------------------------------------------------------------------

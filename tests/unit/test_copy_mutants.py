@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import test_copy_cuda as on_cuda
+import test_copy_driver as on_driver
 import test_device_worker as on_worker
 from engine_memory import device_memory
 from fake_gpu import fake_gpu
@@ -28,6 +29,7 @@ from flexcache.transfer.workers.copy_choice import CopyWay
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.copy_driver import CudaDriver
 from flexcache.transfer.workers.copy_pin import PinnedSegment
+from flexcache.transfer.workers.cuda_streams import CudaStreams
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
 
@@ -59,6 +61,16 @@ def opened_rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
         yield {"rig": rig, "gpu": gpu, "segment": segment}
         rig.copier.close()
         assert gpu.is_lost or not gpu.registered
+
+
+@contextmanager
+def opened_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
+    with (
+        HostSegment.create(on_cuda.BLOCK, on_cuda.NUM_BLOCKS) as segment,
+        fake_gpu(monkeypatch) as gpu,
+    ):
+        segment.map()
+        yield {"gpu": gpu, "segment": segment}
 
 
 @contextmanager
@@ -100,7 +112,7 @@ ON_RIG = [
            on_cuda.test_a_load_overwrites_only_what_the_model_has_read),
     Mutant("the fence is recorded on a stream that does nothing", CudaCopier, "fence",
            "event.record(torch.cuda.current_stream(self.device))",
-           "event.record(self._streams[OpKind.H2D])",
+           "event.record(self._streams[Lane.LOADS])",
            on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded,
            (None,)),
     Mutant("the landing is not recorded", CudaCopier, "start",
@@ -108,14 +120,14 @@ ON_RIG = [
            on_cuda.test_landed_is_what_has_landed),
     Mutant("the landing is recorded on the other stream", CudaCopier, "start",
            "landed.record(stream)",
-           "landed.record(next(s for s in self._streams.values() if s is not stream))",
+           "landed.record(self._streams[Lane.LOADS])",
            on_cuda.test_landed_is_what_has_landed),
     Mutant("a store may read early", CudaCopier, "_queue",
            "_SOURCE_ORDER[kind]", "SourceOrder.ANY",
            on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded,
            (None,)),
     Mutant("close does not wait for copies", CudaCopier, "close",
-           "*(s.synchronize for s in self._streams.values()), ", "",
+           ", *streams.synchronizing_steps()", "",
            on_cuda.test_closing_waits_for_copies_before_it_unpins),
     Mutant("a run is joined over two pinned pieces", CudaCopier, "start",
            "merge_runs(destinations, sources, sizes, self._pinned.starts)",
@@ -126,18 +138,18 @@ ON_RIG = [
            on_cuda.test_a_store_takes_what_the_model_had_written_when_its_fence_was_recorded,
            (CopyWay.KERNEL,)),
     Mutant("a refused op is reported while its copies run", CudaCopier, "start",
-           "self._settle(kind)", "pass",
+           "self._streams.settle(lane)", "pass",
            on_cuda.test_a_refused_op_has_ended_before_its_failure_is_reported),
     Mutant("a thread does not declare itself independent of captures", CudaDriver, "bind",
            "_CAPTURE_MODE_RELAXED", "0",
            on_cuda.test_copies_do_not_void_a_graph_that_another_thread_captures),
     Mutant("the self-test looks before copies have landed", CudaCopier, "_copy_now",
-           "self._settle(kind)", "pass",
+           "self._streams.settle(lane)", "pass",
            on_cuda.test_the_self_test_looks_at_bytes_only_when_they_have_landed),
     Mutant("H2: wrong bytes pass the self-test", copy_check, "_find_fault",
            'if num_wrong else ""', 'if False else ""',
            on_cuda.test_a_batch_that_copies_wrong_bytes_is_never_used, (OpKind.H2D, 1, True)),
-    Mutant("M1: a lost device is an op's error only", CudaCopier, "_settle",
+    Mutant("M1: a lost device is an op's error only", CudaStreams, "settle",
            "raise DeviceLostError", "raise RuntimeError",
            on_cuda.test_a_lost_device_is_reported_as_lost_and_closing_the_copier_does_not_raise),
     Mutant("M3: an attach that fails leaves pieces pinned", PinnedSegment, "__init__",
@@ -159,11 +171,25 @@ ON_WORKER = [
 ]  # fmt: skip
 
 
+ON_DRIVER = [
+    Mutant("H3: a single copy gives the interpreter lock away", CudaDriver, "copy_singly",
+           "self._copy if is_pinned else self._copy_unlocked", "self._copy_unlocked",
+           on_driver.test_single_copies_of_pinned_memory_keep_the_interpreter_lock, (True,)),
+]  # fmt: skip
+
+ON_SECOND_GPU = Mutant(
+    "H1: a thread works with the first GPU as its current device", CudaStreams, "bind",
+    "torch.cuda.set_device(self.device)", "pass",
+    on_cuda.test_a_rank_of_the_second_gpu_makes_no_context_on_the_first,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("mutant", "opened"),
     [
         *((mutant, opened_rig) for mutant in ON_RIG),
         *((mutant, opened_worker) for mutant in ON_WORKER),
+        *((mutant, opened_gpu) for mutant in (ON_SECOND_GPU, *ON_DRIVER)),
     ],
     ids=lambda value: value.name if isinstance(value, Mutant) else "",
 )

@@ -3,9 +3,9 @@
 An op is three arrays of addresses and sizes, made by numpy and passed in one call: to the copy
 engines (`copy_driver`), which take no multiprocessor from the model, or to a kernel (`copy_kernel`)
 if that is clearly quicker, as for many small copies (`copy_choice`). Only ways that passed a
-self-test (`copy_check`) are used. Loads and stores have a stream each, so that both directions of
-the link are used at once; each op is ordered after an event of the compute stream, and another
-event fires when it has landed. The engine's thread never waits.
+self-test (`copy_check`) are used. They run on streams of our own (`cuda_streams`); each op is
+ordered after an event of the compute stream, and another event fires when it has landed. The
+engine's thread never waits.
 
 Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 """
@@ -35,6 +35,7 @@ from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay
 from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
+from flexcache.transfer.workers.cuda_streams import CudaStreams, Lane
 from flexcache.transfer.workers.life import show_life_during
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,7 @@ _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 
 
 class CudaCopier:
-    """A `Copier` for one device. From `attach` on, all methods but `fence` belong to one thread,
-    which it sets up for CUDA.
+    """A `Copier` for one device. From `attach` on, all methods but `fence` belong to one thread.
 
     Attributes:
         verdicts: Results of the self-test, once attached.
@@ -64,11 +64,7 @@ class CudaCopier:
         self.device = device
         self.verdicts: Sequence[Verdict] = ()
         self._driver = CudaDriver.load()
-        # A thread starts on device 0, and torch returns to it after each use of another device:
-        # that would make a context there, of some hundred MB, in which later calls would run.
-        torch.cuda.set_device(device)
-        self._streams = {kind: torch.cuda.Stream(device) for kind in _SOURCE_ORDER}
-        self._context = self._driver.context_of(self._streams[OpKind.H2D].cuda_stream)
+        self._streams: CudaStreams | None = None
         self._pinned: PinnedSegment | None = None
         self._engine: CopyWay | None = None
         self._kernel: ModuleType | None = None
@@ -92,7 +88,7 @@ class CudaCopier:
             DeviceLostError: The device no longer works.
         """
         try:
-            self._bind()
+            self._streams = CudaStreams(self._driver, self.device)
             self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
             show_life_during(self._find_ways, after_each_step)
         except BaseException:
@@ -107,32 +103,34 @@ class CudaCopier:
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: object, way: CopyWay | None = None,
+        after: object, urgent: bool = False, way: CopyWay | None = None,
     ) -> torch.cuda.Event:  # fmt: skip
         """Queue the copies after ``after``; the returned event fires when they have landed.
 
         Args:
+            urgent: A load by layer, which does not queue behind other loads.
             way: One that passed the self-test; None for the one that should be quickest.
 
         Raises:
             DeviceLostError: The device no longer works: all other copies will fail too.
             RuntimeError: These copies failed, and none is in flight. Others may succeed.
         """
-        assert self._pinned is not None
-        stream = self._streams[kind]
+        assert self._pinned is not None and self._streams is not None
+        lane = Lane.of(kind, urgent)
+        stream = self._streams[lane]
         try:
-            self._bind()
+            self._streams.bind()
             runs = merge_runs(destinations, sources, sizes, self._pinned.starts)
             if after is not None:
                 stream.wait_event(after)
             if way is not None:
-                self._queue(runs, kind, way)
+                self._queue(runs, kind, way, lane)
             else:
-                self._queue_as_chosen(runs, kind)
+                self._queue_as_chosen(runs, kind, lane)
             landed = torch.cuda.Event()
             landed.record(stream)
         except Exception as error:
-            self._settle(kind)  # slots of a failed op are reused at once
+            self._streams.settle(lane)  # slots of a failed op are reused at once
             if isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(describe(error)) from error
@@ -171,10 +169,16 @@ class CudaCopier:
 
     def close(self) -> None:
         """Wait for copies in flight, and unpin. Never raises: errors are logged. Idempotent."""
-        if self._pinned is None:
-            return
         pinned, self._pinned = self._pinned, None
-        for step in (self._bind, *(s.synchronize for s in self._streams.values()), pinned.close):
+        streams, self._streams = self._streams, None
+        steps: list[Callable[[], None]] = []
+        if streams is not None:
+            steps += [streams.bind, *streams.synchronizing_steps()]
+        if pinned is not None:
+            steps.append(pinned.close)
+        if streams is not None:
+            steps += streams.closing_steps()
+        for step in steps:
             try:
                 step()
             except Exception as error:  # a lost device, say; the remaining steps still run
@@ -182,19 +186,7 @@ class CudaCopier:
                     logger, logging.WARNING, "copier_not_closed_cleanly", error=describe(error)
                 )
 
-    def _bind(self) -> None:
-        """Set the calling thread's device for torch, and its context for the driver."""
-        torch.cuda.set_device(self.device)
-        self._driver.bind(self._context)
-
-    def _settle(self, kind: OpKind) -> None:
-        """Wait until no copy in this direction is in flight."""
-        try:
-            self._streams[kind].synchronize()
-        except Exception as error:
-            raise DeviceLostError(f"{self.device} no longer works: {error}") from error
-
-    def _queue_as_chosen(self, runs: Runs, kind: OpKind) -> None:
+    def _queue_as_chosen(self, runs: Runs, kind: OpKind, lane: Lane) -> None:
         """Queue the copies in the way that `choose` returns. If the kernel fails it is abandoned
         for good, and the copy engine takes over.
 
@@ -203,25 +195,27 @@ class CudaCopier:
         """
         way = self.choose(*runs, kind)
         try:
-            self._queue(runs, kind, way)
+            self._queue(runs, kind, way, lane)
         except Exception as error:
             if way is not CopyWay.KERNEL or self._engine is None:
                 raise
-            self._settle(kind)
+            assert self._streams is not None
+            self._streams.settle(lane)
             self._kernel = None
             log_event(
                 logger, logging.WARNING, "copy_way_given_up", way=way.value,
                 error=describe(error), effect=f"all copies use {self._engine.value}",
             )  # fmt: skip
-            self._queue(runs, kind, self._engine)
+            self._queue(runs, kind, self._engine, lane)
 
-    def _queue(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
-        stream = self._streams[kind]
+    def _queue(self, runs: Runs, kind: OpKind, way: CopyWay, lane: Lane) -> None:
+        assert self._streams is not None
+        stream = self._streams[lane]
         match way:
             case CopyWay.BATCH:
                 self._driver.copy_batch(*runs, _SOURCE_ORDER[kind], stream.cuda_stream)
             case CopyWay.SINGLE:
-                self._driver.copy_singly(*runs, stream.cuda_stream)
+                self._driver.copy_singly(*runs, stream.cuda_stream, is_pinned=self.is_pinned)
             case CopyWay.KERNEL:
                 assert self._kernel is not None
                 with torch.cuda.stream(stream):
@@ -229,10 +223,11 @@ class CudaCopier:
 
     def _find_ways(self) -> None:
         """Test all ways and keep those that pass."""
-        self._bind()
+        assert self._streams is not None
+        self._streams.bind()
         is_pinned = self.is_pinned
         with (
-            torch.cuda.stream(self._streams[OpKind.H2D]),
+            torch.cuda.stream(self._streams[Lane.LOADS]),
             open_scratch(self._driver, self.device, pinned=is_pinned) as scratch,
         ):
             self.verdicts = [self._test(way, scratch) for way in CopyWay]
@@ -303,7 +298,9 @@ class CudaCopier:
 
     def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
         """Copy, and wait until nothing is in flight, even after an error."""
+        assert self._streams is not None
+        lane = Lane.of(kind, urgent=False)
         try:
-            self._queue(runs, kind, way)
+            self._queue(runs, kind, way, lane)
         finally:
-            self._settle(kind)
+            self._streams.settle(lane)

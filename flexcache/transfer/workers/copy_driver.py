@@ -26,6 +26,7 @@ _BATCH_COPY_VERSION = 12_080
 _CAPTURE_MODE_RELAXED = 2
 _FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
 _REGISTER_PORTABLE_AND_MAPPED = 1 | 2
+_STREAM_NON_BLOCKING = 1  # does not wait for the legacy default stream
 _NO_INDEX = ctypes.c_size_t(-1).value
 
 
@@ -68,7 +69,14 @@ class CudaDriver:
         pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
         self._library = library
         self._error_name = self._function("cuGetErrorName", ctypes.c_int, pointer)
-        self._stream_context = self._function("cuStreamGetCtx", pointer, pointer)
+        self._get_device = self._function("cuDeviceGet", pointer, ctypes.c_int)
+        self._retain_context = self._function("cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
+        self._release_context = self._function("cuDevicePrimaryCtxRelease_v2", ctypes.c_int)
+        self._priorities = self._function("cuCtxGetStreamPriorityRange", pointer, pointer)
+        self._make_stream = self._function(
+            "cuStreamCreateWithPriority", pointer, integer, ctypes.c_int
+        )
+        self._destroy_stream = self._function("cuStreamDestroy_v2", pointer)
         self._set_context = self._function("cuCtxSetCurrent", pointer)
         self._set_capture_mode = self._function("cuThreadExchangeStreamCaptureMode", pointer)
         self._register = self._function("cuMemHostRegister_v2", pointer, size, integer)
@@ -76,7 +84,10 @@ class CudaDriver:
         self._device_pointer = self._function(
             "cuMemHostGetDevicePointer_v2", pointer, pointer, integer
         )
-        self._copy = self._function("cuMemcpyAsync", pointer, pointer, size, pointer)
+        self._copy_unlocked = self._function("cuMemcpyAsync", pointer, pointer, size, pointer)
+        self._copy = self._function(
+            "cuMemcpyAsync", pointer, pointer, size, pointer, prototype=ctypes.PYFUNCTYPE
+        )
         self._batch_copy = self._find_batch_copy()
 
     @classmethod
@@ -98,13 +109,28 @@ class CudaDriver:
         """Whether one call can queue all copies of an op (driver 12.8 or later)."""
         return self._batch_copy is not None
 
-    def context_of(self, stream: int) -> int:
-        """Return the context that a stream belongs to."""
-        context = ctypes.c_void_p()
-        self._check(
-            "cuStreamGetCtx", self._stream_context(ctypes.c_void_p(stream), ctypes.byref(context))
-        )
+    def open_context(self, index: int) -> int:
+        """Return the context that torch uses on its device ``index``; see `close_context`."""
+        device, context = self._device(index), ctypes.c_void_p()
+        code = self._retain_context(ctypes.byref(context), device)
+        self._check("cuDevicePrimaryCtxRetain", code)
         return context.value or 0
+
+    def close_context(self, index: int) -> None:
+        self._check("cuDevicePrimaryCtxRelease", self._release_context(self._device(index)))
+
+    def make_stream(self, *, is_urgent: bool) -> int:
+        """Make a stream in the calling thread's context, of the highest or of normal priority."""
+        least, greatest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        code = self._priorities(ctypes.byref(least), ctypes.byref(greatest))
+        self._check("cuCtxGetStreamPriorityRange", code)
+        priority = greatest.value if is_urgent else 0
+        code = self._make_stream(ctypes.byref(stream), _STREAM_NON_BLOCKING, priority)
+        self._check("cuStreamCreateWithPriority", code)
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        self._check("cuStreamDestroy", self._destroy_stream(stream))
 
     def bind(self, context: int) -> None:
         """Make the calling thread work in the context, even while another captures a graph.
@@ -136,16 +162,23 @@ class CudaDriver:
         return seen.value or 0
 
     def copy_singly(
-        self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int
-    ) -> None:
+        self, destinations: Addresses, sources: Addresses, sizes: Addresses, stream: int,
+        *, is_pinned: bool,
+    ) -> None:  # fmt: skip
         """Queue copies between host and device on a stream, one call for each.
+
+        A call takes microseconds, unless it has to wait for unpinned memory. It keeps the
+        interpreter lock where it does not wait: each time a busy thread gets the lock, it keeps it
+        for up to a switch interval (5 ms).
 
         Raises:
             RuntimeError: A copy was refused. Those before it may be in flight.
         """
+        copy = self._copy if is_pinned else self._copy_unlocked
         runs = zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True)
         for destination, source, size in runs:
-            self._check("cuMemcpyAsync", self._copy(destination, source, size, stream))
+            if code := copy(destination, source, size, stream):
+                self._check("cuMemcpyAsync", code)
 
     def copy_batch(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder,
@@ -174,9 +207,14 @@ class CudaDriver:
         which = "" if failed.value == _NO_INDEX else f", number {failed.value}"
         self._check(f"cuMemcpyBatchAsync of {len(sizes)} copies{which}", code)
 
-    def _function(self, name: str, *arguments: Any) -> Any:
+    def _device(self, index: int) -> int:
+        device = ctypes.c_int()
+        self._check("cuDeviceGet", self._get_device(ctypes.byref(device), index))
+        return device.value
+
+    def _function(self, name: str, *arguments: Any, prototype: Any = ctypes.CFUNCTYPE) -> Any:
         address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
-        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address or 0)
+        return prototype(ctypes.c_int, *arguments)(address or 0)
 
     def _find_batch_copy(self) -> Any:
         """Find `cuMemcpyBatchAsync` as of 12.8, which 13 still has; later ones lost ``failIdx``."""
