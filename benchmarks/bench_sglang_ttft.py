@@ -40,7 +40,7 @@ PAGE = 32
 DRAM_GB, SSD_GB = 1.0, 4.0
 LENGTHS = (1000, 3000)
 ROUNDS = 5
-_ENGINE = {
+_ENGINE: dict[str, Any] = {
     "model": "mid",
     "dtype": "float32",  # in bf16 a hit may round to other tokens, with any cache
     "page_size": PAGE,
