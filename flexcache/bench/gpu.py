@@ -106,7 +106,7 @@ class Pool:
 
     def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
         """Submit copies behind the current stream, by default with the copier's choice."""
-        return self.copier.start(*runs, kind, self.copier.fence(), way)
+        return self.copier.start(*runs, kind, self.copier.fence(), way=way)
 
     def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:
         """Submit copies and wait for their completion."""
@@ -326,10 +326,10 @@ def _copying(pool: Pool, way: CopyWay) -> Iterator[None]:
         # Separate blocks, or each direction would change what the other reads.
         runs = pool.runs(kind, 0, half) if kind is OpKind.H2D else pool.runs(kind, half)
         try:
-            landed = pool.copier.start(*runs, kind, None, way)
+            landed = pool.copier.start(*runs, kind, None, way=way)
             under_way.wait()
             while not ending.is_set():
-                following = pool.copier.start(*runs, kind, None, way)
+                following = pool.copier.start(*runs, kind, None, way=way)
                 landed.synchronize()
                 landed = following
             landed.synchronize()

@@ -119,7 +119,7 @@ def test_the_bytes_arrive_and_no_others_change(
         pytest.skip("the kernel takes whole words only")
     runs = memory.runs(kind, count, SIZES[sizes](count).astype(np.int64))
     host, device = memory.expected(kind, runs)
-    memory.copier.start(*runs, kind, memory.copier.fence(), way).synchronize()
+    memory.copier.start(*runs, kind, memory.copier.fence(), way=way).synchronize()
     assert torch.equal(memory.device.cpu(), device)
     assert torch.equal(memory.host, host)
 

@@ -10,6 +10,7 @@ from typing import Any
 from ports import free_range
 from sglang_engine import apart, options, prompt
 from sglang_linker import (
+    OPEN_STATES,
     check_again,
     engine_with_linker,
     forget_gpu,
@@ -19,6 +20,7 @@ from sglang_linker import (
     remember,
     settle,
 )
+from stores import missing
 
 
 def check_tiers(ssd: str) -> None:
@@ -71,37 +73,71 @@ def test_an_aborted_request_leaves_nothing_behind(tmp_path: Path) -> None:
     apart(check_aborts, str(tmp_path))
 
 
-def check_spawned(tp_size: int) -> None:
+def ask(port: int, path: str, tier: str = "") -> Any:
+    """Ask one rank's cache; with a tier, post its name."""
+    body = json.dumps({"tier": tier}).encode() if tier else None
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def check_spawned(tp_size: int, directory: str, tiers: list[str]) -> None:
     import sglang
     from make_models import make_model
     from paths import MODELS
 
     make_model(MODELS, "tiny")
     port = free_range(tp_size)
-    linker = linker_options(num_cpu_blocks=200, http_endpoint=f"127.0.0.1:{port}")
+    linker = linker_options(
+        num_cpu_blocks=200, num_ssd_blocks=200, ssd_cache_dirs=[f"{directory}/ssd"],
+        http_endpoint=f"127.0.0.1:{port}", skip_slow_loads=False, server_timeout_s=60.0,
+        remote_lookup_timeout_s=20.0,
+        **({"remote_url": f"file://{directory}/store"} if "REMOTE" in tiers else {}),
+    )  # fmt: skip
     engine = sglang.Engine(**options(**linker, tp_size=tp_size))
+    caches = range(port, port + tp_size)  # each rank has a cache and an address of its own
 
     def generate() -> Any:
         sampling = {"temperature": 0, "max_new_tokens": 8}
         return engine.generate(input_ids=prompt(200), sampling_params=sampling)
 
+    def settle() -> None:
+        for cache in caches:
+            while any(ask(cache, "/status")["tasks"].get(state) for state in OPEN_STATES):
+                pass
+
+    while not all(
+        ask(cache, "/status")["tiers"][t]["available"] for cache in caches for t in tiers
+    ):
+        pass
     cold, again = generate(), generate()
     assert again["meta_info"]["cached_tokens"] == 192
-    while not engine.flush_cache().success:
-        pass
-    loaded = generate()
-    details = loaded["meta_info"]["cached_tokens_details"]
-    assert (details["device"], details["host"]) == (0, 192), details
-    assert cold["output_ids"] == again["output_ids"] == loaded["output_ids"]
-    for rank in range(tp_size):  # each has a cache and an address of its own
-        with urllib.request.urlopen(f"http://127.0.0.1:{port + rank}/status") as answer:
-            assert json.load(answer)["tiers"]["CPU"]["hit_blocks"] >= 12
+    for index, tier in enumerate(tiers):
+        while not engine.flush_cache().success:
+            pass
+        settle()
+        for cache in caches:
+            for above in tiers[:index]:
+                ask(cache, "/cache/clear", above)
+        loaded = generate()
+        details = loaded["meta_info"]["cached_tokens_details"]
+        assert (details["device"], details["host"]) == (0, 192), (tier, details)
+        assert cold["output_ids"] == again["output_ids"] == loaded["output_ids"]
+        for cache in caches:
+            assert ask(cache, "/status")["tiers"][tier]["hit_blocks"] >= 12
     engine.shutdown()
 
 
-def test_an_engine_of_processes_loads_from_dram() -> None:
-    apart(check_spawned, 1)
+def spawned(tp_size: int, directory: Path) -> None:
+    tiers = ["CPU", "SSD", *([] if missing("obstore") else ["REMOTE"])]
+    apart(check_spawned, tp_size, str(directory), tiers)
 
 
-def test_two_ranks_agree() -> None:
-    apart(check_spawned, 2)
+def test_an_engine_of_processes_loads_from_every_tier(tmp_path: Path) -> None:
+    spawned(1, tmp_path)
+
+
+def test_two_ranks_agree(tmp_path: Path) -> None:
+    spawned(2, tmp_path)

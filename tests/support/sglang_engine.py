@@ -82,14 +82,14 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 class TinyEngine:
     """The one engine of this process. Requests are handed to its scheduler without sockets."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, model: str = "tiny", **more: Any) -> None:
         from make_models import make_model
         from sglang.srt.managers import scheduler as managers
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        make_model(MODELS, "tiny")
+        path = make_model(MODELS, model)
         managers.load_plugins()
-        settings = ServerArgs(**options(skip_tokenizer_init=True, **more))
+        settings = ServerArgs(**options(model_path=str(path), skip_tokenizer_init=True, **more))
         settings.resolve_once()
         ports = PortArgs.init_new(settings)
         ranks = managers.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)

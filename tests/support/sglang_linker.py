@@ -7,6 +7,9 @@ from typing import Any
 
 from sglang_engine import PAGE, TinyEngine
 
+OPEN_STATES = ("created", "ready", "running")
+"""What the statistics call tasks that have not ended."""
+
 
 def linker_options(**extra: Any) -> dict[str, Any]:
     """Return SGLang's settings; ``extra`` are FlexCache's."""
@@ -41,7 +44,7 @@ def settle(engine: TinyEngine) -> None:
 
     def is_done() -> bool:
         tasks = manager_of(engine).stats()["tasks"]
-        return not any(tasks[state] for state in ("created", "ready", "running"))
+        return not any(tasks[state] for state in OPEN_STATES)
 
     engine.step_until(lambda: not engine.tree.linker.pending_offloads)
     engine.step_until(is_done)

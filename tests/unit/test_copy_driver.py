@@ -163,6 +163,7 @@ def test_single_copies_of_pinned_memory_keep_the_interpreter_lock(
     try:
         counting.start()
         sys.setswitchinterval(600)
+        time.sleep(0.05)  # the other thread may still wait with the interval of before
         before = turns[0]
         driver.copy_singly(*runs, stream, is_pinned=is_pinned)
         after = turns[0]

@@ -426,10 +426,24 @@ def test_the_next_op_starts_while_the_one_before_is_on_its_way(segment: HostSegm
     worker.advance()
     assert worker.only_waits
     assert len(copier.started) == 2
-    copier.started[1][2].is_past = True
-    assert worker.advance() == [Done(2, 1)]
     copier.started[0][2].is_past = True
     assert worker.advance() == [Done(1, 1)]
+    copier.started[1][2].is_past = True
+    assert worker.advance() == [Done(2, 1)]
+
+
+def test_ops_of_a_direction_are_reported_in_their_order(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.execute(load(1, [0], [0]))
+    worker.execute(load(2, [1], [1]))
+    worker.execute(store(3, [2], [2]))
+    for _ in range(3):
+        assert worker.advance() == []
+    for _, _, landing in copier.started[1:]:
+        landing.is_past = True
+    assert worker.advance() == [Done(3, 1)]
+    copier.started[0][2].is_past = True
+    assert worker.advance() == [Done(1, 1), Done(2, 1)]
 
 
 def test_a_drop_of_an_op_on_its_way_lets_it_land(segment: HostSegment) -> None:

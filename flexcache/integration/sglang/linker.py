@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_parallel
 
 from flexcache.config import ModelConfig
+from flexcache.integration.prefill_rate import PrefillRate
 from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
 from flexcache.integration.sglang.kv_events import TreeEvents, publishes_events
@@ -34,7 +35,6 @@ from flexcache.integration.sglang.page_calls import PageCalls, Pages
 from flexcache.integration.sglang.page_tables import PageTables
 from flexcache.integration.sglang.parked import ParkedRequests
 from flexcache.integration.sglang.pinned_pages import PinnedPages
-from flexcache.integration.sglang.prefill_rate import PrefillRate
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.integration.sglang.ranks import read_cache_config, read_rank
 from flexcache.integration.sglang.whole_load import WholeLoad

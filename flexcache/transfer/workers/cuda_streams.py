@@ -5,8 +5,7 @@ copies would wait for its work, or be captured into its graph.
 
 Each direction has a stream, so that both directions of the link are used at once, and loads by
 layer have one, so that they do not come behind loads between steps. Its priority helps kernels
-only: copy engines take copies of all streams in turn, so whoever queues must keep the amount of
-copies in flight small (`DeviceWorker`).
+only: copy engines take the copies of all streams in turn.
 """
 
 from __future__ import annotations

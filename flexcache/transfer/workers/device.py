@@ -40,6 +40,7 @@ class _Moving:
     op_id: int
     num_blocks: int
     landed: Fence
+    kind: OpKind
 
 
 class DeviceWorker:
@@ -173,11 +174,13 @@ class DeviceWorker:
             done.extend(self._start_part(copies, self._layer_load(copies.message)))
         elif queue := self._loads or self._stores:
             done.extend(self._start(queue.popleft()))
-        still_moving = []
-        for moving in self._moving:
-            if self._has_landed(moving):
+        still_moving: list[_Moving] = []
+        late: set[OpKind] = set()
+        for moving in self._moving:  # ops are reported in the order in which they were started
+            if moving.kind not in late and self._has_landed(moving):
                 done.append(Done(moving.op_id, moving.num_blocks))
             else:
+                late.add(moving.kind)
                 still_moving.append(moving)
         self._moving = still_moving
         return done
@@ -268,7 +271,8 @@ class DeviceWorker:
         """Record that all copies of an op were started; the last of them land with ``landed``."""
         if landed is None:
             return [Done(copies.message.op_id, copies.num_units)]
-        self._moving.append(_Moving(copies.message.op_id, copies.num_units, landed))
+        message = copies.message
+        self._moving.append(_Moving(message.op_id, copies.num_units, landed, message.kind))
         return []
 
     def _not_started(self, message: Execute, error: Exception) -> Done:
