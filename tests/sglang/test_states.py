@@ -38,11 +38,12 @@ def gpu_bytes(engine: TinyEngine, tokens: Sequence[int]) -> list[bytes]:
 def check_tiers(ssd: str) -> None:
     from sglang_models import states
 
+    tiers = {"num_cpu_blocks": 1500, "num_ssd_blocks": 3000, "ssd_cache_dirs": [ssd]}
     engine = TinyEngine(
-        model_path=states(),
+        **states(),
         page_size=1,
         max_mamba_cache_size=64,
-        **linker_options(num_cpu_blocks=1500, num_ssd_blocks=3000, ssd_cache_dirs=[ssd]),
+        **linker_options(skip_slow_loads=False, **tiers),
     )
     first = engine.generate(prompt(200))
     told = [*prompt(200), *first.output_ids]

@@ -10,11 +10,11 @@ from sglang_engine import PAGE, TinyEngine, apart, prompt
 from sglang_linker import forget_gpu, linker_options, manager_of, settle
 
 
-def engine_with_windows(ssd: str = "") -> TinyEngine:
+def engine_with_windows(ssd: str) -> TinyEngine:
     from sglang_models import windows
 
-    tiers = {"num_ssd_blocks": 400, "ssd_cache_dirs": [ssd]} if ssd else {}
-    return TinyEngine(model_path=windows(), **linker_options(num_cpu_blocks=300, **tiers))
+    tiers = {"num_cpu_blocks": 300, "num_ssd_blocks": 400, "ssd_cache_dirs": [ssd]}
+    return TinyEngine(**windows(), **linker_options(skip_slow_loads=False, **tiers))
 
 
 def kv_bytes(engine: TinyEngine, tokens: Sequence[int]) -> list[bytes]:
