@@ -247,6 +247,15 @@ def test_layers_with_nothing_to_load_may_be_announced_too() -> None:
     assert loads.finish() == set()
 
 
+def test_a_layer_that_comes_after_it_was_read_does_not_count() -> None:
+    loads, load = StepLoads(["a"], 0.0), LayerLoad({"a": 1}, 1)
+    loads.add(load, [7])
+    loads.before_layer("a")  # the model computes with what is there
+    if load.begin_part():
+        load.part_started(1, None)
+    assert loads.finish() == {7}
+
+
 # -- loads that do not ---------------------------------------------------------------------------
 
 
