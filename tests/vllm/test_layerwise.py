@@ -233,7 +233,7 @@ def test_a_request_that_ends_with_its_first_token_leaves_nothing_behind(
     engine.settle()
     engine.scheduler.connector._scheduler.check_idle()
     worker = get_kv_transfer_group()._worker
-    assert not (worker._loads or worker.client._gates.has_ended or client_worker().layer_loads)
+    assert not (worker._loads or worker.client.wait_ended(0) or client_worker().layer_loads)
     assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
 
 
@@ -245,6 +245,15 @@ def test_layers_with_nothing_to_load_may_be_announced_too() -> None:
     for name in ("an encoder's", "a"):
         loads.before_layer(name)
     assert loads.finish() == set()
+
+
+def test_a_layer_that_comes_after_it_was_read_does_not_count() -> None:
+    loads, load = StepLoads(["a"], 0.0), LayerLoad({"a": 1}, 1)
+    loads.add(load, [7])
+    loads.before_layer("a")  # the model computes with what is there
+    if load.begin_part():
+        load.part_started(1, None)
+    assert loads.finish() == {7}
 
 
 # -- loads that do not ---------------------------------------------------------------------------

@@ -24,6 +24,8 @@ class LayerWaits:
         self._timeout_s = timeout_s
         self._loads: dict[int, Sequence[Load]] = {}
         self._deadlines_s: dict[int, float] = {}
+        self._late: set[int] = set()
+        """Forward passes that have computed with a layer before it was loaded."""
         self._num_batches = 0
         self.consumer_index = -1
 
@@ -40,20 +42,24 @@ class LayerWaits:
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Wait for a layer. If it does not come, `finish` says so."""
+        """Wait for a layer. If it does not come in time, `finish` says so, even if it comes yet."""
         index = self.consumer_index
+        name = self._last_names.get(layer, "")
         for load in self._loads.get(index, ()):
-            load.wait_layer(self._last_names.get(layer, ""), self._left_s(index))
+            if not load.wait_layer(name, self._left_s(index)):
+                self._late.add(index)
 
     def finish(self, index: int) -> bool:
-        """End a forward pass; return whether all was loaded. No copy is running afterwards."""
-        landed = True
+        """End a forward pass; return whether every layer was loaded before the model read it. No
+        copy is running afterwards."""
+        landed = index not in self._late
         for load in self._loads.get(index, ()):
             if not load.wait_all(self._left_s(index)):
                 load.give_up()
                 landed = False
         self._loads.pop(index, None)
         self._deadlines_s.pop(index, None)
+        self._late.discard(index)
         return landed
 
     def reset(self) -> None:

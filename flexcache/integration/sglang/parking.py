@@ -73,13 +73,12 @@ def _batch_ended(result: object, scheduler: Any, batch: Any, *arguments: object)
     linker = _linker_of(getattr(scheduler.tree_cache, "linker", None))
     if linker is None or batch.launch_ts is None:
         return
-    for request in batch.reqs:
+    is_prefill = batch.forward_mode.is_extend_without_speculative()
+    for request in batch.reqs if is_prefill else ():
         linker.release(request.rid)  # what was found and not needed
     if linker.prefill_rate is None:
         return
-    only_computed = batch.forward_mode.is_extend_without_speculative() and not any(
-        request.host_loaded_length for request in batch.reqs
-    )
+    only_computed = is_prefill and not any(r.host_loaded_length for r in batch.reqs)
     num_tokens = batch.extend_num_tokens if only_computed else 0
     rate = linker.prefill_rate.batch_ended(num_tokens, batch.launch_ts, time.monotonic())
     if rate is not None:
@@ -90,14 +89,8 @@ def _is_ready(original: Callable[..., Any], tree: Any, request: Any) -> Any:
     linker = _linker_of(tree.linker)
     if linker is None:
         return original(tree, request)
-    is_ready = linker.is_ready(request.rid)
-    if linker.has_peers:  # ranks that admit different requests would wait for each other for ever
-        import torch
-
-        vote = torch.tensor([int(is_ready)], dtype=torch.int)
-        tree._all_reduce_attn_groups(vote, torch.distributed.ReduceOp.MIN)
-        is_ready = bool(vote.item())
-    return is_ready
+    # Ranks that admit different requests would wait for each other for ever.
+    return linker.agree(linker.is_ready(request.rid))
 
 
 def _tail_hashes(

@@ -42,13 +42,15 @@ class StepLoads:
         """Wait, if necessary, before the first layer."""
         if self._loads and not self._all_are_announced:
             for load, _ in self._loads:
-                load.wait_all(self._left_s())
+                if not load.wait_all(self._left_s()):
+                    load.give_up()  # the model computes now, so it must not count if it comes yet
 
     def before_layer(self, name: str) -> None:
         if self._loads:
             self._announced.add(name)
             for load, _ in self._loads:
-                load.wait_layer(name, self._left_s())
+                if not load.wait_layer(name, self._left_s()):
+                    load.give_up()
 
     def finish(self) -> set[int]:
         """End the step; return the blocks that were not loaded. No copy is running afterwards."""

@@ -1,4 +1,4 @@
-"""Measures how fast the engine computes prompts, from the times of SGLang's batches."""
+"""Measures how fast an engine computes prompts, from the times of its batches."""
 
 from __future__ import annotations
 
