@@ -139,15 +139,10 @@ class KVTaskEngine:
         if is_disputed:
             self._cancel_unanswered(self._sessions.of_engine(engine), now)
 
-    def _cancel_unanswered(
-        self, sessions: Iterable[Session], now: float, but_gated_loads: bool = False
-    ) -> None:
+    def _cancel_unanswered(self, sessions: Iterable[Session], now: float) -> None:
         """Cancel what callers wait for, but not writes below the GPU."""
         for session in sessions:
-            unanswered = [task for task in session.tasks.values() if not task.is_answered]
-            if but_gated_loads:
-                unanswered = [task for task in unanswered if not task.is_gated_load]
-            self.cancel([task.task_id for task in unanswered], now)
+            self.cancel([t for t, task in session.tasks.items() if not task.is_answered], now)
 
     # -- calls of the engine's adapter -----------------------------------------------------------
 
@@ -243,11 +238,8 @@ class KVTaskEngine:
         return unlaunched
 
     def close_down(self, now: float) -> None:
-        """Cancel what is open, but not writes below the GPU, and write what is dirty.
-
-        Gated loads are left to end: their engines may count on them.
-        """
-        self._cancel_unanswered(self._sessions.of_engines(), now, but_gated_loads=True)
+        """Cancel what engines can do without, and write what is dirty."""
+        self.cancel(self._sessions.dispensable(), now)
         self.cache.stores.begin_closing()
         self._runner.follow(now)
 
