@@ -41,7 +41,7 @@ class WholeLoad:
             left_s = deadline_s - time.monotonic()
             if self._num_ok is not None or left_s <= 0:
                 break
-            self._client.wait_ended(left_s)
+            self._client.wait_ended(left_s, [self._task_id])
         return self._num_ok == self._num_pages
 
     def give_up(self) -> None:
