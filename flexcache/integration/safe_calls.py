@@ -16,6 +16,6 @@ def safely(call: Callable[..., Any], *arguments: Any, if_failed: Any = None, **o
     """Make a call and return its answer; log a failure, and return ``if_failed``."""
     try:
         return call(*arguments, **options)
-    except (FlexCacheError, ValueError, KeyError) as error:
+    except (FlexCacheError, TimeoutError, ValueError, KeyError) as error:
         log_event(logger, logging.WARNING, "call_failed", call=call.__name__, error=error)
         return if_failed

@@ -80,7 +80,7 @@ def engine_with_events(directory: str) -> TinyEngine:
     return TinyEngine(
         kv_events_config=publisher(trees),
         enable_metrics=True,
-        **linker_options(**tiers, **published),
+        **linker_options(**tiers, **published, skip_slow_loads=False),
     )
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from sglang_engine import PAGE, TinyEngine, apart, prompt
 from sglang_linker import forget_gpu, linker_options, manager_of, settle
 
 
-def engine_with_windows(ssd: str = "") -> TinyEngine:
+def engine_with_windows(ssd: str = "", **extra: Any) -> TinyEngine:
     from sglang_models import windows
 
     tiers = {"num_ssd_blocks": 400, "ssd_cache_dirs": [ssd]} if ssd else {}
-    return TinyEngine(model_path=windows(), **linker_options(num_cpu_blocks=300, **tiers))
+    return TinyEngine(model_path=windows(), **linker_options(num_cpu_blocks=300, **tiers, **extra))
 
 
 def kv_bytes(engine: TinyEngine, tokens: Sequence[int]) -> list[bytes]:

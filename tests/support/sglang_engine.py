@@ -87,9 +87,9 @@ class TinyEngine:
         from sglang.srt.managers import scheduler as managers
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        path = make_model(MODELS, model)
+        model_path = more.pop("model_path", None) or str(make_model(MODELS, model))
         managers.load_plugins()
-        settings = ServerArgs(**options(model_path=str(path), skip_tokenizer_init=True, **more))
+        settings = ServerArgs(**options(model_path=model_path, skip_tokenizer_init=True, **more))
         settings.resolve_once()
         ports = PortArgs.init_new(settings)
         ranks = managers.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)

@@ -11,14 +11,16 @@ OPEN_STATES = ("created", "ready", "running")
 """What the statistics call tasks that have not ended."""
 
 
-def linker_options(**extra: Any) -> dict[str, Any]:
+def linker_options(
+    linker: str = "FlexCacheLinker", module: str = "flexcache.integration.sglang", **extra: Any
+) -> dict[str, Any]:
     """Return SGLang's settings; ``extra`` are FlexCache's."""
     return {
         "enable_unified_cache_external_linker": True,
         "unified_cache_external_linker_backend": "dynamic",
         "unified_cache_external_linker_config": {
-            "linker": "FlexCacheLinker",
-            "linker_module_path": "flexcache.integration.sglang",
+            "linker": linker,
+            "linker_module_path": module,
             "linker_extra_config": extra,
         },
     }

@@ -22,6 +22,7 @@ from flexcache.transfer.workers.layer_load import LayerLoad
 trtllm_interface.install()
 
 from flexcache.integration import tensorrt_llm  # noqa: E402
+from flexcache.integration.tensorrt_llm import addresses  # noqa: E402
 from flexcache.integration.tensorrt_llm.engine import (  # noqa: E402
     check_supported,
     read_model_config,
@@ -67,9 +68,12 @@ def make_executor(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         for name, value in config.items():
             monkeypatch.setenv(f"FLEXCACHE_{name.upper()}", str(value))
         llm_args = arguments(model_dir, tensor_parallel_size=tp_size)
+        if tp_size > 1:  # other ranks are in other processes
+            monkeypatch.setattr(addresses, "find", lambda _: None)
         executor = Executor(tensorrt_llm, llm_args, is_v2)
         executors.append(executor)
-        executor.step()  # the ranks learn where the cache is
+        if tp_size > 1:
+            executor.step()  # the ranks learn where the cache is
         executor.scheduler.manager.wait_ready(READY_S)
         return executor
 
@@ -119,6 +123,16 @@ def test_only_what_the_engine_lacks_is_loaded(executor: Executor) -> None:
     assert behind.num_matched == 12
     executor.run(within)  # a block that is there in part is not overwritten
     assert within.num_matched == 0
+
+
+def test_the_first_request_of_an_engine_finds_what_others_have_stored(
+    make_executor: MakeExecutor,
+) -> None:
+    endpoint = private_endpoint(f"trtllm-{os.getpid()}")
+    make_executor(endpoint=endpoint).run(Request(1, [*PROMPT]))
+    second = Request(2, [*PROMPT])
+    make_executor(endpoint=endpoint).run(second)
+    assert second.num_matched == 20
 
 
 def test_salt_lora_and_media_keep_prompts_apart(executor: Executor) -> None:

@@ -5,8 +5,9 @@
         "linker_module_path": "flexcache.integration.sglang", "linker_extra_config": {...}}'
 
 SGLang calls it on the thread that schedules and computes, so no call waits, except for the layers
-of a load that the model has come to. A failed load ends its request: only what DRAM has, pinned, is
-offered; `parking` brings the rest there while a request waits.
+of a load that the model has come to, and `load` for the server. A failed load ends its request:
+only what DRAM has, pinned, is offered, and only what the rank holds is loaded, which ends even if
+the server dies. `parking` brings the rest to DRAM while a request waits.
 
     lookup --> pinned --load--> queued --start_layer_wise_loading--> loading --finish--> gone
                   |               +--cancel_queued_load, reset--> gone
@@ -36,15 +37,14 @@ from flexcache.integration.sglang.page_tables import PageTables
 from flexcache.integration.sglang.parked import ParkedRequests
 from flexcache.integration.sglang.pinned_pages import PinnedPages
 from flexcache.integration.sglang.rank_cache import RankCache
-from flexcache.integration.sglang.ranks import read_cache_config, read_rank
+from flexcache.integration.sglang.ranks import all_agree, read_cache_config, read_rank
 from flexcache.integration.sglang.whole_load import WholeLoad
-from flexcache.transfer.workers.layer_load import LayerLoad
 
 
 class Queued(NamedTuple):
-    """A launched load whose gate is shut; without a task it is lost."""
+    """A load that the rank holds, and whose gate is shut."""
 
-    task_id: int | None
+    task_id: int
     num_pages: int
 
 
@@ -59,7 +59,6 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """One rank's linker, with a cache of its own, or one that ranks with the same KV share.
 
     Attributes:
-        has_peers: Whether the engine has other ranks, which must decide alike.
         parent_key: Key of the page before those of the next call; set by `parking`'s hooks, since
             SGLang names only the pages that its tree lacks.
         num_before: How many pages are before them; set likewise.
@@ -116,7 +115,9 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.num_before = 0
         self.path: Callable[[], tuple[Sequence[str], torch.Tensor]] | None = None
         self.asked: Asked | None = None
-        self.has_peers = rank.has_peers
+        self._params = params
+        self._has_peers = rank.has_peers
+        self._patience_s = config.server_timeout_s
         self._stores = rank.stores
         self._device = next(iter(pages.tensors.values())).device
         allocator = params.token_to_kv_pool_allocator
@@ -124,7 +125,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._tables = PageTables(pages.groups, params.page_size, to_window)
         self._calls = PageCalls(self.cache)
         self._pinned = PinnedPages(
-            self._calls, self._tables.has_tails, self.has_peers, config.match_ttl_s / 2
+            self._calls, self._tables.has_tails, rank.has_peers, config.match_ttl_s / 2
         )
         self._queued: dict[str, Queued] = {}
         self._offloads = Offloads(self.cache)
@@ -140,20 +141,21 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue a load of pages that `lookup` has found.
 
-        False lets SGLang compute them. All ranks must say the same: beside others, a rank that
-        cannot load queues a lost load.
+        False lets SGLang compute them, on all ranks or none. A load that every rank holds ends,
+        even if the server dies.
         """
         num_pages = len(_of(PoolName.KV, transfers).keys or ())
         taken = self._pinned.take(rid, num_pages)
-        task_id = None
-        if taken is not None:
-            task_id, pages = taken
-            if not self._calls.launch(task_id, self._tables.to_load(transfers, pages.num_before)):
-                task_id = None
-        if task_id is None and not self.has_peers:
-            return False
-        self._queued[rid] = Queued(task_id, num_pages)
-        return True
+        if taken is None:
+            return self.agree(False)
+        task_id, pages = taken
+        blocks = self._tables.to_load(transfers, pages.num_before)
+        will_load = self.agree(self._calls.hold(task_id, blocks, self._patience_s))
+        if will_load:
+            self._queued[rid] = Queued(task_id, num_pages)
+        else:
+            self._calls.drop(task_id)
+        return will_load
 
     def start_layer_wise_loading(self) -> int:
         queued, self._queued = self._queued, {}
@@ -164,12 +166,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _begin(self, queued: Queued) -> Load:
         task_id, num_pages = queued
-        if task_id is None:
-            lost = LayerLoad({}, num_pages)
-            lost.end()
-            return lost
         if self._tables.has_tails:
-            return WholeLoad(self.cache.client, task_id, num_pages, self._calls.cancel)
+            return WholeLoad(self.cache.client, task_id, self._calls.cancel)
         return self.cache.client.load_by_layer(task_id, num_pages)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -177,8 +175,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def cancel_queued_load(self, rid: str) -> bool:
         queued = self._queued.pop(rid, None)
-        if queued is not None and queued.task_id is not None:
-            self._calls.cancel(queued.task_id)
+        if queued is not None:
+            self._calls.drop(queued.task_id)
         return queued is not None
 
     def release(self, rid: str) -> None:
@@ -206,6 +204,10 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Forget a request that has ended, or was aborted."""
         self.parking.ended(rid)
         self.release(rid)
+
+    def agree(self, answer: bool) -> bool:
+        """Return whether all ranks say yes. Each of them must ask, in the same order."""
+        return all_agree(self._params, answer) if self._has_peers else answer
 
     # -- stores ----------------------------------------------------------------------------------
 

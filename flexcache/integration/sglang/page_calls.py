@@ -108,6 +108,19 @@ class PageCalls:
         without_tail = [NO_BLOCKS] * (num_groups - len(tables))
         return self._tasks.launch(task_id, [*tables, *without_tail])
 
+    def hold(self, task_id: int, tables: Sequence[Blocks], timeout_s: float) -> bool:
+        """Launch a load behind a gate; return whether the rank holds it within ``timeout_s``, so
+        that it ends even if the server is lost."""
+        num_blocks = sum(map(len, tables))
+        return self.launch(task_id, tables) and self._cache.client.wait_held(
+            task_id, num_blocks, timeout_s
+        )
+
+    def drop(self, task_id: int) -> None:
+        """End a load whose gate is not going to be opened."""
+        self._cache.client.forgo([task_id])
+        self.cancel(task_id)
+
     def _prompt(self, pages: Pages) -> dict[str, Any]:
         parent = None if pages.parent_key is None else bytes.fromhex(pages.parent_key)
         keys = [bytes.fromhex(key) for key in pages.keys]

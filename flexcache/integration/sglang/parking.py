@@ -89,14 +89,8 @@ def _is_ready(original: Callable[..., Any], tree: Any, request: Any) -> Any:
     linker = _linker_of(tree.linker)
     if linker is None:
         return original(tree, request)
-    is_ready = linker.is_ready(request.rid)
-    if linker.has_peers:  # ranks that admit different requests would wait for each other for ever
-        import torch
-
-        vote = torch.tensor([int(is_ready)], dtype=torch.int)
-        tree._all_reduce_attn_groups(vote, torch.distributed.ReduceOp.MIN)
-        is_ready = bool(vote.item())
-    return is_ready
+    # Ranks that admit different requests would wait for each other for ever.
+    return linker.agree(linker.is_ready(request.rid))
 
 
 def _tail_hashes(

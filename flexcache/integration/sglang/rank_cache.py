@@ -57,6 +57,7 @@ class RankCache:
                 self.manager.endpoint,
                 curve_keys=config.curve_keys,
                 server_timeout_s=config.server_timeout_s,
+                keeps_loads=True,
             )
             if num_blocks is None:
                 num_blocks = [min(tensor.shape[0] for tensor in kv_caches.values())]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexcache.config import CacheConfig
 from flexcache.config.values import reject
 
@@ -69,6 +71,23 @@ def read_rank(parallel: Any, num_replicas: int, is_replicated: bool) -> Rank:
         parallel.attn_tp_size if is_replicated else 1,
         not is_replicated or parallel.attn_tp_rank == 0,
     )
+
+
+def all_agree(params: Any, answer: bool) -> bool:
+    """Return whether every rank that looks prompts up alike says yes. Each of them must ask.
+
+    Args:
+        params: SGLang's ``CacheInitParams``.
+    """
+    groups = [
+        group
+        for group in (params.attn_cp_cache_group, params.attn_tp_cache_group)
+        if group is not None and torch.distributed.get_world_size(group) > 1
+    ]
+    vote = torch.tensor([int(answer)], dtype=torch.int)
+    for group in groups or [params.tp_cache_group]:
+        torch.distributed.all_reduce(vote, torch.distributed.ReduceOp.MIN, group)
+    return bool(vote.item())
 
 
 def read_cache_config(

@@ -16,16 +16,12 @@ class WholeLoad:
     """A launched load whose gate is opened by making this.
 
     Args:
-        num_pages: How many pages must arrive.
         cancel: Has a task end, copies under way included.
     """
 
-    def __init__(
-        self, client: KVTPClient, task_id: int, num_pages: int, cancel: Callable[[int], None]
-    ) -> None:
+    def __init__(self, client: KVTPClient, task_id: int, cancel: Callable[[int], None]) -> None:
         self._client = client
         self._task_id = task_id
-        self._num_pages = num_pages
         self._cancel = cancel
         self._num_ok: int | None = None
         client.open_gates([task_id])
@@ -42,7 +38,7 @@ class WholeLoad:
             if self._num_ok is not None or left_s <= 0:
                 break
             self._client.wait_ended(left_s, [self._task_id])
-        return self._num_ok == self._num_pages
+        return bool(self._num_ok)  # all or nothing
 
     def give_up(self) -> None:
         """End the load: no copy runs afterwards, and none starts."""

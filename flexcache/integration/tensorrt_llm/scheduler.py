@@ -12,6 +12,8 @@ from typing import Any
 
 from flexcache.errors import InternalError
 from flexcache.integration.layerwise_rule import LayerwiseRule
+from flexcache.integration.safe_calls import safely
+from flexcache.integration.tensorrt_llm.addresses import announce, withdraw
 from flexcache.integration.tensorrt_llm.calls import RequestCalls
 from flexcache.integration.tensorrt_llm.engine import (
     check_supported,
@@ -23,6 +25,8 @@ from flexcache.integration.tensorrt_llm.metadata import Load, StepMetadata, When
 from flexcache.integration.tensorrt_llm.requests import Get, num_computed_tokens, read_scope
 from flexcache.integration.tensorrt_llm.saves import Saves
 from flexcache.manager import KVManager
+
+_READY_TIMEOUT_S = 60.0
 
 
 class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
@@ -41,6 +45,7 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         self._layerwise = LayerwiseRule(config.layerwise_load, None)
         self.manager = KVManager(read_model_config(llm_args), config, endpoint=config.endpoint)
         self.manager.start()
+        announce(llm_args, self.manager.endpoint)
         self._cache = RequestCalls(self.manager, self._block_size)
         self._saves = Saves(self._cache, self.manager.endpoint)
         self._gets: dict[int, Get] = {}
@@ -184,7 +189,12 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
         self._drop(request.request_id)
 
     def wait_for_initialization(self) -> None:
-        """Do nothing: the ranks register when the first step tells them where."""
+        """Wait until the rank of this process has registered, so that the first request can hit.
+
+        Ranks of other processes register when the first step tells them where.
+        """
+        if self._is_one_rank:
+            safely(self.manager.wait_ready, _READY_TIMEOUT_S)
 
     def check_idle(self) -> None:
         """Raise `InternalError` if a request is still remembered; all must have ended."""
@@ -193,4 +203,5 @@ class FlexCacheConnectorScheduler(KvCacheConnectorScheduler):  # type: ignore[mi
 
     def shutdown(self) -> None:
         self._saves.close()
+        withdraw(self.manager.endpoint)
         self.manager.shutdown()

@@ -18,6 +18,7 @@ import torch
 
 from flexcache.client.rank import KVTPClient
 from flexcache.errors import LoadLostError
+from flexcache.integration.tensorrt_llm import addresses
 from flexcache.integration.tensorrt_llm.engine import (
     check_supported,
     describe_settings,
@@ -36,6 +37,7 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         check_supported(llm_args)
+        self._llm_args = llm_args
         self._settings = describe_settings(llm_args)
         self._config = read_cache_config(llm_args)
         self._rank = mpi_rank()
@@ -55,14 +57,19 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
     # -- registration ----------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
-        self._kv = split_pool(kv_cache_tensor)
+        self._lend(split_pool(kv_cache_tensor))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        self._kv = split_regions(layout)
+        self._lend(split_regions(layout))
 
-    def _connect(self, endpoint: str) -> None:
-        """Lend the tensors to the cache, whose address comes with the first step."""
-        assert self._kv is not None
+    def _lend(self, kv: LayerTensors) -> None:
+        """Lend the tensors to the cache: now, or when the first step says where it is."""
+        self._kv = kv
+        endpoint = addresses.find(self._llm_args)
+        if endpoint is not None:
+            self._connect(kv, endpoint)
+
+    def _connect(self, kv: LayerTensors, endpoint: str) -> None:
         self._endpoint = endpoint
         self.client = KVTPClient(
             endpoint,
@@ -72,7 +79,7 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             keeps_loads=True,
         )
         self.client.register_kv_caches(
-            self._kv.tensors, layout_description=f"{self._settings}, {self._kv.description}"
+            kv.tensors, layout_description=f"{self._settings}, {kv.description}"
         )
 
     # -- steps -----------------------------------------------------------------------------------
@@ -82,7 +89,7 @@ class FlexCacheConnectorWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         assert isinstance(metadata, StepMetadata)
         self._news = metadata
         if self.client is None and self._kv is not None:
-            self._connect(metadata.endpoint)
+            self._connect(self._kv, metadata.endpoint)
 
     def start_load_kv(self, stream: Any) -> None:
         """Begin the step's loads, behind what is queued on ``stream``."""
