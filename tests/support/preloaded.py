@@ -37,6 +37,7 @@ def make_imports(environment: Mapping[str, str], *modules: str) -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # else each process would walk these objects, and so copy their pages
+    vars(gc)["unfreeze"] = lambda: None  # which vLLM calls when an engine ends
 
 
 class ForkedProcess:

@@ -10,6 +10,8 @@ import pytest
 from engines import ENGINE_ENV, Engine, engine_arguments
 from paths import MODELS
 
+os.environ.update(ENGINE_ENV)  # before vLLM is imported: OpenMP would wait on every core for work
+
 collect_ignore: list[str] = []
 try:
     import vllm  # noqa: F401
@@ -29,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """One engine for the whole session, in this process."""
     probe_dir = tmp_path_factory.mktemp("probe")
-    os.environ.update(ENGINE_ENV, VLLM_ENABLE_V1_MULTIPROCESSING="0", KV_PROBE_DIR=str(probe_dir))
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", KV_PROBE_DIR=str(probe_dir))
     from make_models import make_model
     from vllm import LLM
     from vllm.config import KVEventsConfig

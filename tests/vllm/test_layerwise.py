@@ -233,7 +233,7 @@ def test_a_request_that_ends_with_its_first_token_leaves_nothing_behind(
     engine.settle()
     engine.scheduler.connector._scheduler.check_idle()
     worker = get_kv_transfer_group()._worker
-    assert not (worker._loads or worker.client._gates.has_ended or client_worker().layer_loads)
+    assert not (worker._loads or worker.client.wait_ended(0) or client_worker().layer_loads)
     assert engine.manager.stats()["tiers"]["CPU"]["leased"] == 0
 
 

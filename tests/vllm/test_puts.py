@@ -48,7 +48,7 @@ def _clean(engine: Engine) -> Iterator[None]:
     deadline_s = time.monotonic() + 60
     while worker._stores and time.monotonic() < deadline_s:
         worker.take_received()  # after a reset no step does that
-    assert not (worker._stores or worker.client._gates.has_ended)
+    assert not (worker._stores or worker.client.wait_ended(0))
 
 
 @pytest.fixture
