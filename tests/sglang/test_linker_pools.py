@@ -103,3 +103,55 @@ def check_replicated(directory: str) -> None:
 
 def test_one_rank_stores_latents_and_all_load_them(tmp_path: Path) -> None:
     apart(check_replicated, str(tmp_path))
+
+
+def check_tails() -> None:
+    import sglang_pools
+
+    pool = sglang_pools.windows_pool()
+    size = pool.page_size
+    to_window = torch.zeros(sglang_pools.NUM_SLOTS + size, dtype=torch.int64)
+    params = sglang_pools.make_params(
+        pool, translate_loc_from_full_to_swa=lambda slots: to_window[slots]
+    )
+    linker = sglang_pools.make_linker(params, "FULL SWA", tp_size=2)
+    full = [*pool.full_kv_pool.k_buffer, *pool.full_kv_pool.v_buffer]
+    window = [*pool.swa_kv_pool.k_buffer, *pool.swa_kv_pool.v_buffer]
+    sglang_pools.fill([*full, *window], 1)
+    # Two nodes: their ends are where a prompt may be resumed. The window has three pages.
+    to_window[slots_of([3, 7, 4], size)] = slots_of([5, 1, 2], size)
+    store(linker, [transfer("KV", slots_of([3, 7, 4], size), KEYS[:3])])
+    to_window[slots_of([9, 2], size)] = slots_of([8, 3], size)
+    linker.parent_key, linker.num_before = KEYS[2], 3
+    linker.path = lambda: (KEYS[:3], slots_of([3, 7, 4, 9, 2], size))
+    store(linker, [transfer("KV", slots_of([9, 2], size), KEYS[3:])])
+    wanted = [tensor[slots_of([3, 7, 4], size)].clone() for tensor in full]
+    wanted += [tensor[slots_of([5, 1, 2], size)].clone() for tensor in window]
+    sglang_pools.fill([*full, *window], 2)
+
+    linker.parent_key, linker.num_before = None, 0
+    assert linker.lookup("request", [transfer("KV")]) == [3, 5]
+    load = [
+        transfer("KV", slots_of([11, 12, 13], size), KEYS[:3]),
+        transfer("SWA", slots_of([7, 6, 4], size), KEYS[:3]),
+    ]
+    assert linker.load("request", load)  # another rank has no more
+    index = linker.start_layer_wise_loading()
+    assert linker.finish_layer_wise_loading(index)
+    got = [tensor[slots_of([11, 12, 13], size)] for tensor in full]
+    got += [tensor[slots_of([7, 6, 4], size)] for tensor in window]
+    for after, before in zip(got, wanted, strict=True):
+        assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
+    to_window[slots_of([4], size)] = 0  # SGLang has let the window pass
+    linker.path = None
+    others = ["f1" * 32, "f2" * 32, "f3" * 32]
+    store(linker, [transfer("KV", slots_of([3, 7, 4], size), others)])
+    assert linker.lookup("other", [transfer("KV", keys=others)]) == []
+    linker.reset()
+    assert linker.cache.manager.stats()["tiers"]["CPU"]["leased"] == 0
+    linker.cache.manager.check()
+    linker.close()
+
+
+def test_look_ups_offer_the_other_ranks_every_place_with_a_tail() -> None:
+    apart(check_tails)

@@ -40,6 +40,15 @@ def dsa_pool() -> Any:
     )  # fmt: skip
 
 
+def windows_pool() -> Any:
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    return SWAKVPool(
+        size_swa=10 * PAGE, head_num=2, head_dim=8, swa_attention_layer_ids=[0, 2],
+        full_attention_layer_ids=[1, 3], **_COMMON,
+    )  # fmt: skip
+
+
 def fill(tensors: Sequence[torch.Tensor], seed: int) -> None:
     """Fill tensors with random bytes."""
     random = torch.Generator().manual_seed(seed)
@@ -72,6 +81,9 @@ def make_linker(
 
     from flexcache.integration.sglang import FlexCacheLinker
 
+    if not torch.distributed.is_initialized():  # each rank votes alone
+        votes = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=votes, rank=0, world_size=1)
     with _rank(tp_rank, tp_size) as settings:
         return FlexCacheLinker(
             settings,
