@@ -74,7 +74,7 @@ class FailingCopier:
 
     def start(
         self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, kind: OpKind,
-        after: None,
+        after: None, urgent: bool = False,
     ) -> Landed:  # fmt: skip
         self.reach("start")
         self._copier.start(destinations, sources, sizes, kind, after)

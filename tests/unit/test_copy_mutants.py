@@ -24,13 +24,14 @@ from flexcache.errors import FlexCacheError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index
-from flexcache.transfer.workers import copy_check, device
+from flexcache.transfer.workers import copy_check, device, in_flight
 from flexcache.transfer.workers.copy_choice import CopyWay
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.copy_driver import CudaDriver
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.cuda_streams import CudaStreams
 from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.layer_load import LayerLoad
 
 
@@ -87,6 +88,16 @@ def opened_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
         layouts = [on_worker.layout_of(memory.lend(tensors))]
         with on_worker.open_worker(memory, layouts, segment) as worker:
             yield {"tensors": tensors, "segment": segment, "worker": worker}
+
+
+@contextmanager
+def opened_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
+    size = bytes_per_index(on_worker.make_tensors())
+    monkeypatch.setattr(device, "_PIECE_BYTES", size)
+    monkeypatch.setattr(in_flight, "MOST_BYTES", size + 1)
+    with HostSegment.create(size, on_worker.NUM_HOST_BLOCKS) as segment:
+        segment.map()
+        yield {"segment": segment}
 
 
 def mutate(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
@@ -159,8 +170,8 @@ ON_RIG = [
 
 
 ON_WORKER = [
-    Mutant("an op is done when it was started", DeviceWorker, "_has_landed",
-           "return moving.landed.query()", "return True",
+    Mutant("an op is done when it was started", InFlight, "_has_landed",
+           "return piece.landed.query()", "return True",
            on_worker.test_blocks_come_back_byte_for_byte_in_other_slots_and_nothing_else_changes),
     Mutant("a layer is used before it has landed", LayerLoad, "_wait",
            "landed.wait()", "pass",
@@ -177,6 +188,23 @@ ON_DRIVER = [
            on_driver.test_single_copies_of_pinned_memory_keep_the_interpreter_lock, (True,)),
 ]  # fmt: skip
 
+ON_PIECES = [
+    Mutant("M2: all that is waiting is queued at once", InFlight, "has_room",
+           "if kind is OpKind.D2H:", "if True: return True\n    if kind is OpKind.D2H:",
+           on_worker.test_a_large_op_is_queued_in_pieces_and_few_are_in_flight),
+    Mutant("M2: a load by layer comes behind other loads", InFlight, "has_room",
+           "0 if urgent else _bytes_of(self._loads)", "_bytes_of(self._loads)",
+           on_worker.test_a_load_by_layer_does_not_wait_for_a_large_load),
+    Mutant("an op that was dropped goes on", DeviceWorker, "_end_dropped",
+           "del self._in_pieces[kind]", "continue",
+           on_worker.test_an_op_that_must_not_go_on_ends_when_what_was_queued_has_landed,
+           ("drop",)),
+    Mutant("an op has ended before its pieces have landed", InFlight, "end",
+           "[] if op.num_in_flight else [_done(op)]", "[_done(op)]",
+           on_worker.test_an_op_that_must_not_go_on_ends_when_what_was_queued_has_landed,
+           ("refuse",)),
+]  # fmt: skip
+
 ON_SECOND_GPU = Mutant(
     "H1: a thread works with the first GPU as its current device", CudaStreams, "bind",
     "torch.cuda.set_device(self.device)", "pass",
@@ -189,6 +217,7 @@ ON_SECOND_GPU = Mutant(
     [
         *((mutant, opened_rig) for mutant in ON_RIG),
         *((mutant, opened_worker) for mutant in ON_WORKER),
+        *((mutant, opened_pieces) for mutant in ON_PIECES),
         *((mutant, opened_gpu) for mutant in (ON_SECOND_GPU, *ON_DRIVER)),
     ],
     ids=lambda value: value.name if isinstance(value, Mutant) else "",

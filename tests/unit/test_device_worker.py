@@ -20,10 +20,11 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
 from flexcache.transfer.group_ids import name_blocks
 from flexcache.transfer.messages import Done, Execute, pack_ids
-from flexcache.transfer.workers import device
+from flexcache.transfer.workers import device, in_flight
 from flexcache.transfer.workers.copier import open_copier
 from flexcache.transfer.workers.copy_cpu import CpuCopier
 from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.permit import CopyPermit
 
 Tensors = dict[str, torch.Tensor]
 
@@ -386,7 +387,7 @@ class LateCopier:
 
     def start(
         self, destinations: np.ndarray, sources: np.ndarray, sizes: np.ndarray, kind: OpKind,
-        after: FakeFence | None,
+        after: FakeFence | None, urgent: bool = False,
     ) -> FakeFence:  # fmt: skip
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
@@ -495,6 +496,103 @@ def test_closing_the_worker_closes_its_copier(segment: HostSegment) -> None:
     worker, copier = late_worker(segment)
     worker.close()
     assert copier.closed
+
+
+# -- copies in flight ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_block_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op is copied block by block, with at most two blocks of a direction in flight."""
+    size = bytes_per_index(make_tensors())
+    monkeypatch.setattr(device, "_PIECE_BYTES", size)
+    monkeypatch.setattr(in_flight, "MOST_BYTES", size + 1)
+
+
+def land(copier: LateCopier, *places: int) -> None:
+    for place in places:
+        copier.started[place][2].is_past = True
+
+
+@pytest.mark.usefixtures("one_block_pieces")
+def test_a_large_op_is_queued_in_pieces_and_few_are_in_flight(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.execute(load(1, [0, 1, 2, 3], [0, 1, 2, 3]))
+    worker.execute(store(2, [4], [4]))
+    for _ in range(5):
+        assert worker.advance() == []
+    kinds = [kind for kind, _, _ in copier.started]
+    assert kinds == [OpKind.H2D, OpKind.H2D, OpKind.D2H]
+    assert worker.only_waits
+    land(copier, 0)
+    worker.advance()
+    assert not worker.only_waits
+    worker.advance()
+    assert len(copier.started) == 4
+    land(copier, 1, 2, 3)
+    assert worker.advance() == [Done(2, 1)]
+    worker.advance()
+    land(copier, 4)
+    assert worker.advance() == [Done(1, 4)]
+    assert not worker.has_work
+    assert len(copier.started) == 5
+
+
+@pytest.mark.usefixtures("one_block_pieces")
+@pytest.mark.parametrize("end", ["drop", "revoke", "refuse"])
+def test_an_op_that_must_not_go_on_ends_when_what_was_queued_has_landed(
+    segment: HostSegment, end: str
+) -> None:
+    copier, words = LateCopier(), memoryview(bytearray(16)).cast("Q")
+    permit = CopyPermit(words)
+    worker = DeviceWorker([layout_of(make_tensors())], segment, copier, permit)
+    worker.execute(load(1, [0, 1, 2, 3], [0, 1, 2, 3]))
+    worker.advance()
+    if end == "drop":
+        worker.drop(1)
+    elif end == "revoke":
+        words[0] = 1
+    else:
+        copier.refusal = "CUDA error: invalid argument"
+    assert worker.advance() == []
+    assert len(copier.started) == 1
+    assert worker.has_work
+    land(copier, 0)
+    [done] = run_dry(worker)
+    assert (done.op_id, done.num_ok) == (1, 0)
+    assert done.error
+    assert worker.abandon("over") == []
+
+
+@pytest.mark.usefixtures("one_block_pieces")
+def test_a_load_by_layer_does_not_wait_for_a_large_load(segment: HostSegment) -> None:
+    worker, copier = late_worker(segment)
+    worker.execute(load(1, [0, 1, 2, 3], [0, 1, 2, 3]))
+    for _ in range(3):
+        worker.advance()
+    assert len(copier.started) == 2
+    watched = worker.load_by_layer(2, 1)
+    worker.execute(order(5, OpKind.H2D, [4], [4], gated=True, task_id=2))
+    worker.advance()
+    assert len(copier.started) == 3
+    assert watched.wait_all(0)
+    land(copier, 2)
+    assert worker.advance() == [Done(5, 1)]
+    assert [done.op_id for done in worker.abandon("over")] == [1]
+
+
+@pytest.mark.usefixtures("one_block_pieces")
+def test_an_op_in_pieces_brings_all_blocks_back(
+    tensors: Tensors, segment: HostSegment, worker: DeviceWorker
+) -> None:
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    worker.execute(store(1, [6, 0, 3, 1], [4, 1, 2, 0]))
+    assert run_dry(worker) == [Done(1, 4)]
+    worker.execute(load(2, [2, 4, 1, 0], [1, 2, 5, 4]))
+    assert run_dry(worker) == [Done(2, 4)]
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor[[1, 2, 5, 4]], before[name][[3, 6, 0, 1]])
+        assert torch.equal(tensor[[0, 3, 6]], before[name][[0, 3, 6]])
 
 
 # -- loads by layer ------------------------------------------------------------------------------
@@ -672,8 +770,10 @@ def test_a_part_that_cannot_start_loses_the_load_and_giving_up_queues_behind_the
     worker.execute(load(1, [0], [0], gated=True))
     worker.advance()
     copier.refusal = "CUDA error: invalid argument"
-    assert worker.advance() == [Done(1, 0, error="CUDA error: invalid argument")]
+    assert worker.advance() == []
     assert not watched.wait_layer("layer 0", 60)
+    land(copier, 0)
+    assert worker.advance() == [Done(1, 0, error="CUDA error: invalid argument")]
     watched.give_up()
     assert copier.started[0][2].num_waits == 1
     assert not worker.has_work

@@ -47,9 +47,12 @@ class Copier(Protocol):
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: Fence | None,
+        after: Fence | None, urgent: bool = False,
     ) -> Fence | None:  # fmt: skip
         """Start the copies; return the point at which they have landed, or None if they are done.
+
+        Args:
+            urgent: A load by layer, which does not queue behind other loads.
 
         Raises:
             DeviceLostError: No copy will succeed any more.

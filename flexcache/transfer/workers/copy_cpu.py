@@ -50,7 +50,7 @@ class CpuCopier:
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: object,
+        after: object, urgent: bool = False,
     ) -> None:  # fmt: skip
         """Copy everything. Raises `TaskRevokedError` if the permit is revoked during the copy."""
         self._copy(*merge_runs(destinations, sources, sizes), self._permit)

@@ -8,8 +8,9 @@ a copy never overtakes queued work on the same slots.
 A load that the engine waits for layer by layer (`load_by_layer`) is copied in parts of one or more
 layers, before all other ops; concurrent ones take turns, so that all get their first layers first.
 
-An op of a revoked task ends with nothing moved; a copy on the CPU stops between two pieces
-(`permit`). On a GPU everything that was started lands, even while the process is stopped.
+Ops are copied in pieces, and few of them are queued at a time (`in_flight`). An op of a revoked
+task, or one that is dropped, stops after the pieces that were started; on a GPU those land even
+while the process is stopped.
 
 `DeviceWorker` is driven by one thread (`client.rank`); only methods marked thread-safe may be
 called from another. It has no sockets.
@@ -19,8 +20,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from flexcache.errors import DeviceLostError
 from flexcache.ids import OpKind
@@ -28,19 +29,13 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.copier import Copier, Fence
+from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.layer_load import LayerLoad
 from flexcache.transfer.workers.op_copies import Copies, OpAddresses, OpCopies
 from flexcache.transfer.workers.permit import CopyPermit
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
-
-
-@dataclass(frozen=True, slots=True)
-class _Moving:
-    op_id: int
-    num_blocks: int
-    landed: Fence
-    kind: OpKind
+_PIECE_BYTES = 32 << 20
 
 
 class DeviceWorker:
@@ -67,14 +62,14 @@ class DeviceWorker:
         self._addresses = OpAddresses(layouts, segment, blocks_per_unit, may_skip)
         self._copier = copier
         self._permit = permit or CopyPermit()
-        self.failure: str | None = None
-        """Why it is unknown what has landed. After that, only `close` and `abandon` may follow."""
+        self._lost: str | None = None
         self._loads_by_layer: deque[Execute] = deque()
         self._loads: deque[Execute] = deque()
         self._stores: deque[Execute] = deque()
         self._parked: dict[int, list[Execute]] = {}  # task id -> ops behind its gate
         self._in_parts: list[OpCopies] = []
-        self._moving: list[_Moving] = []
+        self._in_pieces: dict[OpKind, OpCopies] = {}
+        self._in_flight = InFlight()
         self._dropped: dict[int, None] = {}
         self._gates: dict[int, Fence | None] = {}
         self._layer_loads: dict[int, LayerLoad] = {}
@@ -82,20 +77,19 @@ class DeviceWorker:
         self._gate_lock = threading.Lock()
 
     @property
+    def failure(self) -> str | None:
+        """Why it is unknown what has landed. After that, only `close` and `abandon` may follow."""
+        return self._lost or self._in_flight.failure
+
+    @property
     def has_work(self) -> bool:
         """Whether `advance` has something to do or to wait for now."""
-        return self._has_to_start or bool(self._moving)
+        return bool(self._dropped or self._in_flight) or self._next_start() is not None
 
     @property
     def only_waits(self) -> bool:
-        """Whether the only work left is waiting for copies to land."""
-        return bool(self._moving) and not self._has_to_start
-
-    @property
-    def _has_to_start(self) -> bool:
-        return bool(
-            self._loads_by_layer or self._in_parts or self._loads or self._stores or self._dropped
-        )
+        """Whether the only work left for now is waiting for copies to land."""
+        return bool(self._in_flight) and not self._dropped and self._next_start() is None
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let ops of these tasks start, after the work the engine has queued. Thread-safe."""
@@ -167,30 +161,25 @@ class DeviceWorker:
         self._release_parked()
         done = self._end_dropped()
         # On the CPU a start is the whole copy: one per turn, so that messages get through.
-        if self._loads_by_layer:
-            done.extend(self._start(self._loads_by_layer.popleft()))
-        elif self._in_parts:
-            copies = min(self._in_parts, key=lambda copies: copies.num_started)
-            done.extend(self._start_part(copies, self._layer_load(copies.message)))
-        elif queue := self._loads or self._stores:
-            done.extend(self._start(queue.popleft()))
-        still_moving: list[_Moving] = []
-        late: set[OpKind] = set()
-        for moving in self._moving:  # ops are reported in the order in which they were started
-            if moving.kind not in late and self._has_landed(moving):
-                done.append(Done(moving.op_id, moving.num_blocks))
-            else:
-                late.add(moving.kind)
-                still_moving.append(moving)
-        self._moving = still_moving
+        if (start := self._next_start()) is not None:
+            done.extend(start())
+        done.extend(self._in_flight.take_landed())
         return done
 
-    def _has_landed(self, moving: _Moving) -> bool:
-        try:
-            return moving.landed.query()
-        except Exception as error:  # the driver or its wrapper may raise any class
-            self.failure = f"{type(error).__name__}: {error}"
-            return False
+    def _next_start(self) -> Callable[[], list[Done]] | None:
+        """Return what is to be started next, if it may be now."""
+        has_room = self._in_flight.has_room
+        if has_room(OpKind.H2D, urgent=True):
+            if self._loads_by_layer:
+                return self._start_by_layer
+            if self._in_parts:
+                return self._start_part
+        has_layers = bool(self._loads_by_layer or self._in_parts)
+        for kind, queue in ((OpKind.H2D, self._loads), (OpKind.D2H, self._stores)):
+            has_to_wait = has_layers and kind is OpKind.H2D
+            if (queue or kind in self._in_pieces) and not has_to_wait and has_room(kind):
+                return partial(self._start_piece, kind)
+        return None
 
     def _release_parked(self) -> None:
         if not self._parked:
@@ -211,44 +200,63 @@ class DeviceWorker:
                 queue.remove(message)
                 ended.append(self._failed(message, "dropped before it started"))
         self._parked = {task: ops for task, ops in self._parked.items() if ops}
+        for kind, op in list(self._in_pieces.items()):
+            if op.message.op_id in self._dropped:
+                del self._in_pieces[kind]
+                ended += self._in_flight.end(op, "dropped before all of it was copied")
         self._dropped = {}
         return ended
 
-    def _start(self, message: Execute) -> list[Done]:
-        by_layer = self._layer_load(message)
+    def _start_piece(self, kind: OpKind) -> list[Done]:
+        """Start a piece of the op of this kind that is next."""
+        op = self._in_pieces.pop(kind, None)
+        if op is None:
+            message = (self._loads if kind is OpKind.H2D else self._stores).popleft()
+            try:
+                op = self._addresses.copies_of(message)
+            except ValueError as error:
+                return [self._failed(message, str(error))]
+            if op.is_empty:
+                return self._in_flight.end(op)
         try:
-            copies = self._addresses.copies_of(message)
-            if by_layer is not None:
-                copies.require_whole(by_layer.num_blocks)
+            self._start_copies(op, op.take(_PIECE_BYTES), urgent=False)
+        except Exception as error:  # the driver or a compiler may raise any class
+            return self._fail(op, error)
+        if op.is_over:
+            return self._in_flight.end(op)
+        self._in_pieces[kind] = op
+        return []
+
+    def _start_by_layer(self) -> list[Done]:
+        """Start the first layers of the load by layer that is next."""
+        message = self._loads_by_layer.popleft()
+        load = self._layer_load(message)
+        try:
+            op = self._addresses.copies_of(message)
+            if load is not None:
+                op.require_whole(load.num_blocks)
         except ValueError as error:
             return [self._failed(message, str(error))]
-        if by_layer is not None:
-            self._in_parts.append(copies)
-            return self._start_part(copies, by_layer)
-        if copies.is_empty:
-            return [Done(message.op_id, copies.num_units)]
-        try:
-            landed = self._start_copies(message, copies.take_all())
-        except Exception as error:  # the driver or a compiler may raise any class
-            return [self._not_started(message, error)]
-        return self._started(copies, landed)
+        self._in_parts.append(op)
+        return self._start_part(op)
 
-    def _start_part(self, copies: OpCopies, load: LayerLoad | None) -> list[Done]:
-        """Start the next layers of a load by layer."""
-        message, stop = copies.message, self._part_end(copies)
+    def _start_part(self, op: OpCopies | None = None) -> list[Done]:
+        """Start the next layers of a load by layer: of the one that has the fewest, by default."""
+        op = op or min(self._in_parts, key=lambda op: op.num_started)
+        stop, load = self._part_end(op), self._layer_load(op.message)
         if load is None or not load.begin_part():
-            self._in_parts.remove(copies)
-            return [self._failed(message, "the engine no longer waits for it")]
+            self._in_parts.remove(op)
+            return self._fail(op, "the engine no longer waits for it")
         try:
-            landed = self._start_copies(message, copies.take_until(stop))
+            landed = self._start_copies(op, op.take_until(stop), urgent=True)
         except Exception as error:
-            self._in_parts.remove(copies)
-            return [self._not_started(message, error)]
+            self._in_parts.remove(op)
+            return self._fail(op, error)
         load.part_started(stop, landed)
         if stop < len(self._layouts[0].sizes):
             return []
-        self._in_parts.remove(copies)
-        return self._started(copies, landed)
+        self._in_parts.remove(op)
+        return self._in_flight.end(op)
 
     def _part_end(self, copies: OpCopies) -> int:
         """Return the first end of a layer that makes the next part large enough, or the last."""
@@ -258,27 +266,27 @@ class DeviceWorker:
         inner = (end for end in ends[:-1] if end > copies.num_started and offsets[end] >= enough)
         return next(inner, ends[-1])
 
-    def _start_copies(self, message: Execute, copies: Copies) -> Fence | None:
+    def _start_copies(self, op: OpCopies, copies: Copies, urgent: bool) -> Fence | None:
+        message = op.message
         self._permit.task_id = message.task_id
         self._permit.check()
         with self._gate_lock:
             after = self._gates.get(message.task_id)
         if after is None:  # not gated: ordered after the work on the default stream so far
             after = self._copier.fence()
-        return self._copier.start(*copies, message.kind, after)
+        landed = self._copier.start(*copies, message.kind, after, urgent)
+        if landed is not None:
+            self._in_flight.add(op, int(copies[2].sum()), landed, urgent)
+        return landed
 
-    def _started(self, copies: OpCopies, landed: Fence | None) -> list[Done]:
-        """Record that all copies of an op were started; the last of them land with ``landed``."""
-        if landed is None:
-            return [Done(copies.message.op_id, copies.num_units)]
-        message = copies.message
-        self._moving.append(_Moving(message.op_id, copies.num_units, landed, message.kind))
-        return []
-
-    def _not_started(self, message: Execute, error: Exception) -> Done:
+    def _fail(self, op: OpCopies, error: Exception | str) -> list[Done]:
+        """End an op that cannot go on, once what was started has landed."""
         if isinstance(error, DeviceLostError):
-            self.failure = str(error)
-        return self._failed(message, str(error))
+            self._lost = str(error)
+        load = self._layer_load(op.message)
+        if load is not None:
+            load.end()
+        return self._in_flight.end(op, str(error))
 
     def _failed(self, message: Execute, reason: str) -> Done:
         load = self._layer_load(message)
@@ -304,6 +312,6 @@ class DeviceWorker:
         """End all unfinished ops. The worker must be closed."""
         queues = (self._loads_by_layer, self._loads, self._stores, *self._parked.values())
         op_ids = [message.op_id for queue in queues for message in queue]
-        op_ids += [copies.message.op_id for copies in self._in_parts]
-        op_ids += [moving.op_id for moving in self._moving]
-        return [Done(op_id, 0, error=reason) for op_id in op_ids]
+        begun = [*self._in_parts, *self._in_pieces.values(), *self._in_flight.ops]
+        op_ids += [op.message.op_id for op in begun]
+        return [Done(op_id, 0, error=reason) for op_id in dict.fromkeys(op_ids)]

@@ -60,7 +60,14 @@ class OpCopies:
     """GPU blocks to be copied."""
     groups: list[_GroupCopies]
     num_started: int = 0
-    """Segments whose copies were taken."""
+    """Segments whose copies were taken; or copies, if all segments are taken together."""
+    num_in_flight: int = 0
+    """Pieces that were queued and have not landed."""
+    is_over: bool = False
+    """Whether no more of it will be queued."""
+    failure: str | None = None
+    _all: Copies | None = None
+    _ends: Addresses | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -73,11 +80,24 @@ class OpCopies:
                 f"{self.num_blocks} of {num_blocks} blocks cannot be loaded layer by layer"
             )
 
-    def take_all(self) -> Copies:
-        taken = [group.columns(slice(None)) for group in self.groups]
-        if len(taken) == 1:
-            return taken[0]
-        destinations, sources, sizes = zip(*taken, strict=True)
+    def take(self, num_bytes: int) -> Copies:
+        """Return the next copies of all segments: this many bytes, but at least one copy. Without
+        more to take, `is_over`."""
+        if self._all is None or self._ends is None:
+            self._all = self._join()
+            self._ends = np.cumsum(self._all[2])
+        first, ends = self.num_started, self._ends
+        taken = int(ends[first - 1]) if first else 0
+        stop = max(first + 1, int(np.searchsorted(ends, taken + num_bytes, side="right")))
+        self.num_started, self.is_over = stop, stop >= len(ends)
+        destinations, sources, sizes = self._all
+        return destinations[first:stop], sources[first:stop], sizes[first:stop]
+
+    def _join(self) -> Copies:
+        groups = [group.columns(slice(None)) for group in self.groups]
+        if len(groups) == 1:
+            return groups[0]
+        destinations, sources, sizes = zip(*groups, strict=True)
         return np.concatenate(destinations), np.concatenate(sources), np.concatenate(sizes)
 
     def take_until(self, stop: int) -> Copies:

@@ -1,0 +1,111 @@
+"""Copies on their way, and how many bytes of them there may be.
+
+A GPU makes queued copies in its own order and cannot be told to stop. So only a few milliseconds'
+worth of each direction is queued: a load by layer comes soon after it was asked for, and an op that
+is dropped or revoked stops soon.
+
+    op      | piece | piece | piece |        in flight: at most `MOST_BYTES` of a direction
+              landed  queued   not yet
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from flexcache.ids import OpKind
+from flexcache.transfer.messages import Done
+from flexcache.transfer.workers.copier import Fence
+from flexcache.transfer.workers.op_copies import OpCopies
+
+MOST_BYTES = 128 << 20
+"""2.5 ms at 50 GB/s. A thread that must wait a switch interval (5 ms) for the interpreter lock
+before it queues more still keeps half of the link busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    op: OpCopies
+    num_bytes: int
+    landed: Fence
+
+
+class InFlight:
+    """Pieces of ops that were queued and have not landed, in the order of each stream.
+
+    Attributes:
+        failure: Why it is unknown what has landed, if it is.
+    """
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        self._loads_by_layer: deque[_Piece] = deque()
+        self._loads: deque[_Piece] = deque()
+        self._stores: deque[_Piece] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._loads_by_layer or self._loads or self._stores)
+
+    @property
+    def ops(self) -> list[OpCopies]:
+        streams = (self._loads_by_layer, self._loads, self._stores)
+        return [piece.op for pieces in streams for piece in pieces]
+
+    def has_room(self, kind: OpKind, urgent: bool = False) -> bool:
+        """Whether more may be queued; loads by layer do not count other loads."""
+        if kind is OpKind.D2H:
+            return _bytes_of(self._stores) < MOST_BYTES
+        ahead = 0 if urgent else _bytes_of(self._loads)
+        return ahead + _bytes_of(self._loads_by_layer) < MOST_BYTES
+
+    def add(self, op: OpCopies, num_bytes: int, landed: Fence, urgent: bool) -> None:
+        """Record a piece that was queued."""
+        op.num_in_flight += 1
+        self._stream(op.message.kind, urgent).append(_Piece(op, num_bytes, landed))
+
+    def end(self, op: OpCopies, failure: str | None = None) -> list[Done]:
+        """End an op of which no more will be queued: now, or when what is in flight has landed."""
+        op.is_over, op.failure = True, failure
+        return [] if op.num_in_flight else [_done(op)]
+
+    def take_landed(self) -> list[Done]:
+        """Return the ops that have ended, in the order of each stream."""
+        done = []
+        for pieces in (self._loads_by_layer, self._loads, self._stores):
+            while pieces and self._has_landed(pieces[0]):
+                op = pieces.popleft().op
+                op.num_in_flight -= 1
+                if op.is_over and not op.num_in_flight:
+                    done.append(_done(op))
+        return done
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless all is consistent."""
+        counts: dict[int, int] = {}
+        for op in self.ops:
+            counts[id(op)] = counts.get(id(op), 0) + 1
+        for op in self.ops:
+            assert op.num_in_flight == counts[id(op)]
+        assert all(piece.op.message.kind is OpKind.D2H for piece in self._stores)
+
+    def _stream(self, kind: OpKind, urgent: bool) -> deque[_Piece]:
+        if kind is OpKind.D2H:
+            return self._stores
+        return self._loads_by_layer if urgent else self._loads
+
+    def _has_landed(self, piece: _Piece) -> bool:
+        try:
+            return piece.landed.query()
+        except Exception as error:  # the driver or its wrapper may raise any class
+            self.failure = f"{type(error).__name__}: {error}"
+            return False
+
+
+def _bytes_of(pieces: deque[_Piece]) -> int:
+    return sum(piece.num_bytes for piece in pieces)
+
+
+def _done(op: OpCopies) -> Done:
+    if op.failure is not None:
+        return Done(op.message.op_id, 0, error=op.failure)
+    return Done(op.message.op_id, op.num_units)
