@@ -130,7 +130,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._calls, self._tables.has_tails, rank.has_peers, config.match_ttl_s / 2
         )
         self._queued: dict[str, Queued] = {}
-        self._offloads = Offloads(self.cache.manager)
+        self._offloads = Offloads(self.cache)
 
     # -- loads -----------------------------------------------------------------------------------
 
