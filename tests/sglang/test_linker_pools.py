@@ -9,6 +9,8 @@ import pytest
 import torch
 from sglang_engine import apart
 
+from flexcache.errors import ConfigError
+
 NUM_PAGES = 5
 KEYS = [bytes([number]).hex() * 32 for number in range(1, NUM_PAGES + 1)]
 
@@ -155,3 +157,14 @@ def check_tails() -> None:
 
 def test_look_ups_offer_the_other_ranks_every_place_with_a_tail() -> None:
     apart(check_tails)
+
+
+def check_plugins_without_ours() -> None:
+    import sglang_pools
+
+    with pytest.raises(ConfigError, match="SGLANG_PLUGINS = 'another': must name flexcache"):
+        sglang_pools.make_linker(sglang_pools.make_params(sglang_pools.mha_pool()))
+
+
+def test_a_start_without_the_plugin_is_refused() -> None:
+    apart(check_plugins_without_ours, SGLANG_PLUGINS="another")
