@@ -67,7 +67,7 @@ class System(Protocol):
 
 class FlexCacheSystem:
     def __init__(self, directory: Path) -> None:
-        tiers = {"cpu_cache_gb": DRAM_GB, "ssd_cache_gb": SSD_GB}
+        tiers: dict[str, Any] = {"cpu_cache_gb": DRAM_GB, "ssd_cache_gb": SSD_GB}
         self.engine = TinyEngine(
             **_ENGINE, **linker_options(**tiers, ssd_cache_dirs=[str(directory)])
         )

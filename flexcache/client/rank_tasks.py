@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from flexcache.client.gates import GatedTasks
 from flexcache.client.held_loads import HeldLoads
@@ -85,10 +85,15 @@ class RankTasks:
             self._held.forget(task_ids)
         self._wake()
 
-    def wait_ended(self, timeout: float) -> bool:
-        """Wait for any gated task to end; return whether one has."""
+    def wait_ended(self, timeout: float, task_ids: Sequence[int] = ()) -> bool:
+        """Wait for any gated task to end, or for one of these; return whether one has."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._gates.has_ended, timeout)
+            return self._changed.wait_for(
+                lambda: (
+                    any(map(self._gates.is_over, task_ids)) if task_ids else self._gates.has_ended
+                ),
+                timeout,
+            )
 
     def take_ended(self, task_ids: Iterable[int]) -> dict[int, int]:
         """Return the tasks that have ended, with how many blocks arrived."""

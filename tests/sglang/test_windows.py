@@ -15,7 +15,8 @@ def engine_with_windows(ssd: str = "", **extra: Any) -> TinyEngine:
     from sglang_models import windows
 
     tiers = {"num_ssd_blocks": 400, "ssd_cache_dirs": [ssd]} if ssd else {}
-    return TinyEngine(model_path=windows(), **linker_options(num_cpu_blocks=300, **tiers, **extra))
+    extra = {"num_cpu_blocks": 300, "skip_slow_loads": False, **tiers, **extra}
+    return TinyEngine(**windows(), **linker_options(**extra))
 
 
 def kv_bytes(engine: TinyEngine, tokens: Sequence[int]) -> list[bytes]:

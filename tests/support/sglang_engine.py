@@ -80,14 +80,18 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 
 
 class TinyEngine:
-    """The one engine of this process. Requests are handed to its scheduler without sockets."""
+    """The one engine of this process. Requests are handed to its scheduler without sockets.
 
-    def __init__(self, model: str = "tiny", **more: Any) -> None:
+    Args:
+        config: As for `make_model`; see `sglang_models`.
+    """
+
+    def __init__(self, model: str = "tiny", config: Any = None, **more: Any) -> None:
         from make_models import make_model
         from sglang.srt.managers import scheduler as managers
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        model_path = more.pop("model_path", None) or str(make_model(MODELS, model))
+        model_path = str(make_model(MODELS, model, config))
         managers.load_plugins()
         settings = ServerArgs(**options(model_path=model_path, skip_tokenizer_init=True, **more))
         settings.resolve_once()

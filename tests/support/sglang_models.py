@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from make_models import make_model
-from paths import MODELS
 
 _configs: Any = transformers  # whose classes do not name all that they take
 WINDOW = 64
@@ -18,8 +16,8 @@ _BASE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def windows() -> str:
-    """Make a model of sliding windows and full attention in turn; return its path."""
+def windows() -> dict[str, Any]:
+    """Return a model of sliding windows and full attention in turn, as arguments of an engine."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     kinds = ("sliding_attention", "full_attention")
     config = _configs.MellumConfig(
@@ -27,13 +25,13 @@ def windows() -> str:
         mlp_layer_types=["dense"] * 4, moe_intermediate_size=64, num_experts=2,
         num_experts_per_tok=1, rope_parameters=dict.fromkeys(kinds, rope),
     )  # fmt: skip
-    return str(make_model(MODELS, "sglang-windows", config))
+    return {"model": "sglang-windows", "config": config}
 
 
-def states() -> str:
-    """Make a model of short convolutions, which keep a state, and full attention in turn."""
+def states() -> dict[str, Any]:
+    """Likewise of short convolutions, which keep a state, and full attention in turn."""
     config = _configs.Lfm2Config(
         **_BASE, conv_L_cache=3, conv_bias=False, layer_types=["conv", "full_attention"] * 2,
         block_auto_adjust_ff_dim=False,
     )  # fmt: skip
-    return str(make_model(MODELS, "sglang-states", config))
+    return {"model": "sglang-states", "config": config}

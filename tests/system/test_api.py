@@ -251,8 +251,12 @@ def test_gated_ops_wait_for_the_workers_gate() -> None:
         cluster.manager.launch([task_id], [cluster.slots([0, 1, 2, 3])], gated=True)
         client = cluster.clients[0]
         assert not client.wait_ended(0.2)
+        other, _ = cluster.manager.put_match(np.arange(64, 128))
+        cluster.manager.launch([other], [cluster.slots([4, 5, 6, 7])], gated=True)
         client.open_gates([task_id])
         assert client.wait_ended(30)
+        assert client.wait_ended(30, [other, task_id])
+        assert not client.wait_ended(0.2, [other])  # though the end of another was not taken
         assert client.take_ended([task_id]) == {task_id: 4}
         assert client.take_ended([task_id]) == {}
 

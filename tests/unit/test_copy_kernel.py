@@ -42,12 +42,14 @@ print("as expected")
 """
 
 COMPILED = """
-import re
+import re, subprocess, sys, tempfile
+from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from flexcache.transfer.workers import copy_kernel
 
+capability = int(sys.argv[1])
 source = ASTSource(
     copy_kernel.copy_tiles,
     {"table": "*i64", "num_runs": "i32", "RUNS": "constexpr", "LANES": "constexpr"},
@@ -55,17 +57,31 @@ source = ASTSource(
     {(0,): [["tt.divisibility", 16]]},
 )
 options = {"num_warps": copy_kernel._WARPS}
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-wide = re.findall(r"\\b(ld|st)\\.global\\.v2\\.b64", made.asm["ptx"])
-narrow = re.findall(r"\\bst\\.global\\.b64", made.asm["ptx"])
+made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+ptx = made.asm["ptx"]
+wide = re.findall(r"\\b(ld|st)\\.global\\.v2\\.b64", ptx)
+narrow = re.findall(r"\\bst\\.global\\.b64", ptx)
 assert sorted(wide) == ["ld"] * 4 + ["st"] * 4 and not narrow, (wide, narrow)
+
+nvidia = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ptxas = nvidia / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+ptxas = ptxas if ptxas.exists() else nvidia / "ptxas"
+target = re.search(r"\\.target (sm_\\w+)", ptx)[1]
+with tempfile.TemporaryDirectory() as folder:
+    file = Path(folder) / "kernel.ptx"
+    file.write_text(ptx)
+    command = [ptxas, "-v", f"--gpu-name={target}", "-o", Path(folder) / "kernel.cubin", file]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = done.stdout + done.stderr
+    registers = int(re.search(r"Used (\\d+) registers", said)[1])
+    assert registers <= 64 and "0 bytes spill stores, 0 bytes spill loads" in said, said
 print("as expected")
 """
 
 
-def run_alone(program: str, **environment: str) -> str:
+def run_alone(program: str, *arguments: str, **environment: str) -> str:
     answer = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -80,5 +96,8 @@ def test_the_kernel_copies_every_byte_and_no_other() -> None:
     assert run_alone(INTERPRETED, TRITON_INTERPRET="1") == "as expected\n"
 
 
-def test_each_thread_has_four_accesses_of_16_bytes_in_flight() -> None:
-    assert run_alone(COMPILED) == "as expected\n"
+@pytest.mark.parametrize("capability", ["80", "90", "100", "120"])
+def test_a_thread_has_four_accesses_of_16_bytes_in_flight_and_spills_nothing(
+    capability: str,
+) -> None:
+    assert run_alone(COMPILED, capability) == "as expected\n"

@@ -35,6 +35,7 @@ from flexcache.integration.sglang.offloads import Offloads
 from flexcache.integration.sglang.page_calls import PageCalls, Pages
 from flexcache.integration.sglang.page_tables import PageTables
 from flexcache.integration.sglang.parked import ParkedRequests
+from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.pinned_pages import PinnedPages
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.integration.sglang.ranks import all_agree, read_cache_config, read_rank
@@ -82,6 +83,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: dict[str, Any],
         forward_stream: Any = None,
     ) -> None:
+        check_allowed()
         self.forward_stream = forward_stream
         pages = DevicePages(params, components)
         rank = read_rank(get_parallel(), getattr(server_args, "dp_size", 1), pages.is_replicated)
@@ -128,7 +130,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._calls, self._tables.has_tails, rank.has_peers, config.match_ttl_s / 2
         )
         self._queued: dict[str, Queued] = {}
-        self._offloads = Offloads(self.cache.manager)
+        self._offloads = Offloads(self.cache)
 
     # -- loads -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from flexcache.ids import KVStatus
 from flexcache.integration.safe_calls import safely
-from flexcache.manager import KVManager
+from flexcache.integration.sglang.rank_cache import RankCache
 
 _FLUSH_PATIENCE_S = 5.0
 
@@ -14,14 +14,19 @@ _FLUSH_PATIENCE_S = 5.0
 class Offloads:
     """The offloads of one rank that SGLang has not collected."""
 
-    def __init__(self, manager: KVManager) -> None:
-        self._manager = manager
+    def __init__(self, cache: RankCache) -> None:
+        self._manager = cache.manager
+        self._client = cache.client
         self._tasks: deque[int | None] = deque()
         """None where nothing was copied."""
         self._ended: dict[int, bool] = {}
+        self._gated: set[int] = set()
+        """Tasks whose end the client keeps, with an open gate, until it is taken."""
 
     def add(self, task_id: int | None) -> None:
         self._tasks.append(task_id)
+        if task_id is not None:
+            self._gated.add(task_id)
 
     def num_completed(self) -> int:
         """Return how many have ended of those that were added first."""
@@ -32,6 +37,7 @@ class Offloads:
                 self._ended.update(dict.fromkeys(running, False))
             else:
                 self._ended.update({t: r.status is KVStatus.SUCCESS for t, r in ended.items()})
+        self._gated.difference_update(self._client.take_ended(self._gated))
         count = 0
         for task_id in self._tasks:
             if task_id is not None and task_id not in self._ended:

@@ -37,7 +37,7 @@ class WholeLoad:
             left_s = deadline_s - time.monotonic()
             if self._num_ok is not None or left_s <= 0:
                 break
-            self._client.wait_ended(left_s)
+            self._client.wait_ended(left_s, [self._task_id])
         return bool(self._num_ok)  # all or nothing
 
     def give_up(self) -> None:
