@@ -24,7 +24,7 @@ def check_block_size(subject: Subject) -> Iterator[Finding]:
     given, server = subject.vllm.block_size, subject.server
     ours = _set_block_size(subject)
     if ours is None and given is None:
-        yield ok("tokens per block: taken from vLLM")
+        yield ok("tokens per block: taken from the engine")
     elif ours is None or ours == given:
         yield ok(f"tokens per block: {given}")
     elif given is None:

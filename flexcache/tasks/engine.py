@@ -238,8 +238,8 @@ class KVTaskEngine:
         return unlaunched
 
     def close_down(self, now: float) -> None:
-        """Cancel what is open, but not writes below the GPU, and write what is dirty."""
-        self._cancel_unanswered(self._sessions.of_engines(), now)
+        """Cancel what engines can do without, and write what is dirty."""
+        self.cancel(self._sessions.dispensable(), now)
         self.cache.stores.begin_closing()
         self._runner.follow(now)
 

@@ -81,6 +81,11 @@ class Task:
         return self.launched_s is not None
 
     @property
+    def is_gated_load(self) -> bool:
+        """Whether it loads, once the engine opens its gate."""
+        return self.gated and self.plan.kind is TaskKind.GET
+
+    @property
     def gpu_ops_open(self) -> int:
         return self.open_ops[OpKind.H2D] + self.open_ops[OpKind.D2H]
 

@@ -65,6 +65,16 @@ class TaskSessions:
         """All but the internal one."""
         return [session for session in self._sessions.values() if session is not self.internal]
 
+    def dispensable(self) -> list[TaskId]:
+        """Tasks that engines can do without: neither gated loads, which they may count on, nor
+        writes below the GPU."""
+        return [
+            task_id
+            for session in self.of_engines()
+            for task_id, task in session.tasks.items()
+            if not task.is_answered and not task.is_gated_load
+        ]
+
     def forget_if_gone(self, session: Session) -> None:
         """A session that has ended is kept until the last of its tasks has."""
         if session.is_gone and not session.tasks:

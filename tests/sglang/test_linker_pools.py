@@ -10,6 +10,8 @@ import pytest
 import torch
 from sglang_engine import apart
 
+from flexcache.errors import ConfigError
+
 NUM_PAGES = 5
 KEYS = [bytes([number]).hex() * 32 for number in range(1, NUM_PAGES + 1)]
 
@@ -100,6 +102,8 @@ def check_refused() -> None:
 
 
 def check_replicated(directory: str) -> None:
+    store = torch.distributed.HashStore()  # each linker votes alone
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     check_one_writer("mla_pool", ["kv_buffer"], f"{directory}/mla")
     check_one_writer("dsa_pool", ["kv_buffer", "index_k_with_scale_buffer"], f"{directory}/dsa")
     check_refused()
@@ -107,3 +111,14 @@ def check_replicated(directory: str) -> None:
 
 def test_one_rank_stores_latents_and_all_load_them(tmp_path: Path) -> None:
     apart(check_replicated, str(tmp_path))
+
+
+def check_plugins_without_ours() -> None:
+    import sglang_pools
+
+    with pytest.raises(ConfigError, match="SGLANG_PLUGINS = 'another': must name flexcache"):
+        sglang_pools.make_linker(sglang_pools.make_params(sglang_pools.mha_pool()))
+
+
+def test_a_start_without_the_plugin_is_refused() -> None:
+    apart(check_plugins_without_ours, SGLANG_PLUGINS="another")

@@ -17,6 +17,7 @@ from test_hicache_storage import engine_with_storage
 from test_hicache_storage import manager_of as manager_below
 from test_hicache_storage import settle as settle_storage
 
+from flexcache.router.decider.prober import Capacity, parse_capacities
 from flexcache.router.workers import EventSource, Tier
 
 NOTHING = {Tier.GPU: 0, Tier.DRAM: 0, Tier.DISK: 0}
@@ -124,9 +125,12 @@ async def salts_are_kept_apart(world: Followed) -> None:
 
 
 def check_metrics(engine: TinyEngine) -> None:
-    """SGLang's metrics have our counters, as they were at most a second ago."""
-    from prometheus_client import REGISTRY
+    """SGLang's metrics have our counters, as they were at most a second ago; and what the router
+    assumes an engine without events to hold."""
+    from prometheus_client import REGISTRY, generate_latest
 
+    capacities = list(parse_capacities(generate_latest(REGISTRY).decode()))
+    assert capacities == [Capacity(None, engine.scheduler.max_total_num_tokens // PAGE, PAGE)]
     labels = engine.scheduler.metrics_reporter.metrics_collector.labels
     labels = {name: str(value) for name, value in labels.items()}
     hits = manager_of(engine).stats()["engine"]["hit_blocks"]

@@ -12,7 +12,7 @@ OPEN_STATES = ("created", "ready", "running")
 
 
 def linker_options(
-    linker: str = "FlexCacheLinker", module: str = "flexcache.integration.sglang", **extra: Any
+    linker: str = "FlexCacheLinker", module: str = "flexcache.integration.sglang", /, **extra: Any
 ) -> dict[str, Any]:
     """Return SGLang's settings; ``extra`` are FlexCache's."""
     return {

@@ -57,6 +57,19 @@ def test_a_load_that_its_rank_holds_ends_after_the_server_was_killed(kind: str) 
 
 
 @pytest.mark.parametrize("kind", LOADS)
+def test_a_load_that_its_rank_holds_ends_though_the_server_is_shut_down(kind: str) -> None:
+    engine = Member(CacheConfig(**CONFIG), keeps_loads=True)
+    with members(engine):
+        task_id = hold_load(engine)
+        os.kill(engine.manager.stats()["server_pid"], signal.SIGTERM)
+        until(lambda: not engine.manager.is_ready())
+        assert is_loaded(engine, task_id, kind)
+        engine.load.compare(PROMPT, np.arange(NUM_BLOCKS))
+        engine.manager.wait_ready(PATIENCE_S)
+        assert engine.load.seen.wrong == []
+
+
+@pytest.mark.parametrize("kind", LOADS)
 def test_blocks_of_a_held_load_are_not_reused_by_a_server_that_was_wrongly_given_up(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

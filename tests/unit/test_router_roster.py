@@ -203,3 +203,18 @@ vllm:num_requests_running{engine="0"} 3.0
     assert list(parse_capacities(older)) == [Capacity(None, 5, 32)]
     assert list(parse_capacities("")) == []
     assert list(parse_capacities(older.replace("32", "0"))) == [], "no prompt has blocks of nothing"
+
+
+def test_capacities_are_read_from_sglangs_gauges() -> None:
+    text = """# TYPE sglang:page_size gauge
+sglang:page_size{dp_rank="0",model_name="m",tp_rank="0"} 64.0
+sglang:page_size{dp_rank="1",model_name="m",tp_rank="0"} 64.0
+sglang:max_total_num_tokens{dp_rank="0",model_name="m",tp_rank="0"} 640000.0
+sglang:max_total_num_tokens{dp_rank="1",model_name="m",tp_rank="0"} 6400.0
+sglang:max_total_num_tokens_swa{dp_rank="1",model_name="m",tp_rank="0"} 9.0
+"""
+    assert list(parse_capacities(text)) == [Capacity(0, 10_000, 64), Capacity(1, 100, 64)]
+    alone = 'sglang:page_size{model_name="m"} 16.0\n'
+    assert list(parse_capacities(alone)) == []
+    alone += 'sglang:max_total_num_tokens{model_name="m"} 4096.0\n'
+    assert list(parse_capacities(alone)) == [Capacity(None, 256, 16)]

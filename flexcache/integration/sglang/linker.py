@@ -36,6 +36,7 @@ from flexcache.integration.sglang.offloads import Offloads
 from flexcache.integration.sglang.page_calls import PageCalls, Pages
 from flexcache.integration.sglang.page_tables import PageTables
 from flexcache.integration.sglang.parked import ParkedRequests
+from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.pinned_pages import PinnedPages
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.integration.sglang.ranks import all_agree, read_cache_config, read_rank
@@ -83,6 +84,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: dict[str, Any],
         forward_stream: Any = None,
     ) -> None:
+        check_allowed()
         if params.pp_size > 1:
             raise reject(
                 "pp_size",

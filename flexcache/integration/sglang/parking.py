@@ -14,10 +14,12 @@ the linker its hooks do nothing. They close what the interface of linkers leaves
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+from flexcache.config.values import reject
 from flexcache.integration.sglang.rank_cache import RankCache
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
@@ -40,6 +42,18 @@ def install() -> None:
     HookRegistry.register(f"{_TREE}.insert", _insert, HookType.AROUND)
     HookRegistry.register(f"{_TREE}.take_events", _take_events, HookType.AROUND)
     HookRegistry.register(f"{_REPORTER}._log_hicache_stats", _metrics_logged, HookType.AFTER)
+
+
+def check_allowed() -> None:
+    """Check that SGLang may install the plugin.
+
+    Raises:
+        ConfigError: ``SGLANG_PLUGINS`` leaves it out: pages below DRAM would never be read, and
+            the parts of a prompt never be put together.
+    """
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    if allowed and "flexcache" not in (name.strip() for name in allowed.split(",")):
+        raise reject("SGLANG_PLUGINS", allowed, "must name flexcache, whose linker needs its hooks")
 
 
 def _linker_of(wrapper: Any) -> Any:

@@ -77,7 +77,7 @@ class RankCache:
         except (FlexCacheError, TimeoutError) as error:
             log_event(
                 logger, logging.ERROR, "cache_refused", reason=error,
-                effect="SGLang runs without FlexCache",
+                server=self.manager.endpoint, effect="SGLang runs without FlexCache",
             )  # fmt: skip
 
     def prompt(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_S = 0.1
 """Time between probes of one engine at least."""
-_CAPACITY_METRIC = "vllm:cache_config_info"
+_VLLM_CONFIG = "vllm:cache_config_info"
+_SGLANG_GAUGES = ("sglang:max_total_num_tokens", "sglang:page_size")
 
 
 class Capacity(NamedTuple):
@@ -128,16 +129,28 @@ class Prober:
 
 
 def parse_capacities(text: str) -> Iterator[Capacity]:
-    """Parse the capacities in vLLM's metrics.
+    """Parse the capacities in metrics of vLLM or SGLang.
 
     Raises:
         ValueError: The text is malformed.
     """
-    lines = [line for line in text.splitlines() if line.startswith(_CAPACITY_METRIC)]
+    starts = tuple(f"{name}{{" for name in (_VLLM_CONFIG, *_SGLANG_GAUGES))
+    lines = [line for line in text.splitlines() if line.startswith(starts)]
+    gauges: dict[str, dict[int | None, int]] = {name: {} for name in _SGLANG_GAUGES}
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
         for sample in family.samples:
-            labels: dict[str, Any] = sample.labels
+            labels: dict[str, str] = sample.labels
+            if sample.name in gauges:
+                gauges[sample.name][_rank(labels.get("dp_rank", ""))] = int(sample.value)
+                continue
             blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
             if blocks.isdecimal() and size.isdecimal() and int(size) > 0:
-                rank = labels.get("engine", "")
-                yield Capacity(int(rank) if rank.isdecimal() else None, int(blocks), int(size))
+                yield Capacity(_rank(labels.get("engine", "")), int(blocks), int(size))
+    num_tokens, page_sizes = gauges.values()
+    for rank, size_of_page in page_sizes.items():
+        if rank in num_tokens and size_of_page > 0:
+            yield Capacity(rank, num_tokens[rank] // size_of_page, size_of_page)
+
+
+def _rank(label: str) -> int | None:
+    return int(label) if label.isdecimal() else None
