@@ -242,26 +242,30 @@ class FakeKernel:
     """
 
     MIN_RUNS = 32
+    PROGRAMS = (4, 8, 12)
 
     def __init__(self, torch_cuda: FakeTorchCuda) -> None:
         self.error: Exception | None = None
         self.sound_ops = 0
         self.compile: Callable[[], None] = lambda: None
         self.num_ops = 0
+        self.programs = 0
         self._torch = torch_cuda
 
     def takes(self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray) -> bool:
         return not ((to | start | sizes) % 16).any()
 
     def copy_runs(
-        self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray, device: torch.device
-    ) -> None:
+        self, to: np.ndarray, start: np.ndarray, sizes: np.ndarray, device: torch.device,
+        programs: int,
+    ) -> None:  # fmt: skip
         assert self._torch.current_device() == device.index
         if not self.num_ops:
             self.compile()
         if self.error is not None and self.num_ops >= self.sound_ops:
             raise self.error
         self.num_ops += 1
+        self.programs = programs
         if not len(sizes):
             return
         table = self._torch.gpu.allocate(24 * len(sizes), device.index)

@@ -70,3 +70,15 @@ def test_a_driver_that_takes_copies_one_by_one_leaves_more_to_the_kernel() -> No
     one_by_one = CopyCost(8e-6, 6e-6, 1 / 55e9)
     assert not CopyChoice(ENGINE, KERNEL).prefers_kernel(1000, 1000 * 128 << 10)
     assert CopyChoice(one_by_one, KERNEL).prefers_kernel(1000, 1000 * 128 << 10)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "programs"),
+    [({4: 20, 8: 40, 12: 54}, 12), ({4: 30, 8: 50, 12: 52}, 8), ({4: 54, 8: 55, 12: 55}, 4)],
+)
+def test_the_kernel_gets_no_more_programs_than_it_needs(
+    speeds: dict[int, int], programs: int
+) -> None:
+    kernels = {n: CopyCost(0.0, 0.0, 1 / (speed * 1e9)) for n, speed in speeds.items()}
+    choice = CopyChoice.of(ENGINE, kernels)
+    assert (choice.programs, choice.kernel) == (programs, kernels[programs])

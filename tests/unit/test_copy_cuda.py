@@ -9,7 +9,7 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from flexcache.errors import DeviceLostError, MissingDependencyError, StorageErr
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers import copy_cuda
-from flexcache.transfer.workers.copy_choice import CopyChoice, CopyWay
+from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 
@@ -532,6 +532,21 @@ def test_a_batch_that_fails_while_it_is_timed_is_named_and_the_kernel_is_not_use
     assert "copies_not_timed" in line
     assert "cuMemcpyBatchAsync of 256 copies" in line
     rig.check_copies()
+
+
+def test_ops_use_the_number_of_programs_that_was_quick_enough(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = rig.add_kernel()
+
+    def measure(copy: Callable[[int, int], object]) -> CopyCost:
+        copy(1, 4096)
+        return CopyCost(0.0, 0.0, 1 / {4: 20e9, 8: 50e9, 12: 52e9}[kernel.programs])
+
+    monkeypatch.setattr(copy_cuda, "measure_cost", measure)
+    rig.attach()
+    rig.copy(OpKind.D2H, [0], [0], way=CopyWay.KERNEL)
+    assert kernel.programs == 8
 
 
 # -- what fails ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +20,7 @@ PROBES = ((1, 4 << 10), (256, 4 << 10), (64, 64 << 10))
 PROBE_BYTES = max(count * size for count, size in PROBES)
 _ROUNDS = 5
 _CLEARLY_QUICKER = 0.8
+_NEARLY_AS_QUICK = 1.1
 
 
 class CopyWay(Enum):
@@ -52,10 +53,27 @@ class CopyCost:
 
 @dataclass(frozen=True, slots=True)
 class CopyChoice:
-    """Costs of copy engine and kernel in one direction."""
+    """Costs of copy engine and kernel in one direction.
+
+    Attributes:
+        programs: Number of the kernel's programs, each of which takes a multiprocessor.
+    """
 
     engine: CopyCost
     kernel: CopyCost
+    programs: int = 1
+
+    @classmethod
+    def of(cls, engine: CopyCost, kernels: Mapping[int, CopyCost]) -> CopyChoice:
+        """Choose the fewest programs that are nearly as quick as the quickest, by the cost of the
+        largest probe."""
+        count, size = max(PROBES, key=lambda probe: probe[0] * probe[1])
+        seconds = {
+            programs: cost.estimate(count, count * size) for programs, cost in kernels.items()
+        }
+        enough = min(seconds.values()) * _NEARLY_AS_QUICK
+        programs = min(number for number, each in seconds.items() if each <= enough)
+        return cls(engine, kernels[programs], programs)
 
     def prefers_kernel(self, num_runs: int, num_bytes: int) -> bool:
         """Whether the kernel is clearly quicker."""

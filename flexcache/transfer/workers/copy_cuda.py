@@ -69,6 +69,7 @@ class CudaCopier:
         self._engine: CopyWay | None = None
         self._kernel: ModuleType | None = None
         self._choices: dict[OpKind, CopyChoice] = {}
+        self._programs: dict[OpKind, int] = {}
         if not self._driver.has_batch_copy:
             log_event(
                 logger, logging.INFO, "batch_copy_missing", effect="copies are queued one by one",
@@ -219,7 +220,9 @@ class CudaCopier:
             case CopyWay.KERNEL:
                 assert self._kernel is not None
                 with torch.cuda.stream(stream):
-                    self._kernel.copy_runs(*runs, self.device)
+                    fewest = self._kernel.PROGRAMS[0]
+                    programs = self._programs.get(kind, fewest)
+                    self._kernel.copy_runs(*runs, self.device, programs)
 
     def _find_ways(self) -> None:
         """Test all ways and keep those that pass."""
@@ -272,8 +275,12 @@ class CudaCopier:
 
     def _time(self, engine: CopyWay, scratch: Scratch) -> None:
         """Time the kernel and the engine; if that fails, the kernel is not used."""
+        assert self._kernel is not None
+        numbers = self._kernel.PROGRAMS
 
-        def cost(kind: OpKind, way: CopyWay) -> CopyCost:
+        def cost(kind: OpKind, way: CopyWay, programs: int = 0) -> CopyCost:
+            self._programs[kind] = programs
+
             def copy(count: int, size: int) -> None:
                 offsets = np.arange(count, dtype=np.int64) * size
                 runs = scratch.runs(kind, offsets, offsets, np.full(count, size, np.int64))
@@ -283,7 +290,8 @@ class CudaCopier:
 
         for kind in _SOURCE_ORDER:
             try:
-                choice = CopyChoice(cost(kind, engine), cost(kind, CopyWay.KERNEL))
+                kernels = {number: cost(kind, CopyWay.KERNEL, number) for number in numbers}
+                choice = CopyChoice.of(cost(kind, engine), kernels)
             except DeviceLostError:
                 raise
             except Exception as error:
@@ -293,7 +301,7 @@ class CudaCopier:
                 )  # fmt: skip
                 self._kernel = None
                 return
-            self._choices[kind] = choice
+            self._choices[kind], self._programs[kind] = choice, choice.programs
             log_event(logger, logging.INFO, "copy_way_chosen", op=kind.name, choice=choice)
 
     def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:

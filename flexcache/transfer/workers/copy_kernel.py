@@ -2,11 +2,12 @@
 
 The copy engine works through its copies one by one, each queued by the CPU; below some tens of KiB
 that costs more than moving the bytes. A kernel takes a table of copies and has many in flight, but
-occupies multiprocessors while it runs. It gets four at most: each keeps 32 KiB in flight, which
-covers the link's latency (about 1.5 us at 55 GB/s is 80 KB).
+occupies multiprocessors while it runs. Each keeps 32 KiB in flight, but waits for a tile's loads
+before it begins the next; the link's latency is about 80 KB (1.5 us at 55 GB/s). How many are
+needed is measured.
 
     tile     8 copies x 4 KiB, as 512 threads x 4 accesses of 16 bytes
-    program  takes every fourth tile of 8 copies, and processes them 4 KiB at a time
+    program  takes every n-th tile of 8 copies (n programs), and processes them 4 KiB at a time
 
 Needs Triton, which torch installs for CUDA. Not measured yet, and never run on a GPU.
 """
@@ -22,11 +23,12 @@ import triton.language as tl
 Addresses = npt.NDArray[np.int64]
 
 WORD_BYTES = 16
-_MOST_PROGRAMS = 4
+PROGRAMS = (4, 8, 12)
+"""Numbers of programs worth measuring."""
 _RUNS_PER_TILE = 8
 _LANES_PER_TILE = 512  # of 8 bytes each; two make an access
 _WARPS = 16
-MIN_RUNS = _MOST_PROGRAMS * _RUNS_PER_TILE  # fewer leave programs without work
+MIN_RUNS = PROGRAMS[0] * _RUNS_PER_TILE  # fewer leave programs without work
 _RUNS_PER_LAUNCH = 65_536  # so that a table stays at 1.5 MiB of device memory
 
 
@@ -37,8 +39,9 @@ def takes(destinations: Addresses, sources: Addresses, sizes: Addresses) -> bool
 
 
 def copy_runs(
-    destinations: Addresses, sources: Addresses, sizes: Addresses, device: torch.device
-) -> None:
+    destinations: Addresses, sources: Addresses, sizes: Addresses, device: torch.device,
+    programs: int = PROGRAMS[0],
+) -> None:  # fmt: skip
     """Queue the copies on the calling thread's current stream.
 
     Host addresses must be in pinned memory that the device sees under the same addresses, and
@@ -50,13 +53,13 @@ def copy_runs(
         count = len(sizes[part])
         staged = torch.empty((3, count), dtype=torch.int64, pin_memory=True)
         np.stack((destinations[part], sources[part], sizes[part]), out=staged.numpy())
-        launch(staged.to(device, non_blocking=True))
+        launch(staged.to(device, non_blocking=True), programs)
 
 
-def launch(table: torch.Tensor) -> None:
+def launch(table: torch.Tensor, programs: int = PROGRAMS[0]) -> None:
     """Start the kernel on a table ``(3, n)`` of destinations, sources and sizes, n > 0."""
     count = table.shape[1]
-    programs = min(_MOST_PROGRAMS, triton.cdiv(count, _RUNS_PER_TILE))
+    programs = min(programs, triton.cdiv(count, _RUNS_PER_TILE))
     copy_tiles[(programs,)](table, count, _RUNS_PER_TILE, _LANES_PER_TILE, num_warps=_WARPS)
 
 
