@@ -81,9 +81,9 @@ def make_linker(
 
     from flexcache.integration.sglang import FlexCacheLinker
 
-    if not torch.distributed.is_initialized():  # each rank votes alone
-        votes = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=votes, rank=0, world_size=1)
+    if tp_size > 1 and not torch.distributed.is_initialized():  # each rank votes alone here
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     with _rank(tp_rank, tp_size) as settings:
         return FlexCacheLinker(
             settings,
