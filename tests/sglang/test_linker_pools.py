@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,9 @@ def check_refused() -> None:
     fp4.page_size = 16
     with pytest.raises(ConfigError, match="MHATokenToKVPoolFP4"):
         sglang_pools.make_linker(sglang_pools.make_params(fp4))
+    staged = replace(sglang_pools.make_params(sglang_pools.mha_pool()), pp_size=2)
+    with pytest.raises(ConfigError, match="pp_size = 2"):
+        sglang_pools.make_linker(staged)
 
 
 def check_replicated(directory: str) -> None:

@@ -56,7 +56,7 @@ class ForkedProcess:
         *arguments: Any, log: Path | None = None,
     ) -> None:  # fmt: skip
         self._process = _fork_server(imports).Process(
-            target=_begin, args=(dict(environment), log, function, arguments)
+            target=_begin, args=(imports, dict(environment), log, function, arguments)
         )
         self._process.start()
 
@@ -133,7 +133,7 @@ def _fork_server(imports: str) -> ForkServerContext:
 
 
 def _begin(
-    environment: Mapping[str, str], log: Path | None, function: Callable[..., None],
+    imports: str, environment: Mapping[str, str], log: Path | None, function: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
     os.setsid()
@@ -144,4 +144,5 @@ def _begin(
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+    importlib.import_module(imports)  # raises here if the fork server, which says nothing, failed
     function(*arguments)

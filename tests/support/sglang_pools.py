@@ -72,6 +72,9 @@ def make_linker(
 
     from flexcache.integration.sglang import FlexCacheLinker
 
+    if tp_size > 1 and not torch.distributed.is_initialized():  # each rank votes alone here
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     with _rank(tp_rank, tp_size) as settings:
         return FlexCacheLinker(
             settings,

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_parallel
 
 from flexcache.config import ModelConfig
+from flexcache.config.values import reject
 from flexcache.integration.prefill_rate import PrefillRate
 from flexcache.integration.sglang.device_pages import DevicePages
 from flexcache.integration.sglang.identity import read_model_id
@@ -84,6 +85,12 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         forward_stream: Any = None,
     ) -> None:
         check_allowed()
+        if params.pp_size > 1:
+            raise reject(
+                "pp_size",
+                params.pp_size,
+                "must be 1: SGLang's pipeline stages do not agree on what their linkers find",
+            )
         self.forward_stream = forward_stream
         pages = DevicePages(params, components)
         rank = read_rank(get_parallel(), getattr(server_args, "dp_size", 1), pages.is_replicated)
