@@ -56,7 +56,7 @@ class Copier:
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
-        after: None,
+        after: None, urgent: bool = False,
     ) -> None:  # fmt: skip
         for target, source, size in zip(destinations, sources, sizes, strict=True):
             ctypes.memmove(int(target), int(source), int(size))
