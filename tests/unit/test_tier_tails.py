@@ -86,8 +86,8 @@ class TailedTier(RuleBasedStateMachine):
     @rule(root=some_root, word=some_word, count=st.integers(1, 3))
     def reserve(self, root: RootId, word: str, count: int) -> None:
         is_awaited = any(
-            (r.root, r.word, r.count) == (root, word, count) and r.arrived is None
-            for r in self.open
+            (r.root, r.word, r.count) == (root, word, count) and not r.arrived
+            for r in self.open  # nothing that arrived is in flight until its release
         )
         assert self.tier.is_tail_in_flight(root, key_of(word), count) == is_awaited
         if is_awaited:

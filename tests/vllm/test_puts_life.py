@@ -239,6 +239,7 @@ class Requests(RuleBasedStateMachine):
     def finish(self, request: FakeRequest, is_known: bool) -> None:
         num_blocks = min(request.num_computed_tokens, request.num_tokens - 1) // BLOCK
         has_more = num_blocks * BLOCK > self.puts._num_offered.get(request.request_id, 0)
+        has_more &= request.request_id not in self.puts._unscheduled  # since a load was lost
         tail = request.tail(self.cache.groups, num_blocks)
         tables = request.tables(self.cache.groups)
         has_more &= all(set(part) <= set(table) for part, table in zip(tail, tables, strict=True))
