@@ -294,7 +294,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         yield gpu
         gpu.thaw()
         gpu.wait_idle()
-        assert gpu.violation == ""
+        assert gpu.violation == "", gpu.violation
     finally:
         gpu.reset()
 

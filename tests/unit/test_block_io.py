@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster import until
 from io_kinds import IO_KINDS, io_engine
 
 from flexcache.errors import ConfigError
@@ -108,6 +109,43 @@ def test_a_binding_for_another_cpu_kills_the_probe_and_not_this_process(
     assert "dies by SIGILL" in caplog.text
     with pytest.raises(ConfigError, match="dies by SIGILL"):
         open_block_io("io_uring", 4)
+
+
+def test_one_process_at_a_time_imports_the_binding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binding = """
+import os, time
+from pathlib import Path
+here = Path(__file__).parent
+(here / f"importing-{os.getpid()}").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+Ring = Cqe = Iovec = None
+"""
+    (tmp_path / "liburing.py").write_text(binding)
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), root]))
+    script = "from flexcache.storage.block_io.uring import _Binding; _Binding()"
+    processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+
+    def num_importing() -> int:
+        return len(list(tmp_path.glob("importing-*")))
+
+    try:
+        until(lambda: is_anyone_waiting(processes) or num_importing() == 2)
+        until(num_importing)
+        assert num_importing() == 1
+    finally:
+        (tmp_path / "go").touch()
+    assert [process.wait(60) for process in processes] == [0, 0]
+
+
+def is_anyone_waiting(processes: list[subprocess.Popen[bytes]]) -> bool:
+    """Return whether a process waits for a lock that another one has."""
+    locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    waiting = {int(fields[5]) for fields in locks if fields[1] == "->"}
+    return any(process.pid in waiting for process in processes)
 
 
 def test_nothing_imports_the_binding_before_it_was_probed() -> None:

@@ -219,6 +219,7 @@ def test_threads_have_a_context_each_and_none_at_first(gpu: FakeGpu) -> None:
     thread.join()
     assert codes == [201, 201, 0]
     assert gpu.contexts == {0, 1}
+    synchronize(gpu, stream)  # while the host's memory is there
 
 
 def test_a_capture_is_void_after_a_forbidden_call_of_another_thread(gpu: FakeGpu) -> None:

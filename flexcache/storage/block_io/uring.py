@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import importlib.util
 import os
 import select
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +21,27 @@ from flexcache.errors import MissingDependencyError
 from flexcache.storage.block_io.base import BlockIO, Completion, Direction, Request
 
 
+def _import_binding() -> Any:
+    """Import the binding, one process at a time.
+
+    The Cython one keeps a list of its modules in a file of its package. Processes that renew it at
+    the same time remove it under each other's hands.
+    """
+    with contextlib.ExitStack() as stack:
+        spec = None if "liburing" in sys.modules else importlib.util.find_spec("liburing")
+        if spec is not None and spec.origin is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(stack.enter_context(open(spec.origin, "rb")), fcntl.LOCK_EX)
+        import liburing
+    return liburing
+
+
 class _Binding:
     """The few calls used here, for either generation of the binding."""
 
     def __init__(self) -> None:
         try:
-            import liburing
+            liburing = _import_binding()
         except ImportError as error:
             raise MissingDependencyError(
                 f"io_uring needs the package liburing (extra flexcache[uring]): {error}"
