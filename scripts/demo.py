@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,6 @@ class VLLMDemo:
             shown: (after["tiers"][tier]["hit_blocks"] - before["tiers"][tier]["hit_blocks"])
             for shown, tier in (("DRAM", "CPU"), ("NVMe", "SSD"))
         }
-        loads = {key: after["ops"]["H2D"][key] - before["ops"]["H2D"][key] for key in ("bytes",)}
         slowest = "DISK2H" if hits["NVMe"] else "H2D"
         busy = after["ops"][slowest]["seconds"] - before["ops"][slowest]["seconds"]
         return Run(
@@ -77,7 +75,7 @@ class VLLMDemo:
             list(output.outputs[0].token_ids),
             len(tokens),
             {tier: blocks * BLOCK for tier, blocks in hits.items()},
-            loads["bytes"],
+            after["ops"]["H2D"]["bytes"] - before["ops"]["H2D"]["bytes"],
             busy,
         )
 
@@ -92,13 +90,6 @@ class VLLMDemo:
         self.settle()
         if not self.llm.reset_prefix_cache(reset_connector=drop_all):
             raise SystemExit("vLLM did not give its GPU cache up")
-
-    def drop_dram(self) -> None:
-        self.manager.clear("CPU")
-
-    def stats(self) -> Mapping[str, Any]:
-        stats: Mapping[str, Any] = self.manager.stats()
-        return stats
 
     def close(self) -> Compared:
         from probe_connector import compare_probes

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class SGLangDemo:
                 log_level="ERROR",
             ),
         )
-        self._manager = manager_of(self._engine)
+        self.manager = manager_of(self._engine)
         self._computed: dict[bytes, bytes] = {}
         """Digests of pages by their prefixes."""
         self._num_loaded = self._num_different = 0
@@ -49,9 +48,9 @@ class SGLangDemo:
         self.drop_gpu(drop_all=True)
 
     def run(self, name: str, tokens: list[int]) -> Run:
-        before = self._manager.stats()["ops"]
+        before = self.manager.stats()["ops"]
         request, ttft_s = self._generate(tokens)
-        after = self._manager.stats()["ops"]
+        after = self.manager.stats()["ops"]
         self._compare(tokens, request.cached_tokens)
 
         def gained(kind: str, what: str) -> Any:
@@ -75,15 +74,8 @@ class SGLangDemo:
     def drop_gpu(self, drop_all: bool = False) -> None:
         forget_gpu(self._engine)
         if drop_all:
-            self._manager.reset()
+            self.manager.reset()
             self._computed.clear()
-
-    def drop_dram(self) -> None:
-        self._manager.clear("CPU")
-
-    def stats(self) -> Mapping[str, Any]:
-        stats: Mapping[str, Any] = self._manager.stats()
-        return stats
 
     def close(self) -> Compared:
         return Compared(self._num_loaded, self._num_different)

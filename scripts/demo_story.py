@@ -11,9 +11,12 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from paths import ROOT
+
+if TYPE_CHECKING:  # torch must not be imported before the engines' settings are made
+    from flexcache.manager import KVManager
 
 SHARED_TOKENS, OTHER_TOKENS, BLOCK = 2048, 512, 32
 CACHE_GB = {"DRAM": 1.0, "NVMe": 2.0}
@@ -41,6 +44,8 @@ class Demo(Protocol):
     """A running engine with FlexCache in this process, so that its tiers can be cleared one by
     one."""
 
+    manager: KVManager
+
     def run(self, name: str, tokens: list[int]) -> Run:
         """Generate a few tokens."""
 
@@ -49,12 +54,6 @@ class Demo(Protocol):
 
     def drop_gpu(self, drop_all: bool = False) -> None:
         """Empty the engine's own cache, and with ``drop_all`` FlexCache's."""
-
-    def drop_dram(self) -> None:
-        """Empty FlexCache's DRAM tier."""
-
-    def stats(self) -> Mapping[str, Any]:
-        """Return FlexCache's statistics."""
 
     def close(self) -> Compared:
         """End the engine; return what became of the bytes."""
@@ -83,7 +82,7 @@ def show(engine: str, start: Callable[[Path], Demo]) -> int:
         say(f"[green]✓[/] {engine} is up, with FlexCache on DRAM and NVMe")
         runs = play(demo, say, console)
         demo.settle()
-        stats = demo.stats()
+        stats = demo.manager.stats()
         compared = demo.close()
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
@@ -107,7 +106,7 @@ def play(demo: Demo, say: Any, console: Any) -> dict[str, Run]:
     demo.drop_gpu()
     step("dram", "GPU cache dropped, the same from DRAM", shared)
     demo.drop_gpu()
-    demo.drop_dram()
+    demo.manager.clear("CPU")
     step("ssd", "DRAM cleared, the same from NVMe", shared)
     demo.drop_gpu()
     step("other", "the other prompt, half of it shared", other)

@@ -57,7 +57,6 @@ class FlexCacheHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
                 f"interface_v1 = {extra.get('interface_v1')!r}: must be 1 in "
                 "--hicache-storage-backend-extra-config; without it SGLang copies every page twice"
             )
-        self._storage_config = storage_config
         self._server_args = get_server_args()
         self._settings = {k: v for k, v in extra.items() if k not in _SGLANGS_OWN}
         self._rank = read_rank(

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from flexcache.client.rank import KVTPClient
 
+_PATIENCE_S = 1.0
+
 
 class WholeLoad:
     """A launched load whose gate is opened by making this.
@@ -45,6 +47,3 @@ class WholeLoad:
         self._cancel(self._task_id)
         while self._num_ok is None:  # every op has a deadline
             self.wait_all(_PATIENCE_S)
-
-
-_PATIENCE_S = 1.0
