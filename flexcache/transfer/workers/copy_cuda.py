@@ -35,7 +35,8 @@ from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay
 from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
-from flexcache.transfer.workers.cuda_streams import CudaStreams, Lane
+from flexcache.transfer.workers.cuda_streams import CudaStreams
+from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.life import show_life_during
 
 logger = logging.getLogger(__name__)

@@ -11,28 +11,13 @@ only: copy engines take the copies of all streams in turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from enum import Enum
 from functools import partial
 
 import torch
 
 from flexcache.errors import DeviceLostError
-from flexcache.ids import OpKind
 from flexcache.transfer.workers.copy_driver import CudaDriver
-
-
-class Lane(Enum):
-    """The purpose of a stream."""
-
-    LAYERS = "loads by layer"
-    LOADS = "loads"
-    STORES = "stores"
-
-    @classmethod
-    def of(cls, kind: OpKind, urgent: bool) -> Lane:
-        if kind is OpKind.D2H:
-            return cls.STORES
-        return cls.LAYERS if urgent else cls.LOADS
+from flexcache.transfer.workers.lane import Lane
 
 
 class CudaStreams:

@@ -30,6 +30,7 @@ from flexcache.storage.layout import BlockLayout
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.copier import Copier, Fence
 from flexcache.transfer.workers.in_flight import InFlight
+from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.layer_load import LayerLoad
 from flexcache.transfer.workers.op_copies import Copies, OpAddresses, OpCopies
 from flexcache.transfer.workers.permit import CopyPermit
@@ -63,9 +64,7 @@ class DeviceWorker:
         self._copier = copier
         self._permit = permit or CopyPermit()
         self._lost: str | None = None
-        self._loads_by_layer: deque[Execute] = deque()
-        self._loads: deque[Execute] = deque()
-        self._stores: deque[Execute] = deque()
+        self._queues: dict[Lane, deque[Execute]] = {lane: deque() for lane in Lane}
         self._parked: dict[int, list[Execute]] = {}  # task id -> ops behind its gate
         self._in_parts: list[OpCopies] = []
         self._in_pieces: dict[OpKind, OpCopies] = {}
@@ -147,10 +146,9 @@ class DeviceWorker:
             is_open = not message.gated or message.task_id in self._gates
         if not is_open:
             self._parked.setdefault(message.task_id, []).append(message)
-        elif self._layer_load(message) is not None:
-            self._loads_by_layer.append(message)
         else:
-            (self._loads if message.kind is OpKind.H2D else self._stores).append(message)
+            lane = Lane.of(message.kind, urgent=self._layer_load(message) is not None)
+            self._queues[lane].append(message)
 
     def drop(self, op_id: int) -> None:
         """Drop an op: if it has not started, it ends with nothing moved."""
@@ -170,14 +168,15 @@ class DeviceWorker:
         """Return what is to be started next, if it may be now."""
         has_room = self._in_flight.has_room
         if has_room(OpKind.H2D, urgent=True):
-            if self._loads_by_layer:
+            if self._queues[Lane.LAYERS]:
                 return self._start_by_layer
             if self._in_parts:
                 return self._start_part
-        has_layers = bool(self._loads_by_layer or self._in_parts)
-        for kind, queue in ((OpKind.H2D, self._loads), (OpKind.D2H, self._stores)):
+        has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
+        for kind in (OpKind.H2D, OpKind.D2H):
             has_to_wait = has_layers and kind is OpKind.H2D
-            if (queue or kind in self._in_pieces) and not has_to_wait and has_room(kind):
+            is_next = bool(self._queues[Lane.of(kind, urgent=False)]) or kind in self._in_pieces
+            if is_next and not has_to_wait and has_room(kind):
                 return partial(self._start_piece, kind)
         return None
 
@@ -194,8 +193,7 @@ class DeviceWorker:
         if not self._dropped:
             return []
         ended = []
-        queues = (self._loads_by_layer, self._loads, self._stores, *self._parked.values())
-        for queue in queues:
+        for queue in (*self._queues.values(), *self._parked.values()):
             for message in [m for m in queue if m.op_id in self._dropped]:
                 queue.remove(message)
                 ended.append(self._failed(message, "dropped before it started"))
@@ -211,7 +209,7 @@ class DeviceWorker:
         """Start a piece of the op of this kind that is next."""
         op = self._in_pieces.pop(kind, None)
         if op is None:
-            message = (self._loads if kind is OpKind.H2D else self._stores).popleft()
+            message = self._queues[Lane.of(kind, urgent=False)].popleft()
             try:
                 op = self._addresses.copies_of(message)
             except ValueError as error:
@@ -229,7 +227,7 @@ class DeviceWorker:
 
     def _start_by_layer(self) -> list[Done]:
         """Start the first layers of the load by layer that is next."""
-        message = self._loads_by_layer.popleft()
+        message = self._queues[Lane.LAYERS].popleft()
         load = self._layer_load(message)
         try:
             op = self._addresses.copies_of(message)
@@ -310,7 +308,7 @@ class DeviceWorker:
 
     def abandon(self, reason: str) -> list[Done]:
         """End all unfinished ops. The worker must be closed."""
-        queues = (self._loads_by_layer, self._loads, self._stores, *self._parked.values())
+        queues = (*self._queues.values(), *self._parked.values())
         op_ids = [message.op_id for queue in queues for message in queue]
         begun = [*self._in_parts, *self._in_pieces.values(), *self._in_flight.ops]
         op_ids += [op.message.op_id for op in begun]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from flexcache.ids import OpKind
 from flexcache.transfer.messages import Done
 from flexcache.transfer.workers.copier import Fence
+from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.op_copies import OpCopies
 
 MOST_BYTES = 128 << 20
@@ -31,7 +32,7 @@ class _Piece:
 
 
 class InFlight:
-    """Pieces of ops that were queued and have not landed, in the order of each stream.
+    """Pieces of ops that were queued and have not landed, in the order of each lane.
 
     Attributes:
         failure: Why it is unknown what has landed, if it is.
@@ -39,29 +40,29 @@ class InFlight:
 
     def __init__(self) -> None:
         self.failure: str | None = None
-        self._loads_by_layer: deque[_Piece] = deque()
-        self._loads: deque[_Piece] = deque()
-        self._stores: deque[_Piece] = deque()
+        self._pieces: dict[Lane, deque[_Piece]] = {lane: deque() for lane in Lane}
+        self._bytes = dict.fromkeys(Lane, 0)
 
     def __bool__(self) -> bool:
-        return bool(self._loads_by_layer or self._loads or self._stores)
+        return any(self._pieces.values())
 
     @property
     def ops(self) -> list[OpCopies]:
-        streams = (self._loads_by_layer, self._loads, self._stores)
-        return [piece.op for pieces in streams for piece in pieces]
+        return [piece.op for pieces in self._pieces.values() for piece in pieces]
 
     def has_room(self, kind: OpKind, urgent: bool = False) -> bool:
         """Whether more may be queued; loads by layer do not count other loads."""
         if kind is OpKind.D2H:
-            return _bytes_of(self._stores) < MOST_BYTES
-        ahead = 0 if urgent else _bytes_of(self._loads)
-        return ahead + _bytes_of(self._loads_by_layer) < MOST_BYTES
+            return self._bytes[Lane.STORES] < MOST_BYTES
+        ahead = 0 if urgent else self._bytes[Lane.LOADS]
+        return ahead + self._bytes[Lane.LAYERS] < MOST_BYTES
 
     def add(self, op: OpCopies, num_bytes: int, landed: Fence, urgent: bool) -> None:
         """Record a piece that was queued."""
+        lane = Lane.of(op.message.kind, urgent)
         op.num_in_flight += 1
-        self._stream(op.message.kind, urgent).append(_Piece(op, num_bytes, landed))
+        self._bytes[lane] += num_bytes
+        self._pieces[lane].append(_Piece(op, num_bytes, landed))
 
     def end(self, op: OpCopies, failure: str | None = None) -> list[Done]:
         """End an op of which no more will be queued: now, or when what is in flight has landed."""
@@ -69,12 +70,13 @@ class InFlight:
         return [] if op.num_in_flight else [_done(op)]
 
     def take_landed(self) -> list[Done]:
-        """Return the ops that have ended, in the order of each stream."""
+        """Return the ops that have ended, in the order of each lane."""
         done = []
-        for pieces in (self._loads_by_layer, self._loads, self._stores):
+        for lane, pieces in self._pieces.items():
             while pieces and self._has_landed(pieces[0]):
-                op = pieces.popleft().op
+                op = pieces[0].op
                 op.num_in_flight -= 1
+                self._bytes[lane] -= pieces.popleft().num_bytes
                 if op.is_over and not op.num_in_flight:
                     done.append(_done(op))
         return done
@@ -86,12 +88,10 @@ class InFlight:
             counts[id(op)] = counts.get(id(op), 0) + 1
         for op in self.ops:
             assert op.num_in_flight == counts[id(op)]
-        assert all(piece.op.message.kind is OpKind.D2H for piece in self._stores)
-
-    def _stream(self, kind: OpKind, urgent: bool) -> deque[_Piece]:
-        if kind is OpKind.D2H:
-            return self._stores
-        return self._loads_by_layer if urgent else self._loads
+        for lane, pieces in self._pieces.items():
+            assert self._bytes[lane] == sum(piece.num_bytes for piece in pieces)
+            is_store = lane is Lane.STORES
+            assert all((piece.op.message.kind is OpKind.D2H) == is_store for piece in pieces)
 
     def _has_landed(self, piece: _Piece) -> bool:
         try:
@@ -99,10 +99,6 @@ class InFlight:
         except Exception as error:  # the driver or its wrapper may raise any class
             self.failure = f"{type(error).__name__}: {error}"
             return False
-
-
-def _bytes_of(pieces: deque[_Piece]) -> int:
-    return sum(piece.num_bytes for piece in pieces)
 
 
 def _done(op: OpCopies) -> Done:

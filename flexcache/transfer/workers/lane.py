@@ -1,0 +1,24 @@
+"""Lanes: what keeps the order of copies on a rank's device.
+
+Stores, loads, and loads by layer do not come behind each other, in a queue or on the device.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from flexcache.ids import OpKind
+
+
+class Lane(Enum):
+    """Ops that are copied in their order, and do not wait for those of other lanes."""
+
+    LAYERS = "loads by layer"
+    LOADS = "loads"
+    STORES = "stores"
+
+    @classmethod
+    def of(cls, kind: OpKind, urgent: bool) -> Lane:
+        if kind is OpKind.D2H:
+            return cls.STORES
+        return cls.LAYERS if urgent else cls.LOADS
