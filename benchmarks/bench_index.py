@@ -16,7 +16,7 @@ import numpy as np
 
 from flexcache.bench.results import Case, Result, sample, sample_beside
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.eviction import make_eviction_policy
+from flexcache.cache.eviction import make_forecaster
 from flexcache.cache.tier import Lease, Tier
 from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.ids import TierName

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.load_cost import LoadCost, why_recomputed
 from flexcache.cache.plan import LOAD_OP, Plan, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
@@ -124,7 +125,8 @@ class LoadPlanner:
         self, plan: Plan, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float
     ) -> None:
         """Load the cached part of blocks ``[start, stop)``."""
-        on_host = self._host.match(keys)
+        outlook = self._tiers.look_up(keys)
+        on_host = self._host.match(keys, outlook)
         covered = min(on_host.num_blocks, stop)
         segments: list[_Segment] = []
         for tier in self._tiers.lower:
@@ -132,7 +134,7 @@ class LoadPlanner:
                 break
             if tier.name in self._tiers.unavailable:
                 continue
-            match = tier.match(keys)
+            match = tier.match(keys, outlook)
             begin, end = max(covered, start), min(match.num_blocks, stop)
             if begin >= end:
                 continue
@@ -155,7 +157,7 @@ class LoadPlanner:
                 source = self._host.index.blocks(on_host, start)[: host_stop - start]
                 plan.graph.add(next(self._op_ids), OpKind.H2D, start, source, None)
         if segments:
-            self._add_staged_loads(plan, keys, on_host, segments, covered)
+            self._add_staged_loads(plan, keys, on_host, segments, covered, outlook)
 
     def _pays(self, name: TierName, num_blocks: int, prefill_blocks_per_s: float) -> bool:
         cost = self.cost
@@ -168,12 +170,13 @@ class LoadPlanner:
         on_host: PrefixMatch,
         segments: list[_Segment],
         stop: int,
+        outlook: Outlook | None,
     ) -> None:
         """Load what the host tier lacks into a lease on it, and then to the GPU chunk by chunk."""
         begin = plan.stop
         attaches = begin <= on_host.num_blocks
         if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
-            plan.staging = self._host.reserve(keys, begin, stop)
+            plan.staging = self._host.reserve(keys, begin, stop, outlook)
         else:  # another task is loading them, or only the engine has the blocks before them
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         staged = plan.staging.blocks.copy()

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.eviction import Forecaster
+from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import BlockIds, Lease, Tier
@@ -23,9 +25,10 @@ class Tiers:
         unavailable: Tiers that are currently neither read nor written.
         num_holders: Unfinished plans and withheld leases: while there are none, nothing is leased.
         lost: Blocks lost outside of any plan, by reason.
+        forecaster: Tells which blocks will be used again; None under LRU.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], forecaster: Forecaster | None = None) -> None:
         if not tiers or tiers[0].name is not TierName.CPU:
             raise InternalError("the first tier must be the host tier")
         self._tiers = tuple(tiers)
@@ -36,6 +39,7 @@ class Tiers:
         self.unavailable: set[TierName] = set()
         self.num_holders = 0
         self.lost: Counter[str] = Counter()
+        self.forecaster = forecaster
         self.journal: Journal | None = None
         self.now = 0.0
         self._withheld = Counter[TierName]()
@@ -52,6 +56,18 @@ class Tiers:
         self.now = now
         for tier in self._tiers:
             tier.advance(now)
+
+    def look_up(self, keys: BlockKeys) -> Outlook | None:
+        """Record the look-up of a prompt; return the kinds of its blocks, if they matter."""
+        return None if self.forecaster is None else self.forecaster.look_up(keys, self.now)
+
+    def store(self, keys: BlockKeys, stop: int) -> Outlook | None:
+        """Record that a prompt's first ``stop`` blocks were computed; return likewise."""
+        return None if self.forecaster is None else self.forecaster.store(keys, stop)
+
+    def recall(self, keys: BlockKeys) -> Outlook | None:
+        """Return likewise, as of the prompt's last look-up, and record nothing."""
+        return None if self.forecaster is None else self.forecaster.recall(keys)
 
     def have_locally(self, keys: BlockKeys, stop: int) -> bool:
         """Whether a tier on this machine can supply the first ``stop`` blocks of a prompt."""
@@ -117,3 +133,5 @@ class Tiers:
             tier.check()
             if not self.num_holders and tier.num_leased:
                 raise InternalError(f"{tier.name.value}: blocks are leased without an open plan")
+        if self.forecaster is not None:
+            self.forecaster.check()
