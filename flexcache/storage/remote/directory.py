@@ -27,6 +27,7 @@ from flexcache.storage.remote.base import (
     Status,
     StoreUnavailableError,
     failed,
+    first_bytes,
     num_bytes_of,
     seconds_until,
     too_large,
@@ -125,15 +126,13 @@ def _read(path: str, parts: Parts) -> Outcome:
             return too_large(size, room)
         digest = xxhash.xxh3_64()
         position = 0
-        for number, part in enumerate(parts):
-            for start in range(0, len(part), STEP_BYTES):
-                step = part[start : start + STEP_BYTES]
-                count = os.preadv(fd, [step], position)
-                position += count
+        for number, part in enumerate(first_bytes(parts, size)):
+            start = 0
+            while count := os.preadv(fd, [part[start : start + STEP_BYTES]], position):
                 if number > 0:
-                    digest.update(step[:count])
-                if count < len(step):  # the end of the file
-                    return Outcome(Status.OK, position, digest=digest.intdigest())
+                    digest.update(part[start : start + count])
+                start += count
+                position += count
         return Outcome(Status.OK, position, digest=digest.intdigest())
     finally:
         os.close(fd)
