@@ -136,8 +136,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()
-    print(f"{asked.blocks} blocks of {NUM_LAYERS} layers; ms until the first and the last layer has "
-          f"come, and until the model ({LAYERS_MS} ms) is through")  # fmt: skip
+    print(f"{asked.blocks} blocks of {NUM_LAYERS} layers; ms until the first and the last layer")
+    print(f"has come, and until the model ({LAYERS_MS} ms) is through\n")
     print("| layout | heads | driver | copies | | first | last | model |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for heads in (8, 1):

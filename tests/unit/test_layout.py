@@ -353,7 +353,8 @@ def test_the_segments_up_to_a_layers_end_hold_it_and_all_before_it(engine: Engin
 
 
 def test_blocks_in_one_piece_have_segments_by_layer_too() -> None:
-    layout = describe(*views_of_one_buffer(NUM_BLOCKS, 16, torch.bfloat16))
+    tensors, _ = views_of_one_buffer(NUM_BLOCKS, 16, torch.bfloat16)
+    layout = describe(tensors, 0)
     blocks, starts = np.arange(NUM_BLOCKS), np.arange(NUM_BLOCKS) << 16
     by_layer = layout.by_layer
     assert (len(layout.sizes), len(by_layer.sizes)) == (1, NUM_LAYERS)

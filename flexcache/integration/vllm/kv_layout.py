@@ -1,5 +1,5 @@
-"""The layout of vLLM's KV tensors: which one FlexCache prefers, and what determines the order of bytes
-in a block besides the tensors' shapes."""
+"""The layout of vLLM's KV tensors: which one FlexCache prefers, and what determines the order of
+bytes in a block besides the tensors' shapes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def preferred_layout(vllm_config: Any) -> str | None:
         return None
     capability = current_platform.get_device_capability()
     has_heads_first = capability is not None and capability.major == _HEADS_FIRST_ONLY
-    # Otherwise the bytes of a block are those of vLLM's default, so that what is stored stays valid.
+    # The bytes of a block are those of vLLM's default, so that what is stored stays valid.
     return "BLHNC" if has_heads_first else "BLNHC"
 
 
