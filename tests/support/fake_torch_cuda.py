@@ -92,7 +92,7 @@ class FakePinnedTensor(torch.Tensor):
 
     owner: FakeTorchCuda
 
-    def to(self, device: torch.device, *, non_blocking: bool) -> DeviceTensor:  # type: ignore[override]
+    def to(self, device: torch.device, *, non_blocking: bool) -> DeviceTensor:
         """Queue a copy to memory that is used again, in the order of the stream, once the tensor
         is gone: as torch does."""
         assert non_blocking
@@ -101,7 +101,7 @@ class FakePinnedTensor(torch.Tensor):
         size = ctypes.c_size_t(self.nbytes)
         source = ctypes.c_uint64(self.data_ptr())
         gpu.call("cuMemcpyAsync", ctypes.c_uint64(memory.address), source, size, c_void_p(stream))
-        there = over(memory.address, self).as_subclass(DeviceTensor)
+        there: DeviceTensor = over(memory.address, self).as_subclass(DeviceTensor)
         weakref.finalize(there, gpu.fill, stream, memory, SCRIBBLE)
         return there
 
