@@ -35,6 +35,9 @@ static double take_link(Stream *stream, const Work *work, bool to_device) {
   if (speed.bytes_per_us > 0)
     for (size_t i = 0; i < work->num_runs; i++)
       cost += (double)work->runs[i].size / speed.bytes_per_us;
+  /* Within a device, nothing uses the link. */
+  if (work->num_runs && device_of(work->runs[0].from) >= 0 && device_of(work->runs[0].to) >= 0)
+    return now + speed.late_us * ((double)random() / (double)RAND_MAX);
   double *is_free = &link_is_free_us[stream->context->device][to_device];
   *is_free = (*is_free > now ? *is_free : now) + cost;
   return *is_free + speed.late_us * ((double)random() / (double)RAND_MAX);
@@ -43,6 +46,8 @@ static double take_link(Stream *stream, const Work *work, bool to_device) {
 static void move(const Run *run, const char *name, size_t num_runs) {
   char *to, *from;
   pthread_mutex_lock(&the_lock);
+  if (is_in_file_io(run->to, run->size) || is_in_file_io(run->from, run->size))
+    note_violation("a copy and file I/O use the same device memory");
   Place target = look_up(run->to, run->size, &to);
   Place source = look_up(run->from, run->size, &from);
   bool is_wrong = corrupts(name, target == ON_DEVICE, num_runs);
@@ -114,6 +119,11 @@ static void do_work(Stream *stream, Work *work) {
         memset(bytes, (int)work->runs->from, work->runs->size);
       else
         note_violation("a kernel filled what is not device memory");
+      break;
+    case CALL:
+      pthread_mutex_unlock(&the_lock);
+      work->call();
+      pthread_mutex_lock(&the_lock);
       break;
     case RECORD:
       if (work->event->fired < work->version) work->event->fired = work->version;
@@ -200,7 +210,7 @@ void wait_idle(Stream *stream) {
   while (stream->first && !faults.is_lost) pthread_cond_wait(&changed, &the_lock);
 }
 
-static bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) {
+bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) {
   return a < b + b_size && b < a + a_size;
 }
 
