@@ -101,7 +101,12 @@ class FakeTorchCuda:
         self._contexts: dict[int, int] = {}
         self._thread = threading.local()
         self._lock = threading.RLock()
+        self._real = torch.cuda
         self.Event = type("Event", (FakeEvent,), {"owner": self})
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what an engine that runs beside the fake uses of the real one."""
+        return getattr(self.__dict__["_real"], name)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have torch use it, with device memory from `torch.empty`."""
