@@ -259,7 +259,7 @@ static CUresult accept_run(Run *run, bool reads_early, Place *host) {
   if (target == NOWHERE || source == NOWHERE) return INVALID_VALUE;
   bool is_within = target == ON_DEVICE && device_of(run->to) == device_of(run->from);
   if (!is_within && (target == ON_DEVICE) == (source == ON_DEVICE)) {
-    note_violation("a copy is not within a device, or between it and the host");
+    note_violation("a copy is not between host and device, nor within a device");
     return INVALID_VALUE;
   }
   *host = target == ON_DEVICE ? source : target;

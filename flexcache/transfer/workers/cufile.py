@@ -106,7 +106,7 @@ class CuFile:
             _check("cuFileDriverOpen", error)
 
     def register_file(self, fd: int) -> int:
-        """Return a handle for an open file; see `deregister_file`. It must be open with O_DIRECT."""
+        """Return a handle for a file that is open with O_DIRECT; see `deregister_file`."""
         handle = ctypes.c_void_p()
         descriptor = _Descriptor(_HANDLE_TYPE_OPAQUE_FD, _FileHandle(fd=fd))
         error = self._register_file(ctypes.byref(handle), ctypes.byref(descriptor))
