@@ -1,19 +1,26 @@
-"""The checksum kernels without a GPU: interpreted on host memory, and compiled for one.
+"""The checksum kernels without a GPU: interpreted on host memory, and compiled for GPUs.
 
-Skipped where Triton is not installed. In processes of their own, since Triton decides at import
-whether it interprets.
+See `test_copy_kernel` for where Triton comes from.
 """
 
 from __future__ import annotations
 
-import importlib.util
+from pathlib import Path
 
 import pytest
-from alone import run_alone
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+from compiled_kernel import (
+    Compiled,
+    Kernel,
+    capabilities_of,
+    compile_kernel,
+    find_tritons,
+    interpret,
 )
+from paths import ROOT
+
+SOURCE = ROOT / "flexcache" / "transfer" / "workers" / "digest_kernel.py"
+TRITONS = find_tritons()
+pytestmark = pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS")
 
 INTERPRETED = """
 import numpy as np, torch
@@ -33,38 +40,53 @@ for pages, count in ((1, 1), (2, 3), (3, 5), (9, 4)):
 print("as expected")
 """
 
-COMPILED = """
-import sys
-from compiled_kernel import compile_for
-from flexcache.transfer.workers import digest_kernel as kernels
 
-capability = int(sys.argv[1])
-summing = compile_for(
-    capability, kernels.add_up_groups,
-    {"pieces": "*i64", "num_groups": "i32", "keys": "*i64", "sums": "*i64"},
-    {"GROUPS": kernels._GROUPS_PER_PROGRAM, "STRIPES": 16, "LANES": 8}, num_warps=4,
-)
-# A thread has 64 bytes of the piece in flight, in accesses of 16, and as many of the keys.
-assert summing.count("ld.global.v2.b64") == 8, summing.ptx
-assert summing.count("ld.global.b64") == 1, summing.ptx  # where the piece begins
-assert summing.registers <= 64 and not summing.spilled_bytes, summing
-chaining = compile_for(
-    capability, kernels.chain_groups,
-    {"sums": "*i64", "num_groups": "i32", "num_pieces": "i32", "chain": "*i64", "last": "*i64"},
-    {"PIECES": 4, "LANES": 8, "UNROLLED": kernels._UNROLLED, "PRIME": kernels._PRIME32_1},
-    num_warps=1,
-)
-# A thread has a lane of a piece, which the steps of the chain do not exchange with others.
-assert chaining.count("st.global.b64") == 1 and "shared" not in chaining.ptx, chaining.ptx
-assert chaining.registers <= 64 and not chaining.spilled_bytes, chaining
-print("as expected")
-"""
+@pytest.mark.parametrize("triton", TRITONS, ids=str)
+def test_the_kernels_compute_the_checksum_of_the_ssd_tier(triton: Path) -> None:
+    assert interpret(INTERPRETED, triton) == "as expected\n"
 
 
-def test_the_kernels_compute_the_checksum_of_the_ssd_tier() -> None:
-    assert run_alone(INTERPRETED, TRITON_INTERPRET="1") == "as expected\n"
+def compile_sums(triton: Path, source: Path, capabilities: list[int]) -> dict[int, Compiled]:
+    signature = {"pieces": "*i64", "num_groups": "i32", "keys": "*i64", "sums": "*i64"}
+    constants = {"GROUPS": 8, "STRIPES": 16, "LANES": 8}
+    kernel = Kernel(source, "add_up_groups", signature, constants, num_warps=4)
+    return compile_kernel(kernel, triton, capabilities)
 
 
-@pytest.mark.parametrize("capability", ["80", "90", "100", "120"])
-def test_the_input_is_read_in_wide_accesses_and_nothing_spills(capability: str) -> None:
-    assert run_alone(COMPILED, capability) == "as expected\n"
+def compile_chain(triton: Path, capabilities: list[int]) -> dict[int, Compiled]:
+    signature = {"sums": "*i64", "num_groups": "i32", "num_pieces": "i32"}
+    signature |= {"chain": "*i64", "last": "*i64"}
+    constants = {"PIECES": 4, "LANES": 8, "UNROLLED": 4, "PRIME": 0x9E3779B1}
+    kernel = Kernel(SOURCE, "chain_groups", signature, constants, num_warps=1)
+    return compile_kernel(kernel, triton, capabilities)
+
+
+def reads_wide(code: Compiled) -> bool:
+    """Whether a thread reads 64 bytes of a piece, and as many of keys, 16 at a time."""
+    accesses = {kind: count for kind, count in code.accesses.items() if kind.startswith("LDG")}
+    return accesses == {"LDG 128": 8, "LDG 64": 1}  # one: where the piece begins
+
+
+@pytest.mark.parametrize("triton", TRITONS, ids=str)
+def test_pieces_are_read_16_bytes_at_a_time_and_nothing_spills(triton: Path) -> None:
+    for capability, code in compile_sums(triton, SOURCE, capabilities_of(triton)).items():
+        assert reads_wide(code), (capability, code)
+        assert code.registers <= 64, (capability, code)
+        assert code.local_bytes == 0, (capability, code)
+
+
+@pytest.mark.parametrize("triton", TRITONS, ids=str)
+def test_a_thread_chains_a_lane_and_four_steps_of_it_are_loaded_together(triton: Path) -> None:
+    for capability, code in compile_chain(triton, capabilities_of(triton)).items():
+        assert code.accesses == {"LDG 64": 2 * 4 + 2, "STG 64": 1}, (capability, code)
+        assert code.local_bytes == 0, (capability, code)
+
+
+@pytest.mark.parametrize("triton", TRITONS[-1:], ids=str)
+def test_narrow_reads_are_seen(triton: Path, tmp_path: Path) -> None:
+    source = SOURCE.read_text()
+    assert source.count("tl.multiple_of(start, 16)") == 1
+    broken = tmp_path / "narrow.py"
+    broken.write_text(source.replace("tl.multiple_of(start, 16)", "start"))
+    [code] = compile_sums(triton, broken, [90]).values()
+    assert not reads_wide(code)
