@@ -3,6 +3,7 @@
    memory.c   device memory, page-locked memory, and what an address is
    streams.c  streams are threads that take their work in order; events; captures; the link's speed
    driver.c   the driver's functions, as libcuda.so.1 exports them
+   nvml.c     the management library's, as libnvidia-ml.so.1 exports them
    control.c  what tests set and ask: fake_*
 
    One lock guards everything. Copies run without it. A use that a real driver leaves undefined is
@@ -32,7 +33,7 @@ enum {
   CAPTURE_UNSUPPORTED = 900,
 };
 
-enum { NUM_DEVICES = 4, GLOBAL_MODE = 0, THREAD_LOCAL_MODE = 1 };
+enum { NUM_DEVICES = 4, FIRST_BUS = 0x3b, GLOBAL_MODE = 0, THREAD_LOCAL_MODE = 1 };
 
 typedef struct context {
   int device;
@@ -114,6 +115,7 @@ Place look_up(CUdeviceptr address, size_t size, char **bytes);
 CUresult allocate(size_t size, int device, CUdeviceptr *address);
 CUresult release(CUdeviceptr address);
 int device_of(CUdeviceptr address);
+size_t allocated_on(int device);
 CUresult register_host(char *address, size_t size);
 CUresult unregister_host(char *address);
 bool is_registered(const char *address);
