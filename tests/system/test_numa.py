@@ -13,6 +13,9 @@ import torch
 from cluster import running_cluster
 from engine_memory import device_memory
 
+from flexcache.doctor.findings import Level
+from flexcache.doctor.memory import check_numa, judge_numa
+from flexcache.doctor.subject import Subject
 from flexcache.storage import numa
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_cuda import CudaCopier
@@ -174,3 +177,13 @@ def test_a_driver_that_does_not_tell_its_bus_costs_no_copier(
     with device_memory(monkeypatch) as memory:
         memory.gpu.refuse("cuDeviceGetPCIBusId")
         assert CudaCopier(torch.device("cuda", 0)).numa_node is None
+
+
+def test_the_doctor_says_whether_memory_can_be_bound(sysfs: Path) -> None:
+    [finding] = check_numa(Subject())
+    assert finding.level is Level.OK
+    assert "2 NUMA nodes; a rank's part" in finding.text
+    refused = judge_numa(2, "Operation not permitted")
+    assert refused.level is Level.WARNING
+    assert "Operation not permitted" in refused.text
+    assert "one NUMA node" in judge_numa(1, "").text
