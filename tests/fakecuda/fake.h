@@ -50,7 +50,7 @@ typedef struct run {
   char *early; /* the bytes, if they were read when the copy was queued */
 } Run;
 
-typedef enum { COPY, KERNEL_COPY, FILL, RECORD, WAIT } WorkKind;
+typedef enum { COPY, KERNEL_COPY, FILL, CALL, RECORD, WAIT } WorkKind;
 
 typedef struct work {
   WorkKind kind;
@@ -59,6 +59,7 @@ typedef struct work {
   size_t num_runs;
   bool is_batch;
   CUdeviceptr table; /* KERNEL_COPY: three rows of num_runs in device memory */
+  void (*call)(void); /* CALL: in place of a kernel */
   Event *event;      /* RECORD, WAIT */
   uint64_t version;
 } Work;
