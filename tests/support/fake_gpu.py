@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ NOT_SUPPORTED = 801
 NOT_READY = 600
 GLOBAL_CAPTURE = 0
 FOREVER = 1 << 30
+CALL = ctypes.CFUNCTYPE(None)
 
 
 class Speed(ctypes.Structure):
@@ -194,8 +195,9 @@ class FakeGpu(DriverState):
 
     def __init__(self) -> None:
         super().__init__()
+        self.call_errors: list[BaseException] = []
+        self._calls: list[Any] = []
         self._lacks: set[str] = set()
-        self._calls: list[Any] = []  # alive until their stream has made them
         self.library = FakeLibrary(self.loaded, self._lacks)
         self.loaded.fake_reset()
 
@@ -261,10 +263,17 @@ class FakeGpu(DriverState):
             c_void_p(stream), c_uint64(table.address), c_size_t(table.seen.nbytes // 24)
         )
 
-    def queue_call(self, stream: int, call: Callable[[], None]) -> None:
-        """Queue a call in place of a kernel. It must not raise."""
-        self._calls.append(ctypes.CFUNCTYPE(None)(call))
-        self.loaded.fake_call(c_void_p(stream), self._calls[-1])
+    def queue(self, stream: int, call: Callable[[], None]) -> None:
+        """Queue a call in place of a kernel. If it raises, the test fails at its end."""
+        called = CALL(partial(self._make_call, call))
+        self._calls.append(called)  # which the stream's thread needs until it has run
+        self.loaded.fake_call(c_void_p(stream), called)
+
+    def _make_call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self.call_errors.append(error)
 
     def is_in_file_io(self, memory: Memory) -> bool:
         """Whether file I/O from or to device memory is in flight."""
@@ -325,6 +334,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         gpu.thaw()
         gpu.wait_idle()
         assert gpu.violation == "", gpu.violation
+        assert not gpu.call_errors, gpu.call_errors
     finally:
         gpu.reset()
 

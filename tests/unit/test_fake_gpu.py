@@ -110,7 +110,7 @@ def test_a_call_is_made_in_its_turn(gpu: FakeGpu) -> None:
     said: list[int] = []
     kernel = gpu.hold(stream)
     gpu.fill(stream, memory, 5)
-    gpu.queue_call(stream, lambda: said.append(int(memory.seen[0])))
+    gpu.queue(stream, lambda: said.append(int(memory.seen[0])))
     gpu.fill(stream, memory, 6)
     assert not said
     gpu.fire(kernel)
