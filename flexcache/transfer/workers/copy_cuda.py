@@ -55,6 +55,10 @@ _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 class CudaCopier:
     """A `Copier` for one device. From `attach` on, all methods but `fence` belong to one thread.
 
+    Args:
+        engine_stream: What the engine computes on, which copies without a gate come behind; None
+            for the device's default stream.
+
     Attributes:
         verdicts: Results of the self-test, once attached.
 
@@ -62,8 +66,9 @@ class CudaCopier:
         MissingDependencyError: There is no NVIDIA driver.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, engine_stream: torch.Stream | None = None) -> None:
         self.device = device
+        self._engine_stream = engine_stream
         self.verdicts: Sequence[Verdict] = ()
         self._driver = CudaDriver.load()
         self._streams: CudaStreams | None = None
@@ -102,6 +107,8 @@ class CudaCopier:
         """
         try:
             self._streams = CudaStreams(self._driver, self.device)
+            if self._engine_stream is not None:  # where this thread's fences are
+                torch.cuda.set_stream(self._engine_stream)
             self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
             show_life_during(self._find_ways, after_each_step)
         except BaseException:
