@@ -13,7 +13,7 @@ from fake_gpu import FakeGpu, fake_gpu
 from flexcache.transfer.workers.hip_driver import HipDriver
 
 FIRST_WITH_BATCHES = 12_080
-"""Of the fake's versions: an older driver stands for a ROCm before 7.1."""
+"""The fake driver's version from which on it stands for ROCm 7.1 and later."""
 
 
 class HipLibrary:
