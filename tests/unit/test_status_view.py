@@ -70,6 +70,18 @@ def figures(**changes: Any) -> dict[str, Any]:
         "skipped_blocks": {},
         "counters": {"disk_worker_deaths": 1},
         "load_decisions": {"SSD": {"load": 6, "recompute": 2}},
+        "sessions": dict.fromkeys(
+            (
+                "known",
+                "over",
+                "returning",
+                "unknown",
+                "retired_blocks",
+                "kept_blocks",
+                "returned_sessions",
+            ),
+            0,
+        ),  # fmt: skip
         "workers": {"disk": 77},
         "worker_restarts": {"disk": 1, "remote": 0},
         "engines": {"an-engine": {"pid": 55, "ranks": 2, "open_tasks": 3}},
