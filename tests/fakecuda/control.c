@@ -135,6 +135,11 @@ void fake_launch(Stream *stream, uint64_t table, size_t num_runs) {
   LOCKED(enqueue(stream, (Work){.kind = KERNEL_COPY, .table = table, .num_runs = num_runs}));
 }
 
+/* Queue a call in place of a kernel. */
+void fake_call(Stream *stream, void (*call)(void)) {
+  LOCKED(enqueue(stream, (Work){.kind = CALL, .call = call}));
+}
+
 /* The address at which a test may touch device memory. */
 uint64_t fake_seen_at(uint64_t address) {
   char *bytes = NULL;

@@ -101,6 +101,13 @@ int device_of(CUdeviceptr address) {
   return -1;
 }
 
+size_t allocated_on(int device) {
+  size_t sum = 0;
+  for (size_t i = 0; i < num_allocations; i++)
+    if (allocations[i].device == device) sum += allocations[i].size;
+  return sum;
+}
+
 static bool shares_a_page(const Registration *r, const char *address, size_t size) {
   /* Pages are counted from the first registration, whose place in the address space is chance. */
   uintptr_t page = (uintptr_t)faults.page_bytes, origin = (uintptr_t)registrations[0].address % page;

@@ -115,6 +115,11 @@ static void do_work(Stream *stream, Work *work) {
       else
         note_violation("a kernel filled what is not device memory");
       break;
+    case CALL:
+      pthread_mutex_unlock(&the_lock);
+      work->call();
+      pthread_mutex_lock(&the_lock);
+      break;
     case RECORD:
       if (work->event->fired < work->version) work->event->fired = work->version;
       break;

@@ -12,10 +12,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ NOT_SUPPORTED = 801
 NOT_READY = 600
 GLOBAL_CAPTURE = 0
 FOREVER = 1 << 30
+CALL = ctypes.CFUNCTYPE(None)
 
 
 class Speed(ctypes.Structure):
@@ -176,6 +177,8 @@ class FakeGpu(DriverState):
 
     def __init__(self) -> None:
         super().__init__()
+        self.call_errors: list[BaseException] = []
+        self._calls: list[Any] = []
         self._lacks: set[str] = set()
         self.library = FakeLibrary(self.loaded, self._lacks)
         self.loaded.fake_reset()
@@ -242,6 +245,18 @@ class FakeGpu(DriverState):
             c_void_p(stream), c_uint64(table.address), c_size_t(table.seen.nbytes // 24)
         )
 
+    def queue(self, stream: int, call: Callable[[], None]) -> None:
+        """Queue a call in place of a kernel. If it raises, the test fails at its end."""
+        called = CALL(partial(self._make_call, call))
+        self._calls.append(called)  # which the stream's thread needs until it has run
+        self.loaded.fake_call(c_void_p(stream), called)
+
+    def _make_call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self.call_errors.append(error)
+
     def wait_quiet(self) -> None:
         """Wait until all that can happen has: streams are idle, held, waiting or frozen."""
         self.loaded.fake_wait_quiet()
@@ -295,6 +310,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         gpu.thaw()
         gpu.wait_idle()
         assert gpu.violation == "", gpu.violation
+        assert not gpu.call_errors, gpu.call_errors
     finally:
         gpu.reset()
 
