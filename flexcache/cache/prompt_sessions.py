@@ -167,13 +167,14 @@ class PromptSessions:
 
     # -- hints -----------------------------------------------------------------------------------
 
-    def hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
+    def hint(self, session_id: str, over: bool, returns_in_s: float | None, now: float) -> bool:
         """Act on a hint; return whether the session is known.
 
         Args:
             over: What no other session shares is due first, in every tier.
             returns_in_s: Keep what the session has used for this many seconds.
         """
+        self._tiers.advance(now)
         self.counters.over += over
         self.counters.returning += returns_in_s is not None
         session = self._sessions.get(session_id)

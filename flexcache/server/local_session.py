@@ -88,4 +88,5 @@ class LocalSession:
         if not self.server.is_open:
             return False
         with self.server.session() as tasks:
-            return tasks.session_hint(session_id, over, returns_in_s, time.monotonic())
+            sessions = tasks.cache.sessions
+            return sessions.hint(session_id, over, returns_in_s, time.monotonic())

@@ -113,8 +113,8 @@ class Requests:
                 return self._clear(caller, request)
             case SessionHint(request_id, session_id, over, returns_in_s):
                 check_hint(session_id, over, returns_in_s)
-                tasks = self._slot.tasks
-                return Answer(request_id, tasks.session_hint(session_id, over, returns_in_s, now))
+                sessions = self._slot.tasks.cache.sessions
+                return Answer(request_id, sessions.hint(session_id, over, returns_in_s, now))
             case CheckInvariants(request_id):
                 for tier in self._slot.tasks.cache.tiers:
                     tier.check_counts()  # no more than that: the other engines wait

@@ -161,10 +161,7 @@ class KVTaskEngine:
     ) -> Plan:  # fmt: skip
         """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
 
-        Args:
-            retain_s: What a put stores counts as used this much later when room is needed.
-            tail_at: A put also stores the tail behind this many blocks, unless it is 0.
-            session_id: Whose prompt it is (`PromptSessions`).
+        Arguments as for `Prompt`.
 
         Raises:
             ValueError: The id is not above all earlier ones of its session.
@@ -239,13 +236,6 @@ class KVTaskEngine:
                 self._deadlines.cancelled(task_id)
                 self._runner.end_unmoved(task, now)
         return unlaunched
-
-    def session_hint(
-        self, session_id: str, over: bool, returns_in_s: float | None, now: float
-    ) -> bool:
-        """Act on what a user says of its session (`PromptSessions`); whether it is known."""
-        self.cache.tiers.advance(now)
-        return self.cache.sessions.hint(session_id, over, returns_in_s)
 
     def close_down(self, now: float) -> None:
         """Cancel what engines can do without, and write what is dirty."""

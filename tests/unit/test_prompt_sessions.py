@@ -71,7 +71,7 @@ class Served:
 
     def over(self, session_id: str) -> bool:
         self._tick()
-        return self.sessions.hint(session_id, True, None)
+        return self.sessions.hint(session_id, True, None, self.now)
 
     def retired(self, tier: Tier) -> set[str]:
         """Return the words whose last block is due first."""
@@ -191,7 +191,7 @@ def test_hints_are_counted_by_what_they_do() -> None:
     assert not served.over("never heard of")
     assert (counters.over, counters.unknown, counters.retired_blocks) == (1, 1, 0)
     served.ask("a", "xxx")
-    assert served.sessions.hint("a", False, 10.0)
+    assert served.sessions.hint("a", False, 10.0, served.now)
     assert (counters.returning, counters.kept_blocks, counters.unknown) == (1, 3, 1)
     assert served.over("a")
     assert served.over("a"), "a hint may be repeated"
@@ -205,7 +205,7 @@ def test_hints_are_counted_by_what_they_do() -> None:
 def test_a_session_that_returns_soon_is_kept_until_then() -> None:
     served = Served(cpu=4)
     served.ask("a", "xx")
-    served.sessions.hint("a", False, 100.0)
+    served.sessions.hint("a", False, 100.0, served.now)
     for word in ("yy", "zz", "yx", "zx"):
         served.ask("b", word)
     assert {"x", "xx"} <= served.cached(served.tiers[0])
@@ -232,5 +232,5 @@ def test_the_least_recent_sessions_are_forgotten_when_there_are_too_many() -> No
              ("a", False, -1.0), ("a", False, float("nan")), ("a", False, 1e9)],
 )  # fmt: skip
 def test_a_hint_that_makes_no_sense_is_refused(hint: tuple[object, object, float | None]) -> None:
-    with pytest.raises(ValueError, match="session_id|over|returns_in_s"):
+    with pytest.raises(ValueError, match=r"session_id|over|returns_in_s"):
         check_hint(*hint)

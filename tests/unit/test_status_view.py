@@ -70,18 +70,15 @@ def figures(**changes: Any) -> dict[str, Any]:
         "skipped_blocks": {},
         "counters": {"disk_worker_deaths": 1},
         "load_decisions": {"SSD": {"load": 6, "recompute": 2}},
-        "sessions": dict.fromkeys(
-            (
-                "known",
-                "over",
-                "returning",
-                "unknown",
-                "retired_blocks",
-                "kept_blocks",
-                "returned_sessions",
-            ),
-            0,
-        ),  # fmt: skip
+        "sessions": {
+            "known": 0,
+            "over": 0,
+            "returning": 0,
+            "unknown": 0,
+            "retired_blocks": 0,
+            "kept_blocks": 0,
+            "returned_sessions": 0,
+        },
         "workers": {"disk": 77},
         "worker_restarts": {"disk": 1, "remote": 0},
         "engines": {"an-engine": {"pid": 55, "ranks": 2, "open_tasks": 3}},

@@ -29,7 +29,8 @@ def test_a_request_without_hints_says_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("hints", "retention"),
-    [({"priority": 2, "ttl_s": 1}, {"priority": 2, "ttl_s": 1.0}), ({"priority": "3"}, {"priority": 3}),
+    [({"priority": 2, "ttl_s": 1}, {"priority": 2, "ttl_s": 1.0}),
+     ({"priority": "3"}, {"priority": 3}),
      ({"priority": 1000}, {}), ({"priority": "high", "ttl_s": 5}, {"ttl_s": 5.0}),
      ({"ttl_s": float("nan")}, {}), ({"priority": [1]}, {})],
 )  # fmt: skip
