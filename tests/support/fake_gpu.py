@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from flexcache.transfer.workers.copy_driver import CudaDriver
+from flexcache.transfer.workers.cufile import CuFile
 
 SOURCES = Path(__file__).resolve().parents[1] / "fakecuda"
 
@@ -99,8 +100,10 @@ def build_driver() -> Path:
 def load_driver() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(build_driver()))
     loaded.fake_hold.restype = c_void_p
-    for name in ("fake_seen_at", "fake_num_streams", "fake_registered", "fake_copy_calls"):
-        getattr(loaded, name).restype = c_uint64
+    for name in ("seen_at", "num_streams", "registered", "copy_calls"):
+        getattr(loaded, f"fake_{name}").restype = c_uint64
+    for name in ("num_files", "num_buffers", "num_bounced"):
+        getattr(loaded, f"fake_{name}").restype = c_size_t
     return loaded
 
 
@@ -158,6 +161,21 @@ class DriverState:
     @property
     def num_streams(self) -> int:
         return int(self.loaded.fake_num_streams())
+
+    @property
+    def num_files(self) -> int:
+        """Files registered for I/O on device memory."""
+        return int(self.loaded.fake_num_files())
+
+    @property
+    def num_buffers(self) -> int:
+        """Pieces of device memory registered for file I/O."""
+        return int(self.loaded.fake_num_buffers())
+
+    @property
+    def num_bounced(self) -> int:
+        """File I/O that did not go directly to or from device memory."""
+        return int(self.loaded.fake_num_bounced())
 
     @property
     def contexts(self) -> set[int]:
@@ -257,6 +275,11 @@ class FakeGpu(DriverState):
         except BaseException as error:
             self.call_errors.append(error)
 
+    def is_in_file_io(self, memory: Memory) -> bool:
+        """Whether file I/O from or to device memory is in flight."""
+        size = c_size_t(memory.seen.nbytes)
+        return bool(self.loaded.fake_is_in_file_io(c_uint64(memory.address), size))
+
     def wait_quiet(self) -> None:
         """Wait until all that can happen has: streams are idle, held, waiting or frozen."""
         self.loaded.fake_wait_quiet()
@@ -302,9 +325,10 @@ class FakeGpu(DriverState):
 
 @contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Let `CudaDriver` find the fake driver. Fails the test at the end if it was misused."""
+    """Let `CudaDriver` and `CuFile` find the fakes. Fails the test at the end if misused."""
     gpu = FakeGpu()
     monkeypatch.setattr(CudaDriver, "load", lambda: CudaDriver(gpu.library))
+    monkeypatch.setattr(CuFile, "load", lambda: CuFile(gpu.loaded))
     try:
         yield gpu
         gpu.thaw()

@@ -45,6 +45,7 @@ def test_a_gated_store_takes_what_the_queued_step_will_have_written(memory: Devi
         tokens, blocks = np.arange(64), [0, 1, 2, 3]
         task_id, _ = cluster.manager.put_match(tokens)
         cluster.manager.launch([task_id], [cluster.slots(blocks)], gated=True)
+        gpu.forget_copy_calls()
         compute = torch_cuda.Stream(memory.device)
         with torch_cuda.stream(compute):
             step = gpu.hold(compute.handle)
@@ -52,6 +53,8 @@ def test_a_gated_store_takes_what_the_queued_step_will_have_written(memory: Devi
                 written = Memory(tensor.data_ptr(), np.empty(tensor[:4].nbytes, np.uint8))
                 gpu.fill(compute.handle, written, 7)
             cluster.clients[0].open_gates([task_id])
+        until(lambda: gpu.copy_calls)
+        gpu.wait_quiet()
         assert not cluster.manager.try_wait([task_id])
         gpu.fire(step)
         assert cluster.manager.wait([task_id], 60)[task_id].mask.all()
