@@ -84,7 +84,8 @@ CUresult cuGetErrorName(CUresult code, const char **name) {
 /* -- devices and contexts ----------------------------------------------------------------------- */
 
 CUresult cuDeviceGetCount(int *count) {
-  *count = NUM_DEVICES;
+  const char *wanted = getenv("FAKE_GPUS");
+  *count = wanted ? atoi(wanted) : NUM_DEVICES;
   return OK;
 }
 
@@ -95,7 +96,7 @@ CUresult cuDeviceGet(int *device, int ordinal) {
 
 CUresult cuDeviceGetPCIBusId(char *id, int length, int device) {
   ENTER("cuDeviceGetPCIBusId");
-  snprintf(id, (size_t)length, "0000:%02X:00.0", 0x3b + device);
+  snprintf(id, (size_t)length, "0000:%02X:00.0", FIRST_BUS + device);
   RETURN(OK);
 }
 
@@ -123,6 +124,8 @@ CUresult cuCtxGetCurrent(Context **context) {
   *context = current;
   return OK;
 }
+
+int current_device(void) { return HAS_CONTEXT ? current->device : -1; }
 
 CUresult cuStreamGetCtx(Stream *stream, Context **context) {
   ENTER("cuStreamGetCtx");
@@ -255,8 +258,9 @@ static CUresult accept_run(Run *run, bool reads_early, Place *host) {
   char *to, *from;
   Place target = look_up(run->to, run->size, &to), source = look_up(run->from, run->size, &from);
   if (target == NOWHERE || source == NOWHERE) return INVALID_VALUE;
-  if ((target == ON_DEVICE) == (source == ON_DEVICE)) {
-    note_violation("a copy is not between host and device");
+  bool is_within = target == ON_DEVICE && device_of(run->to) == device_of(run->from);
+  if (!is_within && (target == ON_DEVICE) == (source == ON_DEVICE)) {
+    note_violation("a copy is not between host and device, nor within a device");
     return INVALID_VALUE;
   }
   *host = target == ON_DEVICE ? source : target;
