@@ -163,7 +163,7 @@ class ObedientStore(MemoryStore):
         self.broken: set[str] = set()
         self.raises: Exception | None = None
         self.num_parts = 0
-        """Of each object of the last write."""
+        """How many parts each object of the last write had."""
 
     def write_from(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
