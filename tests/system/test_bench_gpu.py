@@ -1,0 +1,117 @@
+"""`scripts/bench_gpu.sh` on fake GPUs, as far as these go: its steps, its limits and its report."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from fake_gpu_process import environment
+from gpu_steps import Outcome, Step, run_steps
+from paths import ROOT
+from rich.console import Console
+
+# What takes minutes on a fake GPU is smaller: the doctor's 128 blocks, and the ops of the bench.
+SMALL = """
+import sys, torch
+from flexcache.storage.host_pool import HostSegment
+
+create = HostSegment.create
+
+def create_small(block_bytes, num_blocks, *options):
+    return create(block_bytes, 4 if num_blocks == 128 else num_blocks, *options)
+
+def is_available():
+    if bench := sys.modules.get("flexcache.bench.gpu"):
+        bench.OP_BYTES = 4 << 20
+    return True
+
+HostSegment.create = create_small
+torch.cuda.is_available = is_available
+"""
+
+
+def test_the_script_reports_what_each_step_has_found(tmp_path: Path) -> None:
+    """Of the tests few are run. The fake cannot multiply matrices: that step fails."""
+    libraries, out = tmp_path / "libraries", tmp_path / "out"
+    libraries.mkdir()
+    variables = {
+        **os.environ, **environment(libraries, 2, SMALL), "PYTHON": sys.executable,
+        "PYTEST_ADDOPTS": "-k another_gpu_makes_no_context",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "scripts/bench_gpu.sh", str(out)], cwd=ROOT, env=variables, timeout=600,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    report = (out / "report.md").read_text()
+    assert report in done.stdout.replace("----- to here", "\n----- to here")
+    results = dict(
+        [cell.strip() for cell in line.split("|")[1:3]]
+        for line in report.split("###")[0].splitlines()
+        if line.startswith("| ")
+    )
+    failed = {"nvidia-smi", "topology", "beside the model's work", "kernel"}
+    for step, result in results.items():
+        assert (result == "passed") == (step not in failed | {"step"}), (step, report)
+    for text in (
+        "FlexCache 0.",
+        "| 1   | kernel        | D2H       | right |",  # the doctor's
+        "Torch not compiled with CUDA enabled",
+        "1 passed",
+        "| H2D, layers apart (LBNHC) | 16 KiB per page |",
+        "| D2H by the kernel, 12 programs | 8 KiB per copy |",
+        "| H2D by single copies of 64 KiB, beside a busy thread |",
+        "| load by layer of 4 blocks behind one of 4 |",
+        "| pinning the host pool |",
+    ):
+        assert text in report, report
+
+
+def outcomes_of(steps: Sequence[Step], directory: Path, total_s: float = 60) -> list[Outcome]:
+    console = Console(file=StringIO())
+    return list(run_steps(steps, directory, total_s, console))
+
+
+@pytest.mark.parametrize(
+    ("command", "result"),
+    [
+        (["sh", "-c", "echo yes"], "passed"),
+        (["sh", "-c", "echo yes; exit 3"], "failed (3)"),
+        (["sh", "-c", "echo yes; kill -SEGV $$"], "died of SIGSEGV"),
+        (["no-such-program"], "not started: No such file or directory"),
+    ],
+)
+def test_a_step_that_fails_says_how_and_does_not_stop_the_next(
+    tmp_path: Path, command: list[str], result: str
+) -> None:
+    first, second = outcomes_of(
+        [Step("the first", command, 60), Step("the second", ["true"], 60)], tmp_path
+    )
+    assert (first.result, second.result) == (result, "passed")
+    assert first.output.read_text() == ("yes\n" if "sh" in command else "")
+
+
+def test_a_step_that_hangs_is_killed_with_all_its_processes(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    hanging = ["sh", "-c", f"sleep 1000 & echo $!; cat {fifo} & cat {fifo}"]
+    [outcome] = outcomes_of([Step("hanging", hanging, 2)], tmp_path)
+    assert outcome.result == "killed after 2 s"
+    child = Path("/proc", outcome.output.read_text().strip(), "cmdline")
+    deadline = time.monotonic() + 60
+    while child.exists() and child.read_bytes():  # until init has reaped it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_steps_that_no_time_is_left_for_are_named(tmp_path: Path) -> None:
+    steps = [Step("hanging", ["sleep", "1000"], 60), Step("late", ["true"], 60)]
+    hanging, late = outcomes_of(steps, tmp_path, total_s=1)
+    assert hanging.result == "killed after 1 s"
+    assert late.result == "left out: no time"
