@@ -35,6 +35,12 @@ if [ "${1:-}" != fast ]; then
     fetch_beside "nvidia-cuda-runtime${release%==*}" "$version" "$VENV/cuda-$version" || continue
     export CUDA_HEADERS=${CUDA_HEADERS:+$CUDA_HEADERS:}$VENV/cuda-$version
   done
+  # Headers of libcufile: the last of CUDA 12, and 13.
+  for release in -cu12==1.14.1.1 ==1.19.1.55; do
+    version=${release#*==}
+    fetch_beside "nvidia-cufile${release%==*}" "$version" "$VENV/cufile-$version" || continue
+    export CUFILE_HEADERS=${CUFILE_HEADERS:+$CUFILE_HEADERS:}$VENV/cufile-$version
+  done
   # What GPUs' torch of the oldest and the newest supported release brings. Not unpacked by
   # `zipfile`: it has programs.
   if [ "${TRITON:-1}" != 0 ]; then

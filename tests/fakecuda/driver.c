@@ -125,6 +125,8 @@ CUresult cuCtxGetCurrent(Context **context) {
   return OK;
 }
 
+int current_device(void) { return HAS_CONTEXT ? current->device : -1; }
+
 CUresult cuStreamGetCtx(Stream *stream, Context **context) {
   ENTER("cuStreamGetCtx");
   REQUIRE(is_stream(stream), INVALID_VALUE);
@@ -256,8 +258,9 @@ static CUresult accept_run(Run *run, bool reads_early, Place *host) {
   char *to, *from;
   Place target = look_up(run->to, run->size, &to), source = look_up(run->from, run->size, &from);
   if (target == NOWHERE || source == NOWHERE) return INVALID_VALUE;
-  if ((target == ON_DEVICE) == (source == ON_DEVICE)) {
-    note_violation("a copy is not between host and device");
+  bool is_within = target == ON_DEVICE && device_of(run->to) == device_of(run->from);
+  if (!is_within && (target == ON_DEVICE) == (source == ON_DEVICE)) {
+    note_violation("a copy is not between host and device, nor within a device");
     return INVALID_VALUE;
   }
   *host = target == ON_DEVICE ? source : target;

@@ -85,6 +85,8 @@ CUresult release(CUdeviceptr address) {
     Allocation *a = &allocations[i];
     if (a->address != (char *)address) continue;
     if (is_in_flight(address, a->size)) note_violation("device memory in use is freed");
+    if (is_registered_for_files(address, a->size))
+      note_violation("device memory is freed while registered for file I/O");
     munmap(a->address, a->size);
     munmap(a->seen, a->size);
     *a = allocations[--num_allocations];

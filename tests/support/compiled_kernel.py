@@ -96,6 +96,18 @@ def compile_kernel(
     return {int(capability): Compiled(**code) for capability, code in made.items()}
 
 
+def interpret(program: str, triton: Path) -> str:
+    """Run a program whose kernels the Triton in a folder interprets; return what it printed."""
+    path = os.pathsep.join([str(triton), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=_PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout  # Triton may warn on the other
+
+
 def _main(request: dict[str, Any]) -> dict[int, dict[str, Any]]:
     kernel = Kernel(**request["kernel"])
     spec = importlib.util.spec_from_file_location("kernel_module", kernel.source)

@@ -33,6 +33,10 @@ class Fence(Protocol):
 class Copier(Protocol):
     """Moves bytes between address lists on one kind of device."""
 
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node next to the device; None if it is unknown or makes no difference."""
+
     def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
         """Prepare the host pool for copies. This may take long, with a sign of life at each step.
 

@@ -23,6 +23,7 @@ import torch
 from flexcache.errors import DeviceLostError, StorageError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
+from flexcache.storage import numa
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_check import (
     Scratch,
@@ -76,6 +77,16 @@ class CudaCopier:
                 logger, logging.INFO, "batch_copy_missing", effect="copies are queued one by one",
                 remedy="install a CUDA driver of 12.8 or later",
             )  # fmt: skip
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node next to the device; None if it is unknown, or there is only one."""
+        if numa.count_nodes() == 1:
+            return None
+        try:
+            return numa.node_of_pci(self._driver.pci_address(self.device.index))
+        except RuntimeError:  # the driver does not say
+            return None
 
     def attach(
         self, segment: HostSegment, after_each_step: Callable[[], None] = lambda: None

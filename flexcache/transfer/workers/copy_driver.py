@@ -70,6 +70,9 @@ class CudaDriver:
         self._library = library
         self._error_name = self._function("cuGetErrorName", ctypes.c_int, pointer)
         self._get_device = self._function("cuDeviceGet", pointer, ctypes.c_int)
+        self._pci_address = self._function(
+            "cuDeviceGetPCIBusId", pointer, ctypes.c_int, ctypes.c_int
+        )
         self._retain_context = self._function("cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
         self._release_context = self._function("cuDevicePrimaryCtxRelease_v2", ctypes.c_int)
         self._priorities = self._function("cuCtxGetStreamPriorityRange", pointer, pointer)
@@ -108,6 +111,13 @@ class CudaDriver:
     def has_batch_copy(self) -> bool:
         """Whether one call can queue all copies of an op (driver 12.8 or later)."""
         return self._batch_copy is not None
+
+    def pci_address(self, index: int) -> str:
+        """Return the address of torch's device ``index`` on the bus, such as ``0000:3B:00.0``."""
+        text = ctypes.create_string_buffer(32)
+        code = self._pci_address(text, len(text), self._device(index))
+        self._check("cuDeviceGetPCIBusId", code)
+        return text.value.decode()
 
     def open_context(self, index: int) -> int:
         """Return the context that torch uses on its device ``index``; see `close_context`."""
