@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_hour.py DIRECTORY [STEP]...
 
-Without steps all are run. Each step has a time limit, and none stops the others. Ends with one block of text to paste into an
-issue, which is also in DIRECTORY/report.md, beside the output of each step. Exit status 1 if a step
-failed.
+Without steps all are run. Each step has a time limit, and none stops the others. Ends with one
+block of text to paste into an issue, which is also in DIRECTORY/report.md, beside the output of
+each step. Exit status 1 if a step failed.
 """
 
 from __future__ import annotations

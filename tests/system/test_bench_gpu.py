@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from gpu_steps import Outcome, Step, run_steps
 from paths import ROOT
 from rich.console import Console
 
-# What takes minutes on a fake GPU is smaller: the doctor's 128 blocks, and the ops of the bench.
+# What takes minutes on a fake GPU is smaller: the doctor's memory, what is pinned, and all ops.
 SMALL = """
 import sys, torch
 from flexcache.storage.host_pool import HostSegment
@@ -24,7 +25,7 @@ from flexcache.storage.host_pool import HostSegment
 create = HostSegment.create
 
 def create_small(block_bytes, num_blocks, *options):
-    return create(block_bytes, 4 if num_blocks == 128 else num_blocks, *options)
+    return create(block_bytes, 4 if num_blocks in (128, 2048) else num_blocks, *options)
 
 def is_available():
     if bench := sys.modules.get("flexcache.bench.gpu"):
@@ -36,41 +37,59 @@ torch.cuda.is_available = is_available
 """
 
 
-def test_the_script_reports_what_each_step_has_found(tmp_path: Path) -> None:
-    """Of the tests few are run. The fake cannot multiply matrices: that step fails."""
-    libraries, out = tmp_path / "libraries", tmp_path / "out"
-    libraries.mkdir()
-    variables = {
-        **os.environ, **environment(libraries, 2, SMALL), "PYTHON": sys.executable,
+def variables_for(directory: Path) -> dict[str, str]:
+    return {
+        **os.environ, **environment(directory, 2, SMALL), "PYTHON": sys.executable,
         "PYTEST_ADDOPTS": "-k another_gpu_makes_no_context",
     }  # fmt: skip
-    done = subprocess.run(
-        ["bash", "scripts/bench_gpu.sh", str(out)], cwd=ROOT, env=variables, timeout=600,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+
+
+def run(command: Sequence[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, env=variables, timeout=600, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_script_reports_what_each_step_has_found(tmp_path: Path) -> None:
+    """A few steps, and of the tests one. The fake cannot multiply matrices: that step fails."""
+    out = tmp_path / "out"
+    steps = ["doctor", "tests", "layouts", "beside the model's work"]
+    command = ["bash", "scripts/bench_gpu.sh", str(out), *steps]
+    done = run(command, variables_for(tmp_path))
     assert done.returncode == 1, done.stderr
     report = (out / "report.md").read_text()
-    assert report in done.stdout.replace("----- to here", "\n----- to here")
-    results = dict(
-        [cell.strip() for cell in line.split("|")[1:3]]
-        for line in report.split("###")[0].splitlines()
-        if line.startswith("| ")
-    )
-    failed = {"nvidia-smi", "topology", "beside the model's work", "kernel"}
-    for step, result in results.items():
-        assert (result == "passed") == (step not in failed | {"step"}), (step, report)
+    assert report in done.stdout
+    rows = [line.split("|")[1:3] for line in report.split("###")[0].splitlines() if "|" in line]
+    assert {title.strip(): result.strip() for title, result in rows[2:]} == {
+        "doctor": "passed",
+        "tests": "passed", "layouts": "passed", "beside the model's work": "failed (1)",
+    }, report  # fmt: skip
     for text in (
         "FlexCache 0.",
         "| 1   | kernel        | D2H       | right |",  # the doctor's
-        "Torch not compiled with CUDA enabled",
         "1 passed",
         "| H2D, layers apart (LBNHC) | 16 KiB per page |",
-        "| D2H by the kernel, 12 programs | 8 KiB per copy |",
-        "| H2D by single copies of 64 KiB, beside a busy thread |",
-        "| load by layer of 4 blocks behind one of 4 |",
-        "| pinning the host pool |",
+        "beside the model's work: failed, AssertionError: Torch not compiled with CUDA enabled",
     ):
         assert text in report, report
+
+
+def test_all_cases_run_but_the_one_that_multiplies_matrices(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "flexcache.cli", "bench", "gpu", "--json", str(file)]
+    done = run(command, variables_for(tmp_path))
+    assert file.exists(), done.stderr
+    cases = json.loads(file.read_text())["cases"]
+    wrong = [case for case in cases if case["outcome"] != "done"]
+    assert [case["title"] for case in wrong] == ["beside the model's work"], wrong
+    figures = {(result["name"], result["at"]) for case in cases for result in case["results"]}
+    for figure in (
+        ("H2D by the kernel, 12 programs", 8),
+        ("D2H by single copies of 64 KiB, beside a busy thread", None),
+        ("load by layer of 4 blocks behind one of 4", None),
+        ("load by layer of 4 MiB until its first layer, blocks outermost (BLNHC, BLHNC)", 16),
+    ):
+        assert figure in figures
 
 
 def outcomes_of(steps: Sequence[Step], directory: Path, total_s: float = 60) -> list[Outcome]:
