@@ -59,6 +59,13 @@ def has_gpu(subject: Subject) -> bool:
 def check_gpu(subject: Subject) -> Iterator[Finding]:
     import torch
 
+    if torch.version.hip is not None:
+        yield warning(
+            f"torch is for ROCm {torch.version.hip}: AMD GPUs are not examined, and copies to them "
+            "have never run on hardware",
+            "a rank tests its copies when it attaches; please report what it logs",
+        )
+        return
     found = _ask_driver()
     if isinstance(found, str):
         yield error(f"the GPUs' driver failed: {found}", "restart the GPUs' driver, or the host")

@@ -33,10 +33,11 @@ from flexcache.transfer.workers.copy_check import (
     open_scratch,
 )
 from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay, measure_cost
-from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
+from flexcache.transfer.workers.copy_driver import SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
 from flexcache.transfer.workers.cuda_streams import CudaStreams
+from flexcache.transfer.workers.hip_driver import load_driver
 from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.life import show_life_during
 
@@ -55,17 +56,22 @@ _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 class CudaCopier:
     """A `Copier` for one device. From `attach` on, all methods but `fence` belong to one thread.
 
+    Args:
+        engine_stream: What the engine computes on, which copies without a gate come behind; None
+            for the device's default stream.
+
     Attributes:
         verdicts: Results of the self-test, once attached.
 
     Raises:
-        MissingDependencyError: There is no NVIDIA driver.
+        MissingDependencyError: There is no driver.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, engine_stream: torch.Stream | None = None) -> None:
         self.device = device
+        self._engine_stream = engine_stream
         self.verdicts: Sequence[Verdict] = ()
-        self._driver = CudaDriver.load()
+        self._driver = load_driver()
         self._streams: CudaStreams | None = None
         self._pinned: PinnedSegment | None = None
         self._engine: CopyWay | None = None
@@ -102,6 +108,8 @@ class CudaCopier:
         """
         try:
             self._streams = CudaStreams(self._driver, self.device)
+            if self._engine_stream is not None:  # where this thread's fences are
+                torch.cuda.set_stream(self._engine_stream)
             self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
             show_life_during(self._find_ways, after_each_step)
         except BaseException:
