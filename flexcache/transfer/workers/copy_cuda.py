@@ -158,6 +158,12 @@ class CudaCopier:
         return landed
 
     @property
+    def streams(self) -> CudaStreams:
+        """Streams of the copies, once attached."""
+        assert self._streams is not None
+        return self._streams
+
+    @property
     def is_pinned(self) -> bool:
         """Whether the attached segment is page-locked; if not, copies are correct but slow."""
         return self._pinned is not None and self._pinned.starts.size > 0
