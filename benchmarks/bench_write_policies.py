@@ -114,9 +114,7 @@ def replay_alone(trace: list[Request], capacity: int, policy: str) -> Outcome:
         there = tier.match(keys, outlook).num_blocks
         hits += there
         if forecaster is not None:
-            outlook = forecaster.store(
-                keys, keys.num_blocks, request.output_tokens / TOKENS_PER_ID
-            )
+            outlook = forecaster.store(keys, keys.num_blocks, request.output_tokens / TOKENS_PER_ID)
         admitted = admission.admit(keys, keys.num_blocks)
         if there < admitted:
             lease = tier.reserve(keys, there, admitted, outlook)
@@ -169,7 +167,7 @@ def lru_hits(trace: list[Request], capacity: int) -> int:
     return hits
 
 
-def optimal_hits(trace: list[Request], capacity: int) -> int:
+def optimal_hits(trace: Sequence[Request], capacity: int) -> int:
     """Belady: what is needed again last goes first, be it new or old.
 
     A block is needed no earlier than the one it builds on, so of equals the deeper one goes first

@@ -74,9 +74,7 @@ def build_cache(
 
     num_host_blocks = sizes.num_host_blocks
     # Blocks pass through the host to the tiers below: it takes them all if there are any.
-    tiers = [
-        Tier(TierName.CPU, num_host_blocks, ranking(num_host_blocks), not config.has_workers)
-    ]
+    tiers = [Tier(TierName.CPU, num_host_blocks, ranking(num_host_blocks), not config.has_workers)]
     policies: dict[TierName, str] = {}
     if sizes.num_slots:
         refuses = config.ssd_write_policy == "density"

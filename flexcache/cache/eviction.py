@@ -42,7 +42,8 @@ class DensityRanking:
     def __init__(self, is_lru: bool) -> None:
         self.is_lru = is_lru
         self.version = 0
-        self._worths = [(1.0 / (1.0 + LOW)).tolist()] * NUM_KINDS  # as LRU
+        as_lru: list[float] = (1.0 / (1.0 + LOW)).tolist()
+        self._worths = [as_lru] * NUM_KINDS
 
     def set_worths(self, worths: list[list[float]]) -> None:
         self._worths = worths

@@ -72,9 +72,7 @@ class Shadow:
             count = index.num_insertable(seen.root, new)
             if count:
                 no_ids = np.zeros(count, dtype=np.int64)
-                index.insert(
-                    match, seen.root, new[:count], no_ids, seen.time, outlook=seen.outlook
-                )
+                index.insert(match, seen.root, new[:count], no_ids, seen.time, outlook=seen.outlook)
         return match.num_blocks
 
 

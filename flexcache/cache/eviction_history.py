@@ -24,7 +24,7 @@ import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_returns import Spells
-from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch
+from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.ids import BlockKey, RootId
 
@@ -39,7 +39,7 @@ _RETRY_S = 30.0
 _TICK_S = 1e-6
 
 NUM_LEVELS = (9, 15, 15, 21, 21, 8, 20, 21)
-"""Of each feature of a visit, in the order of `Visit.levels`."""
+"""How many levels each feature of a visit has, in the order of `Visit.levels`."""
 _NEVER = math.inf
 _NO_SPELL = math.nan
 
@@ -284,9 +284,7 @@ class History:
             first = visit.number % NUM_SPELLS * len(NUM_LEVELS)
             self._levels[first : first + len(NUM_LEVELS)] = bytes(visit.levels())
 
-    def _insert(
-        self, parent: PrefixMatch, root: RootId, keys: list[BlockKey], time: float
-    ) -> None:
+    def _insert(self, parent: PrefixMatch, root: RootId, keys: list[BlockKey], time: float) -> None:
         count = self._index.num_insertable(root, keys)
         if count:  # else they are the engine's own keys and do not chain
             no_ids = np.zeros(count, dtype=np.int64)

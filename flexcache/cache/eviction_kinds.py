@@ -18,13 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.eviction_returns import (
-    BINS_PER_OCTAVE, HIGH, LOW, NUM_BINS, RANGE_STARTS, Floats, Hazards, Levels, worth_at,
+    BINS_PER_OCTAVE,
+    HIGH,
+    LOW,
+    NUM_BINS,
+    RANGE_STARTS,
+    Floats,
+    Hazards,
+    Levels,
+    worth_at,
     worth_by_age,
 )  # fmt: skip
 
 _QUANTILES = 8
 NUM_KINDS = 2 * _QUANTILES * _QUANTILES
-_EARLY_BIN, _LATE_BIN = (int(np.searchsorted(LOW, age)) for age in (RANGE_STARTS[1], RANGE_STARTS[3]))
+_EARLY_BIN, _LATE_BIN = (
+    int(np.searchsorted(LOW, age)) for age in (RANGE_STARTS[1], RANGE_STARTS[3])
+)
 _GRID = (16, 16, 24)
 """Steps of the grid in the three ranges of age."""
 _MIN_EXAMPLES = 3
@@ -47,7 +57,11 @@ class Classifier:
     """Assigns kinds to one part of prompts, by levels of their features."""
 
     def __init__(
-        self, hazards: Hazards, examples: Levels, early: Floats, late: Sequence[Floats],
+        self,
+        hazards: Hazards,
+        examples: Levels,
+        early: Floats,
+        late: Sequence[Floats],
         first_kind: int,
     ) -> None:
         """
@@ -92,9 +106,7 @@ class Classifier:
         return np.frombuffer(self._grid, dtype=np.uint8)[cells]
 
 
-def kinds_of(
-    hazards: Floats, early: Floats, late: Sequence[Floats]
-) -> npt.NDArray[np.int64]:
+def kinds_of(hazards: Floats, early: Floats, late: Sequence[Floats]) -> npt.NDArray[np.int64]:
     """Return the kinds of prompts with these hazards, prompts x bins of age."""
     outer = np.searchsorted(early, worth_at(hazards, _EARLY_BIN))
     at_late = worth_at(hazards, _LATE_BIN)
@@ -148,12 +160,14 @@ def _divide(
     hazards = fitted.of(logs)
     shares = np.arange(1, _QUANTILES) / _QUANTILES
     at_early, at_late = worth_at(hazards, _EARLY_BIN), worth_at(hazards, _LATE_BIN)
-    early = np.quantile(at_early, shares)
+    early: Floats = np.quantile(at_early, shares).astype(np.float64)
     outer = np.searchsorted(early, at_early)
-    late = []
+    late: list[Floats] = []
     for quantile in range(_QUANTILES):
         of_quantile = at_late[outer == quantile]
-        late.append(np.quantile(of_quantile if len(of_quantile) else at_late, shares))
+        late.append(
+            np.quantile(of_quantile if len(of_quantile) else at_late, shares).astype(np.float64)
+        )
     classifier = Classifier(fitted, levels, early, late, first_kind)
     kinds = classifier.kinds(logs) - first_kind
     counts = np.bincount(kinds, minlength=_QUANTILES * _QUANTILES)

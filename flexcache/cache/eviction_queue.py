@@ -26,6 +26,8 @@ from flexcache.errors import InternalError
 Entry = tuple[float, int]
 """Time and number of a tail; both negated where the youngest comes first."""
 
+RETIRED = -1e300
+"""Time of use of tails that go before all that are not retired."""
 _REFRESH_S = 1.0
 """Ages change all the time: the worths that are compared are at most this old."""
 _SPARE_ENTRIES = 64
@@ -130,7 +132,7 @@ class EvictionQueue:
 
     def worth(self, time: float, kind: int) -> float:
         """Return what a tail is worth now; under LRU the time itself."""
-        if self._ranking.is_lru:
+        if self._ranking.is_lru or time <= RETIRED:
             return time
         if time > self.now:
             return _RETAINED + time

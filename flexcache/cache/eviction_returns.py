@@ -137,7 +137,8 @@ def _falling_from_peak(returns: npt.NDArray[np.int64], lived: Floats) -> Floats:
     hazards[peak:] = np.repeat(
         [count / time for count, time, _ in pools], [num_bins for *_, num_bins in pools]
     )
-    return np.maximum(hazards, _SELDOM)
+    fallen: Floats = np.maximum(hazards, _SELDOM)
+    return fallen
 
 
 def worth_at(hazards: Floats, first_bin: int) -> Floats:

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.eviction_queue import EvictionQueue, LruRanking, Outlook, Ranking
+from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, LruRanking, Outlook, Ranking
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -291,6 +291,31 @@ class PrefixIndex:
                 run.queued = False
                 self._queue_if_evictable(run)
             length, run = run.parent_length, run.parent
+
+    def retire(self, match: PrefixMatch, start: int) -> int:
+        """Make the blocks of the match's run due before all others, from depth ``start`` on.
+
+        The match must end with its run. A later use makes them ordinary again.
+
+        Returns:
+            The number of blocks that were not due first already.
+        """
+        run = match.run
+        if run is None or run.recency[-1][1] == _DISCARDED:
+            return 0
+        kept, recency = start - run.depth, run.recency
+        ordinary = run.length
+        if recency[-1][1] == RETIRED:
+            ordinary = recency[-2][0] if len(recency) > 1 else 0
+        if kept >= ordinary:
+            return 0
+        run.recency = [segment for segment in recency if segment[0] < kept]
+        if kept:
+            run.recency.append((kept, *recency[len(run.recency)][1:]))
+        run.recency.append((run.length, RETIRED, 0))
+        run.queued = False  # its queue entry dates from when it was ordinary
+        self._queue_if_evictable(run)
+        return ordinary - kept
 
     def due(self, match: PrefixMatch) -> float:
         """Return when the last matched block is due for eviction. O(uses of its run)."""

@@ -17,6 +17,7 @@ from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.plan import Plan
+from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.store_plan import StorePlanner
 from flexcache.cache.tail_index import TAIL_FIRST, last_tail_key
@@ -58,6 +59,7 @@ class TieredCache:
             tiers, op_ids, chunk_blocks, max_store_backlog, admissions or {}, write_back or {},
             shape,
         )  # fmt: skip
+        self.sessions = PromptSessions(tiers)
 
     def keep_journal(self, tokens_per_block: int) -> None:
         """Record, from now on, what every tier stores and loses."""
@@ -127,5 +129,6 @@ class TieredCache:
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         self.tiers.check()
+        self.sessions.check()
         if not self.tiers.num_holders and self.stores.backlog:
             raise InternalError(f"backlog without a plan: {self.stores.backlog} blocks")

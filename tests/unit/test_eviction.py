@@ -134,6 +134,7 @@ def test_a_prompt_to_be_retained_is_stored_whatever_it_is_worth() -> None:
 def test_a_study_runs_beside_look_ups_and_one_at_a_time() -> None:
     forecaster, open_study = Forecaster(512), list[Study]()
     ranking = forecaster.ranking(300)
+    was_lru = True
     for now, numbers in conversations_among_one_shots(2_000):
         keys = prompt_of(numbers)
         forecaster.look_up(keys, now)

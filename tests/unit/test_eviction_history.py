@@ -67,8 +67,9 @@ def test_visits_follow_and_end_those_that_used_their_blocks_last(
                 len(before.word) == before.num_seen and num_seen >= len(before.word)
             ):
                 this.num_returns, this.gap = before.num_returns + 1, now - before.time
-        for earlier in {id(owner[word[:n]]): owner[word[:n]] for n in range(1, num_seen + 1)}.values():
-            ours = max(n for n in range(1, num_seen + 1) if owner[word[:n]] is earlier)
+        used = [owner[word[:end]] for end in range(1, num_seen + 1)]
+        for earlier in {id(one): one for one in used}.values():
+            ours = max(end for end, one in enumerate(used, 1) if one is earlier)
             if earlier.num_seen and ours >= earlier.num_seen:
                 earlier.front_end = min(earlier.front_end, now)
             if len(earlier.word) > earlier.num_seen and ours >= earlier.middle:

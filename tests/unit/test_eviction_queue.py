@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from flexcache.cache.eviction_queue import EvictionQueue, Outlook
+from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, Outlook
 from flexcache.errors import InternalError
 
 NUM_KINDS = 3
 WORTHS = [[5, 4, 3, 2, 1, 0], [1, 2, 6, 4, 2, 1], [3, 3, 3, 3, 3, 3]]
-"""Of each kind by age: they rise, if at all, and then fall."""
+"""By kind and age: they rise, if at all, and then fall."""
 
 
 class Scripted:
@@ -56,6 +56,13 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), kind=st.integers(0, NUM_KINDS - 1))
     def use(self, which: int, kind: int) -> None:
         self.change(self.some(which), kind, 0)
+
+    @precondition(lambda self: self.tails)
+    @rule(which=st.integers(0, 99))
+    def retire(self, which: int) -> None:
+        number = self.some(which)
+        self.tails[number] = (RETIRED, 0)
+        self.queue.add(number, *self.tails[number])
 
     @precondition(lambda self: self.tails)
     @rule(which=st.integers(0, 99))
@@ -103,7 +110,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     def worth(self, tail: tuple[float, int]) -> float:
         time, kind = tail
-        if self.ranking.is_lru:
+        if self.ranking.is_lru or time == RETIRED:
             return time
         return 1e12 + time if time > self.now else self.ranking.worth(kind, self.now - time)
 

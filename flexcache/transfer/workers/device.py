@@ -230,7 +230,7 @@ class DeviceWorker:
         message = self._queues[Lane.LAYERS].popleft()
         load = self._layer_load(message)
         try:
-            op = self._addresses.copies_of(message)
+            op = self._addresses.copies_of(message, by_layer=True)
             if load is not None:
                 op.require_whole(load.num_blocks)
         except ValueError as error:
@@ -251,7 +251,7 @@ class DeviceWorker:
             self._in_parts.remove(op)
             return self._fail(op, error)
         load.part_started(stop, landed)
-        if stop < len(self._layouts[0].sizes):
+        if stop < len(self._layouts[0].by_layer.sizes):
             return []
         self._in_parts.remove(op)
         return self._in_flight.end(op)
@@ -259,7 +259,7 @@ class DeviceWorker:
     def _part_end(self, copies: OpCopies) -> int:
         """Return the first end of a layer that makes the next part large enough, or the last."""
         [layout] = self._layouts
-        offsets, ends = layout.offsets, sorted(set(layout.layer_ends.values()))
+        offsets, ends = layout.by_layer.offsets, sorted(set(layout.layer_ends.values()))
         enough = offsets[copies.num_started] + _MIN_PART_BYTES / max(1, copies.num_blocks)
         inner = (end for end in ends[:-1] if end > copies.num_started and offsets[end] >= enough)
         return next(inner, ends[-1])
@@ -270,7 +270,7 @@ class DeviceWorker:
         self._permit.check()
         with self._gate_lock:
             after = self._gates.get(message.task_id)
-        if after is None:  # not gated: ordered after the work on the default stream so far
+        if after is None:  # not gated: ordered after the work on the engine's stream so far
             after = self._copier.fence()
         landed = self._copier.start(*copies, message.kind, after, urgent)
         if landed is not None:

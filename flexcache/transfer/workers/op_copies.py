@@ -129,8 +129,11 @@ class OpAddresses:
         self._may_skip = may_skip
         self._block_bytes = max(layout.block_bytes for layout in layouts)
 
-    def copies_of(self, message: Execute) -> OpCopies:
+    def copies_of(self, message: Execute, *, by_layer: bool = False) -> OpCopies:
         """Return the copies of an op.
+
+        Args:
+            by_layer: In segments that end where layers end (`BlockLayout.by_layer`).
 
         Raises:
             ValueError: The op names blocks that do not exist, or lists that do not pair.
@@ -148,7 +151,7 @@ class OpAddresses:
             gpu = gpu[wanted]
             starts = starts[wanted // per_unit] + wanted % per_unit * self._block_bytes
         groups = [
-            _GroupCopies.of(layout, blocks, starts[rows], is_load)
+            _GroupCopies.of(layout.by_layer if by_layer else layout, blocks, starts[rows], is_load)
             for layout, blocks, rows in self._by_group(gpu)
         ]
         return OpCopies(message, num_units, len(gpu), groups)
