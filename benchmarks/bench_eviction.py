@@ -72,13 +72,13 @@ def replay(
     for number, request in enumerate(requests):
         keys, outlook = request.keys, None
         tier.advance(request.time_s)
-        if forecaster is not None:
-            outlook = forecaster.look_up(keys, request.time_s)
-        there = tier.match(keys, outlook).num_blocks
+        there = tier.match(keys).num_blocks
         hits += there
         if forecaster is not None:
+            forecaster.look_up(keys, request.time_s)
             generated = request.output_tokens / STRETCH_TOKENS
             outlook = forecaster.store(keys, keys.num_blocks, generated)
+            tier.match(keys, outlook)
         if there < keys.num_blocks:
             lease = tier.reserve(keys, there, keys.num_blocks, outlook)
             tier.publish(lease, len(lease))

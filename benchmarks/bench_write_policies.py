@@ -109,12 +109,13 @@ def replay_alone(trace: list[Request], capacity: int, policy: str) -> Outcome:
     for request in trace:
         keys = request.keys
         tier.advance(request.time_s)
-        if forecaster is not None:
-            outlook = forecaster.look_up(keys, request.time_s)
-        there = tier.match(keys, outlook).num_blocks
+        there = tier.match(keys).num_blocks
         hits += there
         if forecaster is not None:
-            outlook = forecaster.store(keys, keys.num_blocks, request.output_tokens / TOKENS_PER_ID)
+            forecaster.look_up(keys, request.time_s)
+            generated = request.output_tokens / TOKENS_PER_ID
+            outlook = forecaster.store(keys, keys.num_blocks, generated)
+            tier.match(keys, outlook)
         admitted = admission.admit(keys, keys.num_blocks)
         if there < admitted:
             lease = tier.reserve(keys, there, admitted, outlook)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_guard import Guard, Seen
-from flexcache.cache.eviction_history import NUM_LEVELS, History, Snapshot, Stretches, Visit
+from flexcache.cache.eviction_history import NUM_LEVELS, History, Snapshot, Visit
 from flexcache.cache.eviction_kinds import NUM_KINDS, Kinds, bin_of, make_kinds
 from flexcache.cache.eviction_queue import Outlook, Ranking
 from flexcache.cache.eviction_returns import LOW, Hazards, Levels, Spells, fit_hazards
@@ -119,9 +119,9 @@ class Forecaster:
         self._guards.append(Guard(stretches, self._shadow_ranking))
         return ranking
 
-    def look_up(self, keys: BlockKeys, now: float) -> Outlook:
-        """Record the look-up of a prompt; return the kinds of its blocks."""
-        return self._outlook(self.history.look_up(keys, now))
+    def look_up(self, keys: BlockKeys, now: float) -> None:
+        """Record the look-up of a prompt."""
+        self.history.look_up(keys, now)
 
     def store(self, keys: BlockKeys, stop: int, generated: float = 0.0) -> Outlook | None:
         """Record that the first ``stop`` blocks of a prompt were computed; return their kinds.
@@ -129,18 +129,16 @@ class Forecaster:
         Args:
             generated: Tokens generated besides these blocks, as a number of stretches.
         """
-        visit = self.history.store(keys, stop, generated)
-        if visit is None:
+        stored = self.history.store(keys, stop, generated)
+        if stored is None:
             return None
-        stretches = Stretches(keys, stop, self.history.blocks_each)
+        visit, stretches = stored
         outlook = self._outlook(visit)
+        in_stretches = Outlook(outlook.front, outlook.rear, visit.num_seen)
+        num_compared = 0 if visit.is_shown else visit.length
         self._seen.append(
-            Seen(
-                keys.root, stretches.slice(0, stretches.num_blocks),
-                outlook._replace(num_seen=visit.num_seen), visit.time, visit.line,
-                0 if visit.is_shown else visit.length,
-            )
-        )  # fmt: skip
+            Seen(keys.root, stretches, in_stretches, visit.time, visit.line, num_compared)
+        )
         visit.is_shown = True
         return outlook
 

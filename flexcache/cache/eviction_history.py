@@ -175,15 +175,18 @@ class History:
         self._begin_spells(visit)
         return visit
 
-    def store(self, keys: BlockKeys, stop: int, generated: float = 0.0) -> Visit | None:
-        """Record that a prompt was computed: its visit is returned, the last if there were several.
+    def store(
+        self, keys: BlockKeys, stop: int, generated: float = 0.0
+    ) -> tuple[Visit, list[BlockKey]] | None:
+        """Record that a prompt was computed.
 
         Args:
             stop: Blocks of the prompt. Those beyond what was looked up were generated.
             generated: Stretches generated besides.
 
         Returns:
-            None if the prompt has no stretch, or its visit is forgotten.
+            Its visit, the last if there were several, and the keys of its stretches. None if it
+            has no stretch, or its visit is forgotten.
         """
         stretches = Stretches(keys, stop, self.blocks_each)
         match = self._index.match(stretches)
@@ -197,8 +200,8 @@ class History:
         visit.is_stored = True
         if match.num_blocks < stretches.num_blocks:
             new = stretches.slice(match.num_blocks, stretches.num_blocks)
-            self._insert(match, keys.root, new, visit.time)
-        return visit
+            match = self._insert(match, keys.root, new, visit.time)
+        return visit, self._index.path_keys(match)
 
     def recall(self, keys: BlockKeys) -> Visit | None:
         """Return the last visit of a prompt's longest known prefix; records nothing."""
@@ -284,9 +287,16 @@ class History:
             first = visit.number % NUM_SPELLS * len(NUM_LEVELS)
             self._levels[first : first + len(NUM_LEVELS)] = bytes(visit.levels())
 
-    def _insert(self, parent: PrefixMatch, root: RootId, keys: list[BlockKey], time: float) -> None:
+    def _insert(
+        self, parent: PrefixMatch, root: RootId, keys: list[BlockKey], time: float
+    ) -> PrefixMatch:
         count = self._index.num_insertable(root, keys)
-        if count:  # else they are the engine's own keys and do not chain
-            no_ids = np.zeros(count, dtype=np.int64)
-            self._index.insert(parent, root, keys[:count], no_ids, time)
+        if not count:  # they are the engine's own keys and do not chain
+            return parent
+        no_ids = np.zeros(count, dtype=np.int64)
+        match = self._index.insert(parent, root, keys[:count], no_ids, time)
+        if self._index.num_blocks > MAX_STRETCHES:
+            self._index.pin(match)
             self._index.evict(self._index.num_blocks - MAX_STRETCHES)
+            self._index.unpin(match)
+        return match

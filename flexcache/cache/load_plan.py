@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.load_cost import LoadCost, why_recomputed
 from flexcache.cache.plan import LOAD_OP, Plan, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
@@ -98,6 +97,7 @@ class LoadPlanner:
     ) -> Plan:
         plan = Plan(kind, keys.root, start, start)
         self._tiers.num_holders += 1
+        self._tiers.look_up(keys)
         if self._shape is not None:
             plan.take_shape(self._shape)
         if self.tails is None:
@@ -125,8 +125,7 @@ class LoadPlanner:
         self, plan: Plan, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float
     ) -> None:
         """Load the cached part of blocks ``[start, stop)``."""
-        outlook = self._tiers.look_up(keys)
-        on_host = self._host.match(keys, outlook)
+        on_host = self._host.match(keys)
         covered = min(on_host.num_blocks, stop)
         segments: list[_Segment] = []
         for tier in self._tiers.lower:
@@ -134,7 +133,7 @@ class LoadPlanner:
                 break
             if tier.name in self._tiers.unavailable:
                 continue
-            match = tier.match(keys, outlook)
+            match = tier.match(keys)
             begin, end = max(covered, start), min(match.num_blocks, stop)
             if begin >= end:
                 continue
@@ -157,7 +156,7 @@ class LoadPlanner:
                 source = self._host.index.blocks(on_host, start)[: host_stop - start]
                 plan.graph.add(next(self._op_ids), OpKind.H2D, start, source, None)
         if segments:
-            self._add_staged_loads(plan, keys, on_host, segments, covered, outlook)
+            self._add_staged_loads(plan, keys, on_host, segments, covered)
 
     def _pays(self, name: TierName, num_blocks: int, prefill_blocks_per_s: float) -> bool:
         cost = self.cost
@@ -170,13 +169,12 @@ class LoadPlanner:
         on_host: PrefixMatch,
         segments: list[_Segment],
         stop: int,
-        outlook: Outlook | None,
     ) -> None:
         """Load what the host tier lacks into a lease on it, and then to the GPU chunk by chunk."""
         begin = plan.stop
         attaches = begin <= on_host.num_blocks
         if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
-            plan.staging = self._host.reserve(keys, begin, stop, outlook)
+            plan.staging = self._host.reserve(keys, begin, stop, self._tiers.recall(keys))
         else:  # another task is loading them, or only the engine has the blocks before them
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         staged = plan.staging.blocks.copy()

@@ -80,7 +80,7 @@ class Run:
         self.longest_holds: list[int] | None = None  # heap of the negated lengths
         self.children: dict[int, Run] | None = None
         self.recency: list[Segment] = []  # ends rise, times do not
-        self.queued = False
+        self.queued: tuple[float, int] | None = None  # time and kind of its entry in the queue
 
     @property
     def length(self) -> int:
@@ -281,15 +281,11 @@ class PrefixIndex:
         elif outlook is None:
             outlook = _like(run, length)
         while run is not None:
-            tail = run.recency[-1]
             num_seen = outlook.num_seen - run.depth
             if num_seen < length:
                 run.touch(length, due, outlook.rear)
             if num_seen > 0:
                 run.touch(min(num_seen, length), due, outlook.front)
-            if run.queued and run.recency[-1][1:] != tail[1:]:
-                run.queued = False
-                self._queue_if_evictable(run)
             length, run = run.parent_length, run.parent
 
     def retire(self, match: PrefixMatch, start: int) -> int:
@@ -313,7 +309,7 @@ class PrefixIndex:
         if kept:
             run.recency.append((kept, *recency[len(run.recency)][1:]))
         run.recency.append((run.length, RETIRED, 0))
-        run.queued = False  # its queue entry dates from when it was ordinary
+        run.queued = None  # its queue entry dates from when it was ordinary
         self._queue_if_evictable(run)
         return ordinary - kept
 
@@ -366,7 +362,7 @@ class PrefixIndex:
         match = PrefixMatch(run, run.length, run.depth + run.length)
         due = now + retain
         last = run.recency[-1][1] if run.recency else due
-        run.queued = False  # its tail is another one now
+        run.queued = None  # its tail is another one now
         run.recency.append((run.length, min(due, last), outlook.rear))
         self.touch(match, now, retain, outlook)
         self._queue_if_evictable(run)
@@ -384,11 +380,14 @@ class PrefixIndex:
         while missing > 0 and (tail := self._queue.pop(below)) is not None:
             run_id, time, kind = tail
             run = self._runs.get(run_id)
-            if run is None or not run.queued or run.recency[-1][1:] != (time, kind):
+            if run is None or run.queued != (time, kind):
                 continue
-            run.queued = False
+            run.queued = None
             recency, length, start = run.recency, len(run.keys), run.held_length
             if length <= start:
+                continue
+            if recency[-1][1:] != (time, kind):  # it was used since
+                self._queue_if_evictable(run)
                 continue
             if time >= before:
                 self._queue_if_evictable(run)
@@ -452,7 +451,7 @@ class PrefixIndex:
                 recency.append((offset, *run.recency[len(recency)][1:]))
             run.recency = [*recency, (run.length, _DISCARDED, 0)]
             self._discarded[run.run_id] = None
-            run.queued = False  # its queue entry dates from when it was more recent
+            run.queued = None  # its queue entry dates from when it was more recent
 
     def _tell_removed(self, run: Run, offset: int, keys: list[BlockKey]) -> None:
         """Report keys that can no longer be found."""
@@ -492,7 +491,7 @@ class PrefixIndex:
         self._num_blocks -= len(freed)
         if keep:
             run.truncate(keep)
-            run.queued = False
+            run.queued = None
             self._queue_if_evictable(run)
         else:
             self._remove(run)
@@ -512,18 +511,21 @@ class PrefixIndex:
         self._queue_if_evictable(parent)
 
     def _queue_if_evictable(self, run: Run) -> None:
-        if not run.queued and run.length > run.held_length:
-            run.queued = True
+        """Queue a run's tail. If it is queued and used again, its entry is corrected at an end."""
+        if run.queued is None and run.length > run.held_length:
             _, time, kind = run.recency[-1]
+            run.queued = (time, kind)
             self._queue.add(run.run_id, time, kind)
 
     def _is_queued(self, run_id: int, time: float, kind: int) -> bool:
-        """Whether an entry of the queue stands for a tail that can be evicted."""
+        """Whether an entry of the queue stands for a run that can be evicted."""
         run = self._runs.get(run_id)
-        if run is None or not run.queued or run.recency[-1][1:] != (time, kind):
+        if run is None or run.queued != (time, kind):
             return False
-        run.queued = run.length > run.held_length  # held: it is queued again when it is released
-        return run.queued
+        if run.length <= run.held_length:
+            run.queued = None  # until it is released
+            return False
+        return True
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(blocks)."""
@@ -531,7 +533,7 @@ class PrefixIndex:
         for run in self._runs.values():
             self._check_run(run)
             num_blocks += run.length
-        queued = {run.run_id: run.recency[-1][1:] for run in self._runs.values() if run.queued}
+        queued = {run.run_id: run.queued for run in self._runs.values() if run.queued is not None}
         self._queue.check(queued)
         if num_blocks != self._num_blocks:
             raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
@@ -554,7 +556,7 @@ class PrefixIndex:
             raise InternalError(f"{name} has recency segments {ends} for {run.length} blocks")
         if times != sorted(times, reverse=True):
             raise InternalError(f"{name} is more recent behind than before")
-        if run.length > run.held_length and not run.queued:
+        if run.length > run.held_length and run.queued is None:
             raise InternalError(f"{name} could be evicted and is not queued")
         attached = [child.parent_length for child in (run.children or {}).values()]
         for length in set(attached):

@@ -99,13 +99,16 @@ class StorePlanner:
             retain_s: In every tier the prompt counts as used this much later.
             tail_at: Store the tail behind this many blocks too, unless it is 0.
         """
-        outlook = self._tiers.store(keys, stop)
-        cached = self._host.match(keys, outlook, retain_s)
+        cached = self._host.index.match(keys)
         first = cached.num_blocks
         first += self._host.num_in_flight(keys, first, stop)
         plan = Plan(TaskKind.PUT, keys.root, first, first)
         self._tiers.num_holders += 1
-        plan.outlook = outlook
+        if first < stop:
+            plan.outlook = self._tiers.store(keys, stop)
+        else:
+            self._tiers.store_nothing(keys, stop)
+        self._host.use(cached, plan.outlook, retain_s)
         if self._shape is not None:
             plan.take_shape(self._shape)
         copies: list[_Copy] = []
@@ -117,7 +120,7 @@ class StorePlanner:
             plan.dropped["prefix_not_cached"] = stop - start
             return plan
         else:
-            plan.staging = self._host.reserve(keys, first, stop, outlook, retain_s)
+            plan.staging = self._host.reserve(keys, first, stop, plan.outlook, retain_s)
             plan.stop = first + len(plan.staging)
             if plan.stop < stop:
                 plan.dropped[_why_short("host", plan.staging)] = stop - plan.stop
@@ -150,7 +153,6 @@ class StorePlanner:
             stop = min(stop, cached.num_blocks)
         plan = Plan(TaskKind.STORE, keys.root, stop, stop)
         self._tiers.num_holders += 1
-        plan.outlook = self._tiers.recall(keys)
         if self._tails is not None and 0 < tail_at <= plan.stop:
             self._tails.find(plan, keys, tail_at, retain_s)
         self._add_stores(plan, keys, cached, [], {}, tiers, max_backlog, retain_s, start)
@@ -273,7 +275,8 @@ class StorePlanner:
         if not room:
             return
         end = begin + room
-        lease = tier.reserve(keys, begin, end, plan.outlook, retain_s)
+        outlook = self._tiers.recall(keys) if plan.outlook is None else plan.outlook
+        lease = tier.reserve(keys, begin, end, outlook, retain_s)
         plan.stores[tier.name] = lease
         plan.store_starts[tier.name] = begin
         self._backlog.reserve(plan, tier.name, len(lease))

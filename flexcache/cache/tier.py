@@ -151,15 +151,25 @@ class Tier:
     def match(
         self, keys: BlockKeys, outlook: Outlook | None = None, retain_s: float = 0.0
     ) -> PrefixMatch:
-        """Return the longest cached prefix of a prompt; it is used now, or ``retain_s`` later.
+        """Return the longest cached prefix of a prompt, and `use` it."""
+        match = self.index.match(keys)
+        self.use(match, outlook, retain_s)
+        return match
+
+    def use(self, match: PrefixMatch, outlook: Outlook | None, retain_s: float = 0.0) -> None:
+        """Count matched blocks as used now, or ``retain_s`` later.
 
         Args:
-            outlook: Kinds of its blocks from now on; None to leave them as they are.
+            outlook: Their kinds from now on; None to leave them as they are.
         """
-        match = self.index.match(keys)
         if match.run is not None:
             self.index.touch(match, self._tick(), retain_s, outlook)
-        return match
+
+    def sort(self, keys: BlockKeys, outlook: Outlook) -> None:
+        """Note the kinds of a prompt's cached blocks; this does not make them more recent."""
+        match = self.index.match(keys)
+        if match.run is not None:
+            self.index.touch(match, self.index.due(match), outlook=outlook)
 
     def num_in_flight(self, keys: BlockKeys, start: int, stop: int) -> int:
         """Return how many contiguous blocks from ``start`` on are in flight."""

@@ -43,10 +43,11 @@ class World:
     def ask(self, now: float, numbers: list[int]) -> int:
         tier, keys, forecaster = self.tier, prompt_of(numbers), self.forecaster
         tier.advance(now)
-        outlook = None if forecaster is None else forecaster.look_up(keys, now)
-        there = tier.match(keys, outlook).num_blocks
+        there, outlook = tier.match(keys).num_blocks, None
         if forecaster is not None:
+            forecaster.look_up(keys, now)
             outlook = forecaster.store(keys, keys.num_blocks)
+        tier.match(keys, outlook)
         if there < keys.num_blocks:
             lease = tier.reserve(keys, there, keys.num_blocks, outlook)
             tier.publish(lease, len(lease))

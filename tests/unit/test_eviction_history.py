@@ -119,8 +119,11 @@ def test_a_visit_is_told_from_others_behind_the_same_front() -> None:
     history.look_up(keys_of_word("sys"), 0.0)
     one = history.look_up(keys_of_word("sysone"), 1.0)
     two = history.look_up(keys_of_word("systwo"), 2.0)
-    assert history.store(keys_of_word("sysone"), 6) is one
-    assert history.store(keys_of_word("systwo"), 6) is two
+    for word, visit in (("sysone", one), ("systwo", two)):
+        stored = history.store(keys_of_word(word), 6)
+        assert stored is not None
+        assert stored[0] is visit
+        assert stored[1] == keys_of_word(word).slice(0, 6)
 
 
 def test_tokens_beyond_the_prompt_were_generated() -> None:

@@ -552,7 +552,7 @@ def _make_a_branch_more_recent(tree: Damaged) -> None:
 
 
 def _forget_to_queue(tree: Damaged) -> None:
-    tree.branch.queued = False
+    tree.branch.queued = None
 
 
 def _lose_the_queue(tree: Damaged) -> None:
