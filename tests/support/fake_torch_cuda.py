@@ -195,6 +195,9 @@ class FakeTorchCuda:
             index = self.current_device()
         return self._streams.get(index) or FakeStream(self, 0, index)
 
+    def set_stream(self, stream: FakeStream) -> None:
+        self._set_stream(stream)
+
     def default_handle(self, device: int) -> int:
         with self._lock:
             if device not in self._defaults:

@@ -58,6 +58,10 @@ _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 class CudaCopier:
     """A `Copier` for one device. From `attach` on, all methods but `fence` belong to one thread.
 
+    Args:
+        engine_stream: What the engine computes on, which copies without a gate come behind; None
+            for the device's default stream.
+
     Attributes:
         verdicts: Results of the self-test, once attached.
 
@@ -65,8 +69,9 @@ class CudaCopier:
         MissingDependencyError: There is no driver.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, engine_stream: torch.Stream | None = None) -> None:
         self.device = device
+        self._engine_stream = engine_stream
         self.verdicts: Sequence[Verdict] = ()
         self._driver = load_driver()
         self._streams: CudaStreams | None = None
@@ -106,6 +111,8 @@ class CudaCopier:
         """
         try:
             self._streams = CudaStreams(self._driver, self.device)
+            if self._engine_stream is not None:  # where this thread's fences are
+                torch.cuda.set_stream(self._engine_stream)
             self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
             show_life_during(self._find_ways, after_each_step)
         except BaseException:
@@ -161,6 +168,12 @@ class CudaCopier:
     def is_partly_pinned(self) -> bool:
         """Whether some of the attached segment is page-locked, and some is not."""
         return self.is_pinned and not (self._pinned and self._pinned.is_whole)
+
+    @property
+    def streams(self) -> CudaStreams:
+        """Streams of the copies, once attached."""
+        assert self._streams is not None
+        return self._streams
 
     @property
     def is_pinned(self) -> bool:
