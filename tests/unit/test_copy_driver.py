@@ -235,7 +235,7 @@ def test_of_a_segment_that_cannot_be_pinned_whole_a_part_stays_pinned_and_is_nam
     assert pinned.end == segment.address + 4 * segment.stride
     assert pinned.starts.tolist() == [*gpu.registered, pinned.end]
     assert pinned.is_reachable
-    assert not pinned.is_whole
+    assert pinned.is_partial
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("host_pool_partly_pinned")
     assert "CUDA_ERROR_OUT_OF_MEMORY" in line
@@ -252,7 +252,7 @@ def test_a_segment_of_which_only_a_piece_can_be_pinned_is_not_pinned_at_all(
     pinned = PinnedSegment(bound(gpu)[0], segment, step=2 * segment.stride)
     assert not gpu.registered
     assert not pinned.is_reachable
-    assert not pinned.is_whole
+    assert not pinned.is_partial
     assert pinned.starts.size == 0
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("host_pool_not_pinned")

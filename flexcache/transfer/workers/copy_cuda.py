@@ -35,7 +35,7 @@ from flexcache.transfer.workers.copy_check import (
 )
 from flexcache.transfer.workers.copy_choice import CopyChoice, CopyWay, measure_costs
 from flexcache.transfer.workers.copy_driver import SourceOrder
-from flexcache.transfer.workers.copy_pin import PinnedSegment
+from flexcache.transfer.workers.copy_pin import PinnedSegment, Runs
 from flexcache.transfer.workers.copy_runs import merge_runs
 from flexcache.transfer.workers.cuda_streams import CudaStreams
 from flexcache.transfer.workers.hip_driver import load_driver
@@ -45,7 +45,6 @@ from flexcache.transfer.workers.life import show_life_during
 logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.int64]
-Runs = tuple[Addresses, Addresses, Addresses]
 
 _PIN_STEP = 1 << 30
 _ENGINE_WAYS = (CopyWay.BATCH, CopyWay.SINGLE)
@@ -147,7 +146,7 @@ class CudaCopier:
             runs = merge_runs(destinations, sources, sizes, self._pinned.starts)
             if after is not None:
                 stream.wait_event(after)
-            runs, pageable = self._split(runs, kind)
+            runs, pageable = self._pinned.split(runs, on_host=1 if kind is OpKind.H2D else 0)
             if way is not None:
                 self._queue(runs, kind, way, lane)
             else:
@@ -163,11 +162,6 @@ class CudaCopier:
                 raise
             raise RuntimeError(describe(error)) from error
         return landed
-
-    @property
-    def is_partly_pinned(self) -> bool:
-        """Whether some of the attached segment is page-locked, and some is not."""
-        return self.is_pinned and not (self._pinned and self._pinned.is_whole)
 
     @property
     def streams(self) -> CudaStreams:
@@ -248,18 +242,6 @@ class CudaCopier:
             )  # fmt: skip
             self._queue(runs, kind, self._engine, lane)
 
-    def _split(self, runs: Runs, kind: OpKind) -> tuple[Runs, Runs]:
-        """Split off the copies of what of a partly pinned segment is not pinned."""
-        assert self._pinned is not None
-        destinations, sources, sizes = runs
-        if not self.is_partly_pinned:
-            return runs, (sizes[:0],) * 3
-        is_pinned = (sources if kind is OpKind.H2D else destinations) < self._pinned.end
-        pinned, rest = (
-            (destinations[which], sources[which], sizes[which]) for which in (is_pinned, ~is_pinned)
-        )
-        return pinned, rest
-
     def _queue(
         self, runs: Runs, kind: OpKind, way: CopyWay, lane: Lane, is_pinned: bool | None = None
     ) -> None:
@@ -281,7 +263,7 @@ class CudaCopier:
 
     def _find_ways(self) -> None:
         """Test all ways and keep those that pass."""
-        assert self._streams is not None
+        assert self._streams is not None and self._pinned is not None
         self._streams.bind()
         with torch.cuda.stream(self._streams[Lane.LOADS]):
             with open_scratch(self._driver, self.device, pinned=self.is_pinned) as scratch:
@@ -292,7 +274,7 @@ class CudaCopier:
                     self._kernel = None
                 elif self._engine is not None:
                     self._time(self._engine, scratch)
-            if self.is_partly_pinned:
+            if self._pinned.is_partial:
                 with open_scratch(self._driver, self.device, pinned=False) as scratch:
                     verdicts = [self._test(way, scratch, False) for way in _ENGINE_WAYS]
                     self._pageable_way = self._passed(verdicts)[0]

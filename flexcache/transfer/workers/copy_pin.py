@@ -25,6 +25,10 @@ from flexcache.transfer.workers.copy_driver import CudaDriver
 
 logger = logging.getLogger(__name__)
 
+Addresses = npt.NDArray[np.int64]
+Runs = tuple[Addresses, Addresses, Addresses]
+"""Destinations, sources and sizes of copies."""
+
 
 class PinnedSegment:
     """A mapped segment as the device sees it. The context must be bound; see `CudaDriver.bind`.
@@ -39,7 +43,7 @@ class PinnedSegment:
         starts: Start of each registered piece, and of the rest if there is one; empty if nothing is
             pinned. A copy must not span two of them, and no block does.
         end: Address up to which the segment is pinned.
-        is_whole: Whether all of it is pinned.
+        is_partial: Whether some of it is pinned and some is not.
         is_reachable: Whether a kernel may use the pinned part's own addresses.
     """
 
@@ -60,9 +64,9 @@ class PinnedSegment:
         if self._registered:
             step = _whole_blocks(segment, step)
             self.end += min(len(self._registered) * step, segment.size)
-        self.is_whole = self.end == segment.address + segment.size
-        starts = self._registered if self.is_whole else [*self._registered, self.end]
-        self.starts: npt.NDArray[np.int64] = np.array(starts if self._registered else [], np.int64)
+        self.is_partial = segment.address < self.end < segment.address + segment.size
+        starts = [*self._registered, self.end] if self.is_partial else self._registered
+        self.starts: Addresses = np.array(starts, np.int64)
         self.is_reachable = bool(self._registered) and all(map(self._is_seen, self._registered))
         if refusal is not None:
             log_event(
@@ -85,6 +89,19 @@ class PinnedSegment:
         self.starts = np.empty(0, np.int64)
         self.is_reachable = False
         self._unpin(registered)
+
+    def split(self, runs: Runs, on_host: int) -> tuple[Runs, Runs]:
+        """Split off the copies of what is not pinned, if only a part is.
+
+        Args:
+            on_host: Which of the runs' addresses are the segment's.
+        """
+        if not self.is_partial:
+            none: Addresses = np.empty(0, np.int64)
+            return runs, (none, none, none)
+        pinned = runs[on_host] < self.end
+        (to, start, sizes), rest = runs, ~pinned
+        return (to[pinned], start[pinned], sizes[pinned]), (to[rest], start[rest], sizes[rest])
 
     def _unpin(self, starts: Sequence[int]) -> None:
         errors = []
