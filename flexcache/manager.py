@@ -10,7 +10,15 @@ from typing import Any, Literal
 import numpy as np
 
 from flexcache.cache.journal import Change
-from flexcache.cache.prompt import Mask, Namespace, Prompt, PromptMaker, Tokens, retention_s
+from flexcache.cache.prompt import (
+    Mask,
+    Namespace,
+    Prompt,
+    PromptMaker,
+    Tokens,
+    check_hint,
+    retention_s,
+)
 from flexcache.client.client import EngineClient
 from flexcache.client.connect import open_client
 from flexcache.client.group_blocks import GroupBlocks, GroupTable
@@ -43,7 +51,67 @@ class KVResponse:
         return same and np.array_equal(self.mask, other.mask)
 
 
-class KVManager:
+class _WholeCache:
+    """The calls of a `KVManager` that concern the cache as a whole, or a user's session."""
+
+    _client: EngineClient
+
+    def session_hint(
+        self, session_id: str, *, over: bool = False, returns_in_s: float | None = None
+    ) -> None:
+        """Say how a user's session goes on. A hint: nothing is moved, pinned or lost by it.
+
+        An unknown session is counted, not an error: its blocks may all be evicted.
+
+        Args:
+            session_id: As its gets and puts name it.
+            over: It is over: what no other session has used is evicted first.
+            returns_in_s: It goes on in about so many seconds; prefer to keep its blocks until then.
+
+        Raises:
+            ValueError: An argument is out of range.
+            ServerLostError: The cache is shared and its server is away.
+        """
+        check_hint(session_id, over, returns_in_s)
+        self._client.session_hint(session_id, over, returns_in_s)
+
+    def clear(self, tier: str) -> int:
+        """Drop the unused blocks of one tier (`CPU`, `SSD`, `REMOTE`); return how many.
+
+        A remote store keeps its objects, under names that this cache no longer uses: until its
+        server restarts, this cache and others do not find each other's blocks there.
+        """
+        return self._client.clear(tier)
+
+    def reset(self) -> None:
+        """Drop the unused blocks of every tier. SSD blocks stored afterwards do not survive a
+        restart: the model's weights may have changed under the same name."""
+        self._client.clear(None)
+
+    def take_changes(self) -> list[Change]:
+        """Return what the tiers stored and lost since the last call, in order, with ``kv_events``.
+
+        Empty if the cache is shared: its server publishes the changes (``kv_events_endpoint``).
+        """
+        return self._client.take_changes()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and occupancy, as plain dicts of numbers and strings.
+
+        ``engine`` counts this engine's share, everything else all engines that share the cache.
+
+        Raises:
+            ServerLostError: The cache is shared and its server is away.
+        """
+        return self._client.stats()
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. Checks only block counts in a shared
+        cache: walking the blocks would delay the other engines."""
+        self._client.check()
+
+
+class KVManager(_WholeCache):
     """The KV cache of one engine: in this process, or in a server that engines share.
 
     It is shared if an ``endpoint`` is given (here or in the config) or ``dp_size > 1``. Without a
@@ -117,7 +185,7 @@ class KVManager:
     def get_match(
         self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
-        request_info: RequestInfo | None = None,
+        request_info: RequestInfo | None = None, session_id: str | None = None,
     ) -> tuple[int, Mask]:  # fmt: skip
         """Find the longest cached prefix and reserve it for a load. With window or state groups, it
         ends where what they need is cached too.
@@ -132,13 +200,15 @@ class KVManager:
             parent_key: The key of a cached block, if ``block_keys`` continue the chain that it
                 ends. Tokens and masks are those of the continuation.
             request_info: Metadata for KV events and traces.
+            session_id: Names the user's session that the prompt belongs to (`session_hint`).
 
         Returns:
             A task id, and a mask over the tokens: True where FlexCache will supply KV.
         """
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info
-        )
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info,
+            session_id=session_id,
+        )  # fmt: skip
         task = self._client.match(TaskKind.GET, self._groups.loadable(prompt))
         mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
@@ -147,6 +217,7 @@ class KVManager:
         self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, look_up: bool | Literal["only"] = True,
+        session_id: str | None = None,
     ) -> tuple[int, Mask, dict[TierName, int]] | None:  # fmt: skip
         """Run `get_match` without waiting, and also return how many tokens each tier will supply.
 
@@ -155,8 +226,9 @@ class KVManager:
         asked ahead of a later match: nothing is reserved, and None is returned.
         """
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info
-        )
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info,
+            session_id=session_id,
+        )  # fmt: skip
         if look_up == "only":
             self._client.look_up(self._groups.loadable(prompt))
             return None
@@ -171,7 +243,7 @@ class KVManager:
         self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         priority: int = 0, ttl_s: float = 0.0, tail_at: int | None = None,
-        request_info: RequestInfo | None = None,
+        request_info: RequestInfo | None = None, session_id: str | None = None,
     ) -> tuple[int, Mask]:  # fmt: skip
         """Find the part of a prompt that is not cached yet and reserve room for it.
 
@@ -189,8 +261,9 @@ class KVManager:
         """
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s
-        )
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s,
+            session_id,
+        )  # fmt: skip
         task = self._client.match(TaskKind.PUT, self._groups.with_tail(prompt, tail_at))
         mask = _mask(self._prompts, prompt, task)
         return task.task_id, mask
@@ -199,6 +272,7 @@ class KVManager:
         self, token_ids: Tokens, slot_mapping: Slots, token_mask: Mask | None = None, *,
         namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
         parent_key: bytes | None = None, request_info: RequestInfo | None = None,
+        session_id: str | None = None,
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `get_match` and `launch`.
 
@@ -207,33 +281,36 @@ class KVManager:
         """
         self._groups.require_slots("get_match")
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info
-        )
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info,
+            session_id=session_id,
+        )  # fmt: skip
         return _start(self._client, self._prompts, TaskKind.GET, prompt, slot_mapping, token_mask)
 
     def put_async(
         self, token_ids: Tokens, slot_mapping: Slots, token_mask: Mask | None = None, *,
         namespace: Namespace = None, block_keys: Sequence[bytes] | None = None,
         parent_key: bytes | None = None, priority: int = 0, ttl_s: float = 0.0,
-        request_info: RequestInfo | None = None,
+        request_info: RequestInfo | None = None, session_id: str | None = None,
     ) -> tuple[int, Mask]:  # fmt: skip
         """Combine `put_match` and `launch`; ``slot_mapping`` as for `get_async`."""
         self._groups.require_slots("put_match")
         retain_s = retention_s(priority, ttl_s, self.cache_config.priority_step_s)
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s
-        )
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info, retain_s,
+            session_id,
+        )  # fmt: skip
         return _start(self._client, self._prompts, TaskKind.PUT, prompt, slot_mapping, token_mask)
 
     def prefetch_async(
         self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
-        request_info: RequestInfo | None = None,
+        request_info: RequestInfo | None = None, session_id: str | None = None,
     ) -> int:  # fmt: skip
         """Load the blocks of a prompt from lower tiers into DRAM. Needs no GPU slots."""
         prompt = self._prompts.make(
-            token_ids, token_mask, namespace, block_keys, parent_key, request_info
-        )
+            token_ids, token_mask, namespace, block_keys, parent_key, request_info,
+            session_id=session_id,
+        )  # fmt: skip
         prompt = self._groups.loadable(prompt)
         task = self._client.match_and_launch(TaskKind.PREFETCH, prompt, lambda _: NO_BLOCKS)
         return task.task_id
@@ -295,43 +372,6 @@ class KVManager:
         """Return the responses of those tasks whose GPU side is done."""
         results = self._client.results(list(task_ids), 0.0, completely=False)
         return {task_id: _response(self._prompts, result) for task_id, result in results.items()}
-
-    # -- the cache as a whole --------------------------------------------------------------------
-
-    def clear(self, tier: str) -> int:
-        """Drop the unused blocks of one tier (`CPU`, `SSD`, `REMOTE`); return how many.
-
-        A remote store keeps its objects, under names that this cache no longer uses: until its
-        server restarts, this cache and others do not find each other's blocks there.
-        """
-        return self._client.clear(tier)
-
-    def reset(self) -> None:
-        """Drop the unused blocks of every tier. SSD blocks stored afterwards do not survive a
-        restart: the model's weights may have changed under the same name."""
-        self._client.clear(None)
-
-    def take_changes(self) -> list[Change]:
-        """Return what the tiers stored and lost since the last call, in order, with ``kv_events``.
-
-        Empty if the cache is shared: its server publishes the changes (``kv_events_endpoint``).
-        """
-        return self._client.take_changes()
-
-    def stats(self) -> dict[str, Any]:
-        """Return counters and occupancy, as plain dicts of numbers and strings.
-
-        ``engine`` counts this engine's share, everything else all engines that share the cache.
-
-        Raises:
-            ServerLostError: The cache is shared and its server is away.
-        """
-        return self._client.stats()
-
-    def check(self) -> None:
-        """Raise `InternalError` if an invariant does not hold. Checks only block counts in a shared
-        cache: walking the blocks would delay the other engines."""
-        self._client.check()
 
     def shutdown(self) -> None:
         """Cancel tasks, wait for running copies, stop the workers, free the memory. Idempotent."""

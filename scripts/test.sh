@@ -7,6 +7,7 @@
 #                                          scripts/test.sh -k disk; scripts/test.sh tests/unit/test_tier.py
 #
 #   OLD_VLLM=0   leaves out the oldest supported vLLM (a download of about 100 MB, once)
+#   TRITON=0     leaves out the oldest and newest Triton (540 MB, 1.7 GB unpacked, once)
 #   SGLANG=0     leaves out SGLang, which needs an environment of its own (2.8 GB, once)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
@@ -34,6 +35,23 @@ if [ "${1:-}" != fast ]; then
     fetch_beside "nvidia-cuda-runtime${release%==*}" "$version" "$VENV/cuda-$version" || continue
     export CUDA_HEADERS=${CUDA_HEADERS:+$CUDA_HEADERS:}$VENV/cuda-$version
   done
+  # Headers of libcufile: the last of CUDA 12, and 13.
+  for release in -cu12==1.14.1.1 ==1.19.1.55; do
+    version=${release#*==}
+    fetch_beside "nvidia-cufile${release%==*}" "$version" "$VENV/cufile-$version" || continue
+    export CUFILE_HEADERS=${CUFILE_HEADERS:+$CUFILE_HEADERS:}$VENV/cufile-$version
+  done
+  # What GPUs' torch of the oldest and the newest supported release brings. Not unpacked by
+  # `zipfile`: it has programs.
+  if [ "${TRITON:-1}" != 0 ]; then
+    for version in 3.2.0 3.9.0; do
+      beside=$VENV/triton-$version
+      [ -d "$beside" ] || { echo "fetching Triton $version, to compile the kernels with" &&
+        "$PYTHON" -m pip install -q --no-deps --target "$beside.part" "triton==$version" &&
+        mv "$beside.part" "$beside"; } || continue
+      export TRITON_PATHS=${TRITON_PATHS:+$TRITON_PATHS:}$beside
+    done
+  fi
   # The generation that users get; what it needs of the CPU, its tests find out.
   export NEW_LIBURING_PATH=${NEW_LIBURING_PATH:-$VENV/liburing-2026.3.30}
   fetch_beside liburing 2026.3.30 "$NEW_LIBURING_PATH" || unset NEW_LIBURING_PATH

@@ -49,6 +49,8 @@ NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
 _OFFSET_BITS = 24
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _DISCARDED = float("-inf")  # recency of blocks that can no longer be found: the first to go
+RETIRED = -1e300
+"""Recency of blocks that are due before all others that can be found."""
 
 
 def _joined(pieces: list[BlockIds]) -> BlockIds:
@@ -256,6 +258,31 @@ class PrefixIndex:
         while run is not None:
             run.touch(length, due)
             length, run = run.parent_length, run.parent
+
+    def retire(self, match: PrefixMatch, start: int) -> int:
+        """Make the blocks of the match's run due before all others, from depth ``start`` on.
+
+        The match must end with its run. A later use makes them ordinary again.
+
+        Returns:
+            The number of blocks that were not due first already.
+        """
+        run = match.run
+        if run is None or run.recency[-1][1] == _DISCARDED:
+            return 0
+        kept, recency = start - run.depth, run.recency
+        ordinary = run.length
+        if recency[-1][1] == RETIRED:
+            ordinary = recency[-2][0] if len(recency) > 1 else 0
+        if kept >= ordinary:
+            return 0
+        run.recency = [segment for segment in recency if segment[0] < kept]
+        if kept:
+            run.recency.append((kept, recency[len(run.recency)][1]))
+        run.recency.append((run.length, RETIRED))
+        run.queued = False  # it is due sooner than its queue entry says
+        self._queue_if_evictable(run)
+        return ordinary - kept
 
     def due(self, match: PrefixMatch) -> float:
         """Return when the last matched block is due for eviction. O(uses of its run)."""

@@ -31,6 +31,8 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 Namespace = str | Sequence[str] | None
 
 MAX_PRIORITY = 1000
+MAX_SESSION_ID_LENGTH = 256
+LONGEST_RETURN_S = 86_400.0
 _MAX_ROOTS = 65_536
 
 
@@ -39,6 +41,7 @@ class Prompt(NamedTuple):
 
     ``retain_s``: stored blocks of a put count as used this much later when room is needed.
     ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
+    ``session_id``: whose prompt it is (`prompt_sessions`).
     """
 
     keys: PromptKeys
@@ -47,6 +50,7 @@ class Prompt(NamedTuple):
     num_tokens: int
     retain_s: float = 0.0
     tail_at: int = 0
+    session_id: str | None = None
 
 
 class PromptMaker:
@@ -75,6 +79,7 @@ class PromptMaker:
         parent_key: bytes | None = None,
         info: RequestInfo | None = None,
         retain_s: float = 0.0,
+        session_id: str | None = None,
     ) -> Prompt:
         """Make a prompt of the whole blocks within the first run of True in ``token_mask``.
 
@@ -84,6 +89,8 @@ class PromptMaker:
         Raises:
             ValueError: An argument has the wrong shape, type or size.
         """
+        if session_id is not None:
+            check_session_id(session_id)
         num_tokens = len(token_ids)
         start, stop = 0, num_tokens // self.tokens_per_block
         if token_mask is not None:
@@ -94,7 +101,7 @@ class PromptMaker:
             content = PromptContent(tokens, info or NO_INFO)
         keys = self._keys(token_ids, namespace, block_keys, parent_key, content)
         stop = min(stop, keys.num_blocks)
-        return Prompt(keys, min(start, stop), stop, num_tokens, retain_s)
+        return Prompt(keys, min(start, stop), stop, num_tokens, retain_s, session_id=session_id)
 
     def token_mask(self, num_tokens: int, start: int, num_blocks: int) -> Mask:
         """Make a mask over ``num_tokens`` that is True for ``num_blocks`` from block ``start``."""
@@ -169,6 +176,23 @@ class PromptMaker:
         last = num_tokens if run.all() else first + int(run.argmin())
         start = -(-first // size)
         return start, max(start, last // size)
+
+
+def check_session_id(session_id: object) -> None:
+    """Raise `ValueError` unless this can name a session."""
+    if not isinstance(session_id, str) or not 0 < len(session_id) <= MAX_SESSION_ID_LENGTH:
+        raise ValueError(
+            f"a session_id must be a string of 1 to {MAX_SESSION_ID_LENGTH} characters"
+        )
+
+
+def check_hint(session_id: object, over: object, returns_in_s: float | None) -> None:
+    """Raise `ValueError` unless this is a hint about a session."""
+    check_session_id(session_id)
+    if not isinstance(over, bool):
+        raise ValueError(f"over = {over!r}: must be True or False")
+    if returns_in_s is not None and not 0 <= returns_in_s <= LONGEST_RETURN_S:
+        raise ValueError(f"returns_in_s = {returns_in_s}: must be 0 to {LONGEST_RETURN_S:g} s")
 
 
 def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:

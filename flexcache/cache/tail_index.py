@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import xxhash
@@ -96,6 +97,19 @@ class TailIndex:
     def touch(self, tail: Tail, due: float) -> None:
         """Evict the tail no earlier than ``due``."""
         tail.due = max(tail.due, due)
+
+    def retire(self, root: RootId, keys: Iterable[BlockKey], due: float) -> None:
+        """Make the tails behind these blocks due as early as ``due``. O(keys + tails)."""
+        tails = self._tails.get(root, {})
+        retired = {tail for key in keys if (tail := tails.get(key)) is not None}
+        for tail in retired:
+            tail.due = due
+        if retired:
+            self._queue = [
+                (tail.due if tail in retired else time, count, tail)
+                for time, count, tail in self._queue
+            ]
+            heapq.heapify(self._queue)
 
     def pin(self, tail: Tail) -> None:
         """Keep the tail in place until `unpin`."""

@@ -29,7 +29,13 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.block_pool import BlockPool
 from flexcache.cache.eviction_policy import EvictionPolicy
-from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
+from flexcache.cache.prefix_index import (
+    EMPTY_MATCH,
+    NO_BLOCKS,
+    RETIRED,
+    PrefixIndex,
+    PrefixMatch,
+)
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
@@ -277,6 +283,18 @@ class Tier:
         """Release matched blocks; those discarded in the meantime are freed."""
         self.index.unpin(match)
         self._drop(self.index.sweep())
+
+    def keep(self, match: PrefixMatch, for_s: float) -> None:
+        """Make the matched blocks due no sooner than if they were used ``for_s`` from now."""
+        self.index.touch(match, self._tick(), for_s)
+
+    def retire(self, match: PrefixMatch, start: int) -> int:
+        """Evict the blocks of the match's run from depth ``start`` on before all others, and the
+        tails behind them. Return how many blocks were not due first already."""
+        if match.run is not None and self.tails.num_tails:
+            keys = match.run.keys[start - match.run.depth :]
+            self.tails.retire(match.run.root, keys, RETIRED)
+        return self.index.retire(match, start)
 
     def use_tail(self, tail: Tail, retain_s: float = 0.0) -> None:
         """Make a tail as recent as the prefix that it stands on, or as now without one."""

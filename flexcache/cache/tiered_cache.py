@@ -19,6 +19,7 @@ from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.plan import Plan
+from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.store_plan import StorePlanner
 from flexcache.cache.tail_index import TAIL_FIRST, last_tail_key
@@ -64,6 +65,7 @@ class TieredCache:
             tiers, op_ids, chunk_blocks, max_store_backlog, admissions or {}, write_back or {},
             shape,
         )  # fmt: skip
+        self.sessions = PromptSessions(tiers)
         self.direct_stores: DirectStores | None = None
         """Plans puts past the host tier, if that only stages."""
         if not keeps_on_host:
@@ -138,6 +140,7 @@ class TieredCache:
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         self.tiers.check()
+        self.sessions.check()
         self.loads.ways.check()
         if not self.tiers.num_holders and self.stores.backlog:
             raise InternalError(f"backlog without a plan: {self.stores.backlog} blocks")

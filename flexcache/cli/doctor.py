@@ -102,6 +102,8 @@ def _show(console: Console, finding: Finding) -> None:
     console.print(label + escape(finding.text), soft_wrap=True, highlight=False)
     if finding.remedy:
         console.print(f"{'':8}-> {escape(finding.remedy)}", soft_wrap=True, highlight=False)
+    if finding.details:
+        console.print(f"\n{escape(finding.details)}\n", soft_wrap=True, highlight=False)
 
 
 def _as_table(check: str, finding: Finding) -> dict[str, str]:
@@ -110,4 +112,5 @@ def _as_table(check: str, finding: Finding) -> dict[str, str]:
         "level": finding.level.value,
         "text": finding.text,
         "remedy": finding.remedy,
+        "details": finding.details,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from flexcache.client.lent_tensors import LentTensors, join_signatures
 from flexcache.errors import NoDirectPathError
 from flexcache.logs import log_event
 from flexcache.protocol.fence import Fence
-from flexcache.protocol.messages import WelcomeRank
+from flexcache.protocol.messages import Register, WelcomeRank
 from flexcache.storage.direct_files import DirectFiles, DirectFilesRef
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
@@ -34,8 +35,7 @@ class Attachment:
 
     Attributes:
         layout: Signature of the tensors' layout.
-        num_blocks: Blocks of the engine; the most, if its groups have pools of their own.
-        is_direct: Whether blocks also go between the tensors and the SSD past the host pool.
+        registration: What the server has to know of it.
 
     Raises:
         UnsupportedLayoutError: The tensors do not hold the server's blocks.
@@ -47,23 +47,29 @@ class Attachment:
         block_bytes = welcome.block_bytes // welcome.blocks_per_unit
         layouts = tensors.layouts(block_bytes, welcome.num_groups)
         self.layout = join_signatures(layouts)
-        self.num_blocks = max(layout.num_blocks for layout in layouts)
+        num_blocks = max(layout.num_blocks for layout in layouts)
         with contextlib.ExitStack() as held:
             fence = Fence.open(welcome.fence)
             held.callback(fence.close)
             segment = HostSegment.open(welcome.segment)
             held.callback(segment.close)
-            segment.map(show_life)
             permit = CopyPermit(fence.words)
-            copier = show_life_during(lambda: open_copier(tensors.device, permit), show_life)
+            copier = show_life_during(
+                lambda: open_copier(tensors.device, permit, tensors.stream), show_life
+            )
             held.callback(copier.close)
+            segment.map(show_life, node=copier.numa_node)
             copier.attach(segment, show_life)
             direct = None
             if welcome.direct is not None:
-                direct = _open_direct(
-                    welcome.direct, layouts[0], segment, tensors.device, copier, permit, held
-                )
-            self.is_direct = direct is not None
+                direct = show_life_during(
+                    partial(
+                        _open_direct, welcome.direct, layouts[0], segment, tensors.device, copier,
+                        permit, held,
+                    ),
+                    show_life,
+                )  # fmt: skip
+            self.registration = Register(self.layout, num_blocks, is_direct=direct is not None)
             self.worker = DeviceWorker(
                 layouts, segment, copier, permit, welcome.blocks_per_unit, welcome.may_skip, direct
             )

@@ -32,6 +32,7 @@ from flexcache.protocol.messages import (
     Rejected,
     Reply,
     Request,
+    SessionHint,
 )
 from flexcache.protocol.scratch import Scratch
 from flexcache.request_info import PromptDetail
@@ -117,7 +118,7 @@ class Calls:
         self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool
     ) -> MatchedTask | None:
         """Have a task made; a miss if there is no server. See `Transport.match`."""
-        keys, start, stop, num_tokens, retain_s, tail_at = prompt
+        keys, start, stop, num_tokens, retain_s, tail_at, session_id = prompt
         key_bytes, data = keys.packed(stop)
         if len(data) > _MAX_PROMPT_BYTES:  # what is beyond is not looked for, nor stored
             stop = stop * _MAX_PROMPT_BYTES // len(data)
@@ -133,7 +134,7 @@ class Calls:
                 self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
                 0 if payload is not None else len(data), retain_s, self.prefill_blocks_per_s,
                 look_up, may_wait, len(tokens), info, tail_at if tail_at <= stop else 0,
-                keys.parent_key,
+                keys.parent_key, session_id,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)
@@ -142,7 +143,7 @@ class Calls:
         assert isinstance(reply, Matched)
         return None if reply.is_pending else _matched(task_id, reply)
 
-    def request(self, request: Clear | GetStats | CheckInvariants) -> Any:
+    def request(self, request: Clear | SessionHint | GetStats | CheckInvariants) -> Any:
         """The server's answer.
 
         Raises:

@@ -112,6 +112,10 @@ class EngineClient:
         """Report how fast the engine computes."""
         self.transport.report_prefill(blocks_per_s)
 
+    def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
+        """Pass on what a user says of its session; whether the session is known."""
+        return self.transport.session_hint(session_id, over, returns_in_s)
+
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call."""
         return self.transport.take_changes()

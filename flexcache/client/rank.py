@@ -126,6 +126,8 @@ class KVTPClient:
     ) -> None:
         """Lend the engine's paged KV tensors. Returns at once; the server may not be up yet.
 
+        On a GPU, copies without a gate come behind the work on the stream that is current here.
+
         Args:
             kv_caches: Layer name to tensor, in the engine's order, all on one device.
             block_dim: The dimension that counts GPU blocks.
@@ -357,9 +359,7 @@ class KVTPClient:
             self._attachment = attachment
             self._tasks.attach(attachment.worker, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
-            answer = Register(
-                attachment.layout, attachment.num_blocks, is_direct=attachment.is_direct
-            )
+            answer = attachment.registration
         except Exception as error:  # the driver and its wrapper raise various classes
             self._let_go()
             answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")

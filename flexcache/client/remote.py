@@ -45,6 +45,7 @@ from flexcache.protocol.messages import (
     Readiness,
     Refused,
     Rejected,
+    SessionHint,
     TaskAnswer,
     ToScheduler,
     WelcomeEngine,
@@ -180,6 +181,9 @@ class RemoteTransport:
 
     def report_prefill(self, blocks_per_s: float) -> None:
         self._calls.prefill_blocks_per_s = blocks_per_s
+
+    def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
+        return bool(self._calls.request(SessionHint(0, session_id, over, returns_in_s)))
 
     def take_changes(self) -> list[Change]:
         """Nothing: what a shared cache stores and loses is published by its server."""

@@ -59,6 +59,9 @@ class Transport(Protocol):
     def report_prefill(self, blocks_per_s: float) -> None:
         """Report how fast the engine computes."""
 
+    def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
+        """Pass on what a user says of its session; whether the session is known."""
+
     def take_changes(self) -> list[Change]:
         """What the tiers have stored and lost since the last call."""
 

@@ -19,6 +19,7 @@ from flexcache.doctor.memory import (
     check_huge_pages,
     check_locked_memory,
     check_memory,
+    check_numa,
     check_shared_memory,
 )
 from flexcache.doctor.packages import (
@@ -44,6 +45,7 @@ CHECKS: dict[str, Check] = {
     "shared_memory": check_shared_memory,
     "locked_memory": check_locked_memory,
     "huge_pages": check_huge_pages,
+    "numa": check_numa,
     "gpu": check_gpu,
     "python": check_python,
     "vllm": check_vllm,

@@ -14,15 +14,21 @@ class Level(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check. An error is a fault that was not repaired; ``remedy`` is what to do."""
+    """Result of a check. An error is a fault that was not repaired.
+
+    Attributes:
+        remedy: What to do.
+        details: Lines of text to show as they are.
+    """
 
     level: Level
     text: str
     remedy: str = ""
+    details: str = ""
 
 
-def ok(text: str) -> Finding:
-    return Finding(Level.OK, text)
+def ok(text: str, details: str = "") -> Finding:
+    return Finding(Level.OK, text, details=details)
 
 
 def warning(text: str, remedy: str) -> Finding:

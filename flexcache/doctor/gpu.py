@@ -1,26 +1,40 @@
 """Checks NVIDIA's driver, torch's CUDA build, and copies to each GPU and back.
 
+All that touches a driver happens in child processes: a broken GPU kills or hangs them. The memory
+to copy from and to is made here and opened there, as a server makes it and a rank opens it.
 Peer-to-peer access between GPUs is not needed.
 """
 
 from __future__ import annotations
 
-import ctypes
+import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from flexcache.doctor.findings import Finding, error, ok, warning
+import msgspec
+
+from flexcache.doctor.child import run_child
+from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
+from flexcache.doctor.gpu_records import (
+    DIRECTIONS,
+    DriverFound,
+    GpuTried,
+    TrialRequest,
+    WayTried,
+    cuda_name,
+)
+from flexcache.doctor.gpu_table import describe_gpus
 from flexcache.doctor.subject import Subject
-from flexcache.errors import FlexCacheError
+from flexcache.errors import ConfigError
 from flexcache.storage.host_pool import HostSegment
 
-if TYPE_CHECKING:  # imports torch
-    from flexcache.transfer.workers.copy_check import Verdict
-
 _BATCH_COPY_VERSION = 12_080
-_DRIVER = "libcuda.so.1"
-_SEGMENT_BYTES = 1 << 20
+_BLOCK_BYTES = 2 << 20
+_NUM_BLOCKS = 128
+_STEP_LIMIT_S = 60.0
+_MUCH_MEMORY = 64 << 20
+"""More than this is a context, not another process's fluctuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +43,12 @@ class Gpus:
 
     Attributes:
         has_device_files: Whether the kernel driver's device files exist.
-        cuda_version: Version that the driver library supports, 12080 for 12.8; None: no library.
-        problem: Why the library reports no device.
-        num_devices: Number of devices that the library reports.
+        driver: What the driver library reports.
         torch_cuda: CUDA version that torch was built for; None: CPU only.
     """
 
     has_device_files: bool
-    cuda_version: int | None
-    problem: str
-    num_devices: int
+    driver: DriverFound
     torch_cuda: str | None
 
 
@@ -49,95 +59,164 @@ def has_gpu(subject: Subject) -> bool:
 def check_gpu(subject: Subject) -> Iterator[Finding]:
     import torch
 
-    version, problem, num_devices = _ask_driver()
-    yield from judge_gpus(Gpus(has_gpu(subject), version, problem, num_devices, torch.version.cuda))
-    if num_devices and torch.version.cuda is not None:
-        for index in range(num_devices):
-            yield from _check_copies(index)
-
-
-def _ask_driver() -> tuple[int | None, str, int]:
-    try:
-        library = ctypes.CDLL(_DRIVER)
-    except OSError as failure:
-        return None, str(failure), 0
-    version, count = ctypes.c_int(), ctypes.c_int()
-    library.cuDriverGetVersion(ctypes.byref(version))
-    code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
-    return version.value, f"CUDA error {code}" if code else "", count.value
-
-
-def _check_copies(index: int) -> Iterator[Finding]:
-    """Attach a small private segment the way a rank attaches its share of the pool."""
-    import torch
-
-    from flexcache.transfer.workers.copy_cuda import CudaCopier
-
-    with HostSegment.create(_SEGMENT_BYTES, 1) as segment:
-        segment.map()
-        try:
-            copier = CudaCopier(torch.device("cuda", index))
-            copier.attach(segment)
-        except (FlexCacheError, RuntimeError) as failure:
-            yield error(
-                f"GPU {index} cannot be used: {failure}",
-                "if its memory is full, stop what uses it; otherwise update the driver, and report "
-                "this with the driver's version and the GPU's name",
-            )
-            return
-        verdicts, is_pinned = copier.verdicts, copier.is_pinned
-        copier.close()
-    yield from judge_copies(index, verdicts, is_pinned)
-
-
-def judge_copies(index: int, verdicts: Sequence[Verdict], is_pinned: bool) -> Iterator[Finding]:
-    """Yield the outcome of each copy method; at least one of them passed."""
-    if not is_pinned:
+    if torch.version.hip is not None:
         yield warning(
-            f"GPU {index}: the driver does not pin host memory, so copies are slow",
-            "check the container's memory limit, the IOMMU settings and, on WSL, how much memory "
-            "Windows allows to be pinned",
+            f"torch is for ROCm {torch.version.hip}: AMD GPUs are not examined, and copies to them "
+            "have never run on hardware",
+            "a rank tests its copies when it attaches; please report what it logs",
         )
-    for verdict in verdicts:
-        text = f"GPU {index}, {verdict}"
-        if verdict.passed:
-            yield ok(text)
-        elif verdict.missing:
-            yield warning(text, "not needed, but some copies are faster with it")
-        else:
-            yield warning(
-                f"{text}; it is not used",
-                "update the driver and torch, and report this with their versions and the GPU's "
-                "name",
-            )
+        return
+    found = _ask_driver()
+    if isinstance(found, str):
+        yield error(f"the GPUs' driver failed: {found}", "restart the GPUs' driver, or the host")
+        return
+    yield from judge_gpus(Gpus(has_gpu(subject), found, torch.version.cuda))
+    if not found.gpus or torch.version.cuda is None:
+        return
+    tried: list[GpuTried] = []
+    hugepages = "transparent" if subject.config is None else subject.config.hugepages
+    with _pool_memory(hugepages) as (segment, problem):
+        if problem:
+            yield warning(f"GPUs are tried with transparent huge pages: {problem}", "see above")
+            hugepages = "transparent"
+        for index in range(len(found.gpus)):
+            tried.append(_try_gpu(TrialRequest(index, segment.ref())))
+            yield from judge_trial(index, tried[-1])
+        size = segment.size
+    afterwards = _ask_driver()
+    if not isinstance(afterwards, str):
+        yield from judge_memory(found, tried, afterwards)
+        kind = f"a shared segment of {size >> 20} MiB, hugepages = {hugepages!r}"
+        yield ok(
+            "the GPUs in full, to paste into an issue:",
+            describe_gpus(found, tried, afterwards, kind),
+        )
+
+
+def _ask_driver() -> DriverFound | str:
+    """Return what the driver reports, or how the child process failed."""
+    outcome = run_child("flexcache.doctor.nvidia", b"", _STEP_LIMIT_S)
+    if outcome.answer is None:
+        return outcome.problem
+    return msgspec.json.decode(outcome.answer, type=DriverFound)
+
+
+@contextmanager
+def _pool_memory(hugepages: str) -> Iterator[tuple[HostSegment, str]]:
+    """Make memory like the pool's; also yield why it is not quite like it, or ""."""
+    problem = ""
+    try:
+        segment = HostSegment.create(_BLOCK_BYTES, _NUM_BLOCKS, hugepages)
+    except ConfigError as refusal:
+        problem = str(refusal)
+        segment = HostSegment.create(_BLOCK_BYTES, _NUM_BLOCKS)
+    with segment:
+        yield segment, problem
+
+
+def _try_gpu(request: TrialRequest) -> GpuTried:
+    outcome = run_child("flexcache.doctor.gpu_trial", msgspec.json.encode(request), _STEP_LIMIT_S)
+    if outcome.answer is None:
+        return GpuTried(refusal=outcome.problem)
+    tried = msgspec.json.decode(outcome.answer, type=GpuTried)
+    if outcome.problem:  # it answered, and failed when it ended
+        return msgspec.structs.replace(tried, refusal=outcome.problem)
+    return tried
 
 
 def judge_gpus(gpus: Gpus) -> Iterator[Finding]:
-    if gpus.cuda_version is None and not gpus.has_device_files:
+    found, num_gpus = gpus.driver, len(gpus.driver.gpus)
+    if found.version is None and not gpus.has_device_files:
         yield ok("no NVIDIA GPU: KV tensors are in CPU memory")
         return
-    if gpus.cuda_version is None:
+    if found.version is None:
         yield error(
-            f"the GPU's driver cannot be used: {gpus.problem}",
+            f"the GPU's driver cannot be used: {found.problem}",
             "give the container the driver: docker run --gpus all (NVIDIA container toolkit)",
         )
         return
-    driver = f"CUDA {gpus.cuda_version // 1000}.{gpus.cuda_version % 1000 // 10}"
-    if not gpus.num_devices:
+    driver = f"CUDA {cuda_name(found.version)}"
+    if not num_gpus:
         yield warning(
-            f"the driver ({driver}) reports no GPU: {gpus.problem or 'there is none'}",
+            f"the driver ({driver}) reports no GPU: {found.problem or 'there is none'}",
             "see nvidia-smi; docker run --gpus all; check CUDA_VISIBLE_DEVICES",
         )
         return
     if gpus.torch_cuda is None:
         yield error(
-            f"{gpus.num_devices} GPUs, but torch was built for the CPU",
+            f"{num_gpus} GPUs, but torch was built for the CPU",
             "install torch for CUDA (vLLM's GPU wheels include it)",
         )
-    if gpus.cuda_version < _BATCH_COPY_VERSION:
+    if found.version < _BATCH_COPY_VERSION:
         yield warning(
-            f"{gpus.num_devices} GPUs; their driver ({driver}) takes copies one by one",
+            f"{num_gpus} GPUs; their driver ({driver}) takes copies one by one",
             "update the driver to CUDA 12.8 (570) or later: it takes all copies of an op at once",
         )
     else:
-        yield ok(f"{gpus.num_devices} GPUs; their driver ({driver}) takes copies in batches")
+        yield ok(f"{num_gpus} GPUs; their driver ({driver}) takes copies in batches")
+
+
+def judge_trial(index: int, tried: GpuTried) -> Iterator[Finding]:
+    """Yield the outcome of trying a GPU, and of each way of copying."""
+    if tried.refusal:
+        yield error(
+            f"GPU {index} cannot be used: {tried.refusal}",
+            "if its memory is full, stop what uses it; otherwise update the driver, and report "
+            "this with the driver's version and the GPU's name",
+        )
+    elif not tried.is_pinned:
+        yield warning(
+            f"GPU {index}: the driver does not pin host memory, so copies are slow",
+            "check the container's memory limit, the IOMMU settings and, on WSL, how much memory "
+            "Windows allows to be pinned",
+        )
+    for way in tried.ways:
+        text = f"GPU {index}, {way.way}"
+        if way.passed:
+            yield ok(f"{text}: {_describe_rates(way)}")
+        elif way.missing:
+            yield warning(
+                f"{text} not available: {way.missing}",
+                "not needed, but some copies are faster with it",
+            )
+        else:
+            failures = ", ".join(f"{kind} {why}" for kind, why in way.failures.items())
+            yield warning(
+                f"{text}: {failures}; it is not used",
+                "update the driver and torch, and report this with their versions and the GPU's "
+                "name",
+            )
+
+
+def _describe_rates(way: WayTried) -> str:
+    if not way.rates:  # only the self-test ran
+        return "the self-test passed"
+    best = ", ".join(f"{kind} {max(way.rates[kind]):.3g} GB/s" for kind in DIRECTIONS)
+    return f"all bytes right; {best}"
+
+
+def judge_memory(
+    before: DriverFound, tried: Sequence[GpuTried], after: DriverFound
+) -> Iterator[Finding]:
+    """Yield where GPU memory was used that should not be."""
+    for trial, other in itertools.permutations(range(len(before.gpus)), 2):
+        used = tried[trial].used_bytes
+        grown = _growth(before, other, used[other] if used else None)
+        if grown > _MUCH_MEMORY:
+            yield warning(
+                f"while GPU {trial} was tried, {in_gb(grown)} more of GPU {other} was used",
+                "if no other process took it, report this: a rank must use its own GPU only",
+            )
+    for index, gpu in enumerate(after.gpus[: len(before.gpus)]):
+        grown = _growth(before, index, gpu.used_bytes)
+        if grown > _MUCH_MEMORY:
+            yield warning(
+                f"{in_gb(grown)} more of GPU {index} is used afterwards",
+                "if no other process took it, report this",
+            )
+
+
+def _growth(before: DriverFound, index: int, used: int | None) -> int:
+    """Return by how many bytes a GPU's used memory grew; 0 if unknown."""
+    first = before.gpus[index].used_bytes
+    return 0 if first is None or used is None else used - first

@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 from flexcache.config.remote_url import check_remote_url
 from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
 from flexcache.doctor.subject import Subject
+from flexcache.storage import numa
+from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.memory_limit import memory_limits
 
 _MUCH_OF_LIMIT = 0.8
+_SCRATCH_BYTES = 1 << 16
 _MIN_SHARED_BYTES = 1_000_000_000
 """Room for vLLM's queues between its processes (240 MiB each) and for NCCL, with a margin."""
 
@@ -153,3 +156,25 @@ def _check_reserved(subject: Subject, pool: int | None) -> Iterator[Finding]:
         )
     else:
         yield ok(f"{text}; the DRAM tier takes {num_wanted:,}")
+
+
+def check_numa(subject: Subject) -> Iterator[Finding]:
+    """Check whether memory can be had near a GPU."""
+    refusal = ""
+    if numa.count_nodes() > 1:
+        with HostSegment.create(_SCRATCH_BYTES, 1) as segment:
+            segment.map(populate=False)
+            refusal = numa.prefer_node(segment.address, segment.size, 0)
+    yield judge_numa(numa.count_nodes(), refusal)
+
+
+def judge_numa(num_nodes: int, refusal: str) -> Finding:
+    if num_nodes == 1:
+        return ok("one NUMA node: all memory is equally near")
+    if refusal:
+        return warning(
+            f"{num_nodes} NUMA nodes, and memory cannot be bound to one: {refusal}. A rank still "
+            "makes its part of the DRAM tier from CPUs of its GPU's node, if it may run there",
+            "docker run --cap-add SYS_NICE; do not keep the engine off the CPUs of its GPUs' nodes",
+        )
+    return ok(f"{num_nodes} NUMA nodes; a rank's part of the DRAM tier is on its GPU's node")

@@ -13,7 +13,7 @@ from typing import Any
 
 from flexcache.metrics.metric import Metric
 from flexcache.metrics.server import EVENTS_AND_TRACES, PROCESSES, SERVER
-from flexcache.metrics.tasks import OPS, REMOTE, TASKS
+from flexcache.metrics.tasks import OPS, REMOTE, SESSIONS, TASKS
 from flexcache.metrics.tiers import HITS_AND_MISSES, REMOTE_COST, TIERS
 from flexcache.tasks.stats import Stats
 
@@ -22,6 +22,7 @@ SECTIONS: Mapping[str, Sequence[Metric[Stats]]] = {
     "Tiers": TIERS,
     "Ops": OPS,
     "Tasks": TASKS,
+    "Sessions": SESSIONS,
     "Remote store and slow tiers": (*REMOTE, *REMOTE_COST),
     "Processes and messages": PROCESSES,
     "Events and traces": EVENTS_AND_TRACES,

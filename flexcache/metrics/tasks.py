@@ -42,6 +42,18 @@ def _breaker_state(cache: CacheStats) -> Iterator[Sample]:
             yield (state.value,), int(state.value == cache.remote.breaker.state)
 
 
+def _hints(cache: CacheStats) -> Iterator[Sample]:
+    sessions = cache.sessions
+    yield ("over",), sessions.over
+    yield ("returning",), sessions.returning
+    yield ("unknown",), sessions.unknown
+
+
+def _hinted_blocks(cache: CacheStats) -> Iterator[Sample]:
+    yield ("retired",), cache.sessions.retired_blocks
+    yield ("kept",), cache.sessions.kept_blocks
+
+
 OPS = (
     counter("ops", "Ops that have ended, by kind.", _per_op(lambda op: op.ops), "op"),
     counter(
@@ -107,6 +119,27 @@ TASKS = (
         "store_backlog_blocks",
         "Blocks in DRAM that are pinned until they are written to a tier below.",
         one(lambda cache: cache.store_backlog_blocks),
+    ),
+)
+
+SESSIONS = (
+    gauge("sessions", "Sessions of users that are remembered.", one(lambda c: c.sessions.known)),
+    counter(
+        "session_hints",
+        "Hints about users' sessions: over, returning; unknown counts those that name no session.",
+        from_cache(_hints),
+        "hint",
+    ),
+    counter(
+        "session_hint_blocks",
+        "Blocks that hints were about: retired (first to be evicted) or kept.",
+        from_cache(_hinted_blocks),
+        "effect",
+    ),
+    counter(
+        "returned_sessions",
+        "Sessions that went on after a hint that they were over.",
+        one(lambda cache: cache.sessions.returned_sessions),
     ),
 )
 

@@ -7,7 +7,7 @@ understand increments PROTOCOL_VERSION.
 
     rank (KVTPClient)                         scheduler, two sockets: events and calls
       HelloRank -> WelcomeRank | Refused        HelloEngine -> WelcomeEngine | Refused
-      Register -> Registered | Refused          Match, Clear, GetStats, CheckInvariants -> a reply
+      Register -> Registered | Refused          Match, Clear, SessionHint, ... -> a reply
       Execute, Drop -> Done                     Launch, Cancel -> TaskAnswer, once it is ready
       Ended, SessionOver <-                     Readiness, TaskAnswer <-
       Ping -> Pong,  Stop <-,  Goodbye ->       the same
@@ -30,7 +30,7 @@ from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Server and clients must have the same version; docs/formats.md describes what others receive."""
 _MAX_RANKS = 1024
 _MAX_MODEL_ID_LENGTH = 4096
@@ -199,6 +199,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     ``prefill_blocks_per_s``: how fast the engine computes, if known.
     ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
     ``parent_key``: the keys continue the chain that ends with this one.
+    ``session_id``: whose prompt it is.
     """
 
     request_id: int
@@ -218,6 +219,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     info: RequestInfo | None = None
     tail_at: int = 0
     parent_key: bytes | None = None
+    session_id: str | None = None
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):
@@ -269,6 +271,15 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
 
     request_id: int
     tier: str | None
+
+
+class SessionHint(msgspec.Struct, tag=True, frozen=True):
+    """What a user says of its session. Answered with `Answer`: whether the session is known."""
+
+    request_id: int
+    session_id: str
+    over: bool
+    returns_in_s: float | None = None
 
 
 class GetStats(msgspec.Struct, tag=True, frozen=True):
@@ -331,7 +342,7 @@ class Greeting(msgspec.Struct, frozen=True):
     version: int
 
 
-Request = Match | Clear | GetStats | CheckInvariants
+Request = Match | Clear | SessionHint | GetStats | CheckInvariants
 Reply = Matched | Answer | Failed
 ToServer = HelloRank | HelloEngine | Register | Done | Launch | Cancel | Ping | Goodbye | Request
 ToRank = (

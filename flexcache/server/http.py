@@ -5,6 +5,7 @@
     GET  /status           `KVManager.stats` as JSON
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
+    POST /cache/session    {"session_id": "..", "over": true, "returns_in_s": 20}, one or both
 
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
 neither waits for the other. On loopback it answers only requests that name a loopback host (so a
@@ -87,6 +88,14 @@ class Served(Protocol):
         Raises `ValueError` unless exactly one of keys and tokens is given, and is valid.
         """
 
+    def session_hint(
+        self, session_id: str, over: bool = False, returns_in_s: float | None = None
+    ) -> bool:
+        """Act on what a user says of its session; return whether the session is known.
+
+        Raises `ValueError` if it makes no sense.
+        """
+
 
 class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
     tier: str | None
@@ -98,6 +107,12 @@ class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int] | None = None
     block_keys: list[str] | None = None
     namespace: list[str] = []
+
+
+class SessionRequest(msgspec.Struct, forbid_unknown_fields=True):
+    session_id: str
+    over: bool = False
+    returns_in_s: float | None = None
 
 
 class HttpService:
@@ -245,6 +260,13 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
         )
         return _json({"blocks": num_blocks}, 202)
 
+    async def session(request: Request) -> Response:
+        hint = await _read(request, SessionRequest, patience_s)
+        is_known = await run_in_threadpool(
+            server.session_hint, hint.session_id, hint.over, hint.returns_in_s
+        )
+        return _json({"known": is_known})
+
     return Starlette(
         routes=[
             Route("/metrics", metrics),
@@ -252,6 +274,7 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
             Route("/status", status),
             Route("/cache/clear", clear, methods=["POST"]),
             Route("/cache/prefetch", prefetch, methods=["POST"]),
+            Route("/cache/session", session, methods=["POST"]),
         ],
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=gate)],
         exception_handlers={

@@ -36,6 +36,7 @@ from flexcache.protocol.messages import (
     Register,
     Rejected,
     Request,
+    SessionHint,
     ToServer,
 )
 from flexcache.server import op_reports
@@ -202,9 +203,9 @@ class Hub:
         if peer is not None:
             peer.heard_s = now
         match message:
-            case Match() | Clear() | CheckInvariants() if caller is not None:
+            case Match() | Clear() | SessionHint() | CheckInvariants() if caller is not None:
                 self._requests.answer(caller, message, data, now)
-            case Match() | Clear() | CheckInvariants():
+            case Match() | Clear() | SessionHint() | CheckInvariants():
                 self.counters["rejected_without_session"] += 1
                 self.outbox.send(identity, Failed(message.request_id, "session", "no such session"))
             case Launch() if caller is not None:

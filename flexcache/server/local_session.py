@@ -34,7 +34,7 @@ class LocalSession:
         self, kind: TaskKind, prompt: Prompt, look_up: bool = True, may_wait: bool = True
     ) -> MatchedTask | None:
         """None if the remote store has yet to answer, and the caller may not wait."""
-        keys, start, stop, num_tokens, retain_s, tail_at = prompt
+        keys, start, stop, num_tokens, retain_s, tail_at, session_id = prompt
         if not self.server.is_open:
             return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
         if look_up and self._has_store and not self._look_up(kind, keys, stop, may_wait):
@@ -42,8 +42,9 @@ class LocalSession:
         with self.server.session() as tasks:
             task_id = self.ids.next()
             plan = tasks.match(
-                task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s, tail_at
-            )
+                task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s, tail_at,
+                session_id,
+            )  # fmt: skip
         return MatchedTask(
             task_id, plan.offset, plan.num_blocks, plan.sources, plan.num_gpu_blocks, plan.tail_at
         )
@@ -81,3 +82,11 @@ class LocalSession:
             return
         with self.server.session() as tasks:
             tasks.report_prefill(self.ids.session, blocks_per_s)
+
+    def session_hint(self, session_id: str, over: bool, returns_in_s: float | None) -> bool:
+        """Act on what a user says of its session; whether the session is known."""
+        if not self.server.is_open:
+            return False
+        with self.server.session() as tasks:
+            sessions = tasks.cache.sessions
+            return sessions.hint(session_id, over, returns_in_s, time.monotonic())

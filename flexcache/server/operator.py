@@ -1,4 +1,4 @@
-"""Admin operations behind the HTTP API: stats, clear, prefetch."""
+"""Admin operations behind the HTTP API: stats, clear, prefetch, hints about sessions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexcache.cache.prompt import Prompt, PromptMaker
+from flexcache.cache.prompt import Prompt, PromptMaker, check_hint
 from flexcache.errors import RegistrationError
 from flexcache.ids import MAX_KEY_BYTES, TaskKind
 from flexcache.request_info import PromptDetail
@@ -74,6 +74,19 @@ class Operator:
         if task.num_blocks:
             session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
         return task.num_blocks
+
+    def session_hint(
+        self, session_id: str, over: bool = False, returns_in_s: float | None = None
+    ) -> bool:
+        """Act on what a user says of its session; whether the session is known.
+
+        Raises:
+            ValueError: It makes no sense.
+            RegistrationError: The model is not known yet.
+        """
+        check_hint(session_id, over, returns_in_s)
+        self._require_cache()
+        return self._open_session().session_hint(session_id, over, returns_in_s)
 
     def _open_session(self) -> LocalSession:
         with self._opening:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.packed_keys import unpack_keys
+from flexcache.cache.prompt import check_hint, check_session_id
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.errors import FlexCacheError, InternalError
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES, KVStatus, TaskId
@@ -30,6 +31,7 @@ from flexcache.protocol.messages import (
     Match,
     Matched,
     Reply,
+    SessionHint,
     TaskAnswer,
 )
 from flexcache.request_info import NO_INFO, PromptDetail
@@ -47,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_PARKED = 1024
 
-SessionRequest = Match | Clear | CheckInvariants
+SessionRequest = Match | Clear | SessionHint | CheckInvariants
 
 
 class Requests:
@@ -109,6 +111,10 @@ class Requests:
                 return self._match(caller, request, memoryview(data), now)
             case Clear():
                 return self._clear(caller, request)
+            case SessionHint(request_id, session_id, over, returns_in_s):
+                check_hint(session_id, over, returns_in_s)
+                sessions = self._slot.tasks.cache.sessions
+                return Answer(request_id, sessions.hint(session_id, over, returns_in_s, now))
             case CheckInvariants(request_id):
                 for tier in self._slot.tasks.cache.tiers:
                     tier.check_counts()  # no more than that: the other engines wait
@@ -135,6 +141,8 @@ class Requests:
         keys = self._read_keys(caller, request, data)
         if not 0 <= request.start <= request.stop <= keys.num_blocks:
             raise ValueError(f"blocks {request.start} to {request.stop} of {keys.num_blocks}")
+        if request.session_id is not None:
+            check_session_id(request.session_id)
         if not 0 <= request.tail_at <= request.stop:
             raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
         lookup = None
@@ -192,7 +200,7 @@ class Requests:
             tasks.report_prefill(caller.session, request.prefill_blocks_per_s)
         plan = tasks.match(
             TaskId(request.task_id), request.kind, keys, request.start, request.stop,
-            request.num_tokens, now, request.retain_s, request.tail_at,
+            request.num_tokens, now, request.retain_s, request.tail_at, request.session_id,
         )  # fmt: skip
         sources = {tier.value: count for tier, count in plan.sources.items()}
         return Matched(

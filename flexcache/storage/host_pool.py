@@ -10,6 +10,9 @@ descriptor.
 A block is one contiguous run per rank, so that it is one I/O for the disk and, if the engine's
 layout allows it, one copy for the GPU.
 
+On a host with several NUMA nodes its pages are made by the rank that copies from them, on the node
+of the rank's device.
+
 Huge pages save address look-ups, and let a disk transfer one piece instead of many. A segment uses
 the system's reserved huge pages, or ordinary pages that the kernel is asked to merge. It does so
 only if /sys/kernel/mm/transparent_hugepage/shmem_enabled allows it; on most systems it does not.
@@ -19,17 +22,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 
 import msgspec
 import numpy as np
 
 from flexcache.errors import ConfigError, RegistrationError
+from flexcache.logs import log_event
+from flexcache.storage import numa
 from flexcache.storage.alignment import align_up
+
+logger = logging.getLogger(__name__)
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -99,23 +108,50 @@ class HostSegment:
             num_blocks=self.num_blocks,
         )
 
-    def map(self, after_each_step: Callable[[], None] = lambda: None) -> None:
+    def map(
+        self, after_each_step: Callable[[], None] = lambda: None, *, node: int | None = None,
+        populate: bool = True,
+    ) -> None:  # fmt: skip
         """Map the segment and fault its pages in, so that no copy has to wait for one.
 
         The kernel clears the pages: with ordinary ones that takes about a second for 2 GB per
         thread, with reserved huge ones a fifth of it. Does not hold the interpreter lock.
+
+        Args:
+            node: The NUMA node for pages that do not exist yet, best effort; None: any.
+            populate: False leaves the pages to other processes, or to first use.
         """
         size = os.fstat(self.fd).st_size  # in whole pages, which may be huge
         self._map = mmap.mmap(self.fd, size)
         self._view = memoryview(self._map)
         self.address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
         self._advise(0, size, _MADV_HUGEPAGE)
+        if node is not None:
+            self._prefer(node)
+        if populate:
+            self._populate(node, after_each_step)
+
+    def _prefer(self, node: int) -> None:
+        refusal = numa.prefer_node(self.address, len(self._map or b""), node)
+        if refusal:
+            log_event(
+                logger, logging.WARNING, "host_pool_not_bound", node=node, error=refusal,
+                effect="its pages are on the device's NUMA node only as far as this rank makes "
+                "them",
+                remedy="docker run --cap-add SYS_NICE",
+            )  # fmt: skip
+        else:
+            log_event(logger, logging.INFO, "host_pool_bound", node=node)
+
+    def _populate(self, node: int | None, after_each_step: Callable[[], None]) -> None:
+        size = len(self._map or b"")
 
         def populate(start: int) -> None:
             # Kernels before 5.14 do not know this advice: pages are then faulted in at first use.
             self._advise(start, min(_POPULATE_STEP, size - start), _MADV_POPULATE_WRITE)
 
-        with ThreadPoolExecutor(_POPULATE_THREADS) as threads:
+        settle = None if node is None else partial(numa.stay_on, node)
+        with ThreadPoolExecutor(_POPULATE_THREADS, initializer=settle) as threads:
             for _ in threads.map(populate, range(0, size, _POPULATE_STEP)):
                 after_each_step()
 

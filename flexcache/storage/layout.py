@@ -4,14 +4,18 @@ Every layout (K and V split or joined, heads before tokens or after, a tensor pe
 one shared buffer, MLA) has the same form: for block `b`, each *segment* `s` is `sizes[s]`
 contiguous bytes at `bases[s] + b * strides[s]`. Shapes and strides alone determine it; the bytes
 themselves are never interpreted. In the host pool the segments of a block are contiguous, with
-layers in the order of registration.
+layers in the order of registration:
+
+    layers apart          | a b c |, | a b c | ...     a segment for each layer
+    blocks outermost      | aaa bbb ccc | ...          one for all; by layer, one for each
+    heads before layers   | abc abc abc | ...          one for all, and the host's order is the same
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +40,8 @@ class BlockLayout:
         num_blocks: Number of blocks of the engine.
         block_bytes: Bytes of one block on this rank, the sum of ``sizes``.
         signature: Equal signatures mean that two ranks' stored bytes are interchangeable.
-        layer_ends: Maps a layer to the number of leading segments that hold it and all before it.
+        layer_ends: Maps a layer to the number of leading segments of `by_layer` that hold it and
+            all before it.
     """
 
     bases: Addresses
@@ -47,6 +52,12 @@ class BlockLayout:
     block_bytes: int
     signature: str
     layer_ends: Mapping[str, int]
+    _by_layer: BlockLayout | None = None
+
+    @property
+    def by_layer(self) -> BlockLayout:
+        """The same bytes in segments that end where layers end, if these are in one piece each."""
+        return self._by_layer or self
 
     @classmethod
     def of_no_layer(cls, num_blocks: int) -> BlockLayout:
@@ -105,31 +116,38 @@ def describe_kv_caches(
             "dtype or tokens per block do not agree"
         )
     segments: list[_Segment] = []
-    signature: list[str] = []
-    bytes_until: dict[_Identity, int] = {}
+    forms: list[str] = []
+    ends: dict[_Identity, int] = {}
     for name, tensor in layers.items():
         ratio = tensor.shape[block_dim] // num_blocks
         stride, inner, form = _inner_segments(name, tensor, block_dim, ratio)
         segments.extend(_Segment(tensor.data_ptr() + at, stride, size) for at, size in inner)
-        signature.append(form)
-        bytes_until[_identity(tensor)] = sum(segment.size for segment in segments)
-    merged = _merge(segments)
-    sizes = np.array([segment.size for segment in merged], dtype=np.int64)
-    offsets = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
-    runs = [f"{len(list(group))}x{form}" for form, group in itertools.groupby(signature)]
-    return BlockLayout(
-        bases=np.array([segment.base for segment in merged], dtype=np.int64),
-        strides=np.array([segment.stride for segment in merged], dtype=np.int64),
-        sizes=sizes,
-        offsets=offsets,
+        forms.append(form)
+        ends[_identity(tensor)] = len(segments)
+    runs = [f"{len(list(group))}x{form}" for form, group in itertools.groupby(forms)]
+    joined, order = _join(segments, num_blocks)
+    if order:
+        runs.append(order)
+        ends = dict.fromkeys(ends, len(joined))
+    layout = BlockLayout(
+        *_arrays(joined),
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         signature=_signature(runs, layers, description),
-        layer_ends={
-            name: int(np.searchsorted(offsets, bytes_until[_identity(tensor)]))
-            for name, tensor in kv_caches.items()
-        },
+        layer_ends={name: ends[_identity(tensor)] for name, tensor in kv_caches.items()},
     )
+    if order or len(joined) == len(segments):
+        return layout
+    bases, strides, sizes, offsets = _arrays(segments)
+    by_layer = replace(layout, bases=bases, strides=strides, sizes=sizes, offsets=offsets)
+    return replace(layout, _by_layer=by_layer)
+
+
+def _arrays(segments: list[_Segment]) -> tuple[Addresses, Addresses, Addresses, Addresses]:
+    """Return bases, strides, sizes and offsets in the host pool."""
+    rows = [(segment.base, segment.stride, segment.size) for segment in segments]
+    bases, strides, sizes = np.array(rows, dtype=np.int64).T.copy()
+    return bases, strides, sizes, np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.int64)
 
 
 def _count_blocks(layers: Mapping[str, torch.Tensor], block_bytes: int, block_dim: int) -> int:
@@ -258,6 +276,28 @@ def _overlap(item: int, dims: list[tuple[int, int, int]]) -> bool:
                 return True
             extent += stride * (count - 1)
     return False
+
+
+def _join(segments: list[_Segment], num_blocks: int) -> tuple[list[_Segment], str]:
+    """Join segments for fewer, larger copies.
+
+    Where all of a block is in one piece of the engine's memory, but its layers are not (heads come
+    before layers), the host keeps that order. It is then part of the layout.
+
+    Returns:
+        The joined segments, and a text of their order unless it is that of the layers.
+    """
+    joined = _merge(segments)
+    first, stride = min(segment.base for segment in segments), segments[0].stride
+    last = max(segment.base + segment.size for segment in segments)
+    share_a_row = all(segment.stride == stride for segment in segments) and last - first <= stride
+    if num_blocks > 1 and share_a_row:
+        order = sorted(range(len(segments)), key=lambda number: segments[number].base)
+        as_in_memory = _merge([segments[number] for number in order])
+        if len(as_in_memory) < len(joined):
+            digest = xxhash.xxh3_64_hexdigest(np.array(order, dtype="<i8").tobytes())
+            return as_in_memory, f"pieces {digest}"
+    return joined, ""
 
 
 def _merge(segments: list[_Segment]) -> list[_Segment]:

@@ -157,12 +157,11 @@ class KVTaskEngine:
     def match(
         self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
         num_tokens: int, now: float, retain_s: float = 0.0, tail_at: int = 0,
+        session_id: str | None = None,
     ) -> Plan:  # fmt: skip
         """Make a task for blocks ``[start, stop)`` of a prompt. An empty one has ended already.
 
-        Args:
-            retain_s: What a put stores counts as used this much later when room is needed.
-            tail_at: A put also stores the tail behind this many blocks, unless it is 0.
+        Arguments as for `Prompt`.
 
         Raises:
             ValueError: The id is not above all earlier ones of its session.
@@ -173,7 +172,8 @@ class KVTaskEngine:
         plan, keys, start, stop = self._matcher.plan(
             owner, kind, keys, start, stop, retain_s, now, tail_at
         )
-        task = Task(task_id, owner, plan, num_tokens)
+        task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
+        self.cache.sessions.used(session_id, keys, plan)
         self._accounts.matched(task, keys, start, stop, retain_s, now)
         if not plan.is_empty:
             self._sessions.open(task)

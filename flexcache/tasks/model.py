@@ -39,6 +39,8 @@ class Task:
     state: TaskState = TaskState.CREATED
     gated: bool = False
     """Whether its launch asked for ops of the GPU to wait until the engine opens their gate."""
+    session_id: str | None = None
+    """Whose prompt it is, if its caller has said."""
     launched_s: float | None = None
     open_ops: Counter[OpKind] = field(default_factory=lambda: _NONE_OPEN)  # its own once launched
     moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from flexcache.cache.load_cost import why_recomputed
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
@@ -18,6 +20,7 @@ from flexcache.tasks.stats import (
     OpHistograms,
     QueueStats,
     RemoteStats,
+    SessionStats,
     TierStats,
 )
 from flexcache.tasks.totals import Totals
@@ -50,6 +53,7 @@ def cache_stats(
         open_lookups=0 if lookups is None else lookups.num_open,
         store_backlog_blocks=cache.stores.backlog,
         load_decisions=_load_decisions(cache, accounts.totals),
+        sessions=SessionStats(known=len(cache.sessions), **asdict(cache.sessions.counters)),
         remote=None if lookups is None else _remote(cache, lookups, breaker),
         load_cost=load_cost,
     )

@@ -203,6 +203,8 @@ class TaskRunner:
         """Every op of the task has ended, or none was ever started."""
         self._sessions.close(task)
         self._cache.finish(task.plan)
+        if task.plan.kind is TaskKind.PUT:
+            self._cache.sessions.put_ended(task.session_id)
         result, was_overdue = task.result(is_final=True), task.state.is_overdue
         task.end(result.status)
         self._accounts.ended(task, result)

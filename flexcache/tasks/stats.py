@@ -135,6 +135,18 @@ class RemoteStats(_Part, frozen=True, kw_only=True):
     lookups: LookUpStats
 
 
+class SessionStats(_Part, frozen=True, kw_only=True):
+    """Users' sessions, and what hints about them have done (`HintCounters`)."""
+
+    known: int
+    over: int
+    returning: int
+    unknown: int
+    retired_blocks: int
+    kept_blocks: int
+    returned_sessions: int
+
+
 class CacheIdentity(_Part, frozen=True, kw_only=True):
     """What is cached."""
 
@@ -167,6 +179,7 @@ class CacheStats(_Part, frozen=True, kw_only=True):
     store_backlog_blocks: int
     """Host blocks that are pinned until a tier below has them."""
     load_decisions: dict[str, LoadDecisions]
+    sessions: SessionStats
     remote: RemoteStats | None = None
     load_cost: dict[str, LoadCostStats] | None = None
 

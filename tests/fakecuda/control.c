@@ -135,6 +135,18 @@ void fake_launch(Stream *stream, uint64_t table, size_t num_runs) {
   LOCKED(enqueue(stream, (Work){.kind = KERNEL_COPY, .table = table, .num_runs = num_runs}));
 }
 
+/* Queue a call in place of a kernel. */
+void fake_call(Stream *stream, void (*call)(void)) {
+  LOCKED(enqueue(stream, (Work){.kind = CALL, .call = call}));
+}
+
+/* Whether file I/O uses device memory now. */
+int fake_is_in_file_io(uint64_t address, size_t size) {
+  int answer;
+  LOCKED(answer = is_in_file_io(address, size));
+  return answer;
+}
+
 /* The address at which a test may touch device memory. */
 uint64_t fake_seen_at(uint64_t address) {
   char *bytes = NULL;
@@ -209,6 +221,7 @@ void fake_reset(void) {
   faults.is_lost = true; /* nothing queued is executed any more */
   pthread_cond_broadcast(&changed);
   while (streams) end_stream(streams);
+  forget_files();
   forget_memory();
   faults = NO_FAULTS;
   speed = (Speed){0};

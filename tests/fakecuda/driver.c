@@ -84,7 +84,8 @@ CUresult cuGetErrorName(CUresult code, const char **name) {
 /* -- devices and contexts ----------------------------------------------------------------------- */
 
 CUresult cuDeviceGetCount(int *count) {
-  *count = NUM_DEVICES;
+  const char *wanted = getenv("FAKE_GPUS");
+  *count = wanted ? atoi(wanted) : NUM_DEVICES;
   return OK;
 }
 
@@ -95,7 +96,7 @@ CUresult cuDeviceGet(int *device, int ordinal) {
 
 CUresult cuDeviceGetPCIBusId(char *id, int length, int device) {
   ENTER("cuDeviceGetPCIBusId");
-  snprintf(id, (size_t)length, "0000:%02X:00.0", 0x3b + device);
+  snprintf(id, (size_t)length, "0000:%02X:00.0", FIRST_BUS + device);
   RETURN(OK);
 }
 
@@ -113,6 +114,13 @@ CUresult cuDevicePrimaryCtxRelease_v2(int device) {
   RETURN(OK);
 }
 
+CUresult cuDevicePrimaryCtxGetState(int device, unsigned int *flags, int *is_active) {
+  ENTER("cuDevicePrimaryCtxGetState");
+  *flags = 0;
+  *is_active = contexts[device].num_holders > 0;
+  RETURN(OK);
+}
+
 CUresult cuCtxSetCurrent(Context *context) {
   ENTER("cuCtxSetCurrent");
   current = context;
@@ -123,6 +131,8 @@ CUresult cuCtxGetCurrent(Context **context) {
   *context = current;
   return OK;
 }
+
+int current_device(void) { return HAS_CONTEXT ? current->device : -1; }
 
 CUresult cuStreamGetCtx(Stream *stream, Context **context) {
   ENTER("cuStreamGetCtx");
@@ -255,8 +265,9 @@ static CUresult accept_run(Run *run, bool reads_early, Place *host) {
   char *to, *from;
   Place target = look_up(run->to, run->size, &to), source = look_up(run->from, run->size, &from);
   if (target == NOWHERE || source == NOWHERE) return INVALID_VALUE;
-  if ((target == ON_DEVICE) == (source == ON_DEVICE)) {
-    note_violation("a copy is not between host and device");
+  bool is_within = target == ON_DEVICE && device_of(run->to) == device_of(run->from);
+  if (!is_within && (target == ON_DEVICE) == (source == ON_DEVICE)) {
+    note_violation("a copy is not between host and device, nor within a device");
     return INVALID_VALUE;
   }
   *host = target == ON_DEVICE ? source : target;

@@ -3,6 +3,8 @@
    memory.c   device memory, page-locked memory, and what an address is
    streams.c  streams are threads that take their work in order; events; captures; the link's speed
    driver.c   the driver's functions, as libcuda.so.1 exports them
+   cufile.c   those of libcufile.so.0: files to and from device memory
+   nvml.c     the management library's, as libnvidia-ml.so.1 exports them
    control.c  what tests set and ask: fake_*
 
    One lock guards everything. Copies run without it. A use that a real driver leaves undefined is
@@ -32,7 +34,7 @@ enum {
   CAPTURE_UNSUPPORTED = 900,
 };
 
-enum { NUM_DEVICES = 4, GLOBAL_MODE = 0, THREAD_LOCAL_MODE = 1 };
+enum { NUM_DEVICES = 4, FIRST_BUS = 0x3b, GLOBAL_MODE = 0, THREAD_LOCAL_MODE = 1 };
 
 typedef struct context {
   int device;
@@ -49,7 +51,7 @@ typedef struct run {
   char *early; /* the bytes, if they were read when the copy was queued */
 } Run;
 
-typedef enum { COPY, KERNEL_COPY, FILL, RECORD, WAIT } WorkKind;
+typedef enum { COPY, KERNEL_COPY, FILL, CALL, RECORD, WAIT } WorkKind;
 
 typedef struct work {
   WorkKind kind;
@@ -58,6 +60,7 @@ typedef struct work {
   size_t num_runs;
   bool is_batch;
   CUdeviceptr table; /* KERNEL_COPY: three rows of num_runs in device memory */
+  void (*call)(void); /* CALL: in place of a kernel */
   Event *event;      /* RECORD, WAIT */
   uint64_t version;
 } Work;
@@ -109,11 +112,20 @@ CUresult refusal_of(const char *name); /* counts the call */
 bool corrupts(const char *name, bool to_device, size_t num_runs);
 void note_copies(bool is_batch, size_t num_runs, int order, int flags, Stream *stream);
 
+/* driver.c */
+int current_device(void); /* of the calling thread's context; -1: it has none */
+
+/* cufile.c */
+bool is_in_file_io(CUdeviceptr address, size_t size);
+bool is_registered_for_files(CUdeviceptr address, size_t size);
+void forget_files(void);
+
 /* memory.c */
 Place look_up(CUdeviceptr address, size_t size, char **bytes);
 CUresult allocate(size_t size, int device, CUdeviceptr *address);
 CUresult release(CUdeviceptr address);
 int device_of(CUdeviceptr address);
+size_t allocated_on(int device);
 CUresult register_host(char *address, size_t size);
 CUresult unregister_host(char *address);
 bool is_registered(const char *address);
@@ -129,6 +141,7 @@ void enqueue(Stream *stream, Work work);
 void wait_idle(Stream *stream);
 bool is_stuck(const Stream *stream); /* nothing it has to do can be done now */
 bool is_in_flight(CUdeviceptr address, size_t size);
+bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size);
 void free_work(Work *work);
 CUresult check_capture(void); /* for calls that a capture in global mode forbids */
 void begin_capture(Stream *stream, int mode);

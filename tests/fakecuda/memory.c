@@ -85,6 +85,8 @@ CUresult release(CUdeviceptr address) {
     Allocation *a = &allocations[i];
     if (a->address != (char *)address) continue;
     if (is_in_flight(address, a->size)) note_violation("device memory in use is freed");
+    if (is_registered_for_files(address, a->size))
+      note_violation("device memory is freed while registered for file I/O");
     munmap(a->address, a->size);
     munmap(a->seen, a->size);
     *a = allocations[--num_allocations];
@@ -99,6 +101,13 @@ int device_of(CUdeviceptr address) {
     if ((char *)address >= a->address && (char *)address < a->address + a->size) return a->device;
   }
   return -1;
+}
+
+size_t allocated_on(int device) {
+  size_t sum = 0;
+  for (size_t i = 0; i < num_allocations; i++)
+    if (allocations[i].device == device) sum += allocations[i].size;
+  return sum;
 }
 
 static bool shares_a_page(const Registration *r, const char *address, size_t size) {

@@ -35,14 +35,24 @@ static double take_link(Stream *stream, const Work *work, bool to_device) {
   if (speed.bytes_per_us > 0)
     for (size_t i = 0; i < work->num_runs; i++)
       cost += (double)work->runs[i].size / speed.bytes_per_us;
+  /* Within a device, nothing uses the link. */
+  if (work->num_runs && device_of(work->runs[0].from) >= 0 && device_of(work->runs[0].to) >= 0)
+    return now + speed.late_us * ((double)random() / (double)RAND_MAX);
   double *is_free = &link_is_free_us[stream->context->device][to_device];
   *is_free = (*is_free > now ? *is_free : now) + cost;
   return *is_free + speed.late_us * ((double)random() / (double)RAND_MAX);
 }
 
+static void check_no_file_io(CUdeviceptr address, size_t size) {
+  if (is_in_file_io(address, size))
+    note_violation("a stream and file I/O use the same device memory");
+}
+
 static void move(const Run *run, const char *name, size_t num_runs) {
   char *to, *from;
   pthread_mutex_lock(&the_lock);
+  check_no_file_io(run->to, run->size);
+  check_no_file_io(run->from, run->size);
   Place target = look_up(run->to, run->size, &to);
   Place source = look_up(run->from, run->size, &from);
   bool is_wrong = corrupts(name, target == ON_DEVICE, num_runs);
@@ -91,6 +101,7 @@ static void run_kernel(Stream *stream, Work *work) {
     for (int end = 0; end < 2; end++) {
       CUdeviceptr address = (CUdeviceptr)table[(size_t)end * n + i];
       Place place = look_up(address, size, &ends[end]);
+      check_no_file_io(address, size);
       if (address % 16 || size % 16 || place == NOWHERE || place == PAGEABLE) {
         note_violation("a kernel touched %zu bytes at %p", size, (void *)address);
         faults.is_lost = true;
@@ -110,10 +121,16 @@ static void do_work(Stream *stream, Work *work) {
     case COPY: copy(stream, work); break;
     case KERNEL_COPY: run_kernel(stream, work); break;
     case FILL:
+      check_no_file_io(work->runs->to, work->runs->size);
       if (look_up(work->runs->to, work->runs->size, &bytes) == ON_DEVICE)
         memset(bytes, (int)work->runs->from, work->runs->size);
       else
         note_violation("a kernel filled what is not device memory");
+      break;
+    case CALL:
+      pthread_mutex_unlock(&the_lock);
+      work->call();
+      pthread_mutex_lock(&the_lock);
       break;
     case RECORD:
       if (work->event->fired < work->version) work->event->fired = work->version;
@@ -200,7 +217,7 @@ void wait_idle(Stream *stream) {
   while (stream->first && !faults.is_lost) pthread_cond_wait(&changed, &the_lock);
 }
 
-static bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) {
+bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) {
   return a < b + b_size && b < a + a_size;
 }
 

@@ -12,10 +12,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from flexcache.transfer.workers.copy_driver import CudaDriver
+from flexcache.transfer.workers.cufile import CuFile
 
 SOURCES = Path(__file__).resolve().parents[1] / "fakecuda"
 
@@ -32,6 +33,7 @@ NOT_SUPPORTED = 801
 NOT_READY = 600
 GLOBAL_CAPTURE = 0
 FOREVER = 1 << 30
+CALL = ctypes.CFUNCTYPE(None)
 
 
 class Speed(ctypes.Structure):
@@ -98,8 +100,10 @@ def build_driver() -> Path:
 def load_driver() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(build_driver()))
     loaded.fake_hold.restype = c_void_p
-    for name in ("fake_seen_at", "fake_num_streams", "fake_registered", "fake_copy_calls"):
-        getattr(loaded, name).restype = c_uint64
+    for name in ("seen_at", "num_streams", "registered", "copy_calls"):
+        getattr(loaded, f"fake_{name}").restype = c_uint64
+    for name in ("num_files", "num_buffers", "num_bounced"):
+        getattr(loaded, f"fake_{name}").restype = c_size_t
     return loaded
 
 
@@ -159,6 +163,21 @@ class DriverState:
         return int(self.loaded.fake_num_streams())
 
     @property
+    def num_files(self) -> int:
+        """Files registered for I/O on device memory."""
+        return int(self.loaded.fake_num_files())
+
+    @property
+    def num_buffers(self) -> int:
+        """Pieces of device memory registered for file I/O."""
+        return int(self.loaded.fake_num_buffers())
+
+    @property
+    def num_bounced(self) -> int:
+        """File I/O that did not go directly to or from device memory."""
+        return int(self.loaded.fake_num_bounced())
+
+    @property
     def contexts(self) -> set[int]:
         """Devices on which this process has a context."""
         return {device for device in range(4) if self.loaded.fake_num_holders(device)}
@@ -176,6 +195,8 @@ class FakeGpu(DriverState):
 
     def __init__(self) -> None:
         super().__init__()
+        self.call_errors: list[BaseException] = []
+        self._calls: list[Any] = []
         self._lacks: set[str] = set()
         self.library = FakeLibrary(self.loaded, self._lacks)
         self.loaded.fake_reset()
@@ -242,6 +263,23 @@ class FakeGpu(DriverState):
             c_void_p(stream), c_uint64(table.address), c_size_t(table.seen.nbytes // 24)
         )
 
+    def queue(self, stream: int, call: Callable[[], None]) -> None:
+        """Queue a call in place of a kernel. If it raises, the test fails at its end."""
+        called = CALL(partial(self._make_call, call))
+        self._calls.append(called)  # which the stream's thread needs until it has run
+        self.loaded.fake_call(c_void_p(stream), called)
+
+    def _make_call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self.call_errors.append(error)
+
+    def is_in_file_io(self, memory: Memory) -> bool:
+        """Whether file I/O from or to device memory is in flight."""
+        size = c_size_t(memory.seen.nbytes)
+        return bool(self.loaded.fake_is_in_file_io(c_uint64(memory.address), size))
+
     def wait_quiet(self) -> None:
         """Wait until all that can happen has: streams are idle, held, waiting or frozen."""
         self.loaded.fake_wait_quiet()
@@ -287,14 +325,16 @@ class FakeGpu(DriverState):
 
 @contextmanager
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Let `CudaDriver` find the fake driver. Fails the test at the end if it was misused."""
+    """Let `CudaDriver` and `CuFile` find the fakes. Fails the test at the end if misused."""
     gpu = FakeGpu()
     monkeypatch.setattr(CudaDriver, "load", lambda: CudaDriver(gpu.library))
+    monkeypatch.setattr(CuFile, "load", lambda: CuFile(gpu.loaded))
     try:
         yield gpu
         gpu.thaw()
         gpu.wait_idle()
         assert gpu.violation == "", gpu.violation
+        assert not gpu.call_errors, gpu.call_errors
     finally:
         gpu.reset()
 
@@ -303,28 +343,32 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor in a fake GPU's memory. Only its shape, strides and address may be used, and torch's
-    own copies from and to it."""
+    """A tensor in a fake GPU's memory. Only its shape, strides and address may be used, and a few
+    operations of torch, which are done at once."""
+
+    COMPUTED = {"copy_", "cpu", "fill_", "random_"}
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") not in cls.COMPUTED:
+            return super().__torch_function__(function, types, arguments, options)
+        seen = [each.seen() if isinstance(each, DeviceTensor) else each for each in arguments]
+        result = function(*seen, **(options or {}))
+        return result.clone() if function.__name__ == "cpu" else arguments[0]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", load_driver().fake_device_of(c_uint64(self.data_ptr())))
 
-    def _seen(self) -> torch.Tensor:
-        seen = load_driver().fake_seen_at(c_uint64(self.data_ptr()))
-        return torch.frombuffer(
-            (ctypes.c_uint8 * self.nbytes).from_address(seen), dtype=torch.uint8
-        )
+    def seen(self) -> torch.Tensor:
+        """Return the same bytes where the test may touch them."""
+        start = self.untyped_storage().data_ptr()
+        return over(load_driver().fake_seen_at(c_uint64(start)), self)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
-
-    def copy_(self, source: torch.Tensor) -> DeviceTensor:  # type: ignore[override]
-        self._seen().copy_(source.view(torch.uint8).view(-1))
-        return self
-
-    def cpu(self) -> torch.Tensor:  # type: ignore[override]
-        return self._seen().clone().view(self.dtype).view(self.shape)
 
 
 def over(address: int, like: torch.Tensor) -> torch.Tensor:

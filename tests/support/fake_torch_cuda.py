@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 from fake_gpu import NOT_READY, DeviceTensor, FakeGpu, over
 
 POOL_SIZE = 32
+SCRIBBLE = 0x5A
 
 
 class FakeStream:
@@ -85,6 +87,25 @@ class FakeEvent:
             self.owner.gpu.call("cuEventSynchronize", self._handle)
 
 
+class FakePinnedTensor(torch.Tensor):
+    """A tensor in page-locked memory, which can be sent to the device."""
+
+    owner: FakeTorchCuda
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> DeviceTensor:
+        """Queue a copy to memory that is used again, in the order of the stream, once the tensor
+        is gone: as torch does."""
+        assert non_blocking
+        gpu, stream = self.owner.gpu, self.owner.current_stream().handle
+        memory = gpu.allocate(self.nbytes, device.index)
+        size = ctypes.c_size_t(self.nbytes)
+        source = ctypes.c_uint64(self.data_ptr())
+        gpu.call("cuMemcpyAsync", ctypes.c_uint64(memory.address), source, size, c_void_p(stream))
+        there: DeviceTensor = over(memory.address, self).as_subclass(DeviceTensor)
+        weakref.finalize(there, gpu.fill, stream, memory, SCRIBBLE)
+        return there
+
+
 class FakeTorchCuda:
     """To be put in place of `torch.cuda`.
 
@@ -101,13 +122,21 @@ class FakeTorchCuda:
         self._contexts: dict[int, int] = {}
         self._thread = threading.local()
         self._lock = threading.RLock()
+        self._real = torch.cuda
         self.Event = type("Event", (FakeEvent,), {"owner": self})
+        self.PinnedTensor = type("PinnedTensor", (FakePinnedTensor,), {"owner": self})
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what an engine that runs beside the fake uses of the real one."""
+        return getattr(self.__dict__["_real"], name)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have torch use it, with device memory from `torch.empty`."""
         real_empty: Callable[..., torch.Tensor] = torch.empty
 
         def empty(*size: Any, device: Any = None, **options: Any) -> torch.Tensor:
+            if options.pop("pin_memory", False):
+                return real_empty(*size, **options).as_subclass(self.PinnedTensor)
             if device is None or torch.device(device).type != "cuda":
                 return real_empty(*size, device=device, **options)
             like = real_empty(*size, **options)
@@ -165,6 +194,9 @@ class FakeTorchCuda:
         if index is None:
             index = self.current_device()
         return self._streams.get(index) or FakeStream(self, 0, index)
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self._set_stream(stream)
 
     def default_handle(self, device: int) -> int:
         with self._lock:

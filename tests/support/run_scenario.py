@@ -28,8 +28,15 @@ OPEN_STATES = ("created", "ready", "running")
 
 
 def main(options: dict[str, Any]) -> dict[str, Any]:
-    probe_dir = tempfile.mkdtemp(prefix="probe-")
-    ssd_dir = options.get("ssd_dir") or tempfile.mkdtemp(prefix="ssd-")
+    with tempfile.TemporaryDirectory(prefix="fc-", ignore_cleanup_errors=True) as directory:
+        return observe(options, Path(directory))
+
+
+def observe(options: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Run the engine; what it writes besides a given ``ssd_dir`` is in the directory."""
+    probe_dir = str(directory / "probe")
+    os.mkdir(probe_dir)
+    ssd_dir = options.get("ssd_dir") or str(directory / "ssd")
     os.environ.update(ENGINE_ENV, KV_PROBE_DIR=probe_dir)
     import vllm
     from ports import free_port

@@ -124,16 +124,10 @@ class World:
         keeps_on_host: bool = True,
     ) -> None:
         self.cache = make_cache(
-            cpu,
-            ssd,
-            30 if remote else 0,
-            chunk=chunk,
-            backlog=backlog,
-            policy=policy,
-            skip_slow_loads=skip_slow_loads,
-            past_dram=past_dram or "never",
+            cpu, ssd, 30 if remote else 0, chunk=chunk, backlog=backlog, policy=policy,
+            skip_slow_loads=skip_slow_loads, past_dram=past_dram or "never",
             keeps_on_host=keeps_on_host,
-        )
+        )  # fmt: skip
         self._are_direct = bool(past_dram)
         self.write_backs = {
             tier.name: WriteBackModel(self.cache, tier)

@@ -50,6 +50,7 @@ class FailingCopier:
 
     def __init__(self) -> None:
         self._copier = CpuCopier()
+        self.numa_node = None
         self.fails_at: set[str] = set()
         self.is_sticky = False
         self.num_closed = 0

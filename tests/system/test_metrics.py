@@ -107,6 +107,24 @@ def use_every_tier(server: Server, tmp_path: Path) -> None:
         server.look()
 
 
+def give_hints(server: Server, tmp_path: Path) -> None:
+    """Tell that a session returns, that it is over, and then have it go on."""
+    with running_cluster(model=MODEL, http_endpoint=str(server.port)) as cluster:
+        manager = cluster.manager
+        server.look()
+        task_id, _ = manager.put_async(TOKENS, cluster.slots(BLOCKS), session_id="a")
+        manager.wait([task_id])
+        returns = {"session_id": "a", "returns_in_s": 10}
+        assert json.loads(server.ask("/cache/session", returns)) == {"known": True}
+        over = {"session_id": "a", "over": True}
+        assert json.loads(server.ask("/cache/session", over)) == {"known": True}
+        unknown = {"session_id": "b", "over": True}
+        assert json.loads(server.ask("/cache/session", unknown)) == {"known": False}
+        task_id, _ = manager.get_match(TOKENS, session_id="a")
+        manager.cancel([task_id])
+        server.look()
+
+
 def clear(server: Server, tier: str) -> int:
     return int(json.loads(server.ask("/cache/clear", {"tier": tier}))["dropped_blocks"])
 
@@ -362,6 +380,15 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "breaker_openings_total": CHANGES,  # each trial in vain is another one
         'breaker_state{state="open"}': CHANGES,
         'breaker_state{state="closed"}': CHANGES,
+    },
+    give_hints: {
+        "sessions": 1,
+        'session_hints_total{hint="over"}': 2,
+        'session_hints_total{hint="returning"}': 1,
+        'session_hints_total{hint="unknown"}': 1,
+        'session_hint_blocks_total{effect="retired"}': NUM_BLOCKS,
+        'session_hint_blocks_total{effect="kept"}': NUM_BLOCKS,
+        "returned_sessions_total": 1,
     },
     share_a_server: {
         "engines": CHANGES,

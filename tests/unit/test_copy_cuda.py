@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import NOT_SUPPORTED, FakeGpu, Memory, fake_gpu
+from fake_hip import fake_hip_gpu
 from fake_torch_cuda import FakeEvent, FakeKernel, FakeTorchCuda
 
 from flexcache.errors import DeviceLostError, MissingDependencyError, StorageError
@@ -97,9 +98,9 @@ class Rig:
         return {call.stream for call in self.gpu.copy_calls}
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    with fake_gpu(monkeypatch) as gpu:
+@pytest.fixture(params=[fake_gpu, fake_hip_gpu], ids=["CUDA", "HIP"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with request.param(monkeypatch) as gpu:
         yield gpu
 
 
@@ -237,16 +238,18 @@ def test_a_closed_copier_leaves_neither_streams_nor_a_context(
     rig.copier.close()
     assert rig.gpu.num_streams == streams
     rig.gpu.refuse("cuStreamCreate", from_call=3)
-    with pytest.raises(RuntimeError, match="cuStreamCreate"):
+    with pytest.raises(RuntimeError, match="StreamCreate"):
         rig.attach()
-    assert (rig.gpu.num_streams, rig.gpu.contexts) == (streams, contexts)
+    assert rig.gpu.num_streams == streams
+    if not torch.version.hip:  # there a device has its context to the end
+        assert rig.gpu.contexts == contexts
 
 
 def test_a_refused_op_has_ended_before_its_failure_is_reported(rig: Rig) -> None:
     rig.attach()
     rig.gpu.refuse(SINGLE, from_call=3)
     rig.gpu.set_speed(late_us=20_000)
-    with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
+    with pytest.raises(RuntimeError, match=r"\(801\)"):
         rig.start(OpKind.D2H, [0, 2, 4], [1, 3, 5], way=CopyWay.SINGLE)
     assert rig.on_host(1) == rig.blocks[0].tobytes()  # what had been queued has landed
     assert rig.on_host(3) == rig.blocks[2].tobytes()
@@ -458,7 +461,7 @@ def test_a_device_without_a_working_copy_method_is_refused_with_each_failure(
     with pytest.raises(StorageError) as caught:
         rig.copier.attach(rig.segment)
     said = str(caught.value)
-    what = "bytes differ" if fault == "bytes" else "CUDA_ERROR_NOT_SUPPORTED (801)"
+    what = "bytes differ" if fault == "bytes" else "(801)"
     assert said.count(what) == 4
     for name in ("batched copy: H2D", "single copies: H2D", "kernel"):
         assert name in said
@@ -530,7 +533,7 @@ def test_a_batch_that_fails_while_it_is_timed_is_named_and_the_kernel_is_not_use
     assert rig.copier.ways == (CopyWay.BATCH,)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert "copies_not_timed" in line
-    assert "cuMemcpyBatchAsync of 256 copies" in line
+    assert "MemcpyBatchAsync of 256 copies" in line
     rig.check_copies()
 
 

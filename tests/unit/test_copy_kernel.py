@@ -1,21 +1,28 @@
-"""The copy kernel without a GPU: interpreted on host memory, and compiled for one.
+"""The copy kernel without a GPU: interpreted on host memory, and compiled for GPUs.
 
-Skipped where Triton is not installed; torch brings it for CUDA only. In processes of their own,
-since Triton decides at import whether it interprets.
+torch brings Triton for CUDA only: `scripts/test.sh` fetches the oldest and the newest supported
+one, and names their folders in TRITON_PATHS.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+from compiled_kernel import (
+    Compiled,
+    Kernel,
+    capabilities_of,
+    compile_kernel,
+    find_tritons,
+    interpret,
 )
+from paths import ROOT
+
+SOURCE = ROOT / "flexcache" / "transfer" / "workers" / "copy_kernel.py"
+MOST_REGISTERS = 64  # 512 threads take half of a multiprocessor's
+TRITONS = find_tritons()
+pytestmark = pytest.mark.skipif(not TRITONS, reason="there is no Triton; see TRITON_PATHS")
 
 INTERPRETED = """
 import numpy as np, torch
@@ -41,63 +48,58 @@ for count in (1, 7, 8, 33, 100):
 print("as expected")
 """
 
-COMPILED = """
-import re, subprocess, sys, tempfile
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from flexcache.transfer.workers import copy_kernel
 
-capability = int(sys.argv[1])
-source = ASTSource(
-    copy_kernel.copy_tiles,
-    {"table": "*i64", "num_runs": "i32", "RUNS": "constexpr", "LANES": "constexpr"},
-    {(2,): copy_kernel._RUNS_PER_TILE, (3,): copy_kernel._LANES_PER_TILE},
-    {(0,): [["tt.divisibility", 16]]},
-)
-options = {"num_warps": copy_kernel._WARPS}
-made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-ptx = made.asm["ptx"]
-wide = re.findall(r"\\b(ld|st)\\.global\\.v2\\.b64", ptx)
-narrow = re.findall(r"\\bst\\.global\\.b64", ptx)
-assert sorted(wide) == ["ld"] * 4 + ["st"] * 4 and not narrow, (wide, narrow)
-
-nvidia = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-ptxas = nvidia / ("ptxas-blackwell" if capability >= 100 else "ptxas")
-ptxas = ptxas if ptxas.exists() else nvidia / "ptxas"
-target = re.search(r"\\.target (sm_\\w+)", ptx)[1]
-with tempfile.TemporaryDirectory() as folder:
-    file = Path(folder) / "kernel.ptx"
-    file.write_text(ptx)
-    command = [ptxas, "-v", f"--gpu-name={target}", "-o", Path(folder) / "kernel.cubin", file]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = done.stdout + done.stderr
-    registers = int(re.search(r"Used (\\d+) registers", said)[1])
-    assert registers <= 64 and "0 bytes spill stores, 0 bytes spill loads" in said, said
-print("as expected")
-"""
+@pytest.mark.parametrize("triton", TRITONS, ids=str)
+def test_the_kernel_copies_every_byte_and_no_other(triton: Path) -> None:
+    assert interpret(INTERPRETED, triton) == "as expected\n"
 
 
-def run_alone(program: str, *arguments: str, **environment: str) -> str:
-    answer = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout  # Triton may warn on the other
+def compile_source(
+    triton: Path, source: Path, capabilities: list[int], runs: int = 8
+) -> dict[int, Compiled]:
+    constants = {"RUNS": runs, "LANES": 512}
+    kernel = Kernel(source, "copy_tiles", {"table": "*i64", "num_runs": "i32"}, constants, 16)
+    return compile_kernel(kernel, triton, capabilities)
 
 
-def test_the_kernel_copies_every_byte_and_no_other() -> None:
-    assert run_alone(INTERPRETED, TRITON_INTERPRET="1") == "as expected\n"
+def wide_accesses(code: Compiled) -> tuple[int, int]:
+    """Return how many loads and stores of a thread are of 16 bytes."""
+    return code.accesses.get("LDG 128", 0), code.accesses.get("STG 128", 0)
 
 
-@pytest.mark.parametrize("capability", ["80", "90", "100", "120"])
-def test_a_thread_has_four_accesses_of_16_bytes_in_flight_and_spills_nothing(
-    capability: str,
-) -> None:
-    assert run_alone(COMPILED, capability) == "as expected\n"
+def num_stores(code: Compiled) -> int:
+    return sum(count for access, count in code.accesses.items() if access.startswith("STG"))
+
+
+@pytest.mark.parametrize("triton", TRITONS, ids=str)
+def test_a_thread_has_four_accesses_of_16_bytes_in_flight_and_spills_nothing(triton: Path) -> None:
+    made = compile_source(triton, SOURCE, capabilities_of(triton))
+    for capability, code in made.items():
+        assert wide_accesses(code) == (4, 4), (capability, code)
+        assert num_stores(code) == 4, (capability, code)
+        assert code.registers <= MOST_REGISTERS, (capability, code)
+        assert (code.local_bytes, code.shared_bytes) == (0, 0), (capability, code)
+
+
+@pytest.mark.parametrize("triton", TRITONS[-1:], ids=str)
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("tl.max_constancy(lane[None, :] < num_lanes, [1, 2])", "lane[None, :] < num_lanes"),
+        ("tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), 16)",
+         "destination.to(tl.pointer_type(tl.int64))"),
+    ],
+)  # fmt: skip
+def test_narrow_accesses_are_seen(triton: Path, line: str, instead: str, tmp_path: Path) -> None:
+    source = SOURCE.read_text()
+    assert source.count(line) == 1
+    broken = tmp_path / "narrow.py"
+    broken.write_text(source.replace(line, instead))
+    [code] = compile_source(triton, broken, [90]).values()
+    assert wide_accesses(code) != (4, 4)
+
+
+@pytest.mark.parametrize("triton", TRITONS[-1:], ids=str)
+def test_spills_are_seen(triton: Path) -> None:
+    [code] = compile_source(triton, SOURCE, [90], runs=64).values()
+    assert code.local_bytes > 0

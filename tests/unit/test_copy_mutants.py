@@ -1,31 +1,26 @@
-"""Faults put into the path of copies to a GPU: each must fail the test that is named with it.
-
-A mutant replaces a line of a function. If that line is no longer there, the mutant's test fails
-too, and needs a line that does the same.
-"""
+"""Faults put into the path of copies to a GPU: each must fail the test that is named with it."""
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import test_copy_cuda as on_cuda
 import test_copy_driver as on_driver
 import test_device_worker as on_worker
+import test_layout as on_layout
+import torch
 from engine_memory import device_memory
 from fake_gpu import fake_gpu
+from mutants import Fixtures, Mutant, check_seen
 
-from flexcache.errors import FlexCacheError
 from flexcache.ids import OpKind
+from flexcache.storage import layout
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import bytes_per_index
 from flexcache.transfer.workers import copy_check, device, in_flight
-from flexcache.transfer.workers.copy_choice import CopyWay
+from flexcache.transfer.workers.copy_choice import CopyChoice, CopyWay
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.copy_driver import CudaDriver
 from flexcache.transfer.workers.copy_pin import PinnedSegment
@@ -33,22 +28,6 @@ from flexcache.transfer.workers.cuda_streams import CudaStreams
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.layer_load import LayerLoad
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A fault, and the test that sees it with the values of its parameters."""
-
-    name: str
-    owner: Any
-    function: str
-    line: str
-    instead: str
-    sees: Callable[..., None]
-    values: tuple[Any, ...] = ()
-
-
-Fixtures = dict[str, Any]
 
 
 @contextmanager
@@ -87,7 +66,9 @@ def opened_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
         tensors = memory.place(on_worker.make_tensors())
         layouts = [on_worker.layout_of(memory.lend(tensors))]
         with on_worker.open_worker(memory, layouts, segment) as worker:
-            yield {"tensors": tensors, "segment": segment, "worker": worker}
+            yield {
+                "memory": memory, "tensors": tensors, "segment": segment, "worker": worker
+            }  # fmt: skip
 
 
 @contextmanager
@@ -98,19 +79,6 @@ def opened_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
     with HostSegment.create(size, on_worker.NUM_HOST_BLOCKS) as segment:
         segment.map()
         yield {"segment": segment}
-
-
-def mutate(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
-    """Replace a line of a function."""
-    function = inspect.unwrap(getattr(mutant.owner, mutant.function))
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(mutant.line) == 1, "the mutant's line is no longer there"
-    made: dict[str, Any] = {}
-    module = inspect.getmodule(function)
-    assert module is not None
-    exec("from __future__ import annotations\n" + source.replace(mutant.line, mutant.instead),
-         vars(module), made)  # fmt: skip
-    monkeypatch.setattr(mutant.owner, mutant.function, made[mutant.function])
 
 
 ON_RIG = [
@@ -166,6 +134,15 @@ ON_RIG = [
     Mutant("M3: an attach that fails leaves pieces pinned", PinnedSegment, "__init__",
            "self.close()", "pass",
            on_cuda.test_an_attach_that_fails_half_way_leaves_nothing_pinned),
+    Mutant("M6: the kernel has the fewest programs, though more are quicker", CopyChoice, "of",
+           "seconds.items() if each <= enough", "seconds.items()",
+           on_cuda.test_ops_use_the_number_of_programs_that_was_quick_enough),
+    Mutant("copies are on streams that torch hands out", CudaStreams, "__init__",
+           "torch.cuda.ExternalStream(handle, device)", "torch.cuda.Stream(device)",
+           on_cuda.test_no_stream_of_torch_is_ours),
+    Mutant("an op fails for which the kernel finds no memory", CudaCopier, "_queue_as_chosen",
+           "if way is not CopyWay.KERNEL or", "if True or",
+           on_cuda.test_a_kernel_that_finds_no_memory_for_an_op_leaves_it_and_all_others_to_the_engine),
 ]  # fmt: skip
 
 
@@ -179,6 +156,9 @@ ON_WORKER = [
     Mutant("a load that is given up may still write", LayerLoad, "give_up",
            "last.wait()", "pass",
            on_worker.test_a_load_that_was_given_up_writes_nothing_later),
+    Mutant("M4: blocks in one piece are not loaded by layer", DeviceWorker, "_start_by_layer",
+           ", by_layer=True", "",
+           on_worker.test_layers_of_blocks_in_one_piece_come_one_after_the_other),
 ]  # fmt: skip
 
 
@@ -205,6 +185,13 @@ ON_PIECES = [
            ("refuse",)),
 ]  # fmt: skip
 
+ON_LAYOUT = [
+    Mutant("M4: a block in one piece is a copy for each head of a layer", layout, "_join",
+           "if len(as_in_memory) < len(joined):", "if False:",
+           on_layout.test_a_block_in_one_piece_is_one_segment_though_its_layers_are_not,
+           (torch.bfloat16,)),
+]  # fmt: skip
+
 ON_SECOND_GPU = Mutant(
     "H1: a thread works with the first GPU as its current device", CudaStreams, "bind",
     "torch.cuda.set_device(self.device)", "pass",
@@ -219,6 +206,7 @@ ON_SECOND_GPU = Mutant(
         *((mutant, opened_worker) for mutant in ON_WORKER),
         *((mutant, opened_pieces) for mutant in ON_PIECES),
         *((mutant, opened_gpu) for mutant in (ON_SECOND_GPU, *ON_DRIVER)),
+        *((mutant, lambda _: nullcontext({})) for mutant in ON_LAYOUT),
     ],
     ids=lambda value: value.name if isinstance(value, Mutant) else "",
 )
@@ -228,16 +216,4 @@ def test_the_mutant_is_seen(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The same test passes without the mutant: it is in its own module."""
-    mutate(monkeypatch, mutant)
-
-    def run() -> None:
-        with opened(monkeypatch) as fixtures:
-            fixtures |= {"monkeypatch": monkeypatch, "caplog": caplog}
-            names = inspect.signature(mutant.sees).parameters
-            others = [name for name in names if name not in fixtures]
-            given = {name: fixtures[name] for name in names if name in fixtures}
-            mutant.sees(**given, **dict(zip(others, mutant.values, strict=True)))
-
-    with pytest.raises((AssertionError, RuntimeError, FlexCacheError, pytest.fail.Exception)):
-        run()
+    check_seen(mutant, opened, monkeypatch, caplog=caplog)

@@ -7,39 +7,22 @@ their folders in CUDA_HEADERS.
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from fake_gpu import SOURCES
+from nvidia_headers import compile_check, headers_named
 
 from flexcache.transfer.workers.copy_driver import _MemcpyAttributes
 
-FOLDERS = [*os.environ.get("CUDA_HEADERS", "").split(os.pathsep), "/usr/local/cuda/include"]
 CHECK = SOURCES / "abi" / "check.c"
-
-
-def headers_in(folder: str) -> list[Path]:
-    return sorted(path.parent for path in Path(folder).rglob("cuda.h")) if folder else []
-
-
-HEADERS = sorted({headers for folder in FOLDERS for headers in headers_in(folder)})
-
-
-def compile_check(headers: Path, source: Path) -> subprocess.CompletedProcess[str]:
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("gcc is not installed")
-    command = [compiler, "-std=gnu11", "-fsyntax-only", "-Wall", "-Werror", f"-I{headers}", source]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+HEADERS = headers_named("CUDA_HEADERS", "cuda.h")
 
 
 @pytest.mark.skipif(not HEADERS, reason="no CUDA headers here; see CUDA_HEADERS")
 @pytest.mark.parametrize("headers", HEADERS, ids=str)
 def test_the_headers_describe_what_is_called(headers: Path) -> None:
-    done = compile_check(headers, CHECK)
+    done = compile_check(CHECK, headers)
     assert done.returncode == 0, done.stderr
 
 
@@ -58,7 +41,7 @@ def test_another_interface_is_refused(tmp_path: Path, ours: str, other: str) -> 
     assert source.count(ours) == 1
     changed = tmp_path / "check.c"
     changed.write_text(source.replace(ours, other))
-    assert compile_check(HEADERS[0], changed).returncode != 0
+    assert compile_check(changed, HEADERS[0]).returncode != 0
 
 
 def test_the_structure_has_the_size_in_the_headers() -> None:

@@ -636,6 +636,29 @@ def test_a_load_by_layer_copies_one_layer_of_all_blocks_per_turn(segment: HostSe
 
 
 @pytest.mark.usefixtures("part_per_layer")
+def test_layers_of_blocks_in_one_piece_come_one_after_the_other(
+    memory: EngineMemory, segment: HostSegment
+) -> None:
+    fill(segment)
+    buffer = torch.stack(list(make_tensors().values()), 1)
+    tensors = memory.place({f"layer {i}": layer for i, layer in enumerate(buffer.unbind(1))})
+    layout = layout_of(memory.lend(tensors))
+    assert len(layout.sizes) == 1
+    with open_worker(memory, [layout], segment) as worker:
+        watched = worker.load_by_layer(1, 2)
+        worker.execute(load(7, [3, 1], [0, 5], gated=True))
+        assert worker.advance() == []
+        assert watched.wait_layer("layer 0", 0)
+        assert not watched.wait_layer("layer 1", 0)
+        assert has_come(tensors["layer 0"], 0, 3)
+        assert has_come(tensors["layer 0"], 5, 1)
+        assert not has_come(tensors["layer 1"], 0, 3)
+        assert [done.num_ok for done in run_dry(worker)] == [2]
+        assert watched.wait_all(0)
+        assert has_come(tensors["layer 1"], 5, 1)
+
+
+@pytest.mark.usefixtures("part_per_layer")
 def test_a_layer_is_there_when_the_engine_has_waited_for_it(
     tensors: Tensors, segment: HostSegment, worker: DeviceWorker
 ) -> None:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
-from fake_gpu import FakeGpu, fake_gpu
-from fake_torch_cuda import FakeTorchCuda
 from server_stats import SERVER_STATS
 from task_builders import World
 
-from flexcache.doctor import agreement, gpu, memory
+from flexcache.doctor import agreement, memory
 from flexcache.doctor.directories import judge_file_system
 from flexcache.doctor.examination import CHECKS, examine
 from flexcache.doctor.findings import Finding, Level
-from flexcache.doctor.gpu import Gpus, judge_gpus
 from flexcache.doctor.machine import explain_io_uring, judge_kernel
 from flexcache.doctor.packages import (
     check_transfer_config,
@@ -78,81 +73,6 @@ def test_why_io_uring_does_not_work(
     said = explain_io_uring(problem, sysctl=sysctl, is_filtered=is_filtered, release=release)
     assert why in said[0]
     assert remedy in said[1]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "expected", "text"),
-    [
-        (Gpus(False, None, "no file", 0, None), [OK], "no NVIDIA GPU"),
-        (Gpus(True, None, "no file", 0, "12.8"), [ERROR], "cannot be used: no file"),
-        (Gpus(True, 12080, "CUDA error 100", 0, "12.8"), [WARNING], "reports no GPU: CUDA error"),
-        (Gpus(True, 12080, "", 2, "12.8"), [OK], "2 GPUs; their driver (CUDA 12.8)"),
-        (Gpus(True, 12040, "", 1, "12.8"), [WARNING], "one by one"),
-        (Gpus(True, 13000, "", 1, None), [ERROR, OK], "torch was built for the CPU"),
-    ],
-)
-def test_gpus(gpus: Gpus, expected: list[Level], text: str) -> None:
-    found = list(judge_gpus(gpus))
-    assert levels(found) == expected
-    assert text in found[0].text
-
-
-def on_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-    num_devices: int = 1,
-    setup: Callable[[FakeGpu], None] = lambda _: None,
-) -> list[Finding]:
-    """Return the findings on fake GPUs, without Triton."""
-    with fake_gpu(monkeypatch) as driver:
-        setup(driver)
-        FakeTorchCuda(driver).install(monkeypatch)
-        monkeypatch.setattr(torch.version, "cuda", "12.8")
-        monkeypatch.setattr(gpu, "_ask_driver", lambda: (13_000, "", num_devices))
-        monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.copy_kernel", None)
-        found = list(gpu.check_gpu(Subject(environ={})))
-        assert not driver.registered
-    return found[1:]
-
-
-def test_copies_are_tried_on_each_gpu_by_each_way_and_in_both_directions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = on_gpus(monkeypatch, 2)
-    assert levels(found) == [OK, OK, WARNING] * 2
-    assert [finding.text for finding in found[3:5]] == [
-        "GPU 1, batched copy: H2D passed, D2H passed",
-        "GPU 1, single copies: H2D passed, D2H passed",
-    ]
-    assert "GPU 1, kernel not available: ModuleNotFoundError" in found[5].text
-
-
-def test_a_way_that_copies_wrong_bytes_in_one_direction_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    batch, single, _kernel = on_gpus(
-        monkeypatch, setup=lambda driver: driver.corrupt("cuMemcpyBatchAsync", to_device=False)
-    )
-    assert (batch.level, single.level) == (WARNING, OK)
-    assert "batched copy: H2D passed, D2H failed (runs: 1): 1 bytes differ" in batch.text
-
-
-def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = on_gpus(monkeypatch, setup=lambda driver: driver.set_faults(most_pinned=0))
-    assert levels(found) == [WARNING, OK, OK, WARNING]
-    assert "does not pin host memory" in found[0].text
-
-
-def test_a_gpu_without_a_working_copy_method_is_an_error_and_the_next_is_still_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(driver: FakeGpu) -> None:
-        for name in ("cuMemcpyBatchAsync", "cuMemcpyAsync"):
-            driver.refuse(name)
-
-    found = on_gpus(monkeypatch, 2, refuse)
-    assert levels(found) == [ERROR, ERROR]
-    assert "GPU 0 cannot be used" in found[0].text
-    assert "CUDA_ERROR_NOT_SUPPORTED (801)" in found[0].text
 
 
 @pytest.mark.parametrize(

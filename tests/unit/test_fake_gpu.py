@@ -91,6 +91,33 @@ def test_work_of_a_stream_is_done_in_order_and_later_than_the_call(gpu: FakeGpu)
     assert (memory.seen == 6).all()
 
 
+def test_a_copy_within_the_device_is_one_too(gpu: FakeGpu) -> None:
+    bind(gpu)
+    first, second, stream = gpu.allocate(SIZE), gpu.allocate(SIZE), make_stream(gpu)
+    gpu.fill(stream, first, 4)
+    copy(gpu, second.address, first.address, SIZE, stream)
+    synchronize(gpu, stream)
+    assert (second.seen == 4).all()
+    other = gpu.allocate(SIZE, device=1)
+    with pytest.raises(RuntimeError, match="INVALID_VALUE"):
+        copy(gpu, other.address, first.address, SIZE, stream)
+    expect_violation(gpu, "nor within a device")
+
+
+def test_a_call_is_made_in_its_turn(gpu: FakeGpu) -> None:
+    bind(gpu)
+    memory, stream = gpu.allocate(SIZE), make_stream(gpu)
+    said: list[int] = []
+    kernel = gpu.hold(stream)
+    gpu.fill(stream, memory, 5)
+    gpu.queue(stream, lambda: said.append(int(memory.seen[0])))
+    gpu.fill(stream, memory, 6)
+    assert not said
+    gpu.fire(kernel)
+    synchronize(gpu, stream)
+    assert said == [5]
+
+
 def test_a_stream_that_waits_for_an_event_goes_on_when_it_fires(gpu: FakeGpu) -> None:
     bind(gpu)
     first, second, memory = make_stream(gpu), make_stream(gpu), gpu.allocate(SIZE)

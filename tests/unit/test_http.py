@@ -40,6 +40,7 @@ class PlayedServer:
     def __init__(self) -> None:
         self.missing: list[str] = []
         self.prefetched: list[tuple[Any, Any, Any]] = []
+        self.hints: list[tuple[str, bool, float | None]] = []
         self.cleared: list[str | None] = []
         self.failure: Exception | None = None
         self.padding = ""
@@ -73,6 +74,12 @@ class PlayedServer:
     ) -> int:
         self.prefetched.append((token_ids, block_keys, namespace))
         return 2
+
+    def session_hint(
+        self, session_id: str, over: bool = False, returns_in_s: float | None = None
+    ) -> bool:
+        self.hints.append((session_id, over, returns_in_s))
+        return session_id == "known"
 
 
 @contextmanager
@@ -187,6 +194,14 @@ def test_prompts_are_prefetched_by_tokens_or_by_keys(
     ]
 
 
+def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpService) -> None:
+    over = {"session_id": "known", "over": True}
+    returns = {"session_id": "other", "returns_in_s": 2.5}
+    assert post(service, "/cache/session", over) == (200, {"known": True})
+    assert post(service, "/cache/session", returns) == (200, {"known": False})
+    assert server.hints == [("known", True, None), ("other", False, 2.5)]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "names"),
     [
@@ -201,6 +216,8 @@ def test_prompts_are_prefetched_by_tokens_or_by_keys(
         ("/cache/prefetch", '{"token_ids": "abc"}', "token_ids"),
         ("/cache/prefetch", '{"block_keys": ["xy"]}', "hexadecimal"),
         ("/cache/prefetch", "[" * 100_000, ""),
+        ("/cache/session", "{}", "session_id"),
+        ("/cache/session", '{"session_id": "a", "over": 1}', "over"),
     ],
 )
 def test_a_bad_body_is_400_and_says_what_is_wrong(
@@ -211,6 +228,7 @@ def test_a_bad_body_is_400_and_says_what_is_wrong(
     assert names in json.loads(text)["error"]
     assert not server.cleared
     assert not server.prefetched
+    assert not server.hints
 
 
 def test_only_json_is_taken_so_that_no_web_page_can_post(

@@ -84,6 +84,13 @@ def views_of_one_buffer(blocks: int, tokens: int, dtype: torch.dtype) -> tuple[T
     return layers(lambda: next(views)), 0
 
 
+def heads_before_layers(blocks: int, tokens: int, dtype: torch.dtype) -> tuple[Tensors, int]:
+    """Each head of all layers of a block next to each other: a layer is in pieces."""
+    shared = random_tensor((blocks, NUM_HEADS, NUM_LAYERS, tokens, 2 * HEAD_SIZE), dtype)
+    views = iter(shared.unbind(2))
+    return layers(lambda: next(views)), 0
+
+
 def layers_one_after_the_other(blocks: int, tokens: int, dtype: torch.dtype) -> tuple[Tensors, int]:
     """Views of one buffer too, each layer's blocks together."""
     shared = random_tensor((NUM_LAYERS, blocks, tokens, NUM_HEADS, HEAD_SIZE), dtype)
@@ -148,6 +155,13 @@ def reference(tensors: Tensors, block_dim: int, block: int) -> bytes:
     return b"".join(in_memory_order(tensor.select(block_dim, block)) for tensor in tensors.values())
 
 
+def one_piece(tensors: Tensors, block: int, num_blocks: int) -> bytes:
+    """Return the bytes of a block of views of one buffer as they are there."""
+    size = bytes_per_block(tensors, num_blocks)
+    first = min(tensor.data_ptr() for tensor in tensors.values())
+    return ctypes.string_at(first + block * size, size)
+
+
 def describe(tensors: Tensors, block_dim: int, ratio: int = 1) -> BlockLayout:
     return describe_kv_caches(tensors, ratio * bytes_per_index(tensors, block_dim), block_dim)
 
@@ -180,10 +194,32 @@ def test_finer_blocks_of_a_kernel_are_grouped(
     layout = describe(tensors, block_dim, ratio)
     assert layout.num_blocks == NUM_BLOCKS
     for block in range(NUM_BLOCKS):
+        if engine is views_of_one_buffer:  # a layer is in pieces, a block is not
+            assert gather(layout, block) == one_piece(tensors, block, NUM_BLOCKS)
+            continue
         whole = {
             name: tensor.narrow(block_dim, block * ratio, ratio) for name, tensor in tensors.items()
         }
         assert gather(layout, block) == b"".join(map(in_memory_order, whole.values()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_block_in_one_piece_is_one_segment_though_its_layers_are_not(dtype: torch.dtype) -> None:
+    tensors, _ = heads_before_layers(NUM_BLOCKS, 16, dtype)
+    layout = describe(tensors, 0)
+    assert len(layout.sizes) == 1
+    for block in range(NUM_BLOCKS):
+        assert gather(layout, block) == one_piece(tensors, block, NUM_BLOCKS)
+    assert set(layout.layer_ends.values()) == {1}  # all layers arrive together
+
+
+def test_the_order_of_layers_in_one_piece_is_part_of_the_layout() -> None:
+    tensors, _ = heads_before_layers(NUM_BLOCKS, 16, torch.bfloat16)
+    names = list(tensors)
+    turned = dict(zip(names, [*list(tensors.values())[1:], tensors[names[0]]], strict=True))
+    assert describe(tensors, 0).signature != describe(turned, 0).signature
+    again, _ = heads_before_layers(2 * NUM_BLOCKS, 16, torch.bfloat16)
+    assert describe(tensors, 0).signature == describe(again, 0).signature
 
 
 @pytest.mark.parametrize("engine", [joined, split, views_of_one_buffer, latent])
@@ -311,10 +347,20 @@ def test_the_segments_up_to_a_layers_end_hold_it_and_all_before_it(engine: Engin
     for i, name in enumerate(names):
         until = {n: tensors[n] for n in names[: i + 1]}
         expected = reference(until, block_dim, 1)
-        end = layout.layer_ends[name]
-        assert stored[: int(layout.sizes[:end].sum())].startswith(expected)
-        assert int(layout.sizes[: end - 1].sum()) < len(expected)  # and no segment too many
-    assert layout.layer_ends[names[-1]] == len(layout.sizes)
+        end, sizes = layout.layer_ends[name], layout.by_layer.sizes
+        assert stored[: int(sizes[:end].sum())] == expected
+    assert layout.layer_ends[names[-1]] == len(layout.by_layer.sizes)
+
+
+def test_blocks_in_one_piece_have_segments_by_layer_too() -> None:
+    tensors, _ = views_of_one_buffer(NUM_BLOCKS, 16, torch.bfloat16)
+    layout = describe(tensors, 0)
+    blocks, starts = np.arange(NUM_BLOCKS), np.arange(NUM_BLOCKS) << 16
+    by_layer = layout.by_layer
+    assert (len(layout.sizes), len(by_layer.sizes)) == (1, NUM_LAYERS)
+    assert gather(by_layer, 1) == gather(layout, 1)
+    assert (by_layer.gpu_addresses(blocks)[:, 0] == layout.gpu_addresses(blocks)[:, 0]).all()
+    assert (by_layer.host_addresses(starts)[:, 0] == layout.host_addresses(starts)[:, 0]).all()
 
 
 def test_a_layer_that_shares_anothers_tensor_is_loaded_with_it() -> None:

@@ -56,6 +56,10 @@ STATS: dict[str, Any] = {
     "open_lookups": 1,
     "store_backlog_blocks": 2,
     "load_decisions": {"SSD": {"load": 9, "recompute": 1}},
+    "sessions": {
+        "known": 3, "over": 1, "returning": 2, "unknown": 1, "retired_blocks": 7, "kept_blocks": 8,
+        "returned_sessions": 1,
+    },
     "load_cost": {"SSD": {"blocks_per_s": 50.0, "seconds_per_op": 0.01}},
     "remote": {
         "available": False,

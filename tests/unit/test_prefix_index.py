@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.eviction_policy import Lineage, Lru
-from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch, Run
+from flexcache.cache.prefix_index import EMPTY_MATCH, RETIRED, PrefixIndex, PrefixMatch, Run
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -174,6 +174,22 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.index.touch(self.index.match(prompt(word, root)), now, retain)
         for block in self.model.match(root, word):
             block.last_use = max(block.last_use, now + retain + self.policy.now_patient)
+
+    @rule(root=some_root, word=some_word, offset=st.integers(0, LONGEST))
+    def retire(self, root: RootId, word: str, offset: int) -> None:
+        run = self.index.match(prompt(word, root)).run
+        if run is None or offset >= run.length:
+            return
+        end = self.index.locate(root, run.keys[-1])
+        words = [key.decode() for key in run.keys[offset:]]
+        retired = [self.model.found.get((root, word)) for word in words]
+        blocks = [block for block in retired if block is not None]
+        if end.run is not run or not blocks or len(self.model.behind(blocks[0])) > len(blocks):
+            return  # others build on it
+        num_ordinary = sum(block.last_use != RETIRED for block in blocks)
+        assert self.index.retire(end, run.depth + offset) == num_ordinary
+        for block in blocks:
+            block.last_use = RETIRED
 
     @rule(root=some_root, word=some_word)
     def pin(self, root: RootId, word: str) -> None:

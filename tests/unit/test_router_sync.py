@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
+from ports import free_port
+
+from flexcache.events.batch_publisher import Address, BatchPublisher
 from flexcache.router.link.messages import RunningRequest
 from flexcache.router.load import Work
+from flexcache.router.sync.follower import Follower
 from flexcache.router.sync.life import (
+    TOPIC,
     Alive,
     AnswerBegan,
     Began,
@@ -110,3 +116,34 @@ def test_with_losses_the_load_is_right_after_each_snapshot() -> None:
         if isinstance(event, Snapshot):
             expected = {f"p {n}": (r.worker, r.has_first_token) for n, r in truth.items()}
             assert book.requests == expected
+
+
+def test_a_peer_whose_replay_is_lost_is_known_from_its_next_snapshot() -> None:
+    """What is published now does not tell which requests began before."""
+    endpoint, replay = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
+    nothing_listens = f"tcp://127.0.0.1:{free_port()}"
+    running = [request("a"), request("b")]
+    address = Address(endpoint, replay, TOPIC)
+
+    async def follow(publisher: BatchPublisher[Life]) -> None:
+        book = Book()
+        follower = Follower([f"{endpoint},{nothing_listens}"], book)
+        follower.start()
+        try:
+            while not follower.stats(0.0)[endpoint].requests:
+                publisher.publish([Began(running[1])])
+                await asyncio.sleep(0.05)
+            assert not await follower.caught_up(timeout_s=1.0)
+            publisher.publish([Snapshot(running)])
+            assert await follower.caught_up(timeout_s=60.0)
+            assert set(book.requests) == {f"{endpoint} a", f"{endpoint} b"}
+        finally:
+            await follower.close()
+
+    publisher = BatchPublisher(address, encode, num_kept=9, num_queued=9, gather_s=0.001)
+    publisher.start()
+    try:
+        publisher.publish([Began(running[0])])
+        asyncio.run(follow(publisher))
+    finally:
+        publisher.close()

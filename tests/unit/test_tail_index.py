@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from flexcache.cache.prefix_index import RETIRED
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
@@ -68,6 +69,13 @@ class TailMachine(RuleBasedStateMachine):
         known = self.known[number % len(self.known)]
         self.index.touch(known.tail, due)
         known.due = max(known.due, due)
+
+    @rule(root=some_root, words=st.lists(some_word, max_size=3))
+    def retire(self, root: RootId, words: list[str]) -> None:
+        self.index.retire(root, [key_of(word) for word in words], RETIRED)
+        for word in words:
+            if (known := self._at(root, word)) is not None:
+                known.due = RETIRED
 
     @precondition(lambda self: any(k.is_found for k in self.known))
     @rule(number=some_number)

@@ -44,6 +44,8 @@ class Copier:
         may_close: Closing waits for this.
     """
 
+    numa_node = None
+
     def __init__(self) -> None:
         self.may_close = threading.Event()
         self.may_close.set()

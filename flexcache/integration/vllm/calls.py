@@ -15,14 +15,16 @@ from flexcache.integration.counters import read_counters
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.task_calls import TaskCalls
 from flexcache.integration.vllm.kv_events import read_request_info
+from flexcache.integration.vllm.request_hints import (
+    read_retention,
+    read_session_end,
+    read_session_id,
+)
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 from flexcache.request_info import RequestInfo
 
 logger = logging.getLogger(__name__)
-
-_HIGHEST_PRIORITY = 100  # highest priority that a request may set
-_LONGEST_TTL_S = 7 * 86400.0
 
 
 class Found(NamedTuple):
@@ -89,6 +91,7 @@ class CacheCalls(TaskCalls):
                 block_keys=self.keys(request),
                 request_info=self._info(request),
                 look_up=look_up,
+                session_id=read_session_id(request),
             )
         except (FlexCacheError, ValueError) as error:
             log_event(
@@ -132,7 +135,8 @@ class CacheCalls(TaskCalls):
                 block_keys=self.keys(request),
                 tail_at=stop * self._block_size if has_tail else None,
                 request_info=self._info(request),
-                **_retention(request),
+                session_id=read_session_id(request),
+                **read_retention(request),
             )
         except (FlexCacheError, ValueError) as error:
             log_event(
@@ -144,6 +148,17 @@ class CacheCalls(TaskCalls):
             return None if is_over else (task_id, range(stop, stop))
         begin = int(wanted.argmax()) // self._block_size
         return task_id, range(begin, begin + int(wanted.sum()) // self._block_size)
+
+    def session_ended(self, request: Any) -> None:
+        """Pass on what an ended request says of its session."""
+        end = read_session_end(request)
+        if end is not None:
+            safely(
+                self._manager.session_hint,
+                end.session_id,
+                over=end.over,
+                returns_in_s=end.returns_in_s,
+            )
 
     def read_counters(self) -> Mapping[str, float] | None:
         """Read the counters that vLLM reports; None if the server does not answer."""
@@ -164,26 +179,3 @@ class CacheCalls(TaskCalls):
                 error=error,
             )  # fmt: skip
             return None
-
-
-def _retention(request: Any) -> dict[str, Any]:
-    """Read the hints in ``kv_transfer_params`` as arguments of `KVManager.put_match`.
-
-    They come from the sender of the request: invalid ones are ignored.
-    """
-    params = getattr(request, "kv_transfer_params", None) or {}
-    hints: dict[str, Any] = {}
-    for name, kind, lowest, highest in (
-        ("priority", int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY),
-        ("ttl_s", float, 0.0, _LONGEST_TTL_S),
-    ):
-        hint = params.get(f"flexcache_{name}")
-        try:
-            if hint is not None and lowest <= (value := kind(hint)) <= highest:
-                hints[name] = value
-        except (TypeError, ValueError, OverflowError):
-            log_event(
-                logger, logging.DEBUG, "hint_ignored", request=request.request_id,
-                hint=f"flexcache_{name}", reason="not a number",
-            )  # fmt: skip
-    return hints

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from flexcache.ids import TierName
 from flexcache.integration.vllm.engine import read_layerwise_setting
 from flexcache.integration.vllm.groups import GroupHooks
+from flexcache.integration.vllm.kv_layout import preferred_layout
 from flexcache.integration.vllm.scheduler import FlexCacheScheduler
 from flexcache.integration.vllm.stats import FlexCachePromMetrics, FlexCacheStats
 from flexcache.integration.vllm.worker import FlexCacheWorker
@@ -50,6 +51,12 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True with loads by layer: a graph of the whole model does not wait for its layers."""
         return read_layerwise_setting(extra_config) == "on"
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Return the layout that FlexCache prefers; vLLM drops it with a warning if a backend does
+        not support it."""
+        return preferred_layout(vllm_config)
 
     # -- scheduler -------------------------------------------------------------------------------
 

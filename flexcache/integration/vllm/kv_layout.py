@@ -1,12 +1,44 @@
-"""Describes what determines the order of bytes in a block besides the shape of vLLM's tensors."""
+"""The layout of vLLM's KV tensors: which one FlexCache prefers, and what determines the order of
+bytes in a block besides the tensors' shapes."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 
 from flexcache.integration.vllm.groups import layer_specs
+from flexcache.integration.vllm.siblings import is_among_siblings
+
+_HAS_LAYOUTS = find_spec("vllm.v1.kv_cache_layout") is not None  # since vLLM 0.32
+_HEADS_FIRST_ONLY = 10  # FlashInfer's kernels for GPUs of this generation want heads before tokens
+
+
+def preferred_layout(vllm_config: Any) -> str | None:
+    """Return vLLM's name of the layout that keeps all layers of a block in one piece, for one copy
+    instead of one for each layer; None to leave the choice to vLLM.
+
+    vLLM drops a preference that the attention backends do not support. There is none where it could
+    keep an engine from starting, or break its attention: with siblings, which must all agree, and
+    for blocks that are padded, that kernels divide, or that have scales of their own.
+    """
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    may_matter = _HAS_LAYOUTS and current_platform.is_cuda_alike()
+    if not may_matter or model is None or is_among_siblings():
+        return None
+    if (
+        model.is_hybrid
+        or cache.user_specified_block_size
+        or cache.kv_cache_dtype_skip_layers
+        or "per_token_head" in cache.cache_dtype
+    ):
+        return None
+    capability = current_platform.get_device_capability()
+    has_heads_first = capability is not None and capability.major == _HEADS_FIRST_ONLY
+    # The bytes of a block are those of vLLM's default, so that what is stored stays valid.
+    return "BLHNC" if has_heads_first else "BLNHC"
 
 
 def describe_layout(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -96,6 +96,7 @@ class FlexCacheScheduler:
         """End a request, whose blocks vLLM may reuse from now on."""
         has_unknown_blocks = self.gets.finished(request)
         self.puts.finished(request, () if has_unknown_blocks else self._tables.select(tables))
+        self._cache.session_ended(request)
 
     def take_step(self, scheduled: Any) -> FlexCacheMetadata:
         """Return the metadata for the step that vLLM has scheduled."""

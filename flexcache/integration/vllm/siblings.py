@@ -28,6 +28,14 @@ def read_transfer_config(vllm_config: Any) -> Any:
     return transfer
 
 
+def is_among_siblings() -> bool:
+    """Whether `MultiConnector` is asking, on behalf of all its children."""
+    callers = (
+        frame.f_locals.get("cls") for frame, _ in traceback.walk_stack(inspect.currentframe())
+    )
+    return any(isinstance(each, type) and issubclass(each, MultiConnector) for each in callers)
+
+
 def is_served_by_sibling(request: Any) -> bool:
     """Return whether another connector brings the request's KV from the engine that computed it.
 

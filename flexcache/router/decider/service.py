@@ -27,7 +27,7 @@ from flexcache.router.link.server import LinkServer
 from flexcache.router.settings import engine_headers, listing_of, routing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
 from flexcache.router.sync.follower import Follower
-from flexcache.router.sync.publisher import LifePublisher
+from flexcache.router.sync.publisher import SNAPSHOT_S, LifePublisher
 from flexcache.router.tokens import Tokenizers
 from flexcache.router.waiting import is_set_within
 from flexcache.router.workers import WorkerSpec
@@ -40,7 +40,7 @@ THREAD_SWITCH_S = 0.0005
 each time."""
 
 _TICK_S = 0.05
-_CATCH_UP_S = 3.0
+_CATCH_UP_S = SNAPSHOT_S + 1.0  # a peer whose replay is lost is known from its next snapshot
 _SWEPT_A_TICK = 2000
 
 

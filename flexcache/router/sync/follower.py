@@ -64,7 +64,7 @@ class Follower:
             self._threads.append(thread)
 
     async def caught_up(self, timeout_s: float) -> bool:
-        """Wait until all that the other routers kept was applied; False: one did not answer."""
+        """Wait until all requests of the other routers are known; False: one did not tell them."""
         found = [is_set_within(event, timeout_s) for event in self._caught_up]
         return all(await asyncio.gather(*found))
 
@@ -94,14 +94,20 @@ class Follower:
         """Run on a thread of its own."""
         with subscriber:
             while not self._is_closing:
-                news = subscriber.receive(_POLL_S)
+                news = subscriber.receive(0)
                 try:
+                    if news is None and not caught_up.is_set():
+                        loop.call_soon_threadsafe(_set_if_known, peer, caught_up)
+                    news = news or subscriber.receive(_POLL_S)
                     if news is not None:
                         loop.call_soon_threadsafe(_take, peer, news)
-                    elif subscriber.counters.received:
-                        loop.call_soon_threadsafe(caught_up.set)
                 except RuntimeError:  # the event loop is closed
                     return
+
+
+def _set_if_known(peer: Peer, caught_up: asyncio.Event) -> None:
+    if peer.is_known:
+        caught_up.set()
 
 
 def _take(peer: Peer, news: News[list[Life]]) -> None:

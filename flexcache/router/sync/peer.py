@@ -41,6 +41,12 @@ class Peer:
         self._heard_s: float | None = None
         self._num_batches = 0
         self._num_gaps = 0
+        self._is_known = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all its requests are known: nothing was lost since its last snapshot."""
+        return self._is_known
 
     def apply(self, events: Sequence[Life], now: float) -> None:
         """Apply a batch."""
@@ -55,11 +61,13 @@ class Peer:
                 case Over(request_id):
                     self._end(request_id, now)
                 case Snapshot(requests):
+                    self._is_known = True
                     self._replace(requests, now)
 
     def lost(self) -> None:
         """Note that batches were lost for good: a snapshot will follow."""
         self._num_gaps += 1
+        self._is_known = False
 
     def restarted(self, now: float) -> None:
         """Note that the router restarted: its requests of before are unknown to it."""

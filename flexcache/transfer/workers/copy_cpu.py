@@ -39,6 +39,7 @@ class CpuCopier:
     def __init__(self, permit: CopyPermit | None = None) -> None:
         self._permit = permit or CopyPermit()
         self._copy = load_copy_runs()
+        self.numa_node = None
 
     def attach(
         self, segment: HostSegment, after_each_step: Callable[[], None] = lambda: None

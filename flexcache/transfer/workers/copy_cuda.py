@@ -23,6 +23,7 @@ import torch
 from flexcache.errors import DeviceLostError, StorageError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
+from flexcache.storage import numa
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_check import (
     Scratch,
@@ -32,10 +33,11 @@ from flexcache.transfer.workers.copy_check import (
     open_scratch,
 )
 from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay, measure_cost
-from flexcache.transfer.workers.copy_driver import CudaDriver, SourceOrder
+from flexcache.transfer.workers.copy_driver import SourceOrder
 from flexcache.transfer.workers.copy_pin import PinnedSegment
 from flexcache.transfer.workers.copy_runs import merge_runs
 from flexcache.transfer.workers.cuda_streams import CudaStreams
+from flexcache.transfer.workers.hip_driver import load_driver
 from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.life import show_life_during
 
@@ -54,17 +56,22 @@ _SOURCE_ORDER = {OpKind.H2D: SourceOrder.ANY, OpKind.D2H: SourceOrder.STREAM}
 class CudaCopier:
     """A `Copier` for one device. From `attach` on, all methods but `fence` belong to one thread.
 
+    Args:
+        engine_stream: What the engine computes on, which copies without a gate come behind; None
+            for the device's default stream.
+
     Attributes:
         verdicts: Results of the self-test, once attached.
 
     Raises:
-        MissingDependencyError: There is no NVIDIA driver.
+        MissingDependencyError: There is no driver.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, engine_stream: torch.Stream | None = None) -> None:
         self.device = device
+        self._engine_stream = engine_stream
         self.verdicts: Sequence[Verdict] = ()
-        self._driver = CudaDriver.load()
+        self._driver = load_driver()
         self._streams: CudaStreams | None = None
         self._pinned: PinnedSegment | None = None
         self._engine: CopyWay | None = None
@@ -76,6 +83,16 @@ class CudaCopier:
                 logger, logging.INFO, "batch_copy_missing", effect="copies are queued one by one",
                 remedy="install a CUDA driver of 12.8 or later",
             )  # fmt: skip
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node next to the device; None if it is unknown, or there is only one."""
+        if numa.count_nodes() == 1:
+            return None
+        try:
+            return numa.node_of_pci(self._driver.pci_address(self.device.index))
+        except RuntimeError:  # the driver does not say
+            return None
 
     def attach(
         self, segment: HostSegment, after_each_step: Callable[[], None] = lambda: None
@@ -91,6 +108,8 @@ class CudaCopier:
         """
         try:
             self._streams = CudaStreams(self._driver, self.device)
+            if self._engine_stream is not None:  # where this thread's fences are
+                torch.cuda.set_stream(self._engine_stream)
             self._pinned = PinnedSegment(self._driver, segment, _PIN_STEP, after_each_step)
             show_life_during(self._find_ways, after_each_step)
         except BaseException:
@@ -137,6 +156,12 @@ class CudaCopier:
                 raise
             raise RuntimeError(describe(error)) from error
         return landed
+
+    @property
+    def streams(self) -> CudaStreams:
+        """Streams of the copies, once attached."""
+        assert self._streams is not None
+        return self._streams
 
     @property
     def is_pinned(self) -> bool:

@@ -1,4 +1,5 @@
-"""The CUDA driver functions that copies need, called through ctypes directly on numpy arrays.
+"""The CUDA driver functions that copies need, called through ctypes directly on numpy arrays. Their
+counterparts on AMD's GPUs are in `hip_driver`.
 
 NVIDIA's Python bindings are unsuitable: their `cuMemcpyBatchAsync` takes lists, so each of an op's
 thousands of addresses would first become a Python object. So is the runtime library: the signature
@@ -11,8 +12,9 @@ Not measured yet, and never run on a GPU: see ``docs/benchmarks.md``.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,30 +67,47 @@ class CudaDriver:
         library: The loaded driver library, with its functions as attributes.
     """
 
+    _SYMBOLS: ClassVar[Mapping[str, str]] = {
+        name: f"{name}_v2"
+        for name in (
+            "cuDevicePrimaryCtxRelease", "cuStreamDestroy", "cuMemHostRegister",
+            "cuMemHostGetDevicePointer",
+        )
+    }  # fmt: skip
+    """What the library calls functions that it does not call by their names here."""
+
     def __init__(self, library: Any) -> None:
         pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
         self._library = library
-        self._error_name = self._function("cuGetErrorName", ctypes.c_int, pointer)
+        self._load_own_functions()
         self._get_device = self._function("cuDeviceGet", pointer, ctypes.c_int)
-        self._retain_context = self._function("cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
-        self._release_context = self._function("cuDevicePrimaryCtxRelease_v2", ctypes.c_int)
+        self._pci_address = self._function(
+            "cuDeviceGetPCIBusId", pointer, ctypes.c_int, ctypes.c_int
+        )
         self._priorities = self._function("cuCtxGetStreamPriorityRange", pointer, pointer)
         self._make_stream = self._function(
             "cuStreamCreateWithPriority", pointer, integer, ctypes.c_int
         )
-        self._destroy_stream = self._function("cuStreamDestroy_v2", pointer)
-        self._set_context = self._function("cuCtxSetCurrent", pointer)
+        self._destroy_stream = self._function("cuStreamDestroy", pointer)
         self._set_capture_mode = self._function("cuThreadExchangeStreamCaptureMode", pointer)
-        self._register = self._function("cuMemHostRegister_v2", pointer, size, integer)
+        self._register = self._function("cuMemHostRegister", pointer, size, integer)
         self._unregister = self._function("cuMemHostUnregister", pointer)
         self._device_pointer = self._function(
-            "cuMemHostGetDevicePointer_v2", pointer, pointer, integer
+            "cuMemHostGetDevicePointer", pointer, pointer, integer
         )
+        self._batch_copy = self._find_batch_copy()
+
+    def _load_own_functions(self) -> None:
+        """Load what has other arguments, or no counterpart, on other makers' GPUs."""
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._error_name = self._function("cuGetErrorName", ctypes.c_int, pointer)
+        self._retain_context = self._function("cuDevicePrimaryCtxRetain", pointer, ctypes.c_int)
+        self._release_context = self._function("cuDevicePrimaryCtxRelease", ctypes.c_int)
+        self._set_context = self._function("cuCtxSetCurrent", pointer)
         self._copy_unlocked = self._function("cuMemcpyAsync", pointer, pointer, size, pointer)
         self._copy = self._function(
             "cuMemcpyAsync", pointer, pointer, size, pointer, prototype=ctypes.PYFUNCTYPE
         )
-        self._batch_copy = self._find_batch_copy()
 
     @classmethod
     def load(cls) -> CudaDriver:
@@ -108,6 +127,13 @@ class CudaDriver:
     def has_batch_copy(self) -> bool:
         """Whether one call can queue all copies of an op (driver 12.8 or later)."""
         return self._batch_copy is not None
+
+    def pci_address(self, index: int) -> str:
+        """Return the address of torch's device ``index`` on the bus, such as ``0000:3B:00.0``."""
+        text = ctypes.create_string_buffer(32)
+        code = self._pci_address(text, len(text), self._device(index))
+        self._check("cuDeviceGetPCIBusId", code)
+        return text.value.decode()
 
     def open_context(self, index: int) -> int:
         """Return the context that torch uses on its device ``index``; see `close_context`."""
@@ -139,9 +165,12 @@ class CudaDriver:
         fail. While the engine captures a graph, an allocation, registration or query by another
         thread invalidates the capture, unless that thread declared itself independent of it.
         """
-        self._check("cuCtxSetCurrent", self._set_context(context))
+        self._make_current(context)
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._check("cuThreadExchangeStreamCaptureMode", self._set_capture_mode(ctypes.byref(mode)))
+
+    def _make_current(self, context: int) -> None:
+        self._check("cuCtxSetCurrent", self._set_context(context))
 
     def register(self, address: int, size: int) -> None:
         """Page-lock host memory and make it accessible to devices."""
@@ -175,9 +204,10 @@ class CudaDriver:
             RuntimeError: A copy was refused. Those before it may be in flight.
         """
         copy = self._copy if is_pinned else self._copy_unlocked
+        last = self._last_arguments(stream)
         runs = zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True)
         for destination, source, size in runs:
-            if code := copy(destination, source, size, stream):
+            if code := copy(destination, source, size, *last):
                 self._check("cuMemcpyAsync", code)
 
     def copy_batch(
@@ -207,20 +237,25 @@ class CudaDriver:
         which = "" if failed.value == _NO_INDEX else f", number {failed.value}"
         self._check(f"cuMemcpyBatchAsync of {len(sizes)} copies{which}", code)
 
+    def _last_arguments(self, stream: int) -> tuple[int, ...]:
+        """Return the arguments of a single copy behind its size."""
+        return (stream,)
+
     def _device(self, index: int) -> int:
         device = ctypes.c_int()
         self._check("cuDeviceGet", self._get_device(ctypes.byref(device), index))
         return device.value
 
     def _function(self, name: str, *arguments: Any, prototype: Any = ctypes.CFUNCTYPE) -> Any:
-        address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
+        symbol = getattr(self._library, self._SYMBOLS.get(name, name))
+        address = ctypes.cast(symbol, ctypes.c_void_p).value
         return prototype(ctypes.c_int, *arguments)(address or 0)
 
     def _find_batch_copy(self) -> Any:
         """Find `cuMemcpyBatchAsync` as of 12.8, which 13 still has; later ones lost ``failIdx``."""
         if not hasattr(self._library, "cuGetProcAddress_v2"):  # a driver before 12.0
             return None
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        pointer = ctypes.c_void_p
         find = self._function(
             "cuGetProcAddress_v2",
             ctypes.c_char_p, pointer, ctypes.c_int, ctypes.c_uint64, pointer,
@@ -235,15 +270,20 @@ class CudaDriver:
         )
         if code or not found.value:
             return None
-        prototype = ctypes.CFUNCTYPE(
-            ctypes.c_int,
-            pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer,
-        )  # fmt: skip
-        return prototype(found.value)
+        return batch_function(found.value)
 
     def _check(self, call: str, code: int) -> None:
         if code:
-            name = ctypes.c_char_p()
-            self._error_name(code, ctypes.byref(name))
-            known = (name.value or b"an unknown error").decode()
-            raise RuntimeError(f"{call} failed: {known} ({code})")
+            raise RuntimeError(f"{call} failed: {self._name_of(code)} ({code})")
+
+    def _name_of(self, code: int) -> str:
+        name = ctypes.c_char_p()
+        self._error_name(code, ctypes.byref(name))
+        return (name.value or b"an unknown error").decode()
+
+
+def batch_function(address: int) -> Any:
+    """Return the batched copy at an address, with ``failIdx``."""
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    arguments = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
+    return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(address)

@@ -245,7 +245,7 @@ class DeviceWorker:
         message = self._queues[Lane.LAYERS].popleft()
         load = self._layer_load(message)
         try:
-            op = self._addresses.copies_of(message)
+            op = self._addresses.copies_of(message, by_layer=True)
             if load is not None:
                 op.require_whole(load.num_blocks)
         except ValueError as error:
@@ -266,7 +266,7 @@ class DeviceWorker:
             self._in_parts.remove(op)
             return self._fail(op, error)
         load.part_started(stop, landed)
-        if stop < len(self._layouts[0].sizes):
+        if stop < len(self._layouts[0].by_layer.sizes):
             return []
         self._in_parts.remove(op)
         return self._in_flight.end(op)
@@ -285,7 +285,7 @@ class DeviceWorker:
         """Return the point of the engine's compute that an op comes after."""
         with self._gate_lock:
             after = self._gates.get(message.task_id)
-        # Not gated: after the work on the default stream so far.
+        # Not gated: after the work on the engine's stream so far.
         return self._copier.fence() if after is None else after
 
     def _fail(self, op: OpCopies, error: Exception | str) -> list[Done]:

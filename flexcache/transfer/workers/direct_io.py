@@ -49,9 +49,15 @@ def open_direct_io(
     Raises:
         NoDirectPathError: There is none on this machine, or not for this device.
     """
-    depth = max(1, min(_MAX_IN_FLIGHT, _MAX_BYTES // block_bytes))
+    depth = max(2, min(_MAX_IN_FLIGHT, _MAX_BYTES // block_bytes))
     if device.type == "cpu":
         from flexcache.transfer.workers.direct_cpu import CpuDirectIO
 
         return CpuDirectIO(block_bytes, depth, permit)
+    if device.type == "cuda":
+        from flexcache.transfer.workers.copy_cuda import CudaCopier
+        from flexcache.transfer.workers.direct_cuda import CudaDirectIO
+
+        assert isinstance(copier, CudaCopier)
+        return CudaDirectIO(device, copier, fds, block_bytes, depth, permit)
     raise NoDirectPathError(f"blocks on {device.type} cannot go past DRAM")

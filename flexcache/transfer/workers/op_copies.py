@@ -103,7 +103,7 @@ class OpCopies:
     def next_part(self, layout: BlockLayout, min_bytes: int) -> int:
         """Return the first end of a layer that makes the next part large enough, or the last. There
         must be one group, with this layout."""
-        offsets, ends = layout.offsets, sorted(set(layout.layer_ends.values()))
+        offsets, ends = layout.by_layer.offsets, sorted(set(layout.layer_ends.values()))
         enough = offsets[self.num_started] + min_bytes / max(1, self.num_blocks)
         inner = (end for end in ends[:-1] if end > self.num_started and offsets[end] >= enough)
         return next(inner, ends[-1])
@@ -137,8 +137,11 @@ class OpAddresses:
         self._may_skip = may_skip
         self._block_bytes = max(layout.block_bytes for layout in layouts)
 
-    def copies_of(self, message: Execute) -> OpCopies:
+    def copies_of(self, message: Execute, *, by_layer: bool = False) -> OpCopies:
         """Return the copies of an op.
+
+        Args:
+            by_layer: In segments that end where layers end (`BlockLayout.by_layer`).
 
         Raises:
             ValueError: The op names blocks that do not exist, or lists that do not pair, or is none
@@ -159,7 +162,7 @@ class OpAddresses:
             gpu = gpu[wanted]
             starts = starts[wanted // per_unit] + wanted % per_unit * self._block_bytes
         groups = [
-            _GroupCopies.of(layout, blocks, starts[rows], is_load)
+            _GroupCopies.of(layout.by_layer if by_layer else layout, blocks, starts[rows], is_load)
             for layout, blocks, rows in self._by_group(gpu)
         ]
         return OpCopies(message, num_units, len(gpu), groups)

@@ -15,6 +15,7 @@ import zmq
 
 from flexcache.logs import log_event, set_up_logging
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.numa import count_nodes
 from flexcache.transfer.messages import Ready, Stop
 
 logger = logging.getLogger(__name__)
@@ -45,13 +46,13 @@ def start_worker_process(config_type: type[Config]) -> Config:
 
 
 def map_segments(config: WorkerConfig) -> list[HostSegment]:
-    """Map the host pool."""
+    """Map the host pool. With several NUMA nodes it is for the ranks to make its pages."""
     segments = [
         HostSegment(fd, stride, config.num_host_blocks)
         for fd, stride in zip(config.segment_fds, config.segment_strides, strict=True)
     ]
     for segment in segments:
-        segment.map()
+        segment.map(populate=count_nodes() == 1)
     return segments
 
 

@@ -25,6 +25,7 @@ SAME(sizeof(CUdeviceptr) == sizeof(void *));
 /* The functions under the names by which they are loaded. */
 CUresult (*error_name)(CUresult, const char **) = cuGetErrorName;
 CUresult (*get_device)(CUdevice *, int) = cuDeviceGet;
+CUresult (*pci_address)(char *, int, CUdevice) = cuDeviceGetPCIBusId;
 CUresult (*retain)(CUcontext *, CUdevice) = cuDevicePrimaryCtxRetain;
 CUresult (*release)(CUdevice) = cuDevicePrimaryCtxRelease_v2;
 CUresult (*set_context)(CUcontext) = cuCtxSetCurrent;

@@ -1,0 +1,272 @@
+"""PromptSessions: which blocks belong to the sessions of an engine's users, and what hints do.
+
+A session (a conversation, an agent's loop) names itself with its prompts by a ``session_id``. Of
+each prompt the *end* is kept: the key of the last block that was cached or stored. The ends tell
+later which blocks the session has stored and no other one has used:
+
+    |s0----------------s9|a10-----------------a40|      stored by session a
+                       ^ end of session b: it shares s0..s9
+
+When a session is over, its blocks are due first in every tier, except for those that another
+session, or a prompt without one, has used, or that others build on. When it returns soon, its
+blocks are kept until then. Both are hints: they move nothing and pin nothing.
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.plan import Plan
+from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
+from flexcache.cache.tiers import Tiers
+from flexcache.errors import InternalError
+from flexcache.ids import BlockKey, RootId, TaskKind
+
+_MAX_ENDS = 1 << 18
+_MAX_ANONYMOUS_ENDS = 1 << 16
+_LINES = 4  # of prompts that a session continues in turn
+
+End = tuple[RootId, BlockKey]
+
+
+@dataclass(slots=True)
+class HintCounters:
+    """What hints were given since startup, and what came of them.
+
+    Attributes:
+        over: Hints that a session is over.
+        returning: Hints that a session goes on soon.
+        unknown: Hints about sessions that are not known (any more).
+        retired_blocks: Blocks that are due first since their session is over.
+        kept_blocks: Blocks kept until their session returns.
+        returned_sessions: Sessions that went on after they were said to be over.
+    """
+
+    over: int = 0
+    returning: int = 0
+    unknown: int = 0
+    retired_blocks: int = 0
+    kept_blocks: int = 0
+    returned_sessions: int = 0
+
+
+class _Reach(NamedTuple):
+    """Blocks of a prompt up to an end, and those before the first that the session has stored."""
+
+    stop: int
+    floor: int
+
+
+@dataclass(slots=True, eq=False)
+class _PromptSession:
+    ends: dict[End, _Reach] = field(default_factory=dict)
+    """In the order in which they came."""
+    is_over: bool = False
+
+    def floor(self, keys: BlockKeys, start: int) -> int:
+        """Return the first block that the session has stored of a prompt, now from ``start`` on.
+
+        A prompt that continues one of the last ones was stored with that one.
+        """
+        for (root, key), reach in islice(reversed(self.ends.items()), _LINES):
+            stop, has_stored = reach.stop, reach.floor < reach.stop
+            if has_stored and root == keys.root and stop <= keys.num_blocks:
+                start = min(start, reach.floor) if keys.key(stop - 1) == key else start
+        return start
+
+
+class PromptSessions:
+    """The sessions that have named themselves lately; the least recently used are forgotten.
+
+    Args:
+        max_ends: Ends to remember, of all sessions together.
+    """
+
+    def __init__(self, tiers: Tiers, max_ends: int = _MAX_ENDS) -> None:
+        self._tiers = tiers
+        self._max_ends = max_ends
+        self._sessions: OrderedDict[str, _PromptSession] = OrderedDict()
+        self._anonymous: OrderedDict[End, None] = OrderedDict()
+        self._users: dict[End, int] = {}
+        """How many sessions have each end; prompts without a session count as one."""
+        self._num_ends = 0
+        self.counters = HintCounters()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    # -- prompts ---------------------------------------------------------------------------------
+
+    def used(self, session_id: str | None, keys: BlockKeys, plan: Plan) -> None:
+        """Note the plan of a match: its end is the last block that is cached or will be. O(1)."""
+        stop = plan.stop
+        if session_id is None:
+            if self._sessions and stop:
+                self._add_anonymous((keys.root, keys.key(stop - 1)))
+            return
+        session = self._touch(session_id)
+        if session.is_over and plan.kind is TaskKind.GET:
+            session.is_over = False
+            self.counters.returned_sessions += 1
+        if stop:
+            start = plan.start if plan.kind is TaskKind.PUT else stop
+            self._add(session, (keys.root, keys.key(stop - 1)), stop, session.floor(keys, start))
+
+    def put_ended(self, session_id: str | None) -> None:
+        """Note that a put has ended: a session may have been over before it had stored all."""
+        session = None if session_id is None else self._sessions.get(session_id)
+        if session is not None and session.is_over:
+            self._retire(session)
+
+    def _touch(self, session_id: str) -> _PromptSession:
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = self._sessions[session_id] = _PromptSession()
+        else:
+            self._sessions.move_to_end(session_id)
+        return session
+
+    def _add(self, session: _PromptSession, end: End, stop: int, floor: int) -> None:
+        known = session.ends.get(end)
+        if known is not None:
+            session.ends[end] = _Reach(stop, min(floor, known.floor))
+            return
+        session.ends[end] = _Reach(stop, floor)
+        self._users[end] = self._users.get(end, 0) + 1
+        self._num_ends += 1
+        while self._num_ends > self._max_ends and len(self._sessions) > 1:
+            self._forget_oldest()
+
+    def _add_anonymous(self, end: End) -> None:
+        if end in self._anonymous:
+            self._anonymous.move_to_end(end)
+            return
+        self._anonymous[end] = None
+        self._users[end] = self._users.get(end, 0) + 1
+        if len(self._anonymous) > _MAX_ANONYMOUS_ENDS:
+            self._release(self._anonymous.popitem(last=False)[0])
+
+    def _forget_oldest(self) -> None:
+        _, session = self._sessions.popitem(last=False)
+        for end in session.ends:
+            self._release(end)
+        self._num_ends -= len(session.ends)
+
+    def _release(self, end: End) -> None:
+        self._users[end] -= 1
+        if not self._users[end]:
+            del self._users[end]
+
+    # -- hints -----------------------------------------------------------------------------------
+
+    def hint(self, session_id: str, over: bool, returns_in_s: float | None, now: float) -> bool:
+        """Act on a hint; return whether the session is known.
+
+        Args:
+            over: What no other session shares is due first, in every tier.
+            returns_in_s: Keep what the session has used for this many seconds.
+        """
+        self._tiers.advance(now)
+        self.counters.over += over
+        self.counters.returning += returns_in_s is not None
+        session = self._sessions.get(session_id)
+        if session is None:
+            self.counters.unknown += 1
+            return False
+        if returns_in_s is not None and not over:
+            self._keep(session, returns_in_s)
+        if over:
+            session.is_over = True
+            self._retire(session)
+        return True
+
+    def _keep(self, session: _PromptSession, for_s: float) -> None:
+        for tier in self._tiers:
+            for match in _longest_cached(tier.index, session.ends):
+                tier.keep(match, for_s)
+                self.counters.kept_blocks += match.num_blocks if tier is self._tiers.host else 0
+
+    def _retire(self, session: _PromptSession) -> None:
+        for tier in self._tiers:
+            floors = _floors(tier.index, session.ends)
+            for match, start in _unshared(floors, partial(self._is_shared, session)):
+                self.counters.retired_blocks += tier.retire(match, start)
+
+    def _is_shared(self, session: _PromptSession, end: End) -> bool:
+        return self._users.get(end, 0) > (end in session.ends)
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(ends)."""
+        users: dict[End, int] = dict.fromkeys(self._anonymous, 1)
+        for session in self._sessions.values():
+            for end in session.ends:
+                users[end] = users.get(end, 0) + 1
+        if users != self._users:
+            raise InternalError("ends of prompts and their users disagree")
+        if self._num_ends != sum(len(session.ends) for session in self._sessions.values()):
+            raise InternalError("ends of sessions are miscounted")
+
+
+def _longest_cached(index: PrefixIndex, ends: Mapping[End, _Reach]) -> list[PrefixMatch]:
+    """Return the longest cached prefix of each line of prompts."""
+    matches: list[PrefixMatch] = []
+    covered: set[int] = set()
+    for root, key in sorted(ends, key=ends.__getitem__, reverse=True):
+        match = index.locate(root, key)
+        if match.run is None or match.run.run_id in covered:
+            continue
+        matches.append(match)
+        covered.update(run.run_id for run in _path(match.run))
+    return matches
+
+
+def _floors(index: PrefixIndex, ends: Mapping[End, _Reach]) -> list[tuple[Run, int]]:
+    """Return runs whose last blocks are a session's, those behind a run before it, and the depth
+    from which on the session has stored them.
+
+    What follows an end in its run continues the session's prompt, or has an end of its own.
+    """
+    floors: dict[int, tuple[Run, int]] = {}
+    for (root, key), reach in ends.items():
+        run = index.locate(root, key).run
+        if reach.floor == reach.stop:
+            continue  # it was looked up, nothing of it was stored
+        while run is not None:
+            known = floors.get(run.run_id, (run, reach.floor))
+            floors[run.run_id] = run, min(reach.floor, known[1])
+            is_last = run.parent is not None and run.parent_length == run.parent.length
+            run = run.parent if is_last else None
+    return [floors[run_id] for run_id in sorted(floors, reverse=True)]  # children are younger
+
+
+def _path(run: Run | None) -> Iterator[Run]:
+    while run is not None:
+        yield run
+        run = run.parent
+
+
+def _unshared(
+    floors: Iterable[tuple[Run, int]], is_shared: Callable[[End], bool]
+) -> Iterator[tuple[PrefixMatch, int]]:
+    """Yield runs, and the depth from which on nothing else uses them."""
+    retired: set[int] = set()
+    for run, floor in floors:
+        children = (run.children or {}).values()
+        start = max((c.parent_length for c in children if c.run_id not in retired), default=0)
+        start = max(start, floor - run.depth)
+        for length in range(run.length, start, -1):
+            if is_shared((run.root, run.keys[length - 1])):
+                start = length
+                break
+        if start == 0:
+            retired.add(run.run_id)
+        if start < run.length:
+            yield PrefixMatch(run, run.length, run.depth + run.length), run.depth + start

@@ -1,0 +1,168 @@
+"""The functions of NVIDIA's libcufile (GPUDirect Storage) that file I/O on device memory needs.
+
+Only the synchronous ones: they are the ones in wide use, and return when the bytes have moved. The
+library is part of CUDA, and optional. In its compatibility mode (without kernel support for the
+file system) it copies through host memory: correct, but no faster than without it.
+
+Never run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+from flexcache.errors import MissingDependencyError
+
+_HANDLE_TYPE_OPAQUE_FD = 1
+_DRIVER_ALREADY_OPEN = 5026
+_FIRST_ERROR = 5001
+_ERRORS = {
+    5001: "nvidia-fs is not loaded, and compatibility mode is not allowed",
+    5002: "invalid property",
+    5007: "this platform is not supported",
+    5008: "this file system is not supported",
+    5009: "this GPU is not supported",
+    5011: "the CUDA driver failed",
+    5013: "this is not device memory",
+    5014: "beyond the end of the allocation",
+    5015: "another CUDA context is current",
+    5018: "not a regular file",
+    5019: "the file is not open with O_DIRECT",
+    5022: "invalid arguments",
+    5023: "the memory is already registered",
+    5025: "permission denied",
+    5027: "the file is not registered",
+    5028: "the file is already registered",
+    5030: "internal error",
+    5034: "disabled by configuration",
+    5036: "not enough GPU memory can be pinned",
+}
+
+
+class _Error(ctypes.Structure):
+    """CUfileError_t."""
+
+    _fields_ = [("err", ctypes.c_int), ("cu_err", ctypes.c_int)]
+
+
+class _FileHandle(ctypes.Union):
+    _fields_ = [("fd", ctypes.c_int), ("handle", ctypes.c_void_p)]
+
+
+class _Descriptor(ctypes.Structure):
+    """CUfileDescr_t."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle", _FileHandle),
+        ("fs_ops", ctypes.c_void_p),
+    ]
+
+
+class CuFile:
+    """The library's functions, with errors raised. Thread-safe.
+
+    A thread that calls them has the context of the memory that it names.
+
+    Args:
+        library: The loaded library, with its functions as attributes.
+    """
+
+    def __init__(self, library: Any) -> None:
+        pointer, size, offset = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+        self._library = library
+        self._open = self._function("cuFileDriverOpen", _Error)
+        self._register_file = self._function("cuFileHandleRegister", _Error, pointer, pointer)
+        self._deregister_file = self._function("cuFileHandleDeregister", None, pointer)
+        self._register_memory = self._function(
+            "cuFileBufRegister", _Error, pointer, size, ctypes.c_int
+        )
+        self._deregister_memory = self._function("cuFileBufDeregister", _Error, pointer)
+        moves = (ctypes.c_ssize_t, pointer, pointer, size, offset, offset)
+        self._read = self._function("cuFileRead", *moves)
+        self._write = self._function("cuFileWrite", *moves)
+
+    @classmethod
+    def load(cls) -> CuFile:
+        """Load this machine's library.
+
+        Raises:
+            MissingDependencyError: There is none.
+        """
+        try:
+            return cls(ctypes.CDLL("libcufile.so.0", use_errno=True))
+        except OSError as error:
+            raise MissingDependencyError(f"libcufile cannot be loaded: {error}") from None
+
+    def open_driver(self) -> None:
+        """Connect this process to the kernel's part.
+
+        There is no call that undoes it: others in this process may use the library too.
+        """
+        error = self._open()
+        if error.err != _DRIVER_ALREADY_OPEN:
+            _check("cuFileDriverOpen", error)
+
+    def register_file(self, fd: int) -> int:
+        """Return a handle for a file that is open with O_DIRECT; see `deregister_file`."""
+        handle = ctypes.c_void_p()
+        descriptor = _Descriptor(_HANDLE_TYPE_OPAQUE_FD, _FileHandle(fd=fd))
+        error = self._register_file(ctypes.byref(handle), ctypes.byref(descriptor))
+        _check("cuFileHandleRegister", error)
+        return handle.value or 0
+
+    def deregister_file(self, handle: int) -> None:
+        self._deregister_file(handle)
+
+    def register_memory(self, address: int, size: int) -> None:
+        """Pin device memory for transfers that go directly to and from it."""
+        _check("cuFileBufRegister", self._register_memory(address, size, 0))
+
+    def deregister_memory(self, address: int) -> None:
+        """Undo `register_memory`; I/O that uses the memory must have ended."""
+        _check("cuFileBufDeregister", self._deregister_memory(address))
+
+    def read(self, handle: int, base: int, size: int, file_offset: int, base_offset: int) -> int:
+        """Read into device memory; return the number of bytes read once they are there.
+
+        Args:
+            base: Where the memory was registered.
+            base_offset: From there to the first byte. This and the others in whole pages: what
+                is not goes through memory of the library's own.
+
+        Raises:
+            OSError: The file could not be read.
+            RuntimeError: The library failed.
+        """
+        moved = self._read(handle, base, size, file_offset, base_offset)
+        return _check_moved("cuFileRead", moved)
+
+    def write(self, handle: int, base: int, size: int, file_offset: int, base_offset: int) -> int:
+        """Write from device memory; as `read`."""
+        moved = self._write(handle, base, size, file_offset, base_offset)
+        return _check_moved("cuFileWrite", moved)
+
+    def _function(self, name: str, result: Any, *arguments: Any) -> Any:
+        address = ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value
+        return ctypes.CFUNCTYPE(result, *arguments, use_errno=True)(address or 0)
+
+
+def _check(call: str, error: _Error) -> None:
+    if error.err:
+        raise RuntimeError(_describe(call, error.err, error.cu_err))
+
+
+def _check_moved(call: str, moved: int) -> int:
+    if moved >= 0:
+        return moved
+    if -moved < _FIRST_ERROR:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{call}: {os.strerror(code)}")
+    raise RuntimeError(_describe(call, -moved))
+
+
+def _describe(call: str, code: int, driver_code: int = 0) -> str:
+    of_driver = f", CUDA error {driver_code}" if driver_code else ""
+    return f"{call} failed: {_ERRORS.get(code, 'an unknown error')} ({code}{of_driver})"

@@ -1,0 +1,135 @@
+"""A real vLLM engine on a CPU whose KV is in a fake GPU's memory, as far as FlexCache can see.
+
+FlexCache's rank gets `DeviceTensor`s, so it copies through the fake driver: on streams, late, and
+behind events. The model computes with the same bytes on the engine's thread, which therefore waits
+where a compute stream would.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_memory import DeviceMemory, Tensors, device_memory
+from engines import ENGINE_ENV, Engine, engine_arguments
+from probe_connector import ProbeConnector, compare_probes
+
+MODEL = "tiny"
+LATE_US = 8_000.0
+"""Copies take this long, and land up to this much later. A layer of the model takes a tenth."""
+READY_S = 120.0
+FAKE_GPU = {"kv_connector": "FakeGpuConnector", "kv_connector_module_path": __name__}
+
+Prompts = Sequence[list[int]]
+
+
+class FakeGpuConnector(ProbeConnector):
+    """Moves the engine's KV tensors to a fake GPU when they are registered.
+
+    Attributes:
+        memory: The GPU's; to be set before the engine starts.
+        tensors: The engine's, as its model sees them.
+    """
+
+    memory: DeviceMemory
+    tensors: Tensors
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        placed = self.memory.place(kv_caches)
+        layers = self._worker._vllm_config.compilation_config.static_forward_context
+        for name, tensor in placed.items():
+            layers[name].bind_kv_cache(tensor)
+        super().register_kv_caches(self.memory.lend(placed))
+        self._layers = FakeGpuConnector.tensors = placed
+
+
+def serve_alone(prompts: Prompts) -> list[list[int]]:
+    """Return the tokens that vLLM generates without a KV connector."""
+    from vllm import LLM
+
+    llm = LLM(**engine_arguments(MODEL, {}) | {"kv_transfer_config": None})
+    outputs = Engine(llm, Path()).generate_all(prompts)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def serve_on_fake_gpu(prompts: Prompts) -> dict[str, Any]:
+    """Serve prompts that are not cached, then from DRAM: between steps, by layer, while the engine
+    sleeps in between, and by layer while the model waits for no copy. Returns what was seen."""
+    from flexcache.integration.layerwise_rule import LayerwiseRule
+    from flexcache.transfer.workers import device
+
+    with pytest.MonkeyPatch.context() as patch, _running_engine(patch) as engine:
+        gpu, torch_cuda = FakeGpuConnector.memory.gpu, FakeGpuConnector.memory.torch
+        gets = engine.scheduler.connector._scheduler.gets
+        patch.setattr(device, "_MIN_PART_BYTES", 0)  # a part for each layer
+
+        def serve(layerwise: str) -> dict[str, Any]:
+            engine.forget_gpu()
+            for tensor in FakeGpuConnector.tensors.values():
+                tensor.normal_(0, 3)
+            patch.setattr(gets, "layerwise", LayerwiseRule(layerwise, None))
+            gpu.forget_copy_calls()
+            outputs = engine.generate_all(prompts)
+            engine.drain()
+            return {
+                "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+                "cached": [output.num_cached_tokens for output in outputs],
+                "num_urgent": sum(call.priority < 0 for call in gpu.copy_calls),
+            }
+
+        seen = {"not cached": serve("off"), "between steps": serve("off"), "by layer": serve("on")}
+        seen["probes"] = compare_probes(engine.probe_dir)
+        patch.setattr(gets, "layerwise", LayerwiseRule("off", None))
+        seen["asleep"] = _sleep_during_a_load(engine, prompts[0])
+        patch.setattr(torch_cuda.Event, "wait", lambda event, stream=None: None)
+        seen["without waiting"] = serve("on")
+        gpu.wait_idle()
+    return seen
+
+
+def _sleep_during_a_load(engine: Engine, prompt: list[int]) -> dict[str, Any]:
+    """Take the memory away while copies run, as vLLM does in its sleep, and give it back."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    gpu, tensors = FakeGpuConnector.memory.gpu, FakeGpuConnector.tensors.values()
+    worker, llm_engine = get_kv_transfer_group()._worker, engine.llm.llm_engine
+    engine.forget_gpu()
+    gpu.forget_copy_calls()
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm_engine.add_request("asleep", {"prompt_token_ids": prompt}, sampling)
+    while not gpu.copy_calls:
+        llm_engine.step()
+    worker.unregister()
+    for tensor in tensors:
+        tensor.zero_()
+    gpu.wait_idle()
+    written = sum(int(tensor.count_nonzero()) for tensor in tensors)
+    worker.restore()
+    engine.manager.wait_ready(READY_S)
+    while not (ended := [output for output in llm_engine.step() if output.finished]):
+        pass
+    return {"tokens": list(ended[0].outputs[0].token_ids), "written": written}
+
+
+@contextmanager
+def _running_engine(patch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Run the engine in this process. Fails at the end if the driver was misused."""
+    with tempfile.TemporaryDirectory() as directory, device_memory(patch) as memory:
+        os.environ.update(ENGINE_ENV, KV_PROBE_DIR=directory)
+        from vllm import LLM
+
+        memory.gpu.set_speed(start_us=LATE_US, late_us=LATE_US)
+        FakeGpuConnector.memory = memory
+        extra = {"cpu_cache_gb": 0.05}
+        llm = LLM(**engine_arguments(MODEL, extra, connector=FAKE_GPU))
+        try:
+            yield Engine(llm, Path(directory))
+        finally:
+            llm.llm_engine.engine_core.shutdown()

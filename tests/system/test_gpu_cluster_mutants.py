@@ -1,0 +1,40 @@
+"""Faults put into the path between a rank on a fake GPU and its server: each must fail a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import cluster
+import pytest
+import test_gpu_clusters as on_clusters
+from engine_memory import device_memory
+from mutants import Fixtures, Mutant, check_seen
+
+from flexcache.client.rank import KVTPClient
+from flexcache.transfer.workers.copy_cuda import CudaCopier
+from flexcache.transfer.workers.device import DeviceWorker
+
+MUTANTS = [
+    Mutant("M1: a rank whose device is lost does not say so to its engine", KVTPClient, "_fail",
+           "self._set_state(ClientState.REFUSED, reason)", "pass",
+           on_clusters.test_a_device_that_is_lost_ends_its_tasks_and_leaves_the_cache_to_others),
+    Mutant("a gate opens before the step that it is in", DeviceWorker, "open_gates",
+           "self._gates[task_id] = fence", "self._gates[task_id] = None",
+           on_clusters.test_a_gated_store_takes_what_the_queued_step_will_have_written),
+    Mutant("a copy without a gate is behind the default stream only", CudaCopier, "attach",
+           "torch.cuda.set_stream(self._engine_stream)", "pass",
+           on_clusters.test_a_store_without_a_gate_takes_what_is_queued_on_the_stream_of_the_engine),
+]  # fmt: skip
+
+
+@contextmanager
+def opened_memory(patch: pytest.MonkeyPatch) -> Iterator[Fixtures]:
+    patch.setattr(cluster, "PATIENCE_S", 3.0)
+    with device_memory(patch) as memory:
+        yield {"memory": memory}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_mutant_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_seen(mutant, opened_memory, monkeypatch)

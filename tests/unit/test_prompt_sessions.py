@@ -1,0 +1,236 @@
+"""`PromptSessions` over real tiers, against a plain record of who has stored and used what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from builders import ROOT, keys_of, make_cache, prefixes, prompt
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from flexcache.cache.prefix_index import RETIRED
+from flexcache.cache.prompt import check_hint
+from flexcache.cache.prompt_sessions import PromptSessions
+from flexcache.cache.tier import Tier
+from flexcache.cache.tiered_cache import TieredCache
+
+ROOM = 2000
+"""Nothing is evicted where the record must be exact."""
+some_session = st.sampled_from(["a", "b", "c", None])
+some_word = st.text("xyz", min_size=1, max_size=6)
+
+
+class Served:
+    """A cache whose ops all succeed at once."""
+
+    def __init__(self, cpu: int = ROOM, ssd: int = ROOM) -> None:
+        self.cache: TieredCache = make_cache(cpu, ssd)
+        self.now = 0.0
+
+    @property
+    def sessions(self) -> PromptSessions:
+        return self.cache.sessions
+
+    @property
+    def tiers(self) -> list[Tier]:
+        return list(self.cache.tiers)
+
+    def get(self, session_id: str | None, word: str) -> int:
+        self._tick()
+        keys = prompt(word)
+        plan = self.cache.loads.plan_get(keys, 0, len(word))
+        self.sessions.used(session_id, keys, plan)
+        num_found = plan.num_blocks
+        self.cache.publish_staging(plan, num_found)
+        self.cache.finish(plan)
+        return num_found
+
+    def put(self, session_id: str | None, word: str) -> int:
+        """Return how many blocks are stored that were not cached before."""
+        self._tick()
+        keys = prompt(word)
+        plan = self.cache.stores.plan_put(keys, 0, len(word))
+        self.sessions.used(session_id, keys, plan)
+        num_new = plan.num_blocks
+        if not num_new:  # the tiers below are refreshed, and receive what they lack
+            self.cache.finish(plan)
+            plan = self.cache.stores.plan_store(keys, len(word))
+        self.cache.publish_staging(plan, num_new)
+        for name, lease in plan.stores.items():
+            self.cache.publish_store(plan, name, len(lease))
+        self.cache.finish(plan)
+        self.sessions.put_ended(session_id)
+        return num_new
+
+    def ask(self, session_id: str | None, word: str) -> None:
+        """Get a prompt, and store what was missing."""
+        self.get(session_id, word)
+        self.put(session_id, word)
+
+    def over(self, session_id: str) -> bool:
+        self._tick()
+        return self.sessions.hint(session_id, True, None, self.now)
+
+    def retired(self, tier: Tier) -> set[str]:
+        """Return the words whose last block is due first."""
+        return {word for word in self.cached(tier) if _due(tier, word) == RETIRED}
+
+    def cached(self, tier: Tier) -> set[str]:
+        return {key.decode() for directory in tier.index._directories.values() for key in directory}
+
+    def _tick(self) -> None:
+        self.now += 1
+        self.cache.tiers.advance(self.now)
+
+
+def _due(tier: Tier, word: str) -> float:
+    return tier.index.due(tier.index.locate(ROOT, keys_of(word)[-1]))
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """Any order of prompts and hints: exactly what is the session's alone is due first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served = Served()
+        self.writer: dict[str, str | None] = {}
+        self.users: defaultdict[str, set[str | None]] = defaultdict(set)
+        self.retired: dict[str, set[str]] = {tier.name: set() for tier in self.served.tiers}
+        self.over: set[str] = set()
+
+    def _used(self, session_id: str | None, word: str, num_blocks: int, tiers: list[Tier]) -> None:
+        used = prefixes(word)[:num_blocks]
+        for tier in tiers:
+            self.retired[tier.name] -= set(used)
+        for prefix in used:
+            self.users[prefix].add(session_id)
+
+    @rule(session_id=some_session, word=some_word)
+    def get(self, session_id: str | None, word: str) -> None:
+        is_seen = len(self.served.sessions) > 0 or session_id is not None
+        num_found = self.served.get(session_id, word)
+        assert num_found == sum(prefix in self.writer for prefix in prefixes(word))
+        if is_seen:
+            # A tier below is not asked for what DRAM has, and is refreshed by the put.
+            tiers = self.served.tiers[: 1 if num_found == len(word) else None]
+            self._used(session_id, word, num_found, tiers)
+            self.over.discard(str(session_id))
+
+    @rule(session_id=some_session, word=some_word)
+    def put(self, session_id: str | None, word: str) -> None:
+        self.served.put(session_id, word)
+        for prefix in prefixes(word):
+            self.writer.setdefault(prefix, session_id)
+        self._used(session_id, word, len(word), self.served.tiers)
+        if session_id in self.over:
+            self._retire(str(session_id))
+
+    @rule(session_id=st.sampled_from(["a", "b", "c"]))
+    def hint_over(self, session_id: str) -> None:
+        if self.served.over(session_id):
+            self.over.add(session_id)
+            self._retire(session_id)
+
+    def _retire(self, session_id: str) -> None:
+        own = {word for word, users in self.users.items() if users == {session_id}}
+        own = {word for word in own if self.writer.get(word) == session_id}
+        alone = {word for word in own if all(w in own for w in self.writer if w.startswith(word))}
+        for retired in self.retired.values():
+            retired |= alone
+
+    @invariant()
+    def what_is_its_alone_is_due_first(self) -> None:
+        self.served.cache.check()
+        for tier in self.served.tiers:
+            assert self.served.retired(tier) == self.retired[tier.name]
+
+
+TestSessionMachine = SessionMachine.TestCase
+TestSessionMachine.settings = settings(stateful_step_count=20)
+
+
+# -- by example -----------------------------------------------------------------------------------
+
+
+def test_what_is_over_is_evicted_before_what_is_older() -> None:
+    served = Served(cpu=6)
+    served.ask("old", "xx")
+    served.ask("a", "yyy")
+    served.over("a")
+    served.ask("new", "zzz")
+    host = served.tiers[0]
+    assert served.cached(host) == {*prefixes("xx"), *prefixes("zzz"), "y"}
+
+
+def test_blocks_of_a_turn_that_is_partly_evicted_go_first_too() -> None:
+    served = Served(cpu=8)
+    served.ask("a", "xx")
+    served.ask("a", "xxxxxx")
+    served.ask("b", "yyyy")  # evicts the end of the second turn
+    host = served.tiers[0]
+    assert served.cached(host) == {*prefixes("xxxx"), *prefixes("yyyy")}
+    served.over("a")
+    assert served.retired(host) == set(prefixes("xxxx"))
+    assert served.retired(served.tiers[1]) == set(prefixes("xxxxxx"))
+
+
+def test_a_put_that_ends_after_its_session_is_due_first() -> None:
+    served = Served()
+    served.get("a", "xx")
+    served.over("a")
+    served.put("a", "xx")
+    assert served.retired(served.tiers[0]) == set(prefixes("xx"))
+    assert served.sessions.counters.retired_blocks == 2 * len(served.tiers)
+
+
+def test_hints_are_counted_by_what_they_do() -> None:
+    served = Served()
+    counters = served.sessions.counters
+    assert not served.over("never heard of")
+    assert (counters.over, counters.unknown, counters.retired_blocks) == (1, 1, 0)
+    served.ask("a", "xxx")
+    assert served.sessions.hint("a", False, 10.0, served.now)
+    assert (counters.returning, counters.kept_blocks, counters.unknown) == (1, 3, 1)
+    assert served.over("a")
+    assert served.over("a"), "a hint may be repeated"
+    assert (counters.over, counters.retired_blocks) == (3, 3 * len(served.tiers))
+    served.put("a", "xxx")
+    assert counters.returned_sessions == 0, "a put may come after its session"
+    served.get("a", "xxxy")
+    assert counters.returned_sessions == 1
+
+
+def test_a_session_that_returns_soon_is_kept_until_then() -> None:
+    served = Served(cpu=4)
+    served.ask("a", "xx")
+    served.sessions.hint("a", False, 100.0, served.now)
+    for word in ("yy", "zz", "yx", "zx"):
+        served.ask("b", word)
+    assert {"x", "xx"} <= served.cached(served.tiers[0])
+    served.now += 100
+    for word in ("yyx", "zzx"):
+        served.ask("b", word)
+    assert "x" not in served.cached(served.tiers[0])
+
+
+def test_the_least_recent_sessions_are_forgotten_when_there_are_too_many() -> None:
+    served = Served()
+    sessions = PromptSessions(served.cache.tiers, max_ends=3)
+    served.cache.sessions = sessions
+    for number, session_id in enumerate("abcd"):
+        served.put(session_id, "xyz"[number % 3] + "x" * number)
+    assert len(sessions) == 3
+    assert not served.over("a")
+    assert served.over("d")
+    served.cache.check()
+
+
+@pytest.mark.parametrize(
+    "hint", [("", True, None), ("x" * 257, True, None), (7, True, None), ("a", 1, None),
+             ("a", False, -1.0), ("a", False, float("nan")), ("a", False, 1e9)],
+)  # fmt: skip
+def test_a_hint_that_makes_no_sense_is_refused(hint: tuple[object, object, float | None]) -> None:
+    with pytest.raises(ValueError, match=r"session_id|over|returns_in_s"):
+        check_hint(*hint)
