@@ -89,7 +89,12 @@ def _open_direct(
     ref: DirectFilesRef, layout: BlockLayout, segment: HostSegment, device: torch.device,
     copier: Copier, permit: CopyPermit, held: contextlib.ExitStack,
 ) -> DirectOps | None:  # fmt: skip
-    """Open the way past the host pool; None, with a line in the log, if there is none."""
+    """Open the way past the host pool; None, with a line in the log, if there is none.
+
+    Tensors in DRAM take it only if they must: it spares them nothing.
+    """
+    if ref.is_choice and device.type == "cpu":
+        return None
     try:
         with contextlib.ExitStack() as opened:
             files = DirectFiles(ref)

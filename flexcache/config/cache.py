@@ -81,7 +81,8 @@ class CacheConfig:
     ssd_past_dram: Literal["auto", "always", "never"] = setting(
         "auto",
         "Whether loads go from SSD straight to the GPU, where that can be done, instead of "
-        "through DRAM. auto: if that was clearly faster, since it leaves nothing in DRAM.",
+        "through DRAM. auto: if that was clearly faster, since it leaves nothing in DRAM (on CPUs: "
+        "never).",
     )
     ssd_write_policy: WritePolicy = setting(
         "write_through",

@@ -72,8 +72,10 @@ class CacheStore:
         pool = self.disk_pool
         if pool is None or self._config.ssd_past_dram == "never":
             return None
+        has_dram = self._sizes.keeps_on_host
+        is_choice = has_dram and self._config.ssd_past_dram == "auto"
         return DirectFilesRef.of(
-            pool.data_fds, pool.slot_bytes, is_writable=not self._sizes.keeps_on_host
+            pool.data_fds, pool.slot_bytes, is_writable=not has_dram, is_choice=is_choice
         )
 
     def segment_of(self, rank: int) -> HostSegment:

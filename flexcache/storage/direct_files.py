@@ -21,7 +21,8 @@ from flexcache.storage.rank_lock import hold_as_rank
 class DirectFilesRef(msgspec.Struct, frozen=True):
     """Reference by which a rank on this host finds the files.
 
-    ``direct_io``: whether I/O on them bypasses the page cache.
+    ``direct_io``: whether I/O on them bypasses the page cache. ``is_choice``: loads may as well go
+    through DRAM, and take the faster way.
     """
 
     paths: list[str]
@@ -29,9 +30,12 @@ class DirectFilesRef(msgspec.Struct, frozen=True):
     slot_bytes: int
     direct_io: bool
     is_writable: bool
+    is_choice: bool
 
     @classmethod
-    def of(cls, fds: Sequence[int], slot_bytes: int, is_writable: bool) -> DirectFilesRef:
+    def of(
+        cls, fds: Sequence[int], slot_bytes: int, *, is_writable: bool, is_choice: bool
+    ) -> DirectFilesRef:
         """Refer to files that this process has open."""
         return cls(
             paths=[f"/proc/{os.getpid()}/fd/{fd}" for fd in fds],
@@ -39,6 +43,7 @@ class DirectFilesRef(msgspec.Struct, frozen=True):
             slot_bytes=slot_bytes,
             direct_io=all(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT for fd in fds),
             is_writable=is_writable,
+            is_choice=is_choice,
         )
 
 

@@ -307,6 +307,7 @@ SCENARIOS = [
         lambda d: {
             **ssd(d), "io_engine": "threads", "direct_io": False, "ssd_queue_depth": 4,
             "ssd_sync": "none", "ssd_on_mismatch": "clear", "transfer_chunk_mb": 0.05,
+            "ssd_past_dram": "never",
         },
         comes_back_from("SSD"),
     ),
