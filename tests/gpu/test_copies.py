@@ -307,7 +307,8 @@ def test_two_processes_pin_and_copy_one_segment(
 
 
 ON_THE_LAST_DEVICE = """
-import ctypes, threading, torch
+import ctypes, threading, numpy as np, torch
+from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 
@@ -327,9 +328,13 @@ def serve():
         segment.map()
         copier = CudaCopier(torch.device("cuda", last))
         copier.attach(segment)
+        at = np.arange(0, segment.size, 4096)
+        for way in copier.ways:
+            runs = used.data_ptr() + at, segment.address + at, np.full(len(at), 2048)
+            copier.start(*runs, OpKind.H2D, copier.fence(), way=way).synchronize()
         copier.close()
 
-used = torch.empty(1, device=f"cuda:{last}")
+used = torch.empty(4096 * 1024, dtype=torch.uint8, device=f"cuda:{last}")
 assert not has_context(0)
 thread = threading.Thread(target=serve)
 thread.start()
