@@ -70,6 +70,9 @@ class FailingCopier:
         self.reach("attach")
         after_each_step()
 
+    def may_start(self, kind: OpKind, after: object) -> bool:
+        return True
+
     def fence(self) -> None:
         pass
 

@@ -83,12 +83,13 @@ class DeviceWorker:
     @property
     def has_work(self) -> bool:
         """Whether `advance` has something to do or to wait for now."""
-        return bool(self._dropped or self._in_flight) or self._next_start() is not None
+        begun = self._in_flight or self._in_parts or self._in_pieces
+        return bool(self._dropped or begun or any(self._queues.values()))
 
     @property
     def only_waits(self) -> bool:
-        """Whether the only work left for now is waiting for copies to land."""
-        return bool(self._in_flight) and not self._dropped and self._next_start() is None
+        """Whether the only work left for now is waiting for copies to land, or to be started."""
+        return self.has_work and not self._dropped and self._next_start() is None
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let ops of these tasks start, after the work the engine has queued. Thread-safe."""
@@ -174,9 +175,15 @@ class DeviceWorker:
                 return self._start_part
         has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
         for kind in (OpKind.H2D, OpKind.D2H):
-            has_to_wait = has_layers and kind is OpKind.H2D
-            is_next = bool(self._queues[Lane.of(kind, urgent=False)]) or kind in self._in_pieces
-            if is_next and not has_to_wait and has_room(kind):
+            if not has_room(kind) or (has_layers and kind is OpKind.H2D):
+                continue
+            op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
+            message = op.message if op is not None else next(iter(queue), None)
+            if message is None:
+                continue
+            with self._gate_lock:
+                after = self._gates.get(message.task_id)
+            if self._copier.may_start(kind, after):
                 return partial(self._start_piece, kind)
         return None
 
@@ -241,7 +248,7 @@ class DeviceWorker:
     def _start_part(self, op: OpCopies | None = None) -> list[Done]:
         """Start the next layers of a load by layer: of the one that has the fewest, by default."""
         op = op or min(self._in_parts, key=lambda op: op.num_started)
-        stop, load = self._part_end(op), self._layer_load(op.message)
+        stop, load = op.next_part(self._layouts[0], _MIN_PART_BYTES), self._layer_load(op.message)
         if load is None or not load.begin_part():
             self._in_parts.remove(op)
             return self._fail(op, "the engine no longer waits for it")
@@ -255,14 +262,6 @@ class DeviceWorker:
             return []
         self._in_parts.remove(op)
         return self._in_flight.end(op)
-
-    def _part_end(self, copies: OpCopies) -> int:
-        """Return the first end of a layer that makes the next part large enough, or the last."""
-        [layout] = self._layouts
-        offsets, ends = layout.by_layer.offsets, sorted(set(layout.layer_ends.values()))
-        enough = offsets[copies.num_started] + _MIN_PART_BYTES / max(1, copies.num_blocks)
-        inner = (end for end in ends[:-1] if end > copies.num_started and offsets[end] >= enough)
-        return next(inner, ends[-1])
 
     def _start_copies(self, op: OpCopies, copies: Copies, urgent: bool) -> Fence | None:
         message = op.message

@@ -100,6 +100,14 @@ class OpCopies:
         destinations, sources, sizes = zip(*groups, strict=True)
         return np.concatenate(destinations), np.concatenate(sources), np.concatenate(sizes)
 
+    def next_part(self, layout: BlockLayout, min_bytes: int) -> int:
+        """Return the first end of a layer that makes the next part large enough, or the last. There
+        must be one group, with this layout."""
+        offsets, ends = layout.by_layer.offsets, sorted(set(layout.layer_ends.values()))
+        enough = offsets[self.num_started] + min_bytes / max(1, self.num_blocks)
+        inner = (end for end in ends[:-1] if end > self.num_started and offsets[end] >= enough)
+        return next(inner, ends[-1])
+
     def take_until(self, stop: int) -> Copies:
         """Return the copies of the next segments, up to ``stop``. There must be one group."""
         columns, self.num_started = slice(self.num_started, stop), stop
