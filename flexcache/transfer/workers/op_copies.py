@@ -144,8 +144,11 @@ class OpAddresses:
             by_layer: In segments that end where layers end (`BlockLayout.by_layer`).
 
         Raises:
-            ValueError: The op names blocks that do not exist, or lists that do not pair.
+            ValueError: The op names blocks that do not exist, or lists that do not pair, or is none
+                between the GPU and the host.
         """
+        if message.kind not in (OpKind.H2D, OpKind.D2H):
+            raise ValueError(f"this rank cannot execute {message.kind.value}")
         is_load = message.kind is OpKind.H2D
         src, dst = unpack_ids(message.src), unpack_ids(message.dst)
         gpu, host = (dst, src) if is_load else (src, dst)
