@@ -94,6 +94,8 @@ def build_cache(
         },
         load_cost=LoadCost() if config.skip_slow_loads else None,
         shape=shape,
+        early_load_share=config.early_load_share,
+        early_load_ttl_s=config.match_ttl_s,
     )
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)

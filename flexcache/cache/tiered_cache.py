@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.plan import Plan
@@ -39,6 +40,8 @@ class TieredCache:
         write_back: Queues of the tiers with write-back.
         load_cost: Estimates which loads would take longer than recomputing; None to load all.
         shape: How the blocks of several groups fill its units; None for a single group.
+        early_load_share: Share of the host tier that early loads may take.
+        early_load_ttl_s: How long their blocks wait for the requests that need them.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class TieredCache:
         write_back: Mapping[TierName, DirtyQueue] | None = None,
         load_cost: LoadCost | None = None,
         shape: UnitShape | None = None,
+        early_load_share: float = 0.5,
+        early_load_ttl_s: float = 120.0,
     ) -> None:
         op_ids: Iterator[OpId] = map(OpId, itertools.count(1))
         chunk_blocks = max(1, chunk_blocks)
@@ -60,6 +65,7 @@ class TieredCache:
             shape,
         )  # fmt: skip
         self.sessions = PromptSessions(tiers)
+        self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
 
     def keep_journal(self, tokens_per_block: int) -> None:
         """Record, from now on, what every tier stores and loses."""
@@ -130,5 +136,6 @@ class TieredCache:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         self.tiers.check()
         self.sessions.check()
+        self.early.check()
         if not self.tiers.num_holders and self.stores.backlog:
             raise InternalError(f"backlog without a plan: {self.stores.backlog} blocks")

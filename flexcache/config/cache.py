@@ -120,6 +120,12 @@ class CacheConfig:
     skip_slow_loads: bool = setting(
         True, "Skip loads that the engine recomputes faster, judged by measured times of both."
     )
+    early_load_share: Annotated[float, Meta(ge=0, le=0.75)] = setting(
+        0.5,
+        "Share of DRAM that blocks may take which are brought there before their requests ask for "
+        "them. 0: vLLM begins no load early; SGLang's requests are loaded for one at a time.",
+        "of DRAM",
+    )
     eviction_policy: EvictionName = setting(
         "reuse",
         "For DRAM and SSD. lru: evicts the least recently used blocks. reuse: evicts the blocks "
