@@ -41,6 +41,10 @@ class DeviceLostError(FlexCacheError, RuntimeError):
     """A GPU or its driver no longer works, for this process at least."""
 
 
+class NoDirectPathError(FlexCacheError):
+    """A rank cannot move blocks between its KV tensors and the SSD past DRAM. Says why."""
+
+
 class LoadLostError(FlexCacheError, RuntimeError):
     """KV that an engine already counts as computed was not loaded, and cannot be."""
 

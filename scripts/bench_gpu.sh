@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Tests, then measures, the CUDA path on a machine with a GPU. Takes under 8 minutes; table last.
+# Examines, tests and measures the CUDA path on a machine with GPUs. Takes under 8 minutes, and ends
+# with one block of text to paste into an issue.
 #
-#   scripts/bench_gpu.sh [DIRECTORY]    where tests.txt and gpu.json go (default: the current one)
+#   scripts/bench_gpu.sh [DIRECTORY [STEP]...]
+#
+#   DIRECTORY   where report.md and each step's output go (default: gpu-report)
+#   STEP        the title of a step to run (default: all)
 #
 #   PYTHON   an interpreter whose torch is built for CUDA (default: python3)
 #   WHEELS   a folder of wheels of what it lacks, for a machine without a network (default: .whl).
@@ -10,7 +14,7 @@
 #                --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d .whl msgspec pyzmq
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=$(mkdir -p "${1:-.}" && cd "${1:-.}" && pwd)
+out=$(mkdir -p "${1:-gpu-report}" && cd "${1:-gpu-report}" && pwd)
 python=${PYTHON:-python3}
 wheels=${WHEELS:-.whl}
 packages=$(mktemp -d)
@@ -40,11 +44,4 @@ if [ -n "$lacking" ]; then
   [ -z "$lacking" ] || { echo "lacking: $lacking; see WHEELS in $0" >&2; exit 2; }
 fi
 
-failed=0
-nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max --format=csv || true
-echo "tests"
-timeout 200 "$python" -m pytest tests/gpu tests/unit/test_copy_kernel.py -q -rs -p no:cacheprovider \
-  2>&1 | tee "$out/tests.txt" || failed=1
-echo "benchmark"
-timeout 240 "$python" -m flexcache.cli bench gpu --json "$out/gpu.json" || failed=1
-exit $failed
+"$python" benchmarks/gpu_hour.py "$out" "${@:2}"

@@ -1,13 +1,11 @@
 """KV tensors on a CUDA device: scattered blocks compared with one contiguous pinned copy.
 
-The tensors are like vLLM's: one per layer, so that a block of 2 MiB over 32 layers is 32 copies of
-64 KiB. Blocks are in random order on both sides. Times are by the host's clock, from submitting an
-op to observing its completion, since that is what a request waits for.
+Times are by the host's clock, from submitting an op to observing its completion, since that is what
+a request waits for.
 """
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import threading
 import time
@@ -15,24 +13,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from flexcache.bench.gpu_loads import arrangements, behind_large_load
+from flexcache.bench.gpu_pool import KINDS, Pool, open_pool, pinning_copier
+from flexcache.bench.gpu_ways import kernel_programs, without_batches
 from flexcache.bench.results import Case, Result, Unsupported, sample, sample_beside
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
-from flexcache.storage.layout import describe_kv_caches
 from flexcache.transfer.workers.copy_choice import CopyWay
-from flexcache.transfer.workers.copy_cuda import CudaCopier
 
-Runs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-
-NUM_LAYERS = 32
 BLOCK_BYTES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20)
 OP_BYTES = 256 << 20
 REACH = 0.9
-KINDS = (OpKind.H2D, OpKind.D2H)
 SLOWDOWN_REACH = 0.97
 
 
@@ -50,115 +43,15 @@ def cases(thorough: bool, seed: int) -> list[Case]:
             )
             for block_bytes in BLOCK_BYTES
         ),
+        Case("layouts", partial(arrangements, op_bytes, rounds, seed)),
+        Case("programs of the kernel", partial(kernel_programs, op_bytes, rounds, seed)),
+        Case("driver without batches", partial(without_batches, op_bytes, rounds, seed)),
+        Case("load by layer behind others", partial(behind_large_load, 4 * OP_BYTES, rounds, seed)),
         Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
         Case("small ops", partial(small_ops, 4 * rounds, seed)),
         Case("beside the model's work", partial(beside_compute, rounds, seed)),
         Case("pinning", partial(pinning, 4 if thorough else 1)),
     ]
-
-
-def pinning_copier(device: torch.device, segment: HostSegment) -> CudaCopier:
-    """Return a copier with the segment pinned, since the bound is a copy of pinned memory.
-
-    Raises:
-        Unsupported: The segment cannot be pinned.
-    """
-    copier = CudaCopier(device)
-    copier.attach(segment)
-    if not copier.is_pinned:
-        raise Unsupported(f"{segment.size >> 20} MiB of host memory cannot be pinned")
-    return copier
-
-
-class Pool:
-    """An engine's tensors, a host pool of as many blocks, and a copier between the two."""
-
-    def __init__(self, segment: HostSegment, block_bytes: int, num_blocks: int, seed: int) -> None:
-        self.segment = segment
-        self.num_blocks = num_blocks
-        self.block_bytes = block_bytes
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        generator = torch.Generator(self.device).manual_seed(seed)
-        shape = (num_blocks, block_bytes // NUM_LAYERS)
-        self.layers = [
-            torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device, generator=generator)
-            for _ in range(NUM_LAYERS)
-        ]
-        tensors = {f"layer {i}": layer for i, layer in enumerate(self.layers)}
-        self._layout = describe_kv_caches(tensors, block_bytes)
-        random = np.random.default_rng(seed)
-        self._on_gpu = random.permutation(num_blocks)
-        self._on_host = random.permutation(num_blocks)
-        memory = (ctypes.c_uint8 * segment.size).from_address(segment.address)
-        self.host = torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, segment.stride)
-        torch.cuda.synchronize()
-        self.copier = pinning_copier(self.device, segment)
-
-    def runs(self, kind: OpKind, first: int = 0, count: int | None = None) -> Runs:
-        """Return the copies of some of the blocks, as the device worker would submit them."""
-        chosen = slice(first, None if count is None else first + count)
-        gpu, host = self._on_gpu[chosen], self._on_host[chosen]
-        on_gpu = self._layout.gpu_addresses(gpu).ravel()
-        starts = self.segment.address + host * self.segment.stride
-        on_host = self._layout.host_addresses(starts).ravel()
-        sizes = np.tile(self._layout.sizes, len(gpu))
-        return (on_gpu, on_host, sizes) if kind is OpKind.H2D else (on_host, on_gpu, sizes)
-
-    def start(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> torch.cuda.Event:
-        """Submit copies behind the current stream, by default with the copier's choice."""
-        return self.copier.start(*runs, kind, self.copier.fence(), way=way)
-
-    def copy(self, runs: Runs, kind: OpKind, way: CopyWay | None = None) -> None:
-        """Submit copies and wait for their completion."""
-        self.start(runs, kind, way).synchronize()
-
-    def check(self) -> None:
-        """Check that blocks come back byte for byte with each available copy method.
-
-        Raises:
-            AssertionError: They do not.
-        """
-        gpu = torch.from_numpy(self._on_gpu).to(self.device)
-        for way in self.copier.ways:
-            self.host.fill_(0)
-            before = torch.stack([layer[gpu] for layer in self.layers], 1).flatten(1).cpu()
-            self.copy(self.runs(OpKind.D2H), OpKind.D2H, way)
-            stored = self.host[torch.from_numpy(self._on_host), : self.block_bytes]
-            assert torch.equal(stored, before), "a store moved wrong bytes"
-            for layer in self.layers:
-                layer.fill_(0)
-            self.copy(self.runs(OpKind.H2D), OpKind.H2D, way)
-            after = torch.stack([layer[gpu] for layer in self.layers], 1).flatten(1).cpu()
-            assert torch.equal(after, before), "a load moved wrong bytes"
-
-    def contiguous(self, kind: OpKind) -> Callable[[], None]:
-        """Return a function that makes one pinned copy of as many bytes and waits for it."""
-        num_bytes = self.num_blocks * self.block_bytes
-        on_gpu = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        on_host = self.host.view(-1)[:num_bytes]
-        target, source = (on_gpu, on_host) if kind is OpKind.H2D else (on_host, on_gpu)
-        stream = torch.cuda.Stream(self.device)
-
-        def copy() -> None:
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-            stream.synchronize()
-
-        return copy
-
-
-@contextmanager
-def open_pool(block_bytes: int, num_bytes: int, seed: int) -> Iterator[Pool]:
-    """Yield a checked pool of ``num_bytes`` bytes."""
-    num_blocks = num_bytes // block_bytes
-    with HostSegment.create(block_bytes, num_blocks) as segment:
-        segment.map()
-        pool = Pool(segment, block_bytes, num_blocks, seed)
-        try:
-            pool.check()
-            yield pool
-        finally:
-            pool.copier.close()
 
 
 def scattered_blocks(block_bytes: int, op_bytes: int, rounds: int, seed: int) -> Iterable[Result]:

@@ -46,7 +46,9 @@ class Attachment:
             segment = HostSegment.open(welcome.segment)
             held.callback(segment.close)
             permit = CopyPermit(fence.words)
-            copier = show_life_during(lambda: open_copier(tensors.device, permit), show_life)
+            copier = show_life_during(
+                lambda: open_copier(tensors.device, permit, tensors.stream), show_life
+            )
             segment.map(show_life, node=copier.numa_node)
             self.worker = DeviceWorker(
                 layouts, segment, copier, permit, welcome.blocks_per_unit, welcome.may_skip

@@ -33,6 +33,7 @@ class LentTensors:
 
     Attributes:
         block_bytes: Bytes of a block on this rank.
+        stream: The stream that was current when they were lent; None on a CPU.
 
     Raises:
         UnsupportedLayoutError: A tensor cannot be moved as whole blocks; names it.
@@ -61,6 +62,8 @@ class LentTensors:
             self.block_bytes = bytes_per_index(kv_caches, block_dim)
         else:
             raise ValueError("groups of layers need num_blocks")
+        on_gpu = self.device.type == "cuda"
+        self.stream = torch.cuda.current_stream(self.device) if on_gpu else None
         # A bad layout is refused by the call that lends it; the size is the server's to judge.
         self.layouts(self.block_bytes, 1 if groups is None else len(groups))
 

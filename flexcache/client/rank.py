@@ -126,6 +126,8 @@ class KVTPClient:
     ) -> None:
         """Lend the engine's paged KV tensors. Returns at once; the server may not be up yet.
 
+        On a GPU, copies without a gate come behind the work on the stream that is current here.
+
         Args:
             kv_caches: Layer name to tensor, in the engine's order, all on one device.
             block_dim: The dimension that counts GPU blocks.

@@ -91,7 +91,9 @@ class CacheConfig:
         "none", "Compression of blocks in the remote store: none, zstd, lz4."
     )
     remote_concurrency: Count = setting(
-        16, "Concurrent requests to an object store for one op.", "requests"
+        16,
+        "Concurrent requests to an object store, or files of a directory, for one op.",
+        "requests",
     )
     remote_timeout_s: Seconds = setting(
         3.0, "Deadline of one op of the remote store. A worker that exceeds it is replaced.", "s"

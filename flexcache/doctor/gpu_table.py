@@ -107,7 +107,7 @@ def _as_text(table: Table) -> str:
     console = Console(file=StringIO(), width=_WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip()
 
 
 def _in_kib(num_bytes: int) -> str:

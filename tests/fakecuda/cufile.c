@@ -141,7 +141,8 @@ CUfileError_t cuFileBufDeregister(CUdeviceptr base) {
   BEGIN("cuFileBufDeregister");
   for (size_t i = 0; i < num_buffers; i++) {
     if (buffers[i].base != base) continue;
-    if (is_in_file_io(base, buffers[i].size)) note_violation("memory in use is deregistered");
+    if (is_in_file_io(base, buffers[i].size) || is_in_flight(base, buffers[i].size))
+      note_violation("memory in use is deregistered");
     buffers[i] = buffers[--num_buffers];
     ANSWER(OK);
   }

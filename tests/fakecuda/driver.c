@@ -114,6 +114,13 @@ CUresult cuDevicePrimaryCtxRelease_v2(int device) {
   RETURN(OK);
 }
 
+CUresult cuDevicePrimaryCtxGetState(int device, unsigned int *flags, int *is_active) {
+  ENTER("cuDevicePrimaryCtxGetState");
+  *flags = 0;
+  *is_active = contexts[device].num_holders > 0;
+  RETURN(OK);
+}
+
 CUresult cuCtxSetCurrent(Context *context) {
   ENTER("cuCtxSetCurrent");
   current = context;

@@ -252,11 +252,20 @@ def test_an_unpinned_pool_is_tested_and_copied_anyway(
 
 
 ON_THE_LAST_DEVICE = """
-import threading, torch
+import ctypes, threading, torch
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 
 last = torch.cuda.device_count() - 1
+driver = ctypes.CDLL("libcuda.so.1")
+
+def has_context(index):
+    device, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int(-1)
+    assert not driver.cuDeviceGet(ctypes.byref(device), index)
+    assert not driver.cuDevicePrimaryCtxGetState(
+        device, ctypes.byref(flags), ctypes.byref(is_active)
+    )
+    return bool(is_active.value)
 
 def serve():
     with HostSegment.create(4096, 1024) as segment:
@@ -265,12 +274,12 @@ def serve():
         copier.attach(segment)
         copier.close()
 
-torch.zeros(1, device=f"cuda:{last}")
-assert not torch._C._cuda_hasPrimaryContext(0)
+used = torch.empty(1, device=f"cuda:{last}")
+assert not has_context(0)
 thread = threading.Thread(target=serve)
 thread.start()
 thread.join()
-assert not torch._C._cuda_hasPrimaryContext(0)
+assert has_context(last) and not has_context(0)
 print("no context on device 0")
 """
 

@@ -20,7 +20,6 @@ from sglang_linker import (
     remember,
     settle,
 )
-from stores import missing
 
 
 def check_tiers(ssd: str) -> None:
@@ -135,8 +134,7 @@ def check_spawned(tp_size: int, directory: str, tiers: list[str]) -> None:
 
 
 def spawned(tp_size: int, directory: Path) -> None:
-    tiers = ["CPU", "SSD", *([] if missing("obstore") else ["REMOTE"])]
-    apart(check_spawned, tp_size, str(directory), tiers)
+    apart(check_spawned, tp_size, str(directory), ["CPU", "SSD", "REMOTE"])
 
 
 def test_an_engine_of_processes_loads_from_every_tier(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from sglang_engine import TinyEngine, apart, prompt
 from sglang_linker import (
     check_again,
@@ -16,7 +15,6 @@ from sglang_linker import (
     manager_of,
     remember,
 )
-from stores import missing
 
 NEAR, FAR = prompt(200), prompt(200, seed=1)
 PATIENT = {"remote_lookup_timeout_s": 20.0, "server_timeout_s": 60.0}
@@ -60,7 +58,6 @@ def load_after_restart(directory: str) -> None:
         assert manager_of(engine).stats()["engine"]["hit_blocks"][tier] >= 12
 
 
-@pytest.mark.skipif(missing("obstore") is not None, reason="needs the extra object-store")
 def test_ssd_and_remote_store_outlive_the_engine(tmp_path: Path) -> None:
     apart(store_in_tiers, str(tmp_path))
     apart(load_after_restart, str(tmp_path))

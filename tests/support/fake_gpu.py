@@ -343,28 +343,32 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor in a fake GPU's memory. Only its shape, strides and address may be used, and torch's
-    own copies from and to it."""
+    """A tensor in a fake GPU's memory. Only its shape, strides and address may be used, and a few
+    operations of torch, which are done at once."""
+
+    COMPUTED = {"copy_", "cpu", "fill_", "random_"}
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") not in cls.COMPUTED:
+            return super().__torch_function__(function, types, arguments, options)
+        seen = [each.seen() if isinstance(each, DeviceTensor) else each for each in arguments]
+        result = function(*seen, **(options or {}))
+        return result.clone() if function.__name__ == "cpu" else arguments[0]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", load_driver().fake_device_of(c_uint64(self.data_ptr())))
 
-    def _seen(self) -> torch.Tensor:
-        seen = load_driver().fake_seen_at(c_uint64(self.data_ptr()))
-        return torch.frombuffer(
-            (ctypes.c_uint8 * self.nbytes).from_address(seen), dtype=torch.uint8
-        )
+    def seen(self) -> torch.Tensor:
+        """Return the same bytes where the test may touch them."""
+        start = self.untyped_storage().data_ptr()
+        return over(load_driver().fake_seen_at(c_uint64(start)), self)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
-
-    def copy_(self, source: torch.Tensor) -> DeviceTensor:  # type: ignore[override]
-        self._seen().copy_(source.view(torch.uint8).view(-1))
-        return self
-
-    def cpu(self) -> torch.Tensor:  # type: ignore[override]
-        return self._seen().clone().view(self.dtype).view(self.shape)
 
 
 def over(address: int, like: torch.Tensor) -> torch.Tensor:

@@ -40,11 +40,27 @@ def environment(directory: Path, num_gpus: int = 1, setup: str = "") -> dict[str
     }
 
 
+class TorchCuda(FakeTorchCuda):
+    """With what programs ask of torch before they use a device."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return int(os.environ["FAKE_GPUS"])
+
+    def get_device_name(self, device: int) -> str:
+        return f"Fake GPU {device}"
+
+    def synchronize(self) -> None:
+        self.gpu.wait_idle()
+
+
 def install() -> None:
     """Give this process its fake GPUs."""
     patch = pytest.MonkeyPatch()  # never undone
     gpu = FakeGpu()
-    torch_cuda = FakeTorchCuda(gpu)
+    torch_cuda = TorchCuda(gpu)
     kernel = FakeKernel(torch_cuda)
     torch_cuda.install(patch)
     patch.setattr(torch.version, "cuda", CUDA_OF_TORCH)

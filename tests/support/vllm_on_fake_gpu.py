@@ -23,6 +23,7 @@ from probe_connector import ProbeConnector, compare_probes
 MODEL = "tiny"
 LATE_US = 8_000.0
 """Copies take this long, and land up to this much later. A layer of the model takes a tenth."""
+READY_S = 120.0
 FAKE_GPU = {"kv_connector": "FakeGpuConnector", "kv_connector_module_path": __name__}
 
 Prompts = Sequence[list[int]]
@@ -58,8 +59,8 @@ def serve_alone(prompts: Prompts) -> list[list[int]]:
 
 
 def serve_on_fake_gpu(prompts: Prompts) -> dict[str, Any]:
-    """Serve prompts that are not cached, then from DRAM: between steps, by layer, and by layer
-    while the model waits for no copy. Returns what was seen each time."""
+    """Serve prompts that are not cached, then from DRAM: between steps, by layer, while the engine
+    sleeps in between, and by layer while the model waits for no copy. Returns what was seen."""
     from flexcache.integration.layerwise_rule import LayerwiseRule
     from flexcache.transfer.workers import device
 
@@ -84,10 +85,37 @@ def serve_on_fake_gpu(prompts: Prompts) -> dict[str, Any]:
 
         seen = {"not cached": serve("off"), "between steps": serve("off"), "by layer": serve("on")}
         seen["probes"] = compare_probes(engine.probe_dir)
+        patch.setattr(gets, "layerwise", LayerwiseRule("off", None))
+        seen["asleep"] = _sleep_during_a_load(engine, prompts[0])
         patch.setattr(torch_cuda.Event, "wait", lambda event, stream=None: None)
         seen["without waiting"] = serve("on")
         gpu.wait_idle()
     return seen
+
+
+def _sleep_during_a_load(engine: Engine, prompt: list[int]) -> dict[str, Any]:
+    """Take the memory away while copies run, as vLLM does in its sleep, and give it back."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    gpu, tensors = FakeGpuConnector.memory.gpu, FakeGpuConnector.tensors.values()
+    worker, llm_engine = get_kv_transfer_group()._worker, engine.llm.llm_engine
+    engine.forget_gpu()
+    gpu.forget_copy_calls()
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm_engine.add_request("asleep", {"prompt_token_ids": prompt}, sampling)
+    while not gpu.copy_calls:
+        llm_engine.step()
+    worker.unregister()
+    for tensor in tensors:
+        tensor.zero_()
+    gpu.wait_idle()
+    written = sum(int(tensor.count_nonzero()) for tensor in tensors)
+    worker.restore()
+    engine.manager.wait_ready(READY_S)
+    while not (ended := [output for output in llm_engine.step() if output.finished]):
+        pass
+    return {"tokens": list(ended[0].outputs[0].token_ids), "written": written}
 
 
 @contextmanager

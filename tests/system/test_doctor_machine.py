@@ -241,7 +241,6 @@ def test_events_sent_to_a_broker_need_a_running_one(taken_port: int, free_port: 
 
 
 def test_a_shared_directory_is_checked_and_not_created(tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
     found = one(check_remote_store(subject_with(remote_url=f"file://{tmp_path}")))
     assert found == Finding(Level.OK, f"file://{tmp_path}: answers")
     found = one(check_remote_store(subject_with(remote_url=f"file://{tmp_path}/share")))

@@ -12,6 +12,7 @@ from engine_memory import device_memory
 from mutants import Fixtures, Mutant, check_seen
 
 from flexcache.client.rank import KVTPClient
+from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.device import DeviceWorker
 
 MUTANTS = [
@@ -21,6 +22,9 @@ MUTANTS = [
     Mutant("a gate opens before the step that it is in", DeviceWorker, "open_gates",
            "self._gates[task_id] = fence", "self._gates[task_id] = None",
            on_clusters.test_a_gated_store_takes_what_the_queued_step_will_have_written),
+    Mutant("a copy without a gate is behind the default stream only", CudaCopier, "attach",
+           "torch.cuda.set_stream(self._engine_stream)", "pass",
+           on_clusters.test_a_store_without_a_gate_takes_what_is_queued_on_the_stream_of_the_engine),
 ]  # fmt: skip
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import as_bytes, running_cluster, until
+from cluster import Cluster, as_bytes, running_cluster, until
 from engine_memory import DeviceMemory, device_memory
 from fake_gpu import Memory
+from fake_torch_cuda import FakeStream
 
 from flexcache import KVStatus
 from flexcache.client.rank import ClientState
@@ -39,6 +40,15 @@ def test_blocks_change_places_many_times_and_stay_what_they_were(
             assert cluster.read(places) == expected
 
 
+def queue_step(memory: DeviceMemory, compute: FakeStream, cluster: Cluster) -> int:
+    """Queue a step that writes 7 to the first four blocks, once the result is fired."""
+    step = memory.gpu.hold(compute.handle)
+    for tensor in memory.lend(cluster.kv[0]).values():
+        written = Memory(tensor.data_ptr(), np.empty(tensor[:4].nbytes, np.uint8))
+        memory.gpu.fill(compute.handle, written, 7)
+    return step
+
+
 def test_a_gated_store_takes_what_the_queued_step_will_have_written(memory: DeviceMemory) -> None:
     gpu, torch_cuda = memory.gpu, memory.torch
     with running_cluster(memory=memory) as cluster:
@@ -48,11 +58,28 @@ def test_a_gated_store_takes_what_the_queued_step_will_have_written(memory: Devi
         gpu.forget_copy_calls()
         compute = torch_cuda.Stream(memory.device)
         with torch_cuda.stream(compute):
-            step = gpu.hold(compute.handle)
-            for tensor in memory.lend(cluster.kv[0]).values():
-                written = Memory(tensor.data_ptr(), np.empty(tensor[:4].nbytes, np.uint8))
-                gpu.fill(compute.handle, written, 7)
+            step = queue_step(memory, compute, cluster)
             cluster.clients[0].open_gates([task_id])
+        until(lambda: gpu.copy_calls)
+        gpu.wait_quiet()
+        assert not cluster.manager.try_wait([task_id])
+        gpu.fire(step)
+        assert cluster.manager.wait([task_id], 60)[task_id].mask.all()
+        cluster.wipe(blocks)
+        assert cluster.get(tokens, blocks).mask.all()
+        assert set(b"".join(cluster.read(blocks))) == {7}
+
+
+def test_a_store_without_a_gate_takes_what_is_queued_on_the_stream_of_the_engine(
+    memory: DeviceMemory,
+) -> None:
+    gpu, torch_cuda = memory.gpu, memory.torch
+    compute = torch_cuda.Stream(memory.device)
+    with torch_cuda.stream(compute), running_cluster(memory=memory) as cluster:
+        tokens, blocks = np.arange(64), [0, 1, 2, 3]
+        gpu.forget_copy_calls()
+        step = queue_step(memory, compute, cluster)
+        task_id, _ = cluster.manager.put_async(tokens, cluster.slots(blocks))
         until(lambda: gpu.copy_calls)
         gpu.wait_quiet()
         assert not cluster.manager.try_wait([task_id])

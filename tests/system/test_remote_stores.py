@@ -30,13 +30,14 @@ from flexcache.storage.remote.object_format import (
     HEADER_BYTES,
     BlockCodec,
     object_name,
+    room_bytes,
 )
 
 BLOCK_BYTES, NUM_BLOCKS = 256 << 10, 64
 TIMEOUT_S = 20.0
 NEEDS = {
     "memory": (),
-    "file": ("obstore",),
+    "file": (),
     "s3": ("obstore", "weed"),
     "mooncake": ("mooncake", "mooncake_master"),
 }
@@ -107,7 +108,7 @@ def memory() -> Iterator[Memory]:
     made.segment.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def store(open_store: Callable[..., RemoteStore], memory: Memory) -> Iterator[RemoteStore]:
     made = open_store(regions=memory.regions, timeout_s=TIMEOUT_S)
     yield made
@@ -319,7 +320,7 @@ ROOT = bytes(range(16))
 
 def mover(compression: str = "none") -> BlockMover:
     codec = BlockCodec(compression)
-    size = batch_size(BLOCK_BYTES) * codec.room_bytes(BLOCK_BYTES)
+    size = batch_size(BLOCK_BYTES) * room_bytes(BLOCK_BYTES)
     return BlockMover(codec, memoryview(bytearray(size)), BLOCK_BYTES)
 
 

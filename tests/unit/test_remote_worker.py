@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from flexcache.errors import ConfigError
 from flexcache.ids import OpKind
+from flexcache.storage.checksum import checksum
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.remote import check_remote_url, open_remote_store
 from flexcache.storage.remote.base import (
@@ -36,12 +39,14 @@ from flexcache.storage.remote.base import (
     failed,
 )
 from flexcache.storage.remote.block_mover import Moved
+from flexcache.storage.remote.directory import STEP_BYTES
 from flexcache.storage.remote.memory import MemoryStore
 from flexcache.storage.remote.object_format import (
     HEADER_BYTES,
     BlockCodec,
     DamagedObjectError,
     object_name,
+    room_bytes,
 )
 from flexcache.transfer.messages import (
     BlockNames,
@@ -157,11 +162,14 @@ class ObedientStore(MemoryStore):
         self.writing = threading.Event()
         self.broken: set[str] = set()
         self.raises: Exception | None = None
+        self.num_parts = 0
+        """How many parts each object of the last write had."""
 
     def write_from(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
     ) -> list[Outcome]:
         self.writing.set()
+        (self.num_parts,) = {len(each) for each in parts}
         self.write_gate.wait()
         outcomes = super().write_from(names, parts, deadline)
         return [
@@ -330,6 +338,32 @@ def test_a_damaged_object_ends_a_load_and_is_removed(
     assert running.ask(LookUp(3, ROOT, keys(20, 21, 22))) == LookedUp(3, 1)
 
 
+def test_small_pieces_are_joined_for_a_store_that_prefers_it(
+    running: Running, segments: list[HostSegment], store: ObedientStore
+) -> None:
+    expected = contents(segments, [0, 1, 2])
+    for number, joins_below in enumerate((BLOCK_BYTES, BLOCK_BYTES + 1)):
+        store.joins_below = joins_below
+        is_joined = joins_below > BLOCK_BYTES
+        first = 10 * (number + 1)
+        assert running.ask(store_op(first, [0, 1, 2], first, first + 1, first + 2)) == Done(
+            first, 3
+        )
+        assert store.num_parts == (1 if is_joined else 1 + RANKS)
+        for load in (first, 10):  # what was stored in several parts, too
+            done = running.ask(load_op(load + 5, [8, 9, 10], load, load + 1, load + 2))
+            assert done == Done(load + 5, 3)
+            assert contents(segments, [8, 9, 10]) == expected
+            running.answers.clear()
+    name = object_name(ROOT, keys(21)[0])
+    store.objects[name] = store.objects[name][:-1] + b"?"
+    untouched = contents(segments, [12])
+    done = running.ask(load_op(40, [11, 12], 20, 21))
+    assert isinstance(done, Done)
+    assert (done.num_ok, done.bad_block) == (1, True)
+    assert contents(segments, [12]) == untouched
+
+
 def test_a_block_that_cannot_be_stored_ends_the_store(
     running: Running, store: ObedientStore
 ) -> None:
@@ -391,19 +425,28 @@ def test_a_store_that_is_down_at_first_is_opened_later(segments: list[HostSegmen
 # The format.
 
 
-def encoded(key: bytes = b"k" * 16, compression: str = "none") -> tuple[bytearray, list[bytearray]]:
+def encoded(
+    key: bytes = b"k" * 16, compression: str = "none", joined: bool = False
+) -> tuple[bytearray, list[bytearray]]:
     pieces = [bytearray(np.random.default_rng(i).bytes(60) + bytes(40)) for i in range(2)]
     codec = BlockCodec(compression)
-    room = memoryview(bytearray(codec.room_bytes(200)))
-    parts = codec.encode(ROOT, key, [memoryview(piece) for piece in pieces], room)
+    room = memoryview(bytearray(room_bytes(200)))
+    parts = codec.encode(ROOT, key, [memoryview(piece) for piece in pieces], room, joined)
+    assert not joined or len(parts) == 1
     return bytearray(b"".join(parts)), pieces
 
 
 def decoded(data: bytes, key: bytes = b"k" * 16) -> list[bytearray]:
-    header = bytearray(data[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0"))
-    pieces = [bytearray(data[start : start + 100].ljust(100, b"\0")) for start in (64, 164)]
-    views = [memoryview(piece) for piece in pieces]
-    BlockCodec().decode(ROOT, key, memoryview(header), views, len(data))
+    """Decode an object that was read into the block, and one that was read into other memory."""
+    header, read = data[:HEADER_BYTES], bytearray(data[HEADER_BYTES:].ljust(200, b"\0"))
+    pieces, apart = ([bytearray(100), bytearray(100)] for _ in range(2))
+    pieces[0][:], pieces[1][:] = read[:100], read[100:200]
+    for target, joined in ((pieces, None), (apart, memoryview(read)[:200])):
+        BlockCodec().decode(
+            ROOT, key, memoryview(header.ljust(HEADER_BYTES, b"\0")),
+            [memoryview(piece) for piece in target], len(data), joined=joined,
+        )  # fmt: skip
+    assert apart == pieces
     return pieces
 
 
@@ -429,6 +472,7 @@ def test_a_block_comes_back_from_its_object(compression: str) -> None:
     data, pieces = encoded(compression=compression)
     assert decoded(bytes(data)) == pieces
     assert (len(data) < HEADER_BYTES + 200) == (compression != "none")
+    assert encoded(compression=compression, joined=True) == (data, pieces)
 
 
 @given(
@@ -452,6 +496,19 @@ def test_no_damage_goes_unnoticed(compression: str, where: int, damage: str) -> 
         assert decoded(bytes(data)) == pieces
         assert damage == "flip"
         assert compression != "none"
+
+
+def test_a_digest_that_differs_is_damage() -> None:
+    data, pieces = encoded()
+    views = [memoryview(bytearray(piece)) for piece in pieces]
+    header = memoryview(data)[:HEADER_BYTES]
+    for digest in (checksum(views), checksum(views) ^ 1):
+        with (
+            contextlib.nullcontext()
+            if digest == checksum(views)
+            else pytest.raises(DamagedObjectError, match="checksum mismatch")
+        ):
+            BlockCodec().decode(ROOT, b"k" * 16, header, views, len(data), digest=digest)
 
 
 def test_an_object_of_another_block_is_refused() -> None:
@@ -552,7 +609,6 @@ def test_a_possible_secret_is_refused_without_being_shown(url: str) -> None:
 
 
 def test_a_directory_that_cannot_be_created_may_exist_later(tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
     (tmp_path / "mount").write_bytes(b"")
     url = f"file://{tmp_path}/mount/store"
     with pytest.raises(StoreUnavailableError, match="mount/store"):
@@ -562,11 +618,96 @@ def test_a_directory_that_cannot_be_created_may_exist_later(tmp_path: Path) -> N
     assert store.count_present(["name"], time.monotonic() + WAIT_S) == Presence(0)
 
 
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RemoteStore]:
+    store = open_remote_store(f"file://{tmp_path}/store", concurrency=4)
+    yield store
+    store.close()
+
+
+def soon() -> float:
+    return time.monotonic() + WAIT_S
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+
+
+def views(*contents: bytes) -> list[memoryview]:
+    return [memoryview(bytearray(content)) for content in contents]
+
+
+@pytest.mark.parametrize("size", [1, STEP_BYTES - 1, STEP_BYTES, 3 * STEP_BYTES + 5])
+def test_a_directory_computes_the_digest_of_what_follows_the_header(
+    directory: RemoteStore, size: int
+) -> None:
+    header, body = os.urandom(64), os.urandom(size)
+    assert directory.write_from(["a/b"], [views(header, body)], soon()) == [
+        Outcome(Status.OK, 64 + size)
+    ]
+    cut = size // 3
+    room = views(bytes(64), bytes(cut), bytes(size - cut + 10))
+    (outcome,) = directory.read_into(["a/b"], [room], soon())
+    assert outcome == Outcome(Status.OK, 64 + size, digest=xxhash.xxh3_64_intdigest(body))
+    assert b"".join(room) == header + body + bytes(10)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    directory: RemoteStore, tmp_path: Path
+) -> None:
+    """The system refuses files of more than 10,000 bytes, as it does on a device that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    names, content = ["k/small", "k/large", "k/other"], [bytes(100), bytes(20_000), bytes(100)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        found = directory.write_from(names, [views(each) for each in content], soon())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [outcome.status for outcome in found] == [Status.OK, Status.FAILED, Status.OK]
+    assert found[1].reason == "File too large"
+    assert files(tmp_path / "store") == ["k/other", "k/small"]
+    assert directory.write_from(names[1:2], [views(content[1])], soon())[0].status is Status.OK
+
+
+def test_a_file_in_the_way_costs_the_objects_behind_it(
+    directory: RemoteStore, tmp_path: Path
+) -> None:
+    (tmp_path / "store" / "k").write_bytes(b"")
+    found = directory.write_from(["k/a", "j/a"], [views(b"1"), views(b"2")], soon())
+    assert [outcome.status for outcome in found] == [Status.FAILED, Status.OK]
+    assert directory.count_present(["j/a", "k/a"], soon()) == Presence(1, "Not a directory")
+    (read,) = directory.read_into(["k/a"], [views(b"1")], soon())
+    assert read == failed("Not a directory")
+
+
+def test_a_file_that_hangs_delays_the_others_of_its_batch_only(
+    directory: RemoteStore, tmp_path: Path
+) -> None:
+    names = [f"k/{i}" for i in range(20)]
+    directory.write_from(names, [views(b"%02d" % i) for i in range(20)], soon())
+    (tmp_path / "store" / names[3]).unlink()
+    os.mkfifo(tmp_path / "store" / names[3])  # to open it takes until another process writes to it
+    rooms = [views(bytes(2)) for _ in names]
+    found: list[list[Outcome]] = []
+    reading = threading.Thread(
+        target=lambda: found.append(directory.read_into(names, rooms, soon()))
+    )
+    reading.start()
+    while any(bytes(room[0]) != b"%02d" % i for i, room in enumerate(rooms) if i != 3):
+        time.sleep(0.01)
+    assert directory.count_present(names, soon()) == Presence(20)
+    assert not found
+    with (tmp_path / "store" / names[3]).open("wb"):
+        reading.join()
+    assert [outcome.num_bytes for outcome in found[0]] == [0 if i == 3 else 2 for i in range(20)]
+
+
 class MooncakeClient:
     """A client whose transfers wait for a gate."""
 
     def __init__(self) -> None:
         self.num_puts = 0
+        self.niceness = 0
         self.putting, self.gate = threading.Event(), threading.Event()
 
     def setup(self, settings: object) -> int:
@@ -574,6 +715,7 @@ class MooncakeClient:
 
     def batch_put_from_multi_buffers(self, names: list[str], *_: object) -> list[int]:
         self.num_puts += 1
+        self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.putting.set()
         assert self.gate.wait(WAIT_S)
         return [0] * len(names)
@@ -617,6 +759,17 @@ def test_a_mooncake_call_is_not_started_past_its_deadline(
     first.join()
     assert store.write_from(["c"], [content], time.monotonic() + WAIT_S) == [Outcome(Status.OK, 10)]
     assert client.num_puts == 2
+
+
+def test_the_caller_of_a_mooncake_transfer_yields_to_the_threads_that_move_the_bytes(
+    mooncake: tuple[RemoteStore, MooncakeClient],
+) -> None:
+    store, client = mooncake
+    client.gate.set()
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    store.write_from(["a"], [[memoryview(bytearray(10))]], time.monotonic() + WAIT_S)
+    assert client.niceness == min(19, before + 10)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_a_mooncake_transfer_gives_each_of_its_waits_a_third_of_the_time(
@@ -680,7 +833,6 @@ def process(
 def test_the_process_stores_looks_up_loads_and_stops(
     process: Process, segments: list[HostSegment]
 ) -> None:
-    pytest.importorskip("obstore")
     assert isinstance(process.receive(), Ready)
     expected = contents(segments, [0, 1])
     number = 100

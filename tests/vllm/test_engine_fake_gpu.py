@@ -58,6 +58,12 @@ def test_each_layer_is_a_copy_of_its_own_on_the_urgent_stream(seen: dict[str, An
     assert seen["by layer"]["num_urgent"] == NUM_LAYERS * len(PROMPTS)
 
 
+def test_nothing_is_copied_to_memory_that_was_taken_away_and_what_was_lost_is_computed(
+    alone: list[list[int]], seen: dict[str, Any]
+) -> None:
+    assert seen["asleep"] == {"tokens": alone[0], "written": 0}
+
+
 def test_without_the_wait_for_each_layer_the_tokens_are_wrong(
     alone: list[list[int]], seen: dict[str, Any]
 ) -> None:

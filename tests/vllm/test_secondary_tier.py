@@ -134,7 +134,6 @@ def test_a_full_disk_keeps_what_fits_and_costs_no_answer(tmp_path: Path) -> None
 
 
 def test_chunks_reach_another_engine_through_a_remote_store(tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
     config = {
         "remote_url": f"file://{tmp_path}/store",
         "remote_lookup_timeout_s": 1.0,  # a busy machine is no slow store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from flexcache.config.remote_url import RemoteUrl, check_remote_url
 from flexcache.errors import MissingDependencyError
@@ -16,7 +17,7 @@ _PACKAGES = {
     "mooncake": ("mooncake", "mooncake"),
     "zstd": ("zstandard", "compression"),
     "lz4": ("lz4", "compression"),
-} | dict.fromkeys(("s3", "gs", "az", "file"), ("obstore", "object-store"))
+} | dict.fromkeys(("s3", "gs", "az"), ("obstore", "object-store"))
 """The package that a kind of store or a compression needs, and the extra that installs it."""
 
 
@@ -61,6 +62,10 @@ def open_remote_store(
         from flexcache.storage.remote.mooncake import MooncakeStore
 
         return MooncakeStore(parsed, regions, timeout_s)
+    if parsed.scheme == "file":
+        from flexcache.storage.remote.directory import DirectoryStore
+
+        return DirectoryStore(Path(parsed.location), parsed.name, concurrency)
     from flexcache.storage.remote.object_store import open_object_store
 
     return open_object_store(parsed, timeout_s, concurrency)

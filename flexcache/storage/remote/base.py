@@ -41,11 +41,16 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result for one object. If ``status`` is OK, ``num_bytes`` is the size read or written."""
+    """Result for one object. If ``status`` is OK, ``num_bytes`` is the size read or written.
+
+    ``digest`` is the `checksum` of what was read into all parts but the first, the header, from a
+    store that computed it while the bytes were in the processor's cache.
+    """
 
     status: Status
     num_bytes: int = 0
     reason: str | None = None
+    digest: int | None = None
 
 
 MISSING = Outcome(Status.MISSING, reason="not in the store")
@@ -80,6 +85,8 @@ class RemoteStore(ABC):
 
     name: str
     """Name and location of the store, for logs."""
+    joins_below: int = 0
+    """Parts smaller than this are moved faster as one part, even though that takes a copy."""
 
     @abstractmethod
     def count_present(self, names: Sequence[str], deadline: float) -> Presence:
@@ -126,8 +133,27 @@ def num_bytes_of(parts: Parts) -> int:
     return sum(part.nbytes for part in parts)
 
 
+def first_bytes(parts: Parts, num_bytes: int) -> list[memoryview]:
+    """Return the front of the parts."""
+    front = []
+    for part in parts:
+        if num_bytes:
+            front.append(part[:num_bytes])
+            num_bytes -= len(front[-1])
+    return front
+
+
 def scatter(data: memoryview, parts: Parts) -> None:
     """Copy the bytes into the parts, in order. There must be room for all of them."""
     for part in parts:
         part[: len(data)] = data[: len(part)]
         data = data[len(part) :]
+
+
+def gather(parts: Parts, room: memoryview) -> memoryview:
+    """Copy the parts into memory of their size, in order; return it."""
+    start = 0
+    for part in parts:
+        room[start : start + len(part)] = part
+        start += len(part)
+    return room

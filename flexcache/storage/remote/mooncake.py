@@ -11,14 +11,13 @@ lease; if it takes longer than that, the object's checksum reveals a change.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import socket
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,13 +33,17 @@ from flexcache.storage.remote.base import (
     Status,
     StoreUnavailableError,
     failed,
+    first_bytes,
     num_bytes_of,
     seconds_until,
     too_large,
 )
 
+_T = TypeVar("_T")
 _RPCS_PER_OP = 3  # a put is announced, moved and completed
 _LOCAL_BUFFER_BYTES = 16 << 20
+_JOINS_BELOW = 1 << 20  # each part is a connection of its own; below, a copy costs less than that
+_NICENESS = 10
 _PRESENT = 1
 _NO_SPACE = -200
 _NOT_FOUND = -704
@@ -62,10 +65,8 @@ class MooncakeStore(RemoteStore):
         self._master = (host.strip("[]"), int(port))
         self._connect_timeout_s = timeout_s / _RPCS_PER_OP
         self._is_suspect = False
-        # A batch keeps the transport busy by itself, and its caller spins until it is over: a
-        # second concurrent batch only takes processor time from the first.
-        self._reading = threading.Lock()
-        self._writing = threading.Lock()
+        self._reading = _Turns("flexcache-mooncake-read")
+        self._writing = _Turns("flexcache-mooncake-write")
         api = _load_client(timeout_s)
         own_host = self._try_master()
         options = url.options
@@ -88,6 +89,7 @@ class MooncakeStore(RemoteStore):
             if self._client.register_buffer(region.address, region.num_bytes) != 0:
                 self.close()
                 raise StoreUnavailableError(f"{self.name}: cannot register memory")
+        self.joins_below = _JOINS_BELOW if options.get("protocol", "tcp") == "tcp" else 0
         self._placement = api.ReplicateConfig()
         self._placement.replica_num = int(options.get("replicas", "1"))
         soft_pin_s = float(options.get("soft_pin_s", "0"))
@@ -130,13 +132,14 @@ class MooncakeStore(RemoteStore):
             elif sizes[name] > num_bytes_of(room):
                 outcomes[name] = too_large(sizes[name], num_bytes_of(room))
             else:
-                wanted[name] = _first_bytes(room, sizes[name])
+                wanted[name] = first_bytes(room, sizes[name])
         if wanted:
             buffers = _addresses_and_sizes(wanted.values())
-            with _turn(self._reading, deadline) as is_in_time:
-                if not is_in_time:
-                    return [outcomes.get(name, _TOO_LATE) for name in names]
-                results = self._client.batch_get_into_multi_buffers(list(wanted), *buffers)
+            results = self._reading.take(
+                deadline, self._client.batch_get_into_multi_buffers, list(wanted), *buffers
+            )
+            if results is None:
+                return [outcomes.get(name, _TOO_LATE) for name in names]
             outcomes |= {
                 name: Outcome(Status.OK, result) if result >= 0 else self._failure(result)
                 for name, result in zip(wanted, results, strict=True)
@@ -150,12 +153,10 @@ class MooncakeStore(RemoteStore):
         if problem:
             return [failed(problem) for _ in names]
         buffers = _addresses_and_sizes(parts)
-        with _turn(self._writing, deadline) as is_in_time:
-            if not is_in_time:
-                return [_TOO_LATE for _ in names]
-            results = self._client.batch_put_from_multi_buffers(
-                list(names), *buffers, self._placement
-            )
+        put = self._client.batch_put_from_multi_buffers
+        results = self._writing.take(deadline, put, list(names), *buffers, self._placement)
+        if results is None:
+            return [_TOO_LATE for _ in names]
         return [
             Outcome(Status.OK, num_bytes_of(content)) if result == 0 else self._failure(result)
             for content, result in zip(parts, results, strict=True)
@@ -167,6 +168,8 @@ class MooncakeStore(RemoteStore):
             self._client.batch_remove(list(names), True)
 
     def close(self) -> None:
+        self._reading.close()
+        self._writing.close()
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -234,25 +237,29 @@ def _load_client(timeout_s: float) -> Any:
     return mooncake.store
 
 
-@contextlib.contextmanager
-def _turn(lock: threading.Lock, deadline: float) -> Iterator[bool]:
-    """Wait for the lock; yield whether it was acquired with time left."""
-    is_mine = lock.acquire(timeout=seconds_until(deadline))
-    try:
-        yield is_mine and seconds_until(deadline) > 0
-    finally:
-        if is_mine:
-            lock.release()
+class _Turns:
+    """A thread that makes the client's calls of one direction, one at a time.
 
+    A batch keeps the transport busy by itself: a second concurrent one only takes processor time
+    from the first. So does the calling thread, which spins until the batch is over, and therefore
+    runs at a lower priority than the client's own threads.
+    """
 
-def _first_bytes(parts: Parts, num_bytes: int) -> list[memoryview]:
-    """Return the front of the parts: the client needs buffers of exactly the object's size."""
-    front = []
-    for part in parts:
-        if num_bytes:
-            front.append(part[:num_bytes])
-            num_bytes -= len(front[-1])
-    return front
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name, initializer=os.nice, initargs=(_NICENESS,))
+
+    def take(self, deadline: float, call: Callable[..., _T], *arguments: Any) -> _T | None:
+        """Return the result of the call; None if its turn did not come before the deadline."""
+
+        def in_time() -> _T | None:
+            return call(*arguments) if seconds_until(deadline) > 0 else None
+
+        turn = self._thread.submit(in_time)
+        wait([turn], seconds_until(deadline))
+        return None if turn.cancel() else turn.result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 def _addresses_and_sizes(objects: Iterable[Parts]) -> tuple[list[list[int]], list[list[int]]]:

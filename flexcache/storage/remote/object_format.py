@@ -23,7 +23,7 @@ import xxhash
 
 from flexcache.errors import FlexCacheError, MissingDependencyError
 from flexcache.storage.checksum import checksum
-from flexcache.storage.remote.base import Parts, num_bytes_of
+from flexcache.storage.remote.base import Parts, first_bytes, gather, num_bytes_of, scatter
 from flexcache.storage.remote.compression import Codec, Compressor, open_compressor
 
 MAGIC = b"FlexCa\r\n"
@@ -40,6 +40,11 @@ class UnreadableObjectError(FlexCacheError):
 
 class DamagedObjectError(FlexCacheError):
     """The object is not the block it should be, and useless to every reader."""
+
+
+def room_bytes(block_bytes: int) -> int:
+    """Return the size of the largest object of a block: more than that is never stored."""
+    return HEADER_BYTES + block_bytes
 
 
 def object_name(root: bytes, key: bytes) -> str:
@@ -63,44 +68,52 @@ class BlockCodec:
         if self._codec is not Codec.NONE:
             self._compressor(self._codec)
 
-    def room_bytes(self, block_bytes: int) -> int:
-        """Return the memory that `encode` may need besides the block itself."""
-        return HEADER_BYTES + (0 if self._codec is Codec.NONE else block_bytes)
-
-    def encode(self, root: bytes, key: bytes, pieces: Parts, room: memoryview) -> list[memoryview]:
+    def encode(
+        self, root: bytes, key: bytes, pieces: Parts, room: memoryview, joined: bool = False
+    ) -> list[memoryview]:
         """Return the object's parts: the header, made in ``room``, and the pieces themselves.
 
-        A compressed object is entirely in ``room``, which has `room_bytes`. A block that does not
-        become smaller is stored uncompressed.
+        A compressed object is entirely in ``room``. A block that does not become smaller is stored
+        uncompressed.
+
+        Args:
+            room: Memory of `room_bytes`.
+            joined: Copy an uncompressed block to ``room`` too, so that the object is one part.
         """
-        codec, length = Codec.NONE, num_bytes_of(pieces)
-        parts = [room[:HEADER_BYTES], *pieces]
+        raw_length = num_bytes_of(pieces)
+        codec, length, parts = Codec.NONE, raw_length, [room[:HEADER_BYTES], *pieces]
         if self._codec is not Codec.NONE:
             frame = self._compressor(self._codec).compress(pieces)
             if len(frame) < length:
                 codec, length = self._codec, len(frame)
                 parts = [room[: HEADER_BYTES + length]]
                 room[HEADER_BYTES : HEADER_BYTES + length] = frame
+        if joined and codec is Codec.NONE:
+            parts = [room[: HEADER_BYTES + length]]
+            pieces = [gather(pieces, room[HEADER_BYTES : HEADER_BYTES + length])]
         fields = _FIELDS.pack(
             MAGIC,
             FORMAT_VERSION,
             codec,
             HEADER_BYTES,
-            num_bytes_of(pieces),
+            raw_length,
             length,
-            checksum(pieces),
+            checksum(pieces),  # of a joined block while the copy is in the processor's cache
             _identity(root, key),
         )
         room[:HEADER_BYTES] = fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
         return parts
 
     def decode(
-        self, root: bytes, key: bytes, header: memoryview, pieces: Parts, num_bytes: int
-    ) -> None:
+        self, root: bytes, key: bytes, header: memoryview, pieces: Parts, num_bytes: int, *,
+        joined: memoryview | None = None, digest: int | None = None,
+    ) -> None:  # fmt: skip
         """Restore the block from an object that was read into ``header`` and then the pieces.
 
         Args:
             num_bytes: Size of the whole object.
+            joined: Where the bytes behind the header were read to, if not into the pieces.
+            digest: `checksum` of these bytes, if the store computed it.
 
         Raises:
             UnreadableObjectError: This program cannot read it; another one may.
@@ -124,19 +137,23 @@ class BlockCodec:
             raise DamagedObjectError(f"a block of {raw_length} bytes, not {num_bytes_of(pieces)}")
         if num_bytes != HEADER_BYTES + length:
             raise DamagedObjectError(f"{num_bytes} of {HEADER_BYTES + length} bytes are present")
+        content = pieces if joined is None else [joined]
         if codec != Codec.NONE:
-            self._decompress(codec, length, pieces)
+            self._decompress(codec, first_bytes(content, length), pieces)
+            content, digest = pieces, None
         elif length != raw_length:
             raise DamagedObjectError(f"{length} of {raw_length} bytes were stored")
-        if checksum(pieces) != expected:
+        if (checksum(content) if digest is None else digest) != expected:
             raise DamagedObjectError("checksum mismatch")
+        if joined is not None and codec == Codec.NONE:
+            scatter(joined, pieces)
 
-    def _decompress(self, codec: int, length: int, pieces: Parts) -> None:
+    def _decompress(self, codec: int, content: Parts, pieces: Parts) -> None:
         try:
             compressor = self._compressor(Codec(codec))
         except (ValueError, MissingDependencyError) as error:
             raise UnreadableObjectError(str(error)) from None
-        frame = b"".join(pieces)[:length]  # copied, because the block overwrites it
+        frame = b"".join(content)  # copied, because the block may overwrite it
         try:
             compressor.decompress(frame, pieces)
         except ValueError as error:

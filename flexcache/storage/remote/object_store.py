@@ -1,8 +1,8 @@
-"""Object stores (S3, GCS, Azure) and shared directories, through obstore.
+"""Object stores (S3, GCS, Azure), through obstore.
 
-An object appears whole or not at all: a cloud store publishes it at the end of the upload, a
-directory by renaming a temporary file. Every request has the deadline of its batch. A late request
-is abandoned and cannot write to the caller's memory any more: only this module's own copy does.
+An object appears whole or not at all: the store publishes it at the end of the upload. Every
+request has the deadline of its batch. A late request is abandoned and cannot write to the caller's
+memory any more: only this module's own copy does.
 
 Each block is one request, whatever its size: splitting blocks into ranges or parts gained nothing
 with several in flight (docs/remote.md has the figures).
@@ -13,8 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
-from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flexcache.config.remote_url import RemoteUrl
@@ -23,46 +21,36 @@ from flexcache.storage.remote.base import (
     MISSING,
     Outcome,
     Parts,
-    Presence,
     RemoteStore,
     Status,
-    StoreUnavailableError,
     failed,
     num_bytes_of,
     scatter,
     seconds_until,
     too_large,
 )
+from flexcache.storage.remote.stepwise import StepwiseStore
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
 _T = TypeVar("_T")
-_FIRST_LOOK = 8
-"""Number of names in the first query; each further one doubles it, until a name is missing."""
 
 
 def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> RemoteStore:
-    """Open a cloud store or a directory. The usual environment variables supply credentials.
+    """Open a cloud store. The usual environment variables supply credentials.
 
     Raises:
         ConfigError: obstore refuses the settings.
         MissingDependencyError: obstore is not installed.
-        StoreUnavailableError: The directory cannot be used now.
     """
     try:
         from obstore.exceptions import BaseError
-        from obstore.store import LocalStore, from_url
+        from obstore.store import from_url
     except ImportError as error:
         raise MissingDependencyError(
             "obstore is not installed; install the extra: pip install 'flexcache[object-store]'"
         ) from error
-    if url.scheme == "file":
-        try:
-            client: Client = LocalStore(Path(url.location), mkdir=True)
-        except (OSError, BaseError) as error:  # an unmounted share may be mounted later
-            raise StoreUnavailableError(f"{url.name}: {_first_line(error)}") from None
-        return ObjectStore(client, url.name, concurrency)
     limit = timedelta(seconds=timeout_s)
     settings: dict[str, Any] = dict(url.options)
     if "account" in settings:
@@ -83,7 +71,7 @@ def open_object_store(url: RemoteUrl, timeout_s: float, concurrency: int) -> Rem
     return ObjectStore(client, url.name, concurrency)
 
 
-class ObjectStore(RemoteStore):
+class ObjectStore(StepwiseStore):
     """A store that sends up to ``concurrency`` requests at once for each batch."""
 
     def __init__(self, client: Client, name: str, concurrency: int) -> None:
@@ -93,32 +81,6 @@ class ObjectStore(RemoteStore):
         self._client = client
         self._concurrency = concurrency
         self.name = name
-
-    def count_present(self, names: Sequence[str], deadline: float) -> Presence:
-        # In growing steps: most prompts are either missing or present over a long prefix.
-        present, step = 0, _FIRST_LOOK
-        while present < len(names):
-            asked = names[present : present + step]
-            found = self._each(self._look, [(name,) for name in asked], deadline)
-            gapless = sum(1 for _ in takewhile(lambda o: o.status is Status.OK, found))
-            present += gapless
-            if gapless < len(asked):
-                end = found[gapless]
-                return Presence(present, end.reason if end.status is Status.FAILED else None)
-            step *= 2
-        return Presence(present)
-
-    def first_present(self, names: Sequence[str], deadline: float) -> int:
-        start, step = 0, _FIRST_LOOK
-        while start < len(names):
-            asked = names[start : start + step]
-            found = self._each(self._look, [(name,) for name in asked], deadline)
-            for number, outcome in enumerate(found, start):
-                if outcome.status is Status.OK:
-                    return number
-            start += len(asked)
-            step *= 2
-        return len(names)
 
     def read_into(
         self, names: Sequence[str], parts: Sequence[Parts], deadline: float
@@ -136,7 +98,10 @@ class ObjectStore(RemoteStore):
     def close(self) -> None:
         """Do nothing: connections close with the last reference."""
 
-    async def _look(self, name: str) -> Outcome:
+    def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+        return self._each(self._head, [(name,) for name in names], deadline)
+
+    async def _head(self, name: str) -> Outcome:
         meta = await self._api.head_async(self._client, name)
         return Outcome(Status.OK, meta["size"])
 

@@ -47,7 +47,8 @@ class Copier(Protocol):
         """
 
     def fence(self) -> Fence | None:
-        """Return the point that the engine's compute has reached. Called on the engine's thread."""
+        """Return the point that the engine's compute has reached: on the calling thread, if it is
+        the engine's; or else on the stream that was current when the tensors were lent."""
 
     def start(
         self, destinations: Addresses, sources: Addresses, sizes: Addresses, kind: OpKind,
@@ -67,12 +68,17 @@ class Copier(Protocol):
         """Wait for copies in flight and release the host pool. Never raises. Idempotent."""
 
 
-def open_copier(device: torch.device, permit: CopyPermit | None = None) -> Copier:
+def open_copier(
+    device: torch.device,
+    permit: CopyPermit | None = None,
+    engine_stream: torch.Stream | None = None,
+) -> Copier:
     """Open the copier for a device's memory.
 
     Args:
         permit: Checked between pieces by a copier whose `start` takes as long as the copy. Copies
             queued on a GPU cannot be recalled; they complete even if the process is stopped.
+        engine_stream: The stream of a GPU that the engine computes on; None for its default stream.
 
     Raises:
         UnsupportedLayoutError: There is no copier for this device.
@@ -81,7 +87,7 @@ def open_copier(device: torch.device, permit: CopyPermit | None = None) -> Copie
     if device.type == "cuda":
         from flexcache.transfer.workers.copy_cuda import CudaCopier
 
-        return CudaCopier(device)
+        return CudaCopier(device, engine_stream)
     if device.type == "cpu":
         from flexcache.transfer.workers.copy_cpu import CpuCopier
 

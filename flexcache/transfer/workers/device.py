@@ -270,7 +270,7 @@ class DeviceWorker:
         self._permit.check()
         with self._gate_lock:
             after = self._gates.get(message.task_id)
-        if after is None:  # not gated: ordered after the work on the default stream so far
+        if after is None:  # not gated: ordered after the work on the engine's stream so far
             after = self._copier.fence()
         landed = self._copier.start(*copies, message.kind, after, urgent)
         if landed is not None:

@@ -37,7 +37,7 @@ from flexcache.storage.remote.base import (
 )
 from flexcache.storage.remote.block_mover import BlockMover, Moved, batch_size
 from flexcache.storage.remote.connection import Connection
-from flexcache.storage.remote.object_format import BlockCodec, object_name
+from flexcache.storage.remote.object_format import BlockCodec, object_name, room_bytes
 from flexcache.transfer.messages import (
     BlockNames,
     Done,
@@ -170,8 +170,8 @@ class RemoteService:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         codecs = [BlockCodec(config.compression) for _ in range(_TRANSFER_THREADS)]
         block_bytes = sum(config.shard_bytes)
-        room_bytes = batch_size(block_bytes) * codecs[0].room_bytes(block_bytes)
-        self._rooms = mmap.mmap(-1, room_bytes * len(codecs))
+        batch_bytes = batch_size(block_bytes) * room_bytes(block_bytes)
+        self._rooms = mmap.mmap(-1, batch_bytes * len(codecs))
         regions = [Region(segment.address, segment.size) for segment in segments]
         regions.append(Region(_address_of(self._rooms), len(self._rooms)))
         self._connection = Connection(
@@ -183,7 +183,7 @@ class RemoteService:
             )
         )
         for i, codec in enumerate(codecs):
-            room = memoryview(self._rooms)[i * room_bytes : (i + 1) * room_bytes]
+            room = memoryview(self._rooms)[i * batch_bytes : (i + 1) * batch_bytes]
             mover = BlockMover(codec, room, block_bytes)
             self._start_thread(f"flexcache-remote-{i}", self._transfer, mover)
         for i in range(_LOOKUP_THREADS):

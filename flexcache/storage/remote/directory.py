@@ -1,0 +1,170 @@
+"""A directory shared by hosts: one file per object.
+
+An object appears whole or not at all: it is written to a temporary file beside it, which is then
+renamed. Bytes move between the file and the caller's memory without another copy, and a read
+computes the digest of each step while it is in the processor's cache.
+
+Deadlines are kept between system calls. A call that hangs, as on a share whose server is gone,
+cannot be interrupted: the worker is then replaced, like one whose native client hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from flexcache.storage.remote.base import (
+    MISSING,
+    Outcome,
+    Parts,
+    Status,
+    StoreUnavailableError,
+    failed,
+    first_bytes,
+    num_bytes_of,
+    seconds_until,
+    too_large,
+)
+from flexcache.storage.remote.stepwise import StepwiseStore
+
+STEP_BYTES = 256 << 10
+"""Size of a read that, with its digest, stays within a core's cache."""
+_LATE = failed("the deadline has passed")
+
+
+class DirectoryStore(StepwiseStore):
+    """Files below a directory; up to ``concurrency`` of a batch are moved at once.
+
+    Raises:
+        StoreUnavailableError: The directory cannot be used now, such as a share that is not
+            mounted yet.
+    """
+
+    def __init__(self, directory: Path, name: str, concurrency: int) -> None:
+        self.name = name
+        self._directory = directory
+        self._concurrency = concurrency
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            os.scandir(directory).close()
+        except OSError as error:
+            raise StoreUnavailableError(f"{name}: {error.strerror}") from None
+        self._helpers = ThreadPoolExecutor(concurrency, "flexcache-directory")
+
+    def read_into(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        return self._each(_read, names, deadline, parts)
+
+    def write_from(
+        self, names: Sequence[str], parts: Sequence[Parts], deadline: float
+    ) -> list[Outcome]:
+        return self._each(_write, names, deadline, parts)
+
+    def discard(self, names: Sequence[str], deadline: float) -> None:
+        self._each(_remove, names, deadline)
+
+    def close(self) -> None:
+        self._helpers.shutdown()
+
+    def _look(self, names: Sequence[str], deadline: float) -> list[Outcome]:
+        return self._each(_look, names, deadline)
+
+    def _each(
+        self,
+        action: Callable[..., Outcome],
+        names: Sequence[str],
+        deadline: float,
+        *arguments: Sequence[Any],
+    ) -> list[Outcome]:
+        """Apply an action to each file, in this thread and in helpers."""
+        outcomes = [_LATE] * len(names)
+        places = iter(range(len(names)))
+        lock = threading.Lock()
+
+        def work() -> None:
+            while seconds_until(deadline) > 0:
+                with lock:
+                    place = next(places, None)
+                if place is None:
+                    return
+                path = os.path.join(self._directory, names[place])
+                try:
+                    outcomes[place] = action(path, *(each[place] for each in arguments))
+                except FileNotFoundError:
+                    outcomes[place] = MISSING
+                except OSError as error:
+                    outcomes[place] = failed(error.strerror or str(error))
+
+        num_helpers = min(self._concurrency, len(names)) - 1
+        helpers = [self._helpers.submit(work) for _ in range(num_helpers)]
+        try:
+            work()
+        finally:  # no helper touches the caller's memory after this
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result()
+        return outcomes
+
+
+def _look(path: str) -> Outcome:
+    return Outcome(Status.OK, os.stat(path).st_size)
+
+
+def _read(path: str, parts: Parts) -> Outcome:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size, room = os.fstat(fd).st_size, num_bytes_of(parts)
+        if size > room:
+            return too_large(size, room)
+        digest = xxhash.xxh3_64()
+        position = 0
+        for number, part in enumerate(first_bytes(parts, size)):
+            start = 0
+            while count := os.preadv(fd, [part[start : start + STEP_BYTES]], position):
+                if number > 0:
+                    digest.update(part[start : start + count])
+                start += count
+                position += count
+        return Outcome(Status.OK, position, digest=digest.intdigest())
+    finally:
+        os.close(fd)
+
+
+def _write(path: str, parts: Parts) -> Outcome:
+    temporary = f"{path}#{os.urandom(8).hex()}"
+    try:
+        fd = _create(temporary)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        fd = _create(temporary)
+    try:
+        try:
+            for part in parts:
+                written = 0
+                while written < len(part):
+                    written += os.write(fd, part[written:])
+        finally:
+            os.close(fd)  # where a network file system may report that it could not write
+        os.rename(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return Outcome(Status.OK, num_bytes_of(parts))
+
+
+def _create(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def _remove(path: str) -> Outcome:
+    os.unlink(path)
+    return Outcome(Status.OK)
