@@ -50,7 +50,7 @@ class EarlyLoad:
 
     root: RootId
     key: BlockKey
-    """Of the last block that it brings: a prompt that has it has all of them."""
+    """Key of the last block that it brings: a prompt that has it has all of them."""
     stop: int
     """Blocks of the prompt up to there."""
     num_blocks: int
