@@ -41,8 +41,11 @@ class CacheConfig:
     """
 
     tokens_per_block: Count = setting(16, "Tokens of one cached block.", "tokens")
-    num_cpu_blocks: Count | None = setting(
-        None, "Size of the DRAM tier in blocks. Give this or cpu_cache_gb.", "blocks"
+    num_cpu_blocks: Annotated[int, Meta(ge=0)] | None = setting(
+        None,
+        "Size of the DRAM tier in blocks. Give this or cpu_cache_gb. 0: no DRAM tier above the "
+        "SSD, to which blocks then go past DRAM.",
+        "blocks",
     )
     cpu_cache_gb: Gigabytes | None = setting(
         None, "Size of the DRAM tier in GB, over all ranks.", "1e9 bytes"
@@ -74,6 +77,12 @@ class CacheConfig:
         "refuse",
         "What to do with a FlexCache directory that does not fit (another block size, say): "
         "refuse to start, or clear it.",
+    )
+    ssd_past_dram: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Whether loads go from SSD straight to the GPU, where that can be done, instead of "
+        "through DRAM. auto: if that was clearly faster, since it leaves nothing in DRAM (on CPUs: "
+        "never).",
     )
     ssd_write_policy: WritePolicy = setting(
         "write_through",
@@ -123,10 +132,7 @@ class CacheConfig:
         True, "Skip loads that the engine recomputes faster, judged by measured times of both."
     )
     early_load_share: Annotated[float, Meta(ge=0, le=0.75)] = setting(
-        0.5,
-        "Share of DRAM that blocks may take which are brought there before their requests ask for "
-        "them. 0: vLLM begins no load early; SGLang's requests are loaded for one at a time.",
-        "of DRAM",
+        0.5, "Share of DRAM for blocks loaded ahead of their requests; 0: none in vLLM.", "of DRAM"
     )
     eviction_policy: EvictionName = setting(
         "reuse",
@@ -221,9 +227,7 @@ class CacheConfig:
     )
     kv_events_buffer: Count = setting(10_000, "Batches of KV events kept for replay.", "batches")
     kv_events_queue: Count = setting(
-        10_000,
-        "Batches of KV events that may wait to be sent; beyond it the oldest are dropped.",
-        "batches",
+        10_000, "Batches of KV events that may wait; beyond it the oldest are dropped.", "batches"
     )
     trace_dir: str | None = setting(
         None, "Directory for traces of every call and op (`flexcache replay`). Unset: no trace."
@@ -246,6 +250,7 @@ class CacheConfig:
             object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _check_sizes(self)
         _check_ssd_directories(self)
+        _check_without_dram(self)
         _check_endpoints(self)
         if self.trace_dir is not None:
             check_writable("trace_dir", self.trace_dir)
@@ -348,6 +353,21 @@ def _check_sizes(config: CacheConfig) -> None:
         num_blocks = getattr(config, blocks)
         if num_blocks is not None and getattr(config, gigabytes) is not None:
             raise reject(blocks, num_blocks, f"set either this or {gigabytes}")
+
+
+def _check_without_dram(config: CacheConfig) -> None:
+    """Raise `ConfigError` for what a cache without a DRAM tier cannot do."""
+    if config.num_cpu_blocks != 0:
+        return
+    if not config.has_ssd_tier:
+        raise reject("num_cpu_blocks", 0, "without a DRAM tier there must be an SSD tier")
+    if config.remote_url is not None:
+        hint = "a remote store is written from DRAM: set num_cpu_blocks above 0, or cpu_cache_gb"
+        raise reject("remote_url", config.remote_url, hint)
+    if config.ssd_write_policy == "write_back":
+        raise reject("ssd_write_policy", "write_back", "there is no DRAM tier to write back from")
+    if config.ssd_past_dram == "never":
+        raise reject("ssd_past_dram", "never", "there is no DRAM tier to load through")
 
 
 def _check_ssd_directories(config: CacheConfig) -> None:

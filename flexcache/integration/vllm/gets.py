@@ -70,7 +70,7 @@ class Gets:
         self._lookup_timeout_s = config.remote_lookup_timeout_s
         self._has_siblings = has_siblings
         self.early = EarlyLookUps(config.remote_lookup_timeout_s)
-        may_begin = config.early_load_share > 0
+        may_begin = config.early_load_share > 0 and config.num_cpu_blocks != 0
         self.early_loads = EarlyLoads(
             cache, may_begin and config.has_workers, reads_pool=not tables.has_groups
         )
