@@ -22,6 +22,7 @@ from fake_gpu import FakeGpu, fake_gpu
 from fake_torch_cuda import FakeTorchCuda
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from o_direct import open_direct
 
 from flexcache.errors import MissingDependencyError, NoDirectPathError
 from flexcache.storage.block_io import Direction
@@ -60,7 +61,7 @@ class Rig:
         monkeypatch.setitem(sys.modules, f"{workers}.copy_kernel", None)
         self.random = np.random.default_rng(0)
         path.write_bytes(self.random.bytes(PAGE + NUM_BLOCKS * LENGTH))
-        self.fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+        self.fd = open_direct(path)
         self.path = path
         self.device = torch.device("cuda", 1)
         self._kv = gpu.allocate(NUM_LAYERS * NUM_BLOCKS * RUN, 1)
