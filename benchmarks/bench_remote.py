@@ -3,8 +3,8 @@
     python benchmarks/bench_remote.py [--rounds 9] [--store mooncake --store s3 --store file]
         [--delay-ms 10] [--loss 0.001]
 
-Starts each store on loopback and measures it as `flexcache bench remote` does. With a delay or loss,
-the store is behind a proxy that adds them: all of S3, but of Mooncake only its master.
+Starts each store on loopback and measures it as `flexcache bench remote` does. With a delay or
+loss, the store is behind a proxy that adds them: all of S3, but of Mooncake only its master.
 """
 
 from __future__ import annotations

@@ -34,7 +34,11 @@ class Loaded:
         self.engine = LoadEngine(cluster.manager, cluster.kv[0], seed, cluster.clients[0])
 
     def work_until(self, condition: str) -> None:
-        until(lambda: (self.engine.step(), breaker(self.cluster))[1] == condition)
+        def is_so() -> bool:
+            self.engine.step()
+            return breaker(self.cluster) == condition
+
+        until(is_so)
 
     def work_until_it_grows(self, *counters: str) -> None:
         """Work until the store has supplied blocks again."""
