@@ -6,13 +6,16 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from cluster import running_cluster
 from engine_memory import device_memory
+from mutants import Mutant, check_seen
 
+from flexcache.client.attachment import Attachment
 from flexcache.doctor.findings import Level
 from flexcache.doctor.memory import check_numa, judge_numa
 from flexcache.doctor.subject import Subject
@@ -158,6 +161,17 @@ def test_a_rank_puts_its_pool_on_the_node_of_its_gpu(
             assert cluster.put(list(range(16)), [1]).mask.all()
             assert cluster.get(list(range(16)), [2]).mask.all()
             assert cluster.read([2]) == expected
+
+
+def test_a_pool_that_is_wherever_its_pages_were_touched_first_is_seen(
+    sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = Mutant(
+        "M5: the pool is bound to no node", Attachment, "__init__",
+        "segment.map(show_life, node=copier.numa_node)", "segment.map(show_life)",
+        test_a_rank_puts_its_pool_on_the_node_of_its_gpu,
+    )  # fmt: skip
+    check_seen(mutant, lambda _: nullcontext({}), monkeypatch, sysfs=sysfs)
 
 
 def test_a_host_with_one_node_is_asked_for_nothing(
