@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.load_ways import Way
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
@@ -70,6 +71,8 @@ class Plan:
         blocks_per_unit: GPU blocks for each block and unit of a tail.
         has_dense: Whether its blocks hold anything: in a model with tails only they do not.
         num_before: Blocks before the caller's prompt, which continues their chain.
+        may_go_direct: Whether the engine's ranks also move blocks between GPU and SSD past DRAM.
+        way: How such a get loads its blocks from SSD, if there are any.
     """
 
     kind: TaskKind
@@ -95,6 +98,8 @@ class Plan:
     blocks_per_unit: int = 1
     has_dense: bool = True
     num_before: int = 0
+    may_go_direct: bool = False
+    way: Way | None = None
 
     @property
     def num_blocks(self) -> int:

@@ -41,8 +41,11 @@ class CacheConfig:
     """
 
     tokens_per_block: Count = setting(16, "Tokens of one cached block.", "tokens")
-    num_cpu_blocks: Count | None = setting(
-        None, "Size of the DRAM tier in blocks. Give this or cpu_cache_gb.", "blocks"
+    num_cpu_blocks: Annotated[int, Meta(ge=0)] | None = setting(
+        None,
+        "Size of the DRAM tier in blocks. Give this or cpu_cache_gb. 0: no DRAM tier above the "
+        "SSD, to which blocks then go past DRAM.",
+        "blocks",
     )
     cpu_cache_gb: Gigabytes | None = setting(
         None, "Size of the DRAM tier in GB, over all ranks.", "1e9 bytes"
@@ -74,6 +77,12 @@ class CacheConfig:
         "refuse",
         "What to do with a FlexCache directory that does not fit (another block size, say): "
         "refuse to start, or clear it.",
+    )
+    ssd_past_dram: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Whether loads go from SSD straight to the GPU, where that can be done, instead of "
+        "through DRAM. auto: if that was clearly faster, since it leaves nothing in DRAM (on CPUs: "
+        "never).",
     )
     ssd_write_policy: WritePolicy = setting(
         "write_through",
@@ -240,6 +249,7 @@ class CacheConfig:
             object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _check_sizes(self)
         _check_ssd_directories(self)
+        _check_without_dram(self)
         _check_endpoints(self)
         if self.trace_dir is not None:
             check_writable("trace_dir", self.trace_dir)
@@ -342,6 +352,21 @@ def _check_sizes(config: CacheConfig) -> None:
         num_blocks = getattr(config, blocks)
         if num_blocks is not None and getattr(config, gigabytes) is not None:
             raise reject(blocks, num_blocks, f"set either this or {gigabytes}")
+
+
+def _check_without_dram(config: CacheConfig) -> None:
+    """Raise `ConfigError` for what a cache without a DRAM tier cannot do."""
+    if config.num_cpu_blocks != 0:
+        return
+    if not config.has_ssd_tier:
+        raise reject("num_cpu_blocks", 0, "without a DRAM tier there must be an SSD tier")
+    if config.remote_url is not None:
+        hint = "a remote store is written from DRAM: set num_cpu_blocks above 0, or cpu_cache_gb"
+        raise reject("remote_url", config.remote_url, hint)
+    if config.ssd_write_policy == "write_back":
+        raise reject("ssd_write_policy", "write_back", "there is no DRAM tier to write back from")
+    if config.ssd_past_dram == "never":
+        raise reject("ssd_past_dram", "never", "there is no DRAM tier to load through")
 
 
 def _check_ssd_directories(config: CacheConfig) -> None:

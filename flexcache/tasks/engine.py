@@ -79,7 +79,7 @@ class KVTaskEngine:
     ) -> None:
         self.cache = cache
         self._sessions = TaskSessions(load_ranks, store_ranks)
-        self._accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads.cost)
+        self._accounts = Accounts(block_bytes, cache.tiers.lost, cache.loads)
         self._breaker = CircuitBreaker()
         self._instructions: list[Instruction] = []
         ssd = cache.tiers.by_name.get(TierName.SSD)
@@ -259,9 +259,9 @@ class KVTaskEngine:
         self._checksums.restore(records)
         return restore_tier(self.cache.tiers.by_name[TierName.SSD], records)
 
-    def executor_up(self, executor: str) -> None:
-        """An executor serves. What waited for its tier starts with the next `tick`."""
-        self._executors.up(executor)
+    def executor_up(self, executor: str, is_direct: bool = False) -> None:
+        """An executor serves, GPU to SSD too if ``is_direct``. Waiting ops start in `tick`."""
+        self._executors.up(executor, is_direct)
 
     def executor_down(self, executor: str, reason: str, now: float) -> None:
         """An executor is gone, and with it all that it was moving."""

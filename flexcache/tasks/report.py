@@ -9,7 +9,6 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.tasks.routes import LOAD_TIER, LOWER_TIER
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import (
     BreakerStats,
@@ -60,16 +59,25 @@ def cache_stats(
     )
 
 
+_ENDS = {
+    OpKind.H2D: (TierName.CPU, TierName.GPU),
+    OpKind.D2H: (TierName.GPU, TierName.CPU),
+    OpKind.DISK2H: (TierName.SSD, TierName.CPU),
+    OpKind.H2DISK: (TierName.CPU, TierName.SSD),
+    OpKind.REMOTE2H: (TierName.REMOTE, TierName.CPU),
+    OpKind.H2REMOTE: (TierName.CPU, TierName.REMOTE),
+    OpKind.DISK2D: (TierName.SSD, TierName.GPU),
+    OpKind.D2DISK: (TierName.GPU, TierName.SSD),
+}
+
+
 def _tiers(cache: TieredCache, totals: Totals) -> dict[str, TierStats]:
-    """Bytes are those of the ops that read and wrote the tier; every op has one end in DRAM."""
+    """Bytes are those of the ops that read and wrote the tier."""
     num_read = dict.fromkeys(TierName, 0)
     num_written = dict.fromkeys(TierName, 0)
-    for kind, total in totals.ops.items():
-        lower = LOWER_TIER.get(kind, TierName.GPU)
-        goes_up = kind in LOAD_TIER or kind is OpKind.D2H
-        source, target = (lower, TierName.CPU) if goes_up else (TierName.CPU, lower)
-        num_read[source] += total.bytes
-        num_written[target] += total.bytes
+    for kind, (source, target) in _ENDS.items():
+        num_read[source] += totals.ops[kind].bytes
+        num_written[target] += totals.ops[kind].bytes
     return {
         name: TierStats(
             read_bytes=num_read[TierName(name)], written_bytes=num_written[TierName(name)], **tier

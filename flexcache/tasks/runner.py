@@ -25,12 +25,13 @@ from flexcache.tasks.instructions import (
     TaskResult,
 )
 from flexcache.tasks.model import OpRun, Task
-from flexcache.tasks.routes import LOAD_TIER, STORE_TIER
+from flexcache.tasks.routes import LOAD_TIER, RECORDING_TIER, STAGED_LOAD_TIER, STORE_TIER
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.transfer.scheduler import OpEnded, Outcome, TransferScheduler
 
 _FROM_GPU = (OpKind.D2H,)
-_FROM_BELOW = tuple(LOAD_TIER)
+_FROM_BELOW = tuple(STAGED_LOAD_TIER)
+_TO_HOST = _FROM_GPU + _FROM_BELOW
 
 
 class TaskRunner:
@@ -184,13 +185,13 @@ class TaskRunner:
     def _publish_what_is_whole(self, task: Task, kind: OpKind) -> None:
         """If an op was the last into its tier, publish there the prefix that has arrived."""
         plan = task.plan
-        if kind in STORE_TIER:
+        if kind in RECORDING_TIER:
             if not task.open_ops[kind]:
-                tier = STORE_TIER[kind]
+                tier = RECORDING_TIER[kind]
                 count = task.contiguous([kind], plan.store_starts.get(tier, plan.stop))
                 num_units = task.contiguous([kind], TAIL_FIRST)
                 self._cache.publish_store(plan, tier, count, num_units)
-        elif kind is not OpKind.H2D:
+        elif kind in _TO_HOST:
             is_put = plan.kind is TaskKind.PUT
             kinds = _FROM_GPU if is_put else _FROM_BELOW
             if not any(task.open_ops[k] for k in kinds):

@@ -14,7 +14,7 @@ from flexcache.ids import OpKind, SessionId, TaskId, TaskState
 from flexcache.tasks.ids import TaskIds, id_before, make_session, session_of
 from flexcache.tasks.instructions import device
 from flexcache.tasks.model import Session, Task
-from flexcache.tasks.routes import WORKER_OF
+from flexcache.tasks.routes import GPU_LOADS, GPU_STORES, WORKER_OF
 from flexcache.tasks.totals import Totals
 
 _INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0
@@ -43,7 +43,7 @@ class TaskSessions:
         loads = tuple(device(engine, rank) for rank in self._load_ranks)
         stores = tuple(device(engine, rank) for rank in self._store_ranks)
         executors: dict[OpKind, tuple[str, ...]] = {k: (n,) for k, n in WORKER_OF.items()}
-        executors |= {OpKind.H2D: loads, OpKind.D2H: stores}
+        executors |= dict.fromkeys(GPU_LOADS, loads) | dict.fromkeys(GPU_STORES, stores)
         added = Session(session, engine, executors, id_before(session))
         self._sessions[session] = added
         return added

@@ -9,6 +9,7 @@ import errno
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -39,6 +40,7 @@ BLOCK = NUM_LAYERS * RUN
 LENGTH = 2 * PAGE
 NUM_BLOCKS = 12
 DEPTH = 3
+PATIENCE_S = 60.0
 READ, WRITE = Direction.READ, Direction.WRITE
 
 
@@ -92,7 +94,9 @@ class Rig:
         """Wait until this many transfers have ended."""
         assert self.io is not None
         ended: dict[int, Transferred] = {}
+        deadline = time.monotonic() + PATIENCE_S
         while len(ended) < number:
+            assert time.monotonic() < deadline, "they did not end"
             for each in self.io.reap():
                 ended[each.token] = each
             self.io.check()
@@ -313,7 +317,14 @@ def test_closing_waits_for_what_is_in_flight(rig: Rig) -> None:
     closing.start()
     rig.gpu.thaw()
     closing.join()
+
+
+def test_closing_again_does_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    io = rig.open()
     io.close()
+    rig.copier.close()
+    io.close()
+    assert not caplog.records
 
 
 def thaw_when_settling(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
