@@ -82,6 +82,7 @@ def serve_on_fake_gpu(prompts: Prompts, in_one_piece: bool) -> dict[str, Any]:
             patch.setattr(gets, "layerwise", LayerwiseRule(layerwise, None))
             gpu.forget_copy_calls()
             outputs = engine.generate_all(prompts)
+            gpu.thaw()
             engine.drain()
             return {
                 "tokens": [list(output.outputs[0].token_ids) for output in outputs],
@@ -95,6 +96,7 @@ def serve_on_fake_gpu(prompts: Prompts, in_one_piece: bool) -> dict[str, Any]:
         patch.setattr(gets, "layerwise", LayerwiseRule("off", None))
         seen["asleep"] = _sleep_during_a_load(engine, prompts[0])
         patch.setattr(torch_cuda.Event, "wait", lambda event, stream=None: None)
+        gpu.freeze()  # however slow the model is, the copies come too late
         seen["without waiting"] = serve("on")
         gpu.wait_idle()
     return seen

@@ -77,10 +77,6 @@ def test_nothing_is_copied_to_memory_that_was_taken_away_and_what_was_lost_is_co
 def test_without_the_wait_for_each_layer_the_tokens_are_wrong(
     alone: list[list[int]], seen: dict[str, Any]
 ) -> None:
-    """The negative control: the copies land too late for a model that does not wait."""
+    """The negative control: the model computes before the copies have landed."""
     assert seen["without waiting"]["cached"] == CACHED
-    wrong = [
-        tokens != right
-        for tokens, right in zip(seen["without waiting"]["tokens"], alone, strict=True)
-    ]
-    assert any(wrong)
+    assert seen["without waiting"]["tokens"] != alone
