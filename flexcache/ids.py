@@ -32,7 +32,10 @@ class TierName(str, Enum):
 
 
 class OpKind(str, Enum):
-    """Kinds of movement, named source first, then destination."""
+    """Kinds of movement, named source first, then destination.
+
+    COMMIT moves nothing: it records what D2DISK has written.
+    """
 
     H2D = "H2D"
     D2H = "D2H"
@@ -40,11 +43,19 @@ class OpKind(str, Enum):
     H2DISK = "H2DISK"
     REMOTE2H = "REMOTE2H"
     H2REMOTE = "H2REMOTE"
+    DISK2D = "DISK2D"
+    D2DISK = "D2DISK"
+    COMMIT = "COMMIT"
+
+    @property
+    def fills_gpu(self) -> bool:
+        """Whether the op writes the engine's own slots."""
+        return self is OpKind.H2D or self is OpKind.DISK2D
 
     @property
     def touches_gpu(self) -> bool:
         """Whether the op reads or writes the engine's own slots."""
-        return self is OpKind.H2D or self is OpKind.D2H
+        return self.fills_gpu or self is OpKind.D2H or self is OpKind.D2DISK
 
 
 class TaskKind(str, Enum):

@@ -8,6 +8,7 @@ from flexcache.cache.admission import make_admission
 from flexcache.cache.eviction import make_forecaster
 from flexcache.cache.eviction_queue import Ranking
 from flexcache.cache.load_cost import LoadCost
+from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
@@ -18,6 +19,7 @@ from flexcache.config.groups import UnitShape
 from flexcache.ids import TierName
 
 _UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
+_STAGING_CHUNKS = 8  # held by a host tier that only stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,14 @@ class CacheSizes:
         num_slots: Slots of the SSD tier; 0 for none.
         chunk_blocks: Blocks that one op moves if one tier feeds another.
         max_store_backlog: Host blocks that may wait to be written below.
+        keeps_on_host: Whether the host tier is a cache; else it only stages.
     """
 
     num_host_blocks: int
     num_slots: int
     chunk_blocks: int
     max_store_backlog: int
+    keeps_on_host: bool = True
 
     @classmethod
     def for_blocks(cls, config: CacheConfig, block_bytes: int, stored_bytes: int) -> CacheSizes:
@@ -46,16 +50,21 @@ class CacheSizes:
         Raises:
             ConfigError: A tier has no room for one block.
         """
-        num_host_blocks = config.cpu_blocks_for(stored_bytes)
         # With no tier to feed, an op must only be short enough that loads do not wait long for it.
         num_chunks = 1 if config.has_workers else _UNFED_CHUNKS
         chunk_bytes = int(config.transfer_chunk_mb * 1e6 * num_chunks)
+        chunk_blocks = max(1, chunk_bytes // block_bytes)
+        num_host_blocks = config.cpu_blocks_for(stored_bytes)
+        keeps_on_host = num_host_blocks > 0
+        if not keeps_on_host:
+            num_host_blocks = _STAGING_CHUNKS * chunk_blocks
         return cls(
             num_host_blocks=num_host_blocks,
             num_slots=config.ssd_blocks_for(stored_bytes),
-            chunk_blocks=max(1, chunk_bytes // block_bytes),
+            chunk_blocks=chunk_blocks,
             # Blocks that wait to be written are pinned: an eighth remains for gets to stage in.
             max_store_backlog=max(1, num_host_blocks - num_host_blocks // 8),
+            keeps_on_host=keeps_on_host,
         )
 
 
@@ -102,8 +111,12 @@ def build_cache(
             for name, policy in policies.items()
             if policy == "write_back"
         },
+        ways=LoadWays(config.ssd_past_dram if sizes.keeps_on_host else "always"),
         load_cost=LoadCost() if config.skip_slow_loads else None,
         shape=shape,
+        early_load_share=config.early_load_share,
+        early_load_ttl_s=config.match_ttl_s,
+        keeps_on_host=sizes.keeps_on_host,
     )
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)

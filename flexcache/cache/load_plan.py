@@ -3,7 +3,8 @@
     get, blocks of the prompt:   0      start        host           disk        end
                                  |--------|------------|--------------|-----------|
                                    engine   H2D          DISK2H, H2D    not cached
-                                   has it   at once      in chunks
+                                   has it   at once      in chunks,
+                                                         or DISK2D
 
 In a model with tails a load ends at the last position that has one, and loads it too; a plan that
 falls short of that position is made again for an earlier one.
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.load_cost import LoadCost, why_recomputed
+from flexcache.cache.load_ways import LoadWays, Way
 from flexcache.cache.plan import LOAD_OP, Plan, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
@@ -43,6 +45,7 @@ class LoadPlanner:
     Args:
         op_ids: Shared with the cache's other planner.
         chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
+        ways: Chooses between loads through DRAM and past it.
         load_cost: Estimates which loads would take longer than recomputing; None to load all.
         shape: How the blocks of several groups fill the cache's units; None for a single group.
     """
@@ -52,6 +55,7 @@ class LoadPlanner:
         tiers: Tiers,
         op_ids: Iterator[OpId],
         chunk_blocks: int,
+        ways: LoadWays,
         load_cost: LoadCost | None = None,
         shape: UnitShape | None = None,
     ) -> None:
@@ -60,6 +64,7 @@ class LoadPlanner:
         self._op_ids = op_ids
         self._chunk_blocks = chunk_blocks
         self.cost = load_cost
+        self.ways = ways
         self._shape = shape
         self.tails: TailLoads | None = None
         """Finds and loads tails, if the model has any."""
@@ -67,15 +72,18 @@ class LoadPlanner:
             self.tails = TailLoads(tiers, op_ids, chunk_blocks, shape)
 
     def plan_get(
-        self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0
-    ) -> Plan:
+        self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0,
+        may_go_direct: bool = False,
+    ) -> Plan:  # fmt: skip
         """Plan to load the cached part of blocks ``[start, stop)`` to the GPU.
 
         Args:
             prefill_blocks_per_s: How fast the engine computes; 0 if unknown. Blocks that it
                 computes faster than they load are not loaded.
+            may_go_direct: As in `Plan`.
         """
-        plan = self._plan(TaskKind.GET, keys, start, stop, prefill_blocks_per_s)
+        plan = Plan(TaskKind.GET, keys.root, start, start, may_go_direct=may_go_direct)
+        self._fill(plan, keys, start, stop, prefill_blocks_per_s)
         last = self._tiers.last
         for tier in self._tiers:
             num_hits = plan.sources.get(tier.name, 0)
@@ -83,19 +91,39 @@ class LoadPlanner:
             tier.counters.miss_blocks += stop - (plan.stop if tier is last else start + num_hits)
         return plan
 
-    def plan_prefetch(self, keys: BlockKeys, start: int, stop: int) -> Plan:
-        """Plan to load the cached part of blocks ``[start, stop)`` to the host tier."""
-        return self._plan(TaskKind.PREFETCH, keys, start, stop)
+    def plan_prefetch(
+        self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0,
+        room: int | None = None,
+    ) -> Plan:  # fmt: skip
+        """Plan to load the cached part of blocks ``[start, stop)`` to the host tier.
 
-    def _plan(
+        Blocks that are on their way there already are left to the tasks that bring them. Nothing is
+        loaded behind a gap: the tier keeps no block without those before it.
+
+        Args:
+            prefill_blocks_per_s: As for `plan_get`.
+            room: At most this many blocks are loaded; None: as many as fit.
+        """
+        have = self._host.index.match(keys).num_blocks
+        if awaited := self._host.num_in_flight(keys, have, stop):
+            have += awaited
+            start = min(max(start, have), stop)
+        if start > have:
+            stop = start
+        if room is not None:
+            stop = min(stop, max(start, have) + room)
+        plan = Plan(TaskKind.PREFETCH, keys.root, start, start)
+        self._fill(plan, keys, start, stop, prefill_blocks_per_s)
+        return plan
+
+    def _fill(
         self,
-        kind: TaskKind,
+        plan: Plan,
         keys: BlockKeys,
         start: int,
         stop: int,
         prefill_blocks_per_s: float = 0.0,
-    ) -> Plan:
-        plan = Plan(kind, keys.root, start, start)
+    ) -> None:
         self._tiers.num_holders += 1
         self._tiers.look_up(keys)
         if self._shape is not None:
@@ -104,7 +132,6 @@ class LoadPlanner:
             self._add_blocks(plan, keys, start, stop, prefill_blocks_per_s)
         else:
             self._add_up_to_tail(self.tails, plan, keys, start, stop, prefill_blocks_per_s)
-        return plan
 
     def _add_up_to_tail(
         self, tails: TailLoads, plan: Plan, keys: BlockKeys, start: int, stop: int, rate: float
@@ -156,11 +183,38 @@ class LoadPlanner:
                 source = self._host.index.blocks(on_host, start)[: host_stop - start]
                 plan.graph.add(next(self._op_ids), OpKind.H2D, start, source, None)
         if segments:
-            self._add_staged_loads(plan, keys, on_host, segments, covered)
+            self._add_loads(plan, keys, on_host, segments, covered)
 
     def _pays(self, name: TierName, num_blocks: int, prefill_blocks_per_s: float) -> bool:
         cost = self.cost
         return cost is None or cost.pays(name, num_blocks, prefill_blocks_per_s, self._tiers.now)
+
+    def _add_loads(
+        self,
+        plan: Plan,
+        keys: BlockKeys,
+        on_host: PrefixMatch,
+        segments: list[_Segment],
+        stop: int,
+    ) -> None:
+        """Load what the host tier lacks: past it, or through it."""
+        plan.load_start = plan.stop
+        if plan.may_go_direct and segments[0].tier.name is TierName.SSD:
+            plan.way = self.ways.choose()
+        if plan.way is Way.DIRECT:
+            self._add_direct_loads(plan, segments.pop(0))
+        if segments:
+            self._add_staged_loads(plan, keys, on_host, segments, stop)
+        plan.load_keys = keys.slice(plan.load_start, plan.stop)
+
+    def _add_direct_loads(self, plan: Plan, segment: _Segment) -> None:
+        tier, match, low, high = segment
+        slots = tier.index.blocks(match, low)
+        for chunk in chunks(low, high, self._chunk_blocks):
+            source = slots[chunk.start - low : chunk.stop - low]
+            plan.graph.add(next(self._op_ids), OpKind.DISK2D, chunk.start, source, None)
+        plan.sources[tier.name] = high - low
+        plan.stop = high
 
     def _add_staged_loads(
         self,
@@ -171,15 +225,15 @@ class LoadPlanner:
         stop: int,
     ) -> None:
         """Load what the host tier lacks into a lease on it, and then to the GPU chunk by chunk."""
-        begin = plan.stop
-        attaches = begin <= on_host.num_blocks
+        begin, before = plan.stop, on_host.num_blocks
+        before += self._host.num_in_flight(keys, before, begin)
+        attaches = begin <= before
         if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
             plan.staging = self._host.reserve(keys, begin, stop, self._tiers.recall(keys))
         else:  # another task is loading them, or only the engine has the blocks before them
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         staged = plan.staging.blocks.copy()
         plan.stop = begin + len(staged)
-        plan.load_keys, plan.load_start = keys.slice(begin, plan.stop), begin
         for tier, match, low, high in segments:
             high = min(high, plan.stop)
             if low >= high:

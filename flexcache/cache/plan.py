@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_queue import Outlook
+from flexcache.cache.load_ways import Way
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tail_index import TAIL_FIRST, Tail, tail_keys
@@ -72,6 +73,8 @@ class Plan:
         has_dense: Whether its blocks hold anything: in a model with tails only they do not.
         num_before: Blocks before the caller's prompt, which continues their chain.
         outlook: Kinds of a put's blocks, if they matter.
+        may_go_direct: Whether the engine's ranks also move blocks between GPU and SSD past DRAM.
+        way: How such a get loads its blocks from SSD, if there are any.
     """
 
     kind: TaskKind
@@ -98,6 +101,8 @@ class Plan:
     has_dense: bool = True
     num_before: int = 0
     outlook: Outlook | None = None
+    may_go_direct: bool = False
+    way: Way | None = None
 
     @property
     def num_blocks(self) -> int:

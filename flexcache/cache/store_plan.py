@@ -123,7 +123,7 @@ class StorePlanner:
             plan.staging = self._host.reserve(keys, first, stop, plan.outlook, retain_s)
             plan.stop = first + len(plan.staging)
             if plan.stop < stop:
-                plan.dropped[_why_short("host", plan.staging)] = stop - plan.stop
+                plan.dropped[plan.staging.why_short("host")] = stop - plan.stop
             copies = self._add_copies(plan)
         tail_copies: dict[OpId, range] = {}
         if self._tails is not None and 0 < tail_at <= plan.stop:
@@ -283,7 +283,7 @@ class StorePlanner:
         if isinstance(tier, RemoteTier):
             plan.remote_root = tier.root_at_store(plan.root)
         if begin + len(lease) < end:
-            plan.dropped[_why_short(tier.name.value.lower(), lease)] = end - begin - len(lease)
+            plan.dropped[lease.why_short(tier.name.value.lower())] = end - begin - len(lease)
         end = begin + len(lease)
         self._add_back_fill(plan, tier, keys, lease, cached, begin, min(end, plan.start))
         for copy in copies:
@@ -331,8 +331,3 @@ class StorePlanner:
         plan.graph.add(
             next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
         )
-
-
-def _why_short(tier: str, lease: Lease) -> str:
-    """Why a tier has fewer blocks for a lease than it asked for."""
-    return f"{tier}_worth_less" if lease.is_refused else f"{tier}_tier_full"

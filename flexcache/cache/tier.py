@@ -85,6 +85,10 @@ class Lease:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def why_short(self, tier: str) -> str:
+        """Why a tier had fewer blocks for it than it asked for."""
+        return f"{tier}_worth_less" if self.is_refused else f"{tier}_tier_full"
+
 
 @dataclass(frozen=True, slots=True)
 class RestoredRun:

@@ -14,8 +14,11 @@ from collections.abc import Iterator, Mapping
 
 from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.direct_stores import DirectStores
+from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_plan import LoadPlanner
+from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.remote_tier import RemoteTier
@@ -37,8 +40,12 @@ class TieredCache:
             stay on the host tier only.
         admissions: Policies of the tiers that do not take every block.
         write_back: Queues of the tiers with write-back.
+        ways: Chooses between loads through DRAM and past it.
         load_cost: Estimates which loads would take longer than recomputing; None to load all.
         shape: How the blocks of several groups fill its units; None for a single group.
+        early_load_share: Share of the host tier that early loads may take.
+        early_load_ttl_s: How long their blocks wait for the requests that need them.
+        keeps_on_host: Whether the host tier is a cache; else it only stages.
     """
 
     def __init__(
@@ -48,18 +55,28 @@ class TieredCache:
         max_store_backlog: int,
         admissions: Mapping[TierName, Admission] | None = None,
         write_back: Mapping[TierName, DirtyQueue] | None = None,
+        ways: LoadWays | None = None,
         load_cost: LoadCost | None = None,
         shape: UnitShape | None = None,
+        early_load_share: float = 0.5,
+        early_load_ttl_s: float = 120.0,
+        keeps_on_host: bool = True,
     ) -> None:
         op_ids: Iterator[OpId] = map(OpId, itertools.count(1))
         chunk_blocks = max(1, chunk_blocks)
         self.tiers = tiers
-        self.loads = LoadPlanner(tiers, op_ids, chunk_blocks, load_cost, shape)
+        self.loads = LoadPlanner(tiers, op_ids, chunk_blocks, ways or LoadWays(), load_cost, shape)
         self.stores = StorePlanner(
             tiers, op_ids, chunk_blocks, max_store_backlog, admissions or {}, write_back or {},
             shape,
         )  # fmt: skip
         self.sessions = PromptSessions(tiers)
+        self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
+        self.direct_stores: DirectStores | None = None
+        """Plans puts past the host tier, if that only stages."""
+        if not keeps_on_host:
+            admission = (admissions or {}).get(TierName.SSD)
+            self.direct_stores = DirectStores(tiers, op_ids, chunk_blocks, admission)
 
     def keep_journal(self, tokens_per_block: int) -> None:
         """Record, from now on, what every tier stores and loses."""
@@ -111,7 +128,7 @@ class TieredCache:
     def finish(self, plan: Plan) -> None:
         """End the plan and free all that it held: every op has ended or was never started."""
         plan.let_go(self.tiers.host)
-        if plan.num_reserved:  # else it writes nothing below
+        if plan.num_reserved or plan.stores:  # else it writes nothing below
             self.stores.release(plan)
         self.tiers.num_holders -= 1
 
@@ -130,5 +147,7 @@ class TieredCache:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         self.tiers.check()
         self.sessions.check()
+        self.early.check()
+        self.loads.ways.check()
         if not self.tiers.num_holders and self.stores.backlog:
             raise InternalError(f"backlog without a plan: {self.stores.backlog} blocks")

@@ -18,7 +18,6 @@ from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import RootId, TierName
 
-
 _MAX_DEFERRED = 64
 
 

@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
+
+import torch
 
 from flexcache.client.lent_tensors import LentTensors, join_signatures
+from flexcache.errors import NoDirectPathError
 from flexcache.logs import log_event
 from flexcache.protocol.fence import Fence
-from flexcache.protocol.messages import WelcomeRank
+from flexcache.protocol.messages import Register, WelcomeRank
+from flexcache.storage.direct_files import DirectFiles, DirectFilesRef
 from flexcache.storage.host_pool import HostSegment
-from flexcache.transfer.workers.copier import open_copier
+from flexcache.storage.layout import BlockLayout
+from flexcache.transfer.workers.copier import Copier, open_copier
 from flexcache.transfer.workers.device import DeviceWorker
+from flexcache.transfer.workers.direct import DirectOps
+from flexcache.transfer.workers.direct_io import open_direct_io
 from flexcache.transfer.workers.life import show_life_during
 from flexcache.transfer.workers.permit import CopyPermit
 
@@ -27,7 +35,7 @@ class Attachment:
 
     Attributes:
         layout: Signature of the tensors' layout.
-        num_blocks: Blocks of the engine; the most, if its groups have pools of their own.
+        registration: What the server has to know of it.
 
     Raises:
         UnsupportedLayoutError: The tensors do not hold the server's blocks.
@@ -39,7 +47,7 @@ class Attachment:
         block_bytes = welcome.block_bytes // welcome.blocks_per_unit
         layouts = tensors.layouts(block_bytes, welcome.num_groups)
         self.layout = join_signatures(layouts)
-        self.num_blocks = max(layout.num_blocks for layout in layouts)
+        num_blocks = max(layout.num_blocks for layout in layouts)
         with contextlib.ExitStack() as held:
             fence = Fence.open(welcome.fence)
             held.callback(fence.close)
@@ -49,12 +57,23 @@ class Attachment:
             copier = show_life_during(
                 lambda: open_copier(tensors.device, permit, tensors.stream), show_life
             )
+            held.callback(copier.close)
             segment.map(show_life, node=copier.numa_node)
+            copier.attach(segment, show_life)
+            direct = None
+            if welcome.direct is not None:
+                direct = show_life_during(
+                    partial(
+                        _open_direct, welcome.direct, layouts[0], segment, tensors.device, copier,
+                        permit, held,
+                    ),
+                    show_life,
+                )  # fmt: skip
+            self.registration = Register(self.layout, num_blocks, is_direct=direct is not None)
             self.worker = DeviceWorker(
-                layouts, segment, copier, permit, welcome.blocks_per_unit, welcome.may_skip
+                layouts, segment, copier, permit, welcome.blocks_per_unit, welcome.may_skip, direct
             )
             held.callback(self.worker.close)
-            copier.attach(segment, show_life)
             fence.hold()
             self._held = held.pop_all()
 
@@ -64,3 +83,26 @@ class Attachment:
             self._held.close()
         except Exception:
             log_event(logger, logging.ERROR, "rank_let_go_failed", exc_info=True, rank=rank)
+
+
+def _open_direct(
+    ref: DirectFilesRef, layout: BlockLayout, segment: HostSegment, device: torch.device,
+    copier: Copier, permit: CopyPermit, held: contextlib.ExitStack,
+) -> DirectOps | None:  # fmt: skip
+    """Open the way past the host pool; None, with a line in the log, if there is none.
+
+    Tensors in DRAM take it only if they must: it spares them nothing.
+    """
+    if ref.is_choice and device.type == "cpu":
+        return None
+    try:
+        with contextlib.ExitStack() as opened:
+            files = DirectFiles(ref)
+            opened.callback(files.close)
+            io = open_direct_io(device, copier, files.fds, segment.stride, permit)
+            opened.callback(io.close)
+            held.push(opened.pop_all())
+            return DirectOps(layout, files.locate, segment.stride, io, permit)
+    except NoDirectPathError as error:
+        log_event(logger, logging.INFO, "no_direct_path", reason=error, effect="SSD through DRAM")
+        return None

@@ -359,7 +359,7 @@ class KVTPClient:
             self._attachment = attachment
             self._tasks.attach(attachment.worker, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
-            answer = Register(attachment.layout, attachment.num_blocks)
+            answer = attachment.registration
         except Exception as error:  # the driver and its wrapper raise various classes
             self._let_go()
             answer = Register("", 0, f"{_text_of(error)} (the server has {welcome.fingerprint})")

@@ -41,8 +41,11 @@ class CacheConfig:
     """
 
     tokens_per_block: Count = setting(16, "Tokens of one cached block.", "tokens")
-    num_cpu_blocks: Count | None = setting(
-        None, "Size of the DRAM tier in blocks. Give this or cpu_cache_gb.", "blocks"
+    num_cpu_blocks: Annotated[int, Meta(ge=0)] | None = setting(
+        None,
+        "Size of the DRAM tier in blocks. Give this or cpu_cache_gb. 0: no DRAM tier above the "
+        "SSD, to which blocks then go past DRAM.",
+        "blocks",
     )
     cpu_cache_gb: Gigabytes | None = setting(
         None, "Size of the DRAM tier in GB, over all ranks.", "1e9 bytes"
@@ -74,6 +77,12 @@ class CacheConfig:
         "refuse",
         "What to do with a FlexCache directory that does not fit (another block size, say): "
         "refuse to start, or clear it.",
+    )
+    ssd_past_dram: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "Whether loads go from SSD straight to the GPU, where that can be done, instead of "
+        "through DRAM. auto: if that was clearly faster, since it leaves nothing in DRAM (on CPUs: "
+        "never).",
     )
     ssd_write_policy: WritePolicy = setting(
         "write_through",
@@ -121,6 +130,9 @@ class CacheConfig:
     )
     skip_slow_loads: bool = setting(
         True, "Skip loads that the engine recomputes faster, judged by measured times of both."
+    )
+    early_load_share: Annotated[float, Meta(ge=0, le=0.75)] = setting(
+        0.5, "Share of DRAM for blocks loaded ahead of their requests; 0: none in vLLM.", "of DRAM"
     )
     eviction_policy: EvictionName = setting(
         "density",
@@ -215,9 +227,7 @@ class CacheConfig:
     )
     kv_events_buffer: Count = setting(10_000, "Batches of KV events kept for replay.", "batches")
     kv_events_queue: Count = setting(
-        10_000,
-        "Batches of KV events that may wait to be sent; beyond it the oldest are dropped.",
-        "batches",
+        10_000, "Batches of KV events that may wait; beyond it the oldest are dropped.", "batches"
     )
     trace_dir: str | None = setting(
         None, "Directory for traces of every call and op (`flexcache replay`). Unset: no trace."
@@ -241,6 +251,7 @@ class CacheConfig:
         _check_sizes(self)
         _check_policies(self)
         _check_ssd_directories(self)
+        _check_without_dram(self)
         _check_endpoints(self)
         if self.trace_dir is not None:
             check_writable("trace_dir", self.trace_dir)
@@ -350,6 +361,21 @@ def _check_policies(config: CacheConfig) -> None:
         if getattr(config, name) == "density" and config.eviction_policy != "density":
             hint = f"needs eviction_policy density, not {config.eviction_policy}"
             raise reject(name, "density", hint)
+
+
+def _check_without_dram(config: CacheConfig) -> None:
+    """Raise `ConfigError` for what a cache without a DRAM tier cannot do."""
+    if config.num_cpu_blocks != 0:
+        return
+    if not config.has_ssd_tier:
+        raise reject("num_cpu_blocks", 0, "without a DRAM tier there must be an SSD tier")
+    if config.remote_url is not None:
+        hint = "a remote store is written from DRAM: set num_cpu_blocks above 0, or cpu_cache_gb"
+        raise reject("remote_url", config.remote_url, hint)
+    if config.ssd_write_policy == "write_back":
+        raise reject("ssd_write_policy", "write_back", "there is no DRAM tier to write back from")
+    if config.ssd_past_dram == "never":
+        raise reject("ssd_past_dram", "never", "there is no DRAM tier to load through")
 
 
 def _check_ssd_directories(config: CacheConfig) -> None:

@@ -28,6 +28,8 @@ COUNTERS = {
     "dropped_blocks": "Blocks that could not be stored, for any reason.",
 }
 
+_LOADS = ("H2D", "DISK2H", "REMOTE2H", "DISK2D")
+
 
 def increases(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return what has increased. A counter that fell is a new server's, which started at zero."""
@@ -44,16 +46,16 @@ def read_counters(stats: Mapping[str, Any], tokens_per_block: int) -> dict[str, 
         "ssd_hit_tokens": hits.get("SSD", 0) * tokens_per_block,
         "remote_hit_tokens": hits.get("REMOTE", 0) * tokens_per_block,
         "missed_tokens": mine.missed_blocks * tokens_per_block,
-        "stored_tokens": ops["D2H"].blocks * tokens_per_block,
-        "loaded_bytes": ops["H2D"].bytes,
-        "load_seconds": ops["H2D"].seconds,
-        "stored_bytes": ops["D2H"].bytes,
-        "store_seconds": ops["D2H"].seconds,
-        "ssd_read_bytes": ops["DISK2H"].bytes,
-        "ssd_written_bytes": ops["H2DISK"].bytes,
+        "stored_tokens": (ops["D2H"].blocks + ops["D2DISK"].blocks) * tokens_per_block,
+        "loaded_bytes": ops["H2D"].bytes + ops["DISK2D"].bytes,
+        "load_seconds": ops["H2D"].seconds + ops["DISK2D"].seconds,
+        "stored_bytes": ops["D2H"].bytes + ops["D2DISK"].bytes,
+        "store_seconds": ops["D2H"].seconds + ops["D2DISK"].seconds,
+        "ssd_read_bytes": ops["DISK2H"].bytes + ops["DISK2D"].bytes,
+        "ssd_written_bytes": ops["H2DISK"].bytes + ops["D2DISK"].bytes,
         "remote_read_bytes": ops["REMOTE2H"].bytes,
         "remote_written_bytes": ops["H2REMOTE"].bytes,
         "skipped_blocks": sum(mine.skipped_blocks.values()),
-        "failed_loads": sum(ops[kind].failed_ops for kind in ("H2D", "DISK2H", "REMOTE2H")),
+        "failed_loads": sum(ops[kind].failed_ops for kind in _LOADS),
         "dropped_blocks": sum(mine.dropped_blocks.values()),
     }

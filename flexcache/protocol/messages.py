@@ -26,6 +26,7 @@ from flexcache.config.model import ModelConfig, read_dtype
 from flexcache.errors import ConfigError
 from flexcache.ids import KVStatus, TaskKind
 from flexcache.request_info import PromptDetail, RequestInfo
+from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.host_pool import SegmentRef
 from flexcache.transfer.messages import Done, Drop, Execute, Stop
 
@@ -105,6 +106,7 @@ class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     ``num_groups``: groups of layers whose blocks ops may name (`transfer.group_ids`).
 
     ``epoch`` is that of the task ids that this server gives out; ``fence``: see `protocol.fence`.
+    ``direct``: the files that the rank may move blocks to and from past the host pool.
     """
 
     epoch: int
@@ -116,14 +118,17 @@ class WelcomeRank(msgspec.Struct, tag=True, frozen=True):
     blocks_per_unit: int = 1
     may_skip: bool = False
     num_groups: int = 1
+    direct: DirectFilesRef | None = None
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """The rank is ready to move blocks, unless ``problem`` says why it is not."""
+    """The rank is ready to move blocks, unless ``problem`` says why it is not; ``is_direct``: past
+    the host pool too."""
 
     layout: str
     num_blocks: int
     problem: str | None = None
+    is_direct: bool = False
 
 
 class Registered(msgspec.Struct, tag=True, frozen=True):
@@ -195,6 +200,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
     ``parent_key``: the keys continue the chain that ends with this one.
     ``session_id``: whose prompt it is.
+    ``awaits_loads``: a get that may not wait is to ask again while its blocks are loaded early.
     """
 
     request_id: int
@@ -215,6 +221,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     tail_at: int = 0
     parent_key: bytes | None = None
     session_id: str | None = None
+    awaits_loads: bool = False
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):

@@ -25,6 +25,9 @@ _WORKERS = {
     OpKind.H2DISK: "disk",
     OpKind.REMOTE2H: "remote",
     OpKind.H2REMOTE: "remote",
+    OpKind.DISK2D: "device",
+    OpKind.D2DISK: "device",
+    OpKind.COMMIT: "disk",
 }
 
 

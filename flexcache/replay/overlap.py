@@ -10,8 +10,8 @@ from flexcache.replay.reader import Trace
 from flexcache.tracing.records import OpEnded
 
 DRAM_COPIES = (OpKind.H2D, OpKind.D2H)
-SSD_READS = (OpKind.DISK2H,)
-SSD_WRITES = (OpKind.H2DISK,)
+SSD_READS = (OpKind.DISK2H, OpKind.DISK2D)
+SSD_WRITES = (OpKind.H2DISK, OpKind.D2DISK)
 
 Interval = tuple[float, float]
 

@@ -19,7 +19,7 @@ from functools import partial
 
 from flexcache.cache.eviction import Forecaster, Study
 from flexcache.config import ModelConfig
-from flexcache.ids import OpId, SessionId
+from flexcache.ids import SessionId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     Answer,
@@ -41,6 +41,7 @@ from flexcache.protocol.messages import (
     SessionHint,
     ToServer,
 )
+from flexcache.server import op_reports
 from flexcache.server.background import BackgroundJob
 from flexcache.server.cache_slot import CacheSlot, OpenCache
 from flexcache.server.claims import Claims
@@ -224,9 +225,10 @@ class Hub:
                 plain = to_plain(self.stats(now, session))
                 self.outbox.send(identity, Answer(message.request_id, plain))
             case Done() if isinstance(peer, Rank) and peer.serving:
-                self._slot.tasks.op_done(
-                    peer.executor, OpId(message.op_id), message.num_ok, now, error=message.error
-                )
+                if (problem := op_reports.problem_of(message)) is not None:
+                    self._reject(identity, "malformed", problem)
+                else:
+                    op_reports.pass_on(self._slot.tasks, peer.executor, message, now)
             case Ping() if peer is not None:
                 self.outbox.send(identity, Pong())
             case HelloRank() | HelloEngine():

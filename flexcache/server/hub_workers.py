@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from flexcache.ids import OpId
+from flexcache.server import op_reports
 from flexcache.server.hub import Hub
 from flexcache.tasks.engine import KVTaskEngine
-from flexcache.transfer.messages import Done, LookedUp, unpack_checksums
+from flexcache.transfer.messages import Done, LookedUp
 
 
 class HubWorkers:
@@ -37,11 +37,7 @@ class HubWorkers:
         self._hub.readiness.changed()
 
     def op_done(self, worker: str, done: Done, now: float) -> None:
-        self._tasks.op_done(
-            worker, OpId(done.op_id), done.num_ok, now, error=done.error,
-            bad_block=done.bad_block,
-            checksums=unpack_checksums(done.checksums) if done.checksums else None,
-        )  # fmt: skip
+        op_reports.pass_on(self._tasks, worker, done, now)
 
     def looked_up(self, answer: LookedUp, now: float) -> None:
         self._tasks.looked_up(answer.lookup_id, answer.num_present, answer.error, now, answer.tail)

@@ -99,7 +99,7 @@ class Peers:
             self._config.epoch, self._config.server_pid, segment.ref(), fence.path,
             cache.shards.sizes[cache.shards.of_rank(hello.rank)], cache.fingerprint,
             cache.shape.blocks_per_unit, may_skip=cache.model.has_tails,
-            num_groups=max(1, len(cache.model.groups)),
+            num_groups=max(1, len(cache.model.groups)), direct=cache.direct_files(),
         )  # fmt: skip
         rank = Rank(identity, hello.engine, hello.rank, hello.client, hello.pid, now)
         self._registry.add(rank)
@@ -122,10 +122,11 @@ class Peers:
             rank.serving, rank.layout = True, layout
             self._outbox.send(rank.identity, Registered())
             self._notices.replay(rank)
-            self._slot.tasks.executor_up(rank.executor)
+            self._slot.tasks.executor_up(rank.executor, message.is_direct)
             log_event(
                 logger, logging.INFO, "rank_began", engine=rank.engine, rank=rank.rank,
                 pid=rank.pid, gpu_blocks=message.num_blocks, layout=layout,
+                is_direct=message.is_direct,
             )  # fmt: skip
         self._readiness.changed()
 

@@ -15,6 +15,7 @@ from flexcache.errors import ConfigError, StorageError
 from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.server.store import CacheStore, other_layout
+from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.memory_limit import check_pool_fits
@@ -159,6 +160,16 @@ class ServedCache:
                 useless_blocks=report.num_dropped, seconds=time.monotonic() - started,
             )  # fmt: skip
 
+    def direct_files(self) -> DirectFilesRef | None:
+        """Return the files that ranks may move blocks to and from past the host pool.
+
+        None if a rank sees only a part of a slot, whose checksum is that of the whole, or if the
+        model has several groups.
+        """
+        if len(self.shards.sizes) > 1 or self.model.groups:
+            return None
+        return self.store.direct_files()
+
     def _identity(self, layout: str) -> KVIdentity:
         return KVIdentity.of(self.fingerprint, layout)
 
@@ -214,6 +225,7 @@ class ServedCache:
             ValueError: There is no such tier.
         """
         cache, tiers = self.tasks.cache, self.tasks.cache.tiers
+        cache.early.forget()
         num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
         if self.tasks.recorder is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from flexcache.cache.build import CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
+from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity
@@ -65,6 +66,17 @@ class CacheStore:
         except BaseException:
             self.close()
             raise
+
+    def direct_files(self) -> DirectFilesRef | None:
+        """Return the files that ranks may move blocks to and from past the host pool, if any."""
+        pool = self.disk_pool
+        if pool is None or self._config.ssd_past_dram == "never":
+            return None
+        has_dram = self._sizes.keeps_on_host
+        is_choice = has_dram and self._config.ssd_past_dram == "auto"
+        return DirectFilesRef.of(
+            pool.data_fds, pool.slot_bytes, is_writable=not has_dram, is_choice=is_choice
+        )
 
     def segment_of(self, rank: int) -> HostSegment:
         return self.segments[self._shards.of_rank(rank)]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from flexcache.logs import log_event
 from flexcache.server.guard import Buffer, SocketGuard
+from flexcache.server.op_reports import problem_of
 from flexcache.server.supervisor import WorkerSupervisor
 from flexcache.server.worker_owner import WorkerOwner
 from flexcache.tasks.instructions import REMOTE
@@ -19,7 +20,6 @@ from flexcache.transfer.messages import Done, LookedUp, Ready
 logger = logging.getLogger(__name__)
 
 WorkerMessage = Ready | Done | LookedUp
-_CHECKSUM_BYTES = 8
 
 
 class WorkerMessages:
@@ -66,8 +66,8 @@ class WorkerMessages:
                 self._owner.worker_up(worker.name)
             case LookedUp() as answer if worker.name == REMOTE:
                 self._owner.looked_up(answer, now)
-            case Done(checksums=sums) if len(sums) % _CHECKSUM_BYTES:
-                self._refuse(sender, "malformed", f"{len(sums)} bytes are not whole checksums")
+            case Done() as done if (problem := problem_of(done)) is not None:
+                self._refuse(sender, "malformed", problem)
             case Done() as done:
                 self._owner.op_done(worker.name, done, now)
             case _:

@@ -30,6 +30,7 @@ from flexcache.errors import ConfigError
 from flexcache.logs import log_event
 from flexcache.storage.alignment import PAGE_BYTES, align_up
 from flexcache.storage.kv_identity import DIGEST_BYTES, KVIdentity
+from flexcache.storage.rank_lock import is_free_of_ranks
 from flexcache.storage.slot_index import HEADER_BYTES, RECORD_BYTES
 
 logger = logging.getLogger(__name__)
@@ -336,12 +337,14 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock_soon(fd: int) -> bool:
-    """Lock the file, with patience: the disk worker of a killed server may hold it a bit longer."""
+    """Lock the file, with patience: the disk worker of a killed server may hold it a bit longer,
+    as may ranks that write to it."""
     deadline = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            if is_free_of_ranks(fd):
+                return True
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 
 from flexcache.cache.block_keys import PromptKeys
-from flexcache.cache.load_cost import LoadCost
-from flexcache.ids import OpKind, SessionId, TaskKind
+from flexcache.cache.load_plan import LoadPlanner
+from flexcache.ids import OpKind, SessionId, TaskKind, TierName
 from flexcache.tasks.histogram import BYTES, SECONDS, Histogram
 from flexcache.tasks.hit_rate import HitRates
 from flexcache.tasks.instructions import TaskResult
 from flexcache.tasks.model import OpRun, Task
 from flexcache.tasks.recorder import Recorder
-from flexcache.tasks.routes import LOAD_TIER
+from flexcache.tasks.routes import STAGED_LOAD_TIER
 from flexcache.tasks.totals import Totals
 from flexcache.transfer.graph import TransferOp
 
@@ -29,18 +29,17 @@ class Accounts:
         block_bytes: Bytes of one block over all ranks.
         lost_blocks: Blocks that the planner loses outside any plan, by reason; they count as
             dropped.
-        load_cost: Measures loads, if loads are weighed against computing.
+        loads: Decides by what loads have taken.
 
     Attributes:
         totals: Of all sessions together.
         num_ended: Tasks that have come to their final state since startup.
     """
 
-    def __init__(
-        self, block_bytes: int, lost_blocks: Counter[str], load_cost: LoadCost | None
-    ) -> None:
+    def __init__(self, block_bytes: int, lost_blocks: Counter[str], loads: LoadPlanner) -> None:
         self._block_bytes = block_bytes
-        self._load_cost = load_cost
+        self._load_cost = loads.cost
+        self._ways = loads.ways
         self.recorder: Recorder | None = None
         self.totals = Totals(dropped_blocks=lost_blocks)
         self.hit_rates = HitRates()
@@ -84,8 +83,12 @@ class Accounts:
 
     def answered(self, task: Task, now: float) -> None:
         """A task that was launched has been answered."""
-        if task.launched_s is not None:
-            self.task_seconds[task.plan.kind].observe(now - task.launched_s)
+        if task.launched_s is None:
+            return
+        seconds, plan = now - task.launched_s, task.plan
+        self.task_seconds[plan.kind].observe(seconds)
+        if plan.way is not None and TierName.REMOTE not in plan.sources and task.has_arrived:
+            self._ways.ended(plan.way, plan.sources[TierName.SSD], seconds)
 
     def ended(self, task: Task, result: TaskResult) -> None:
         self.num_ended += 1
@@ -107,8 +110,8 @@ class Accounts:
         kind = op.kind
         self.totals.ops[kind].started(now)
         task.owner.totals.ops[kind].started(now)
-        if self._load_cost is not None and kind in LOAD_TIER:
-            self._load_cost.started(LOAD_TIER[kind], now)
+        if self._load_cost is not None and kind in STAGED_LOAD_TIER:
+            self._load_cost.started(STAGED_LOAD_TIER[kind], now)
         if self.recorder is not None:
             self.recorder.op_started(task, op)
 
@@ -116,12 +119,13 @@ class Accounts:
         """All its executors have reported."""
         assert run.started_s is not None
         kind, num_ok, seconds = run.op.kind, run.num_ok, now - run.started_s
-        num_wanted, num_bytes = len(run.op), num_ok * self._block_bytes
+        num_bytes = 0 if kind is OpKind.COMMIT else num_ok * self._block_bytes
+        num_wanted = len(run.op)
         self.totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes)
         run.task.owner.totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes)
         self.op_seconds[kind].observe(seconds)
         self.op_bytes[kind].observe(num_bytes)
-        if self._load_cost is not None and kind in LOAD_TIER:
-            self._load_cost.ended(LOAD_TIER[kind], now, num_ok, seconds)
+        if self._load_cost is not None and kind in STAGED_LOAD_TIER:
+            self._load_cost.ended(STAGED_LOAD_TIER[kind], now, num_ok, seconds)
         if self.recorder is not None:
             self.recorder.op_ended(run.task, run.op, num_ok, run.error)

@@ -11,6 +11,9 @@ from flexcache.transfer.graph import TransferOp
 
 Checksums = npt.NDArray[np.uint64]
 
+_READ_OR_RECORDED = (OpKind.DISK2H, OpKind.DISK2D, OpKind.COMMIT)
+_WRITTEN = (OpKind.H2DISK, OpKind.D2DISK)
+
 
 class SlotChecksums:
     """One checksum per slot, as reported by the write that filled the slot."""
@@ -19,14 +22,14 @@ class SlotChecksums:
         self._by_slot: Checksums = np.zeros(num_slots, dtype=np.uint64)
 
     def expected(self, op: TransferOp) -> Checksums | None:
-        """What the blocks that an op reads must add up to; None if its tier is not verified."""
-        if op.kind is OpKind.DISK2H and op.src is not None:
+        """What the blocks that an op reads or records must add up to; None for other ops."""
+        if op.kind in _READ_OR_RECORDED and op.src is not None:
             return self._by_slot[op.src]
         return None
 
     def record(self, op: TransferOp, checksums: Checksums) -> int | None:
         """Keep what a write reported; how many of its blocks that covers, None if no SSD write."""
-        if op.kind is not OpKind.H2DISK or op.dst is None:
+        if op.kind not in _WRITTEN or op.dst is None:
             return None
         count = min(len(checksums), len(op.dst))
         self._by_slot[op.dst[:count]] = checksums[:count]

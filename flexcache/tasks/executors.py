@@ -81,7 +81,8 @@ class Executors:
         op_timeout_s: float,
         remote_timeout_s: float,
     ) -> None:
-        self._up: dict[str, None] = {}
+        self._up: dict[str, bool] = {}
+        """Whether each executor moves blocks between GPU and SSD past DRAM."""
         self._unavailable = tiers.unavailable
         self._breaker = breaker
         self._availability = Availability(
@@ -99,9 +100,9 @@ class Executors:
 
     # -- availability ----------------------------------------------------------------------------
 
-    def up(self, executor: str) -> None:
-        """An executor serves."""
-        self._up[executor] = None
+    def up(self, executor: str, is_direct: bool = False) -> None:
+        """An executor serves; if ``is_direct``, ops past DRAM too."""
+        self._up[executor] = is_direct
         self._availability.sync(self._up)
 
     def down(self, executor: str, reason: str, now: float) -> list[OpRun]:
@@ -118,6 +119,10 @@ class Executors:
 
     def are_up(self, executors: Sequence[str]) -> bool:
         return all(map(self._up.__contains__, executors))  # each match asks
+
+    def are_direct(self, executors: Sequence[str]) -> bool:
+        """Whether all of them serve, ops past DRAM too."""
+        return all(map(self._up.get, executors))
 
     def is_busy(self, executor: str) -> bool:
         """Whether ops are with it."""
@@ -142,13 +147,13 @@ class Executors:
         executors = task.owner.executors[op.kind]
         if down := [name for name in executors if name not in self._up]:
             return _undone(task, op, f"{', '.join(down)} not connected")
-        tier = LOWER_TIER.get(op.kind)
-        if tier is None:
-            self._give(task, op, now)
-        elif tier in self._unavailable:
+        tier, worker = LOWER_TIER.get(op.kind), WORKER_OF.get(op.kind)
+        if tier is not None and tier in self._unavailable:
             return _undone(task, op, f"{tier.value} is not available")
+        if worker is None:
+            self._give(task, op, now)
         else:
-            lane, is_load = self._lanes[WORKER_OF[op.kind]], op.kind in LOAD_TIER
+            lane, is_load = self._lanes[worker], op.kind in LOAD_TIER
             lane.queue.add(op.op_id, (task, op), owner=task.owner.session, is_load=is_load)
             task.waiting.add(op.op_id)
             self._fill(lane, now)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.continuation import ChainKeys, find_chain
+from flexcache.cache.direct_stores import DirectStores
 from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TaskKind
+from flexcache.tasks.deadlines import load_patience_s
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import Session
 from flexcache.tasks.sessions import TaskSessions
 
+_LONGEST_WAIT_S = 3.0  # of a get, where it is not known how fast its engine computes
 _GPU_OP_OF = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
 
 
@@ -61,7 +64,7 @@ class Matcher:
             return None
         self._roots.place(keys)
         if keys.parent_key is not None:
-            chain = self._chain(kind, keys)
+            chain = find_chain(keys, self._cache.tiers)
             if chain is None:
                 return None
             keys, stop = chain, stop + chain.num_before
@@ -73,6 +76,18 @@ class Matcher:
         elif self._cache.tiers.have_locally(keys, stop):
             return None
         return lookups.look_up(keys, stop, now, self._instructions, tails or ())
+
+    def awaits_load(self, owner: Session, keys: PromptKeys, stop: int, now: float) -> bool:
+        """Whether a get should ask again a little later, since what it needs is being loaded early.
+
+        It waits no longer than computing its blocks would take.
+        """
+        early = self._cache.early
+        if not early.num_open or keys.parent_key is not None:
+            return False
+        self._roots.place(keys)
+        patience_s = load_patience_s(stop, owner.prefill_blocks_per_s, _LONGEST_WAIT_S)
+        return early.awaits(keys, now, patience_s)
 
     def plan(
         self, owner: Session, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
@@ -87,7 +102,7 @@ class Matcher:
         self._roots.place(keys)
         self._cache.tiers.advance(now)
         num_before = 0
-        if keys.parent_key is not None and (chain := self._chain(kind, keys)) is not None:
+        if keys.parent_key is not None and (chain := self._chain(kind, keys, owner)) is not None:
             keys, num_before = chain, chain.num_before
             start, stop = start + num_before, stop + num_before
             if kind is TaskKind.PREFETCH:
@@ -95,6 +110,8 @@ class Matcher:
             tail_at += num_before if tail_at else 0
         plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
         plan.num_before = num_before
+        if kind is TaskKind.PREFETCH and not plan.is_empty:
+            self._cache.early.begin(plan, keys, now)
         return plan, keys, start, stop
 
     def _plan(
@@ -105,9 +122,16 @@ class Matcher:
         if reason is not None:
             return self._cache.plan_nothing(kind, keys, start, stop, reason)
         if kind is TaskKind.GET:
-            return self._cache.loads.plan_get(keys, start, stop, owner.prefill_blocks_per_s)
+            return self._cache.loads.plan_get(
+                keys, start, stop, owner.prefill_blocks_per_s, self._may_go_direct(owner)
+            )
         if kind is TaskKind.PREFETCH:
-            return self._cache.loads.plan_prefetch(keys, start, stop)
+            room = 0 if self._cache.direct_stores is not None else self._cache.early.room
+            rate = owner.prefill_blocks_per_s
+            return self._cache.loads.plan_prefetch(keys, start, stop, rate, room)
+        if (direct := self._direct_stores(owner)) is not None:
+            is_recording = self._cache.stores.is_recording
+            return direct.plan_put(keys, start, stop, retain_s, is_recording)
         return self._cache.stores.plan_put(
             keys, start, stop, self._share_of_backlog(owner), retain_s, tail_at
         )
@@ -122,10 +146,21 @@ class Matcher:
         stores = self._cache.stores
         return stores.plan_store(keys, stop, room, retain_s, tail_at=tail_at, start=start)
 
-    def _chain(self, kind: TaskKind, keys: PromptKeys) -> ChainKeys | None:
-        """Complete a continuation; None if its parent is missing. A put builds on DRAM alone."""
+    def _chain(self, kind: TaskKind, keys: PromptKeys, owner: Session) -> ChainKeys | None:
+        """Complete a continuation; None if its parent is missing. A put builds on one tier."""
         tiers = self._cache.tiers
-        return find_chain(keys, [tiers.host] if kind is TaskKind.PUT else tiers)
+        if kind is TaskKind.PUT:
+            direct = self._direct_stores(owner)
+            return find_chain(keys, [tiers.host if direct is None else direct.tier])
+        return find_chain(keys, tiers)
+
+    def _direct_stores(self, owner: Session) -> DirectStores | None:
+        """What plans the puts of a session whose blocks go past DRAM."""
+        return self._cache.direct_stores if self._may_go_direct(owner) else None
+
+    def _may_go_direct(self, owner: Session) -> bool:
+        """Whether a session's ranks move blocks between GPU and SSD past DRAM."""
+        return self._executors.are_direct(owner.executors[OpKind.DISK2D])
 
     def _why_not(self, owner: Session, kind: TaskKind, keys: PromptKeys) -> str | None:
         """Why nothing can be matched for a session now."""

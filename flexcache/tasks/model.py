@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.plan import Plan, PlannedTail
 from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.ids import KVStatus, OpId, OpKind, SessionId, TaskId, TaskKind, TaskState, TierName
 from flexcache.tasks.ids import id_before
 from flexcache.tasks.instructions import TaskResult
-from flexcache.tasks.routes import GPU_OPS, LOAD_TIER
+from flexcache.tasks.routes import GPU_OPS, STAGED_LOAD_TIER
 from flexcache.tasks.totals import Totals
 from flexcache.transfer.graph import TransferOp
 
@@ -41,6 +42,8 @@ class Task:
     """Whether its launch asked for ops of the GPU to wait until the engine opens their gate."""
     session_id: str | None = None
     """Whose prompt it is, if its caller has said."""
+    early: list[EarlyLoad] = field(default_factory=list)
+    """What a get finds that was loaded early."""
     launched_s: float | None = None
     open_ops: Counter[OpKind] = field(default_factory=lambda: _NONE_OPEN)  # its own once launched
     moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)
@@ -89,7 +92,7 @@ class Task:
 
     @property
     def gpu_ops_open(self) -> int:
-        return self.open_ops[OpKind.H2D] + self.open_ops[OpKind.D2H]
+        return sum(map(self.open_ops.__getitem__, GPU_OPS))
 
     @property
     def has_gpu_side(self) -> bool:
@@ -101,6 +104,12 @@ class Task:
         if self.state.is_overdue:
             return True
         return self.is_launched and self.has_gpu_side and not self.gpu_ops_open
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a get has brought all that it was to bring."""
+        is_wanted = not (self.state.is_cancelled or self.state.is_overdue)
+        return is_wanted and self.contiguous(GPU_OPS, self.plan.start) == self.plan.num_blocks
 
     def ignores(self, op: TransferOp) -> bool:
         """Whether what the op moved no longer counts: nothing that still moved at a cancellation
@@ -127,7 +136,7 @@ class Task:
         has_tail = False
         if plan.kind is TaskKind.PREFETCH:
             on_host = plan.sources.get(TierName.CPU, 0)
-            num_ok = on_host + self.contiguous(LOAD_TIER, plan.start + on_host)
+            num_ok = on_host + self.contiguous(STAGED_LOAD_TIER, plan.start + on_host)
         elif plan.kind is TaskKind.STORE:
             num_ok = sum(sum(moved.values()) for moved in self.moved.values())
         else:
@@ -143,7 +152,7 @@ class Task:
 
         What a get or prefetch brings is of use only with all of the tail.
         """
-        kinds = LOAD_TIER if plan.kind is TaskKind.PREFETCH else GPU_OPS
+        kinds = STAGED_LOAD_TIER if plan.kind is TaskKind.PREFETCH else GPU_OPS
         is_moved = any(op.kind in kinds and op.first >= TAIL_FIRST for op in plan.graph.ops)
         is_whole = self.contiguous(kinds, TAIL_FIRST) == (len(tail.units) if is_moved else 0)
         if plan.kind is TaskKind.PUT:

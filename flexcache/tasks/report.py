@@ -9,12 +9,12 @@ from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.lookups import RemoteLookUps
-from flexcache.tasks.routes import LOAD_TIER, LOWER_TIER
 from flexcache.tasks.sessions import TaskSessions
 from flexcache.tasks.stats import (
     BreakerStats,
     CacheIdentity,
     CacheStats,
+    EarlyLoadStats,
     LoadCostStats,
     LoadDecisions,
     LookUpStats,
@@ -54,22 +54,34 @@ def cache_stats(
         open_lookups=0 if lookups is None else lookups.num_open,
         store_backlog_blocks=cache.stores.backlog,
         load_decisions=_load_decisions(cache, accounts.totals),
+        early_loads=EarlyLoadStats(
+            open_blocks=cache.early.num_blocks, **asdict(cache.early.counters)
+        ),
         sessions=SessionStats(known=len(cache.sessions), **asdict(cache.sessions.counters)),
         remote=None if lookups is None else _remote(cache, lookups, breaker),
         load_cost=load_cost,
     )
 
 
+_ENDS = {
+    OpKind.H2D: (TierName.CPU, TierName.GPU),
+    OpKind.D2H: (TierName.GPU, TierName.CPU),
+    OpKind.DISK2H: (TierName.SSD, TierName.CPU),
+    OpKind.H2DISK: (TierName.CPU, TierName.SSD),
+    OpKind.REMOTE2H: (TierName.REMOTE, TierName.CPU),
+    OpKind.H2REMOTE: (TierName.CPU, TierName.REMOTE),
+    OpKind.DISK2D: (TierName.SSD, TierName.GPU),
+    OpKind.D2DISK: (TierName.GPU, TierName.SSD),
+}
+
+
 def _tiers(cache: TieredCache, totals: Totals) -> dict[str, TierStats]:
-    """Bytes are those of the ops that read and wrote the tier; every op has one end in DRAM."""
+    """Bytes are those of the ops that read and wrote the tier."""
     num_read = dict.fromkeys(TierName, 0)
     num_written = dict.fromkeys(TierName, 0)
-    for kind, total in totals.ops.items():
-        lower = LOWER_TIER.get(kind, TierName.GPU)
-        goes_up = kind in LOAD_TIER or kind is OpKind.D2H
-        source, target = (lower, TierName.CPU) if goes_up else (TierName.CPU, lower)
-        num_read[source] += total.bytes
-        num_written[target] += total.bytes
+    for kind, (source, target) in _ENDS.items():
+        num_read[source] += totals.ops[kind].bytes
+        num_written[target] += totals.ops[kind].bytes
     return {
         name: TierStats(
             read_bytes=num_read[TierName(name)], written_bytes=num_written[TierName(name)], **tier

@@ -7,8 +7,14 @@ from flexcache.ids import OpKind, TierName
 from flexcache.tasks.instructions import DISK, REMOTE
 
 WORKERS = {TierName.SSD: DISK, TierName.REMOTE: REMOTE}
-LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
-STORE_TIER = {kind: tier for tier, kind in STORE_OP.items()}
+STAGED_LOAD_TIER = {kind: tier for tier, kind in LOAD_OP.items()}
+"""Loads that end in DRAM."""
+LOAD_TIER = {**STAGED_LOAD_TIER, OpKind.DISK2D: TierName.SSD}
+RECORDING_TIER = {kind: tier for tier, kind in STORE_OP.items()} | {OpKind.COMMIT: TierName.SSD}
+"""Ops at whose end a tier has the blocks."""
+STORE_TIER = {**RECORDING_TIER, OpKind.D2DISK: TierName.SSD}
 LOWER_TIER = {**LOAD_TIER, **STORE_TIER}
-WORKER_OF = {kind: WORKERS[tier] for kind, tier in LOWER_TIER.items()}
-GPU_OPS = (OpKind.H2D, OpKind.D2H)
+WORKER_OF = {kind: WORKERS[tier] for kind, tier in (STAGED_LOAD_TIER | RECORDING_TIER).items()}
+GPU_LOADS = (OpKind.H2D, OpKind.DISK2D)
+GPU_STORES = (OpKind.D2H, OpKind.D2DISK)
+GPU_OPS = GPU_LOADS + GPU_STORES

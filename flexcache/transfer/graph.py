@@ -25,7 +25,7 @@ class TransferOp:
 
     Attributes:
         src: Block ids to read, in the tier that ``kind`` names first; GPU ids are set at launch,
-            one or more for each block.
+            one or more for each block. Of a COMMIT both are the slots.
         dst: Block ids to write, likewise.
         names: Names of the blocks, if the op reads or writes storage that outlives the process.
     """
@@ -39,7 +39,7 @@ class TransferOp:
     names: BlockNames | None = None
 
     def __len__(self) -> int:
-        blocks = self.dst if self.kind is OpKind.D2H else self.src
+        blocks = self.src if self.kind.fills_gpu else self.dst
         assert blocks is not None
         return len(blocks)
 
@@ -83,7 +83,7 @@ class TransferOpGraph:
                 chunk = gpu_blocks[first : first + size]
                 if len(chunk) != size:
                     raise InternalError(f"op {op.op_id} has no GPU block for each of its blocks")
-                if op.kind is OpKind.H2D:
+                if op.kind.fills_gpu:
                     op.dst = chunk
                 else:
                     op.src = chunk

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from flexcache.ids import OpKind
 
+CHECKSUM_BYTES = 8
+
 
 class BlockNames(msgspec.Struct, frozen=True):
     """Names of an op's blocks in storage that outlives the process.

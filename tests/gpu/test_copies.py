@@ -1,4 +1,4 @@
-"""`CudaCopier` on a real device: bytes, order, threads, graphs. Skipped without one."""
+"""`CudaCopier` on a GPU: bytes, order, threads, graphs, pinning."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from gpu_machines import Machine
 
+from flexcache.doctor.child import run_child
+from flexcache.doctor.gpu_records import GpuTried, TrialRequest
+from flexcache.errors import ConfigError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
+from flexcache.transfer.workers import copy_cuda
 from flexcache.transfer.workers.copy_choice import CopyWay
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 from flexcache.transfer.workers.copy_driver import CudaDriver
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
-
 KINDS = (OpKind.H2D, OpKind.D2H)
-SLOT = 64 << 10
+SLOT = 16 << 10
 NUM_SLOTS = 512
-DEVICE = torch.device("cuda", 0)
 
 
 @dataclass
@@ -65,25 +66,35 @@ class Memory:
 
 
 @pytest.fixture
-def memory() -> Iterator[Memory]:
-    with open_memory() as memory:
+def memory(machine: Machine) -> Iterator[Memory]:
+    with open_memory(machine) as memory:
         yield memory
 
 
 @contextmanager
-def open_memory() -> Iterator[Memory]:
+def open_memory(machine: Machine, hugepages: str = "transparent") -> Iterator[Memory]:
     torch.manual_seed(0)
-    with HostSegment.create(SLOT, NUM_SLOTS) as segment:
+    with HostSegment.create(SLOT, NUM_SLOTS, hugepages) as segment:
         segment.map()
         memory = (ctypes.c_uint8 * segment.size).from_address(segment.address)
         host = torch.frombuffer(memory, dtype=torch.uint8)
-        host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
-        device = torch.randint(0, 256, host.shape, dtype=torch.uint8, device=DEVICE)
+        host.random_(0, 256)
+        device = torch.empty(segment.size, dtype=torch.uint8, device=machine.device)
+        device.random_(0, 256)
         torch.cuda.synchronize()
-        copier = CudaCopier(DEVICE)
+        copier = CudaCopier(machine.device)
         copier.attach(segment)
         yield Memory(segment, host, device, copier)
         copier.close()
+
+
+def check_copies(memory: Memory, kind: OpKind, way: CopyWay | None = None) -> None:
+    """Copy 300 runs, and compare both sides."""
+    runs = memory.runs(kind, 300, np.full(300, 8192, np.int64))
+    host, device = memory.expected(kind, runs)
+    memory.copier.start(*runs, kind, memory.copier.fence(), way=way).synchronize()
+    assert torch.equal(memory.device.cpu(), device)
+    assert torch.equal(memory.host, host)
 
 
 SIZES = {
@@ -129,45 +140,45 @@ def test_odd_bytes_are_never_given_to_the_kernel(memory: Memory) -> None:
     assert memory.copier.choose(*runs, OpKind.H2D) is not CopyWay.KERNEL
 
 
-def test_a_store_runs_after_the_work_that_writes_its_source(memory: Memory) -> None:
+def test_a_store_runs_after_the_work_that_writes_its_source(
+    machine: Machine, memory: Memory
+) -> None:
+    check_copies(memory, OpKind.D2H)  # the first copies of a process may have to wait
     runs = memory.runs(OpKind.D2H, 300, np.full(300, 4096, np.int64))
-    with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
-        torch.cuda._sleep(200_000_000)
-        memory.device.fill_(7)
-        fence = memory.copier.fence()
-    landed = memory.copier.start(*runs, OpKind.D2H, fence)
-    assert not landed.query()
+    with machine.busy():
+        machine.fill(memory.device, 7)
+        landed = memory.copier.start(*runs, OpKind.D2H, memory.copier.fence())
+        assert not landed.query()
     landed.synchronize()
     for to in (runs[0] - memory.host.data_ptr()).tolist():
         assert (memory.host[to : to + 4096] == 7).all()
 
 
-def test_a_load_runs_after_the_work_that_still_reads_its_target(memory: Memory) -> None:
+def test_a_load_runs_after_the_work_that_still_reads_its_target(
+    machine: Machine, memory: Memory
+) -> None:
     runs = memory.runs(OpKind.H2D, 300, np.full(300, 4096, np.int64))
     before = memory.device.cpu()
-    with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
-        torch.cuda._sleep(200_000_000)
-        read = memory.device.clone()
-        fence = memory.copier.fence()
     _, after = memory.expected(OpKind.H2D, runs)
-    memory.copier.start(*runs, OpKind.H2D, fence).synchronize()
-    torch.cuda.synchronize()
-    assert torch.equal(read.cpu(), before)
+    with machine.busy():
+        read = machine.read(memory.device)
+        landed = memory.copier.start(*runs, OpKind.H2D, memory.copier.fence())
+    landed.synchronize()
+    assert torch.equal(read(), before)
     assert torch.equal(memory.device.cpu(), after)
 
 
-def test_a_store_does_not_wait_for_a_load(memory: Memory) -> None:
+def test_a_store_does_not_wait_for_a_load(machine: Machine, memory: Memory) -> None:
+    check_copies(memory, OpKind.D2H)
     half = NUM_SLOTS // 2 * SLOT
     slots = np.arange(NUM_SLOTS // 2) * SLOT
     whole = np.full(len(slots), SLOT, np.int64)
-    with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
-        torch.cuda._sleep(400_000_000)
-        late = memory.copier.fence()
     on_device, on_host = memory.device.data_ptr() + slots, memory.host.data_ptr() + slots
-    load = memory.copier.start(on_device, on_host, whole, OpKind.H2D, late)
-    store = memory.copier.start(on_host + half, on_device + half, whole, OpKind.D2H, None)
-    store.synchronize()
-    assert not load.query()
+    with machine.busy():
+        load = memory.copier.start(on_device, on_host, whole, OpKind.H2D, memory.copier.fence())
+        store = memory.copier.start(on_host + half, on_device + half, whole, OpKind.D2H, None)
+        store.synchronize()
+        assert not load.query()
     load.synchronize()
     assert torch.equal(memory.device.cpu(), memory.host)
 
@@ -191,7 +202,7 @@ def test_a_thread_that_never_touched_cuda_can_copy(memory: Memory) -> None:
 
 
 def test_copies_while_another_thread_captures_a_graph_leave_the_graph_intact(
-    memory: Memory,
+    machine: Machine, memory: Memory
 ) -> None:
     runs = memory.runs(OpKind.H2D, 200, np.full(200, 8192, np.int64))
     failures: list[BaseException] = []
@@ -210,49 +221,94 @@ def test_copies_while_another_thread_captures_a_graph_leave_the_graph_intact(
 
     thread = threading.Thread(target=copy)
     thread.start()
-    x = torch.ones(1024, device=DEVICE)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = x * 2
+    with machine.capturing() as capture:
         capturing.set()
         assert copied.wait(60)
-        z = y + 1
     thread.join()
     assert failures == []
-    graph.replay()
-    torch.cuda.synchronize()
-    assert (z == 3).all()
+    assert capture.is_intact
 
 
-def test_the_segment_is_pinned_until_the_copier_is_closed(memory: Memory) -> None:
+def test_the_segment_is_pinned_until_the_copier_is_closed(machine: Machine, memory: Memory) -> None:
     assert memory.copier._pinned is not None and memory.copier._pinned.is_reachable
-    assert memory.host.is_pinned()
+    assert machine.is_pinned(memory.host)
     memory.copier.close()
     memory.copier.close()
-    assert not memory.host.is_pinned()
+    assert not machine.is_pinned(memory.host)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unpinned_pool_is_tested_and_copied_anyway(
-    kind: OpKind, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, kind: OpKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(driver: CudaDriver, address: int, size: int) -> None:
         raise RuntimeError("refused by the test")
 
     monkeypatch.setattr(CudaDriver, "register", refuse)
-    with open_memory() as memory:
+    with open_memory(machine) as memory:
         assert not memory.copier.is_pinned
         assert memory.copier.ways
-        runs = memory.runs(kind, 300, np.full(300, 8192, np.int64))
+        check_copies(memory, kind)
+
+
+@pytest.mark.parametrize("way", CopyWay)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_of_several_pinned_pieces_is_copied_by_each_way(
+    machine: Machine, kind: OpKind, way: CopyWay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_cuda, "_PIN_STEP", 50 * SLOT)
+    with open_memory(machine) as memory:
+        needs(memory.copier, way)
+        assert memory.copier._pinned is not None
+        assert len(memory.copier._pinned.starts) == 11
+        everything = np.arange(NUM_SLOTS) * SLOT  # neighbours, which are joined within a piece
+        sides = (memory.device.data_ptr(), memory.host.data_ptr())
+        to, start = sides if kind is OpKind.H2D else sides[::-1]
+        runs = (to + everything, start + everything, np.full(NUM_SLOTS, SLOT, np.int64))
         host, device = memory.expected(kind, runs)
-        memory.copier.start(*runs, kind, memory.copier.fence()).synchronize()
+        memory.copier.start(*runs, kind, memory.copier.fence(), way=way).synchronize()
         assert torch.equal(memory.device.cpu(), device)
         assert torch.equal(memory.host, host)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_reserved_huge_pages_are_pinned_and_copied(machine: Machine, kind: OpKind) -> None:
+    with ExitStack() as held:
+        try:
+            memory = held.enter_context(open_memory(machine, "reserved"))
+        except ConfigError as refusal:
+            pytest.skip(str(refusal))
+        assert memory.copier.is_pinned
+        check_copies(memory, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_driver_without_batches_copies_one_by_one(
+    machine: Machine, kind: OpKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaDriver, "_find_batch_copy", lambda _: None)
+    with open_memory(machine) as memory:
+        assert memory.copier.ways[0] is CopyWay.SINGLE
+        check_copies(memory, kind)
+
+
+def test_two_processes_pin_and_copy_one_segment(
+    machine: Machine, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.give_to_children(tmp_path, monkeypatch)
+    request = msgspec.json.encode(TrialRequest(0, memory.segment.ref()))
+    outcome = run_child("flexcache.doctor.gpu_trial", request, 120)
+    assert outcome.problem == ""
+    tried = msgspec.json.decode(outcome.answer or b"", type=GpuTried)
+    assert tried.is_pinned and not tried.refusal
+    assert not any(way.failures for way in tried.ways)
+    for kind in KINDS:  # of what the other has left
+        check_copies(memory, kind)
+
+
 ON_THE_LAST_DEVICE = """
-import ctypes, threading, torch
+import ctypes, threading, numpy as np, torch
+from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_cuda import CudaCopier
 
@@ -272,9 +328,13 @@ def serve():
         segment.map()
         copier = CudaCopier(torch.device("cuda", last))
         copier.attach(segment)
+        at = np.arange(0, segment.size, 4096)
+        for way in copier.ways:
+            runs = used.data_ptr() + at, segment.address + at, np.full(len(at), 2048)
+            copier.start(*runs, OpKind.H2D, copier.fence(), way=way).synchronize()
         copier.close()
 
-used = torch.empty(1, device=f"cuda:{last}")
+used = torch.empty(4096 * 1024, dtype=torch.uint8, device=f"cuda:{last}")
 assert not has_context(0)
 thread = threading.Thread(target=serve)
 thread.start()
@@ -284,7 +344,8 @@ print("no context on device 0")
 """
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU only")
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 def test_a_copier_of_another_gpu_makes_no_context_on_the_first() -> None:
     program = [sys.executable, "-c", ON_THE_LAST_DEVICE]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)

@@ -26,7 +26,7 @@ _MAX_DIRTY = 2.5  # two blocks, and a fraction against rounding
 def make_cache(
     host: int, ssd: int = 0, remote: int = 0, *, chunk: int = 2, backlog: int = 1000,
     policy: str = "write_through", tokens_per_block: int | None = None,
-    skip_slow_loads: bool = False,
+    skip_slow_loads: bool = False, past_dram: str = "auto", keeps_on_host: bool = True,
 ) -> TieredCache:  # fmt: skip
     """Build a cache of tiny tiers as a server does; with a block size it keeps a journal.
 
@@ -37,6 +37,7 @@ def make_cache(
         remote_url="memory://" if remote else None,
         remote_index_blocks=remote or 1,
         remote_absent_ttl_s=ABSENT_TTL_S,
+        ssd_past_dram=past_dram,  # type: ignore[arg-type]
         ssd_write_policy=policy,  # type: ignore[arg-type]
         remote_write_policy=policy,  # type: ignore[arg-type]
         write_back_max_dirty=min(0.75, _MAX_DIRTY / host),
@@ -45,7 +46,7 @@ def make_cache(
         kv_events=tokens_per_block is not None,
         tokens_per_block=tokens_per_block or 16,
     )
-    return build_cache(config, CacheSizes(host, ssd, chunk, backlog))
+    return build_cache(config, CacheSizes(host, ssd, chunk, backlog, keeps_on_host))
 
 
 def key_of(word: str) -> BlockKey:

@@ -88,7 +88,7 @@ class FakeEvent:
 
 
 class FakePinnedTensor(torch.Tensor):
-    """A tensor in page-locked memory, which can be sent to the device."""
+    """A tensor in page-locked memory, which can be sent to the device and fetched from there."""
 
     owner: FakeTorchCuda
 
@@ -104,6 +104,15 @@ class FakePinnedTensor(torch.Tensor):
         there: DeviceTensor = over(memory.address, self).as_subclass(DeviceTensor)
         weakref.finalize(there, gpu.fill, stream, memory, SCRIBBLE)
         return there
+
+    def copy_(self, source: DeviceTensor, *, non_blocking: bool) -> FakePinnedTensor:
+        """Queue a copy from the device."""
+        assert non_blocking
+        assert source.is_contiguous()
+        gpu, stream = self.owner.gpu, self.owner.current_stream().handle
+        ends = ctypes.c_uint64(self.data_ptr()), ctypes.c_uint64(source.data_ptr())
+        gpu.call("cuMemcpyAsync", *ends, ctypes.c_size_t(self.nbytes), c_void_p(stream))
+        return self
 
 
 class FakeTorchCuda:

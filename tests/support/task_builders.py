@@ -47,7 +47,10 @@ ROOT = make_root("a model", [], ENGINE_KEYS)
 GATE_PATIENCE_S = 600.0
 ENGINE, OTHER = "an engine", "another"
 SESSION = make_session(0, 0)
-NAMED = (OpKind.H2DISK, OpKind.H2REMOTE, OpKind.REMOTE2H)
+NAMED = (OpKind.H2DISK, OpKind.H2REMOTE, OpKind.REMOTE2H, OpKind.COMMIT)
+RECORDED = (OpKind.H2DISK, OpKind.COMMIT)
+SSD_READS = (OpKind.DISK2H, OpKind.DISK2D)
+SSD_WRITES = (OpKind.H2DISK, OpKind.D2DISK)
 
 Content = tuple[str, int] | str
 """A block's prefix, with its layout, and whose share of it; or a word for what no request may ever
@@ -99,6 +102,8 @@ class World:
         remote: Whether there is a remote store; it is empty at first.
         policy: What is written to the tiers below DRAM, and when.
         load_ranks, store_ranks: As for `KVTaskEngine`.
+        past_dram: How loads from SSD go, if all ranks can move blocks past DRAM; "" if they cannot.
+        keeps_on_host: Whether DRAM is a tier, or only stages.
     """
 
     def __init__(
@@ -115,16 +120,15 @@ class World:
         op_timeout_s: float = 30.0,
         match_ttl_s: float = 120.0,
         skip_slow_loads: bool = False,
+        past_dram: str = "",
+        keeps_on_host: bool = True,
     ) -> None:
         self.cache = make_cache(
-            cpu,
-            ssd,
-            30 if remote else 0,
-            chunk=chunk,
-            backlog=backlog,
-            policy=policy,
-            skip_slow_loads=skip_slow_loads,
-        )
+            cpu, ssd, 30 if remote else 0, chunk=chunk, backlog=backlog, policy=policy,
+            skip_slow_loads=skip_slow_loads, past_dram=past_dram or "never",
+            keeps_on_host=keeps_on_host,
+        )  # fmt: skip
+        self._are_direct = bool(past_dram)
         self.write_backs = {
             tier.name: WriteBackModel(self.cache, tier)
             for tier in self.cache.tiers.lower
@@ -273,6 +277,9 @@ class World:
     def _can_continue(self, kind: TaskKind, text: str) -> bool:
         """Whether a tier that counts has all blocks of a prompt, or awaits those it lacks."""
         keys, tiers = self.placed(text), [self.cache.tiers.host]
+        direct = self.cache.direct_stores
+        if direct is not None and all(rank in self.alive for rank in self.ranks):
+            tiers = [direct.tier]
         if kind is not TaskKind.PUT:
             tiers = list(self.cache.tiers)
         cached = [(tier, tier.index.match(keys).num_blocks) for tier in tiers]
@@ -344,7 +351,7 @@ class World:
 
     def up(self, executor: str) -> None:
         self.alive[executor] = None
-        self.engine.executor_up(executor)
+        self.engine.executor_up(executor, self._are_direct and executor in self.ranks)
         self._carry_out()
 
     def adopt(self, layout: str) -> None:
@@ -404,7 +411,7 @@ class World:
         del self.at_work[run.executor, run.op.op_id]
         op, bad_block, checksums = run.op, False, None
         count = len(op) if num_ok is None else num_ok
-        if op.kind is OpKind.DISK2H:
+        if op.kind in SSD_READS:
             assert run.checksums is not None
             assert op.src is not None
             sums = [self._checksum(TierName.SSD, slot) for slot in op.src.tolist()]
@@ -417,9 +424,9 @@ class World:
             there = [(op.names.root, key) in self.store for key in op.names.keys[:count]]
             if False in there:
                 count, bad_block, error = there.index(False), True, "not there"
-        elif op.kind is OpKind.H2DISK:
+        elif op.kind in SSD_WRITES:
             assert op.src is not None
-            sums = [self._checksum(TierName.CPU, block) for block in op.src.tolist()]
+            sums = [self._checksum_to_write(run, block) for block in op.src.tolist()]
             checksums = np.array(sums, dtype=np.uint64)
         self._move(run, count)
         target = {OpKind.H2DISK: TierName.SSD, OpKind.H2REMOTE: TierName.REMOTE}.get(op.kind)
@@ -464,9 +471,21 @@ class World:
     def _checksum(self, tier: TierName, block: int) -> int:
         return zlib.crc32(repr([self.stored.get((tier, c, block)) for c in self._copies]).encode())
 
+    def _checksum_to_write(self, run: RunOp, block: int) -> int:
+        if run.op.kind is OpKind.H2DISK:
+            return self._checksum(TierName.CPU, block)
+        _, engine, rank = run.executor.split(":")
+        return zlib.crc32(repr([self.gpu[engine, int(rank), block]]).encode())
+
     def _move(self, run: RunOp, count: int) -> None:
         """Move the op's first blocks, and leave garbage where the others should have gone."""
         op = run.op
+        if op.kind is OpKind.COMMIT:
+            assert run.checksums is not None
+            assert op.src is not None
+            sums = [self._checksum(TierName.SSD, slot) for slot in op.src.tolist()]
+            assert run.checksums.tolist() == sums, "recorded with the checksum of something else"
+            return
         assert op.src is not None
         assert op.dst is not None
         for index, (src, dst) in enumerate(zip(op.src.tolist(), op.dst.tolist(), strict=True)):
@@ -475,12 +494,15 @@ class World:
                 _, engine, number = run.executor.split(":")
                 rank = int(number)
                 copy = self._copy(rank)
-                if op.kind is OpKind.H2D:
-                    content = self.stored[TierName.CPU, copy, src]
+                tier = TierName.SSD if op.kind in (OpKind.DISK2D, OpKind.D2DISK) else TierName.CPU
+                if op.kind.fills_gpu:
+                    content = self.stored[tier, copy, src]
                     self.gpu[engine, rank, dst] = content if whole else "torn"
                 else:
                     content = self.gpu[engine, rank, src]
-                    self.stored[TierName.CPU, copy, dst] = content if whole else "torn"
+                    self.stored[tier, copy, dst] = content if whole else "torn"
+                    if tier is TierName.SSD:
+                        self.rotten.discard(dst)
                 continue
             if op.kind in (OpKind.H2REMOTE, OpKind.REMOTE2H):
                 self._exchange(op, index, src, dst, whole)
@@ -542,7 +564,7 @@ class World:
         assert op.src is not None
         assert op.dst is not None
         assert len(op.src) == len(op.dst) > 0
-        if op.kind in NAMED and (op.kind is not OpKind.H2DISK or self.cache.stores.is_recording):
+        if op.kind in NAMED and (op.kind not in RECORDED or self.cache.stores.is_recording):
             self._check_names(op)
         if info is None:  # the cache's own
             assert op.kind in (OpKind.H2DISK, OpKind.H2REMOTE)
@@ -555,7 +577,7 @@ class World:
             assert not info.answered, "a slot was given back before its use"
             assert info.layout == self.layout, "blocks of another layout than the ranks'"
             assert info.engine not in self.disputed, "bytes of a disputed name"
-            mine = (op.dst if op.kind is OpKind.H2D else op.src).tolist()
+            mine = (op.dst if op.kind.fills_gpu else op.src).tolist()
             base = op.first - info.plan.start
             assert mine == info.slots[base : base + len(op)].tolist()
         reads, writes = _places(run)
@@ -720,6 +742,8 @@ class World:
             self.up(executor)
         if ENGINE not in self.sessions:
             self.begin_session(ENGINE)
+        if self.cache.direct_stores is not None and self.rotten:
+            self.clear(TierName.SSD)  # only reading shows that a block is bad; a put skips it
         for text in texts:
             self.put(text)
             self.finish_all()
@@ -739,6 +763,9 @@ def _places(run: RunOp) -> tuple[set[tuple[TierName, int]], set[tuple[TierName, 
         OpKind.H2DISK: (TierName.CPU, TierName.SSD),
         OpKind.REMOTE2H: (None, TierName.CPU),
         OpKind.H2REMOTE: (TierName.CPU, None),
+        OpKind.DISK2D: (TierName.SSD, None),
+        OpKind.D2DISK: (None, TierName.SSD),
+        OpKind.COMMIT: (TierName.SSD, None),
     }[run.op.kind]
     src, dst = run.op.src, run.op.dst
     assert src is not None

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from cluster import PATIENCE_S
+from engine_memory import memory
+
+__all__ = ["memory"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ import signal
 import numpy as np
 import pytest
 from cluster import until
+from engine_memory import EngineMemory
 from test_shared import CONFIG, Member, members, tokens_of
 
 from flexcache import CacheConfig
@@ -15,9 +16,9 @@ from flexcache import CacheConfig
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_load_by_layer_whose_server_is_gone_is_lost_and_moves_nothing_afterwards(
-    fault: signal.Signals,
+    fault: signal.Signals, memory: EngineMemory
 ) -> None:
-    zero = Member(CacheConfig(**CONFIG, server_timeout_s=3.0))
+    zero = Member(CacheConfig(**CONFIG, server_timeout_s=3.0), memory=memory)
     with members(zero):
         zero.load.put(3, 20)
         pid = zero.manager.stats()["server_pid"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from engine_memory import EngineMemory
 from overlaid import Contents, OverlaidTensors
 
 from flexcache import CacheConfig, KVGroup, KVManager, KVStatus, KVTPClient, ModelConfig
@@ -33,15 +34,16 @@ def stages(num: int) -> ModelConfig:
 
 @contextlib.contextmanager
 def overlaid_engine(
-    contents: Sequence[Sequence[Contents]], **settings: object
+    contents: Sequence[Sequence[Contents]], memory: EngineMemory, **settings: object
 ) -> Iterator[tuple[KVManager, list[OverlaidTensors]]]:
     config = CacheConfig(tokens_per_block=32, num_cpu_blocks=32, **settings)  # type: ignore[arg-type]
-    kv = [OverlaidTensors(each, NUM_BLOCKS, PAGE) for each in contents]
+    kv = [OverlaidTensors(each, NUM_BLOCKS, PAGE, memory.place) for each in contents]
     with contextlib.ExitStack() as held:
         manager = held.enter_context(KVManager(stages(len(contents)), config))
         for rank, lent in enumerate(kv):
             client = held.enter_context(KVTPClient(manager.endpoint, rank=rank))
-            client.register_kv_caches(lent.tensors, num_blocks=lent.num_blocks, groups=lent.layers)
+            tensors = memory.lend(lent.tensors)
+            client.register_kv_caches(tensors, num_blocks=lent.num_blocks, groups=lent.layers)
         manager.wait_ready(PATIENCE_S)
         yield manager, kv
         manager.check()
@@ -49,10 +51,10 @@ def overlaid_engine(
 
 @pytest.mark.parametrize("contents", [[FIRST_STAGE], [FIRST_STAGE, LAST_STAGE]])
 def test_every_group_of_every_rank_comes_back_and_nothing_else_changes(
-    contents: Sequence[Sequence[Contents]],
+    contents: Sequence[Sequence[Contents]], memory: EngineMemory
 ) -> None:
     num_tokens = 32 * 3
-    with overlaid_engine(contents) as (manager, kv):
+    with overlaid_engine(contents, memory) as (manager, kv):
         free = itertools.count(7)
 
         def tables() -> list[list[int]]:
@@ -89,8 +91,8 @@ def test_every_group_of_every_rank_comes_back_and_nothing_else_changes(
         assert manager.stats()["block_bytes"] == 2 * sum(sizes)
 
 
-def test_a_block_that_is_not_wanted_is_not_loaded() -> None:
-    with overlaid_engine([FIRST_STAGE]) as (manager, [lent]):
+def test_a_block_that_is_not_wanted_is_not_loaded(memory: EngineMemory) -> None:
+    with overlaid_engine([FIRST_STAGE], memory) as (manager, [lent]):
         prompt = np.arange(64)
         task, _ = manager.put_match(prompt, tail_at=64)
         manager.launch([task], group_blocks=[[[1, 2], [3, 4, 5, 6], [7]]])

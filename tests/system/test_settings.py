@@ -24,6 +24,7 @@ from test_shared import serving
 from flexcache import CacheConfig
 from flexcache.errors import ConfigError
 from flexcache.events.subscriber import KVEventSubscriber
+from flexcache.ids import OpKind
 from flexcache.protocol.curve import make_keys
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.replay.reader import RecordedTrace
@@ -112,6 +113,15 @@ def comes_back_from(tier: str) -> Callable[[Cluster], None]:
         cluster.wipe(range(NUM_BLOCKS))
         assert cluster.get(prompt(cluster, 0), range(NUM_BLOCKS)).mask.all()
         assert cluster.read(range(NUM_BLOCKS)) == stored
+
+    return check
+
+
+def comes_back_past_dram(*kinds: OpKind) -> Callable[[Cluster], None]:
+    def check(cluster: Cluster) -> None:
+        comes_back_from("SSD")(cluster)
+        ops = cluster.manager.stats()["ops"]
+        assert [ops[kind.value]["blocks"] >= NUM_BLOCKS for kind in kinds] == [True] * len(kinds)
 
     return check
 
@@ -297,8 +307,19 @@ SCENARIOS = [
         lambda d: {
             **ssd(d), "io_engine": "threads", "direct_io": False, "ssd_queue_depth": 4,
             "ssd_sync": "none", "ssd_on_mismatch": "clear", "transfer_chunk_mb": 0.05,
+            "ssd_past_dram": "never",
         },
         comes_back_from("SSD"),
+    ),
+    Scenario(
+        "SSD past DRAM",
+        lambda d: {**ssd(d), "ssd_past_dram": "always"},
+        comes_back_past_dram(OpKind.DISK2D),
+    ),
+    Scenario(
+        "SSD alone",
+        lambda d: {**ssd(d), "num_cpu_blocks": 0},
+        comes_back_past_dram(OpKind.DISK2D, OpKind.D2DISK),
     ),
     Scenario("SSD by io_uring", lambda d: {**ssd(d), "io_engine": "io_uring"},
              comes_back_from("SSD"), io_uring_is_missing),

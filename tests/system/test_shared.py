@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import NO_HANG_S, until
+from engine_memory import EngineMemory, HostMemory
 from load import LoadEngine, make_kv, make_model, tokens_of
 from paths import SUPPORT
 from ports import free_port
@@ -41,18 +42,20 @@ class Member:
         dp_rank: int = 0,
         engine_id: str = "",
         keeps_loads: bool = False,
+        memory: EngineMemory | None = None,
     ) -> None:
+        memory = memory or HostMemory()
         self.model = make_model()
         names: dict[str, Any] = {"dp_rank": dp_rank, "engine_id": engine_id}
         self.manager = KVManager(self.model, config, **names)
-        self.kv = make_kv(self.model)
+        self.kv = memory.place(make_kv(self.model))
         self.client = KVTPClient(
             self.manager.endpoint,
             server_timeout_s=config.server_timeout_s,
             keeps_loads=keeps_loads,
             **names,
         )
-        self.client.register_kv_caches(self.kv)
+        self.client.register_kv_caches(memory.lend(self.kv))
         self.manager.start()
         self.load = LoadEngine(self.manager, self.kv, seed=dp_rank, client=self.client)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from flexcache.transfer.workers.copy_choice import (
     PROBES,
     CopyChoice,
     CopyCost,
-    measure_cost,
+    measure_costs,
 )
 
 ENGINE = CopyCost(start_s=8e-6, run_s=0.6e-6, byte_s=1 / 55e9)
@@ -33,9 +35,29 @@ class Device:
 @pytest.mark.parametrize("cost", [ENGINE, KERNEL])
 def test_the_cost_of_a_device_is_measured_without_its_first_run(cost: CopyCost) -> None:
     device = Device(cost)
-    found = measure_cost(device.copy, lambda: device.now)
+    found = measure_costs({"only": device.copy}, lambda: device.now)["only"]
     for part in ("start_s", "run_s", "byte_s"):
         assert getattr(found, part) == pytest.approx(getattr(cost, part), rel=1e-3)
+
+
+@pytest.mark.parametrize("busy", [(100.0, 100.001), (100.002, 100.02), (100.004, 100.05)])
+def test_an_engine_that_uses_the_gpu_meanwhile_favours_no_way(busy: tuple[float, float]) -> None:
+    """Everything takes ten times as long for a while."""
+    first, second = (Device(ENGINE) for _ in range(2))
+    first.seen = second.seen = set(PROBES)
+    now = 100.0
+
+    def copy(device: Device, count: int, size: int) -> None:
+        nonlocal now
+        took = device.cost.estimate(count, count * size)
+        now += 10 * took if busy[0] <= now < busy[1] else took
+
+    ways = {name: partial(copy, device) for name, device in {"a": first, "b": second}.items()}
+    costs = measure_costs(ways, lambda: now)
+    assert now > busy[0] + 0.001
+    for count, size in PROBES:
+        one, other = (cost.estimate(count, count * size) for cost in costs.values())
+        assert one == pytest.approx(other, rel=0.01)
 
 
 def test_a_cost_is_never_negative_however_noisy_the_times() -> None:

@@ -9,7 +9,7 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -274,6 +274,36 @@ def test_a_pool_that_cannot_be_pinned_is_used_as_it_is(rig: Rig) -> None:
     assert rig.copier.ways == (CopyWay.BATCH,)
     rig.copy(OpKind.D2H, [4], [2])
     assert rig.on_host(2) == rig.blocks[4].tobytes()
+
+
+@pytest.mark.parametrize("version", [13_000, 12_000])
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_of_a_pool_that_is_partly_pinned_all_blocks_are_copied(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, has_kernel: bool, version: int
+) -> None:
+    monkeypatch.setattr(copy_cuda, "_PIN_STEP", 8 * BLOCK)
+    monkeypatch.setattr(copy_cuda.CudaCopier, "choose", lambda self, *_: self.ways[-1])
+    if has_kernel:
+        rig.add_kernel()
+    register, end = CudaDriver.register, rig.segment.address + rig.segment.size
+
+    def refuse_the_last_pieces(driver: CudaDriver, address: int, size: int) -> None:
+        if end - 24 * BLOCK <= address < end:
+            raise RuntimeError("no more memory can be pinned")
+        register(driver, address, size)
+
+    monkeypatch.setattr(CudaDriver, "register", refuse_the_last_pieces)
+    rig.attach(version=version)
+    assert sum(rig.gpu.registered.values()) == 32 * BLOCK
+    everything = list(range(NUM_BLOCKS))
+    expected = rig.blocks.copy()
+    for places in (everything[::-1], everything):  # neighbours are one copy, but not over the end
+        rig.copy(OpKind.D2H, everything, places)
+        rig.blocks[:] = 0
+        rig.copy(OpKind.H2D, everything, places)
+        assert np.array_equal(rig.blocks, expected)
+    assert bool(rig.kernel.num_ops) is has_kernel
+    assert rig.gpu.num_single_copies if version < 12_080 else rig.gpu.batches
 
 
 def test_closing_waits_for_copies_before_it_unpins(rig: Rig) -> None:
@@ -542,11 +572,14 @@ def test_ops_use_the_number_of_programs_that_was_quick_enough(
 ) -> None:
     kernel = rig.add_kernel()
 
-    def measure(copy: Callable[[int, int], object]) -> CopyCost:
-        copy(1, 4096)
-        return CopyCost(0.0, 0.0, 1 / {4: 20e9, 8: 50e9, 12: 52e9}[kernel.programs])
+    def measure(ways: Mapping[int, Callable[[int, int], object]]) -> dict[int, CopyCost]:
+        speeds = {0: 50e9, 4: 20e9, 8: 50e9, 12: 52e9}
+        for number, copy in ways.items():
+            copy(1, 4096)
+            assert number in (0, kernel.programs)
+        return {number: CopyCost(0.0, 0.0, 1 / speeds[number]) for number in ways}
 
-    monkeypatch.setattr(copy_cuda, "measure_cost", measure)
+    monkeypatch.setattr(copy_cuda, "measure_costs", measure)
     rig.attach()
     rig.copy(OpKind.D2H, [0], [0], way=CopyWay.KERNEL)
     assert kernel.programs == 8

@@ -46,6 +46,16 @@ WORLDS: dict[str, dict[str, Any]] = {
     "write-back to a small SSD": {"policy": "write_back", "ssd": 4},
     "write-back with a short backlog": {"policy": "write_back", "backlog": 3, "remote": True},
     "selective": {"remote": True, "policy": "selective"},
+    "loads past DRAM": {"past_dram": "always"},
+    "loads past DRAM where it is faster, two ranks": {
+        "past_dram": "auto",
+        "load_ranks": (0, 1),
+        "store_ranks": (0,),
+        "remote": True,
+    },
+    "SSD alone": {"past_dram": "always", "keeps_on_host": False},
+    "a small SSD alone": {"past_dram": "always", "keeps_on_host": False, "ssd": 6, "chunk": 1},
+    "SSD alone, staged": {"keeps_on_host": False},
 }
 
 

@@ -893,3 +893,45 @@ def test_after_everything_was_cleared_nothing_more_is_recorded() -> None:
     for run in world.ops(OpKind.D2H):
         world.finish(run)
     assert [run.op.names for run in world.ops(OpKind.H2DISK)] == [None, None]
+
+
+# -- two ways from SSD -----------------------------------------------------------------------------
+
+
+def load_from_ssd(world: World, seconds: dict[OpKind, float]) -> OpKind:
+    """Load a prompt that only SSD has; return the kind of its first op, which takes so long."""
+    world.clear(CPU)
+    task_id = world.get("abcdef")
+    kind = world.ops(task_id=task_id)[0].op.kind
+    world.tick(seconds[kind])
+    world.finish_all()
+    assert world.final(task_id).num_ok == 6
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("direct_s", "faster"), [(0.1, OpKind.DISK2D), (0.9, OpKind.DISK2H), (5.0, OpKind.DISK2H)]
+)
+def test_loads_from_ssd_take_the_way_that_was_clearly_faster(
+    direct_s: float, faster: OpKind
+) -> None:
+    world = World(cpu=12, past_dram="auto")
+    world.put("abcdef")
+    world.finish_all()
+    seconds = {OpKind.DISK2H: 1.0, OpKind.DISK2D: direct_s}
+    taken = [load_from_ssd(world, seconds) for _ in range(8)]
+    assert taken == [OpKind.DISK2H] * 4 + [OpKind.DISK2D] * 4
+    assert [load_from_ssd(world, seconds) for _ in range(5)] == [faster] * 5
+    world.check_nothing_is_held()
+
+
+def test_a_load_past_dram_that_is_cut_short_is_not_timed() -> None:
+    world = World(cpu=12, past_dram="auto")
+    world.put("abcdef")
+    world.finish_all()
+    for _ in range(6):
+        world.clear(CPU)
+        task_id = world.get("abcdef")
+        world.cancel(task_id)
+        world.finish_all()
+    assert load_from_ssd(world, {OpKind.DISK2H: 1.0}) is OpKind.DISK2H

@@ -2,8 +2,8 @@
 
 No fixed threshold would do: the crossover depends on the GPU, its link, the driver and the number
 of copies. So both are timed when a rank attaches, for some milliseconds, and an op uses the one
-that should finish sooner. The kernel must be clearly quicker, because it takes multiprocessors from
-the model.
+that should finish sooner. They take turns, since an engine may be using the GPU meanwhile. The
+kernel must be clearly quicker, because it takes multiprocessors from the model.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 import numpy as np
 
 # (copies, bytes of each), chosen to separate the cost of starting, of a copy, and of a byte.
 PROBES = ((1, 4 << 10), (256, 4 << 10), (64, 64 << 10))
 PROBE_BYTES = max(count * size for count, size in PROBES)
-_ROUNDS = 5
+_ROUNDS = 9
 _CLEARLY_QUICKER = 0.8
 _NEARLY_AS_QUICK = 1.1
+
+
+Way = TypeVar("Way")
 
 
 class CopyWay(Enum):
@@ -82,21 +86,27 @@ class CopyChoice:
         return kernel_s < _CLEARLY_QUICKER * engine_s
 
 
-def measure_cost(
-    copy: Callable[[int, int], object], clock: Callable[[], float] = time.perf_counter
-) -> CopyCost:
-    """Time a way of copying on the `PROBES`.
+def measure_costs(
+    ways: Mapping[Way, Callable[[int, int], object]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Way, CopyCost]:
+    """Time ways of copying on the `PROBES`, in turns.
 
     Args:
-        copy: Makes this many copies of this many bytes and waits until they have landed.
+        ways: Each makes this many copies of this many bytes and waits until they have landed.
     """
-    best: list[float] = []
+    best: dict[Way, list[float]] = {way: [] for way in ways}
     for count, size in PROBES:
-        times: list[float] = []
-        copy(count, size)  # the first call may compile, allocate or wake something
+        times: dict[Way, list[float]] = {way: [] for way in ways}
+        for copy in ways.values():
+            copy(count, size)  # the first call may compile, allocate or wake something
         for _ in range(_ROUNDS):
-            started = clock()
-            copy(count, size)
-            times.append(clock() - started)
-        best.append(min(times))
-    return CopyCost.fit((best[0], best[1], best[2]))
+            for way, copy in ways.items():
+                started = clock()
+                copy(count, size)
+                times[way].append(clock() - started)
+        for way, each in times.items():
+            best[way].append(min(each))
+    return {
+        way: CopyCost.fit((first, second, third)) for way, (first, second, third) in best.items()
+    }

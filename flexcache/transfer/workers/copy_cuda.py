@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.errors import DeviceLostError, StorageError
+from flexcache.errors import DeviceLostError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage import numa
@@ -31,10 +32,11 @@ from flexcache.transfer.workers.copy_check import (
     check_way,
     describe,
     open_scratch,
+    passed_ways,
 )
-from flexcache.transfer.workers.copy_choice import CopyChoice, CopyCost, CopyWay, measure_cost
+from flexcache.transfer.workers.copy_choice import CopyChoice, CopyWay, measure_costs
 from flexcache.transfer.workers.copy_driver import SourceOrder
-from flexcache.transfer.workers.copy_pin import PinnedSegment
+from flexcache.transfer.workers.copy_pin import PinnedSegment, Runs
 from flexcache.transfer.workers.copy_runs import merge_runs
 from flexcache.transfer.workers.cuda_streams import CudaStreams
 from flexcache.transfer.workers.hip_driver import load_driver
@@ -44,9 +46,9 @@ from flexcache.transfer.workers.life import show_life_during
 logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.int64]
-Runs = tuple[Addresses, Addresses, Addresses]
 
 _PIN_STEP = 1 << 30
+_ENGINE_WAYS = (CopyWay.BATCH, CopyWay.SINGLE)
 
 # The source of a load was complete before the load was queued; the source of a store may still be
 # written by the model, up to the event that the store is ordered after.
@@ -75,6 +77,7 @@ class CudaCopier:
         self._streams: CudaStreams | None = None
         self._pinned: PinnedSegment | None = None
         self._engine: CopyWay | None = None
+        self._pageable_way: CopyWay | None = None  # for what of the segment is not pinned
         self._kernel: ModuleType | None = None
         self._choices: dict[OpKind, CopyChoice] = {}
         self._programs: dict[OpKind, int] = {}
@@ -144,10 +147,14 @@ class CudaCopier:
             runs = merge_runs(destinations, sources, sizes, self._pinned.starts)
             if after is not None:
                 stream.wait_event(after)
+            runs, pageable = self._pinned.split(runs, on_host=1 if kind is OpKind.H2D else 0)
             if way is not None:
                 self._queue(runs, kind, way, lane)
             else:
                 self._queue_as_chosen(runs, kind, lane)
+            if len(pageable[2]):
+                assert self._pageable_way is not None
+                self._queue(pageable, kind, self._pageable_way, lane, is_pinned=False)
             landed = torch.cuda.Event()
             landed.record(stream)
         except Exception as error:
@@ -165,7 +172,8 @@ class CudaCopier:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the attached segment is page-locked; if not, copies are correct but slow."""
+        """Whether the attached segment is page-locked, at least in part; copies of what is not are
+        correct but slow."""
         return self._pinned is not None and self._pinned.starts.size > 0
 
     @property
@@ -193,6 +201,12 @@ class CudaCopier:
         if engine is None or self._choices[kind].prefers_kernel(len(sizes), int(sizes.sum())):
             return CopyWay.KERNEL
         return engine
+
+    def may_start(self, kind: OpKind, after: torch.cuda.Event | None) -> bool:
+        """Whether `start` would not wait: a store to unpinned memory ends before it returns."""
+        assert self._pinned is not None
+        returns_at_once = self._pinned.is_whole or kind is OpKind.H2D
+        return returns_at_once or after is None or after.query()
 
     def close(self) -> None:
         """Wait for copies in flight, and unpin. Never raises: errors are logged. Idempotent."""
@@ -235,14 +249,18 @@ class CudaCopier:
             )  # fmt: skip
             self._queue(runs, kind, self._engine, lane)
 
-    def _queue(self, runs: Runs, kind: OpKind, way: CopyWay, lane: Lane) -> None:
+    def _queue(
+        self, runs: Runs, kind: OpKind, way: CopyWay, lane: Lane, is_pinned: bool | None = None
+    ) -> None:
+        """Queue copies in one way. By default memory is pinned if the segment is."""
         assert self._streams is not None
+        is_pinned = self.is_pinned if is_pinned is None else is_pinned
         stream = self._streams[lane]
         match way:
             case CopyWay.BATCH:
                 self._driver.copy_batch(*runs, _SOURCE_ORDER[kind], stream.cuda_stream)
             case CopyWay.SINGLE:
-                self._driver.copy_singly(*runs, stream.cuda_stream, is_pinned=self.is_pinned)
+                self._driver.copy_singly(*runs, stream.cuda_stream, is_pinned=is_pinned)
             case CopyWay.KERNEL:
                 assert self._kernel is not None
                 with torch.cuda.stream(stream):
@@ -252,31 +270,31 @@ class CudaCopier:
 
     def _find_ways(self) -> None:
         """Test all ways and keep those that pass."""
-        assert self._streams is not None
+        assert self._streams is not None and self._pinned is not None
         self._streams.bind()
-        is_pinned = self.is_pinned
-        with (
-            torch.cuda.stream(self._streams[Lane.LOADS]),
-            open_scratch(self._driver, self.device, pinned=is_pinned) as scratch,
-        ):
-            self.verdicts = [self._test(way, scratch) for way in CopyWay]
-            passed = [verdict.way for verdict in self.verdicts if verdict.passed]
-            if not passed:
-                said = "; ".join(map(str, self.verdicts))
-                raise StorageError(f"no way of copying to {self.device} and back works: {said}")
-            self._engine = passed[0] if passed[0] is not CopyWay.KERNEL else None
-            if CopyWay.KERNEL not in passed:
-                self._kernel = None
-            elif self._engine is not None:
-                self._time(self._engine, scratch)
+        with torch.cuda.stream(self._streams[Lane.LOADS]):
+            with open_scratch(self._driver, self.device, pinned=self.is_pinned) as scratch:
+                self.verdicts = [self._test(way, scratch, self.is_pinned) for way in CopyWay]
+                passed = passed_ways(self.verdicts, self.device)
+                self._engine = passed[0] if passed[0] is not CopyWay.KERNEL else None
+                if CopyWay.KERNEL not in passed:
+                    self._kernel = None
+                elif self._engine is not None:
+                    self._time(self._engine, scratch)
+            if self._pinned.is_partial:
+                with open_scratch(self._driver, self.device, pinned=False) as scratch:
+                    verdicts = [self._test(way, scratch, False) for way in _ENGINE_WAYS]
+                    self._pageable_way = passed_ways(verdicts, self.device)[0]
 
-    def _test(self, way: CopyWay, scratch: Scratch) -> Verdict:
+    def _test(self, way: CopyWay, scratch: Scratch, is_pinned: bool) -> Verdict:
         missing = self._missing(way, scratch)
         if missing:
             if way is CopyWay.KERNEL:
                 log_event(logger, logging.INFO, "copy_kernel_missing", reason=missing)
             return Verdict(way, missing)
-        verdict = check_way(way, lambda runs, kind: self._copy_now(runs, kind, way), scratch)
+        verdict = check_way(
+            way, lambda runs, kind: self._copy_now(runs, kind, way, is_pinned), scratch
+        )
         for kind, failure in verdict.failures.items():
             log_event(
                 logger, logging.WARNING, "copy_way_failed", way=way.value, op=kind.name,
@@ -302,22 +320,19 @@ class CudaCopier:
     def _time(self, engine: CopyWay, scratch: Scratch) -> None:
         """Time the kernel and the engine; if that fails, the kernel is not used."""
         assert self._kernel is not None
-        numbers = self._kernel.PROGRAMS
+        programs = self._kernel.PROGRAMS
 
-        def cost(kind: OpKind, way: CopyWay, programs: int = 0) -> CopyCost:
-            self._programs[kind] = programs
-
-            def copy(count: int, size: int) -> None:
-                offsets = np.arange(count, dtype=np.int64) * size
-                runs = scratch.runs(kind, offsets, offsets, np.full(count, size, np.int64))
-                self._copy_now(runs, kind, way)
-
-            return measure_cost(copy)
+        def copy(kind: OpKind, number: int, count: int, size: int) -> None:
+            """Copy by the kernel with this number of programs, or by the engine with 0."""
+            self._programs[kind] = number
+            offsets = np.arange(count, dtype=np.int64) * size
+            runs = scratch.runs(kind, offsets, offsets, np.full(count, size, np.int64))
+            self._copy_now(runs, kind, CopyWay.KERNEL if number else engine)
 
         for kind in _SOURCE_ORDER:
             try:
-                kernels = {number: cost(kind, CopyWay.KERNEL, number) for number in numbers}
-                choice = CopyChoice.of(cost(kind, engine), kernels)
+                costs = measure_costs({n: partial(copy, kind, n) for n in (0, *programs)})
+                choice = CopyChoice.of(costs.pop(0), costs)
             except DeviceLostError:
                 raise
             except Exception as error:
@@ -330,11 +345,11 @@ class CudaCopier:
             self._choices[kind], self._programs[kind] = choice, choice.programs
             log_event(logger, logging.INFO, "copy_way_chosen", op=kind.name, choice=choice)
 
-    def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay) -> None:
+    def _copy_now(self, runs: Runs, kind: OpKind, way: CopyWay, is_pinned: bool = True) -> None:
         """Copy, and wait until nothing is in flight, even after an error."""
         assert self._streams is not None
         lane = Lane.of(kind, urgent=False)
         try:
-            self._queue(runs, kind, way, lane)
+            self._queue(runs, kind, way, lane, is_pinned)
         finally:
             self._streams.settle(lane)

@@ -1,4 +1,4 @@
-"""The device worker: executes H2D and D2H for one rank, inside the engine's own process.
+"""The device worker: executes the ops that touch the GPU for one rank, inside the engine's process.
 
 The process that owns the memory does the copy, so no other process needs a handle to it. Ops run in
 order, loads before stores. A gated op waits until the engine's worker thread opens the gate of its
@@ -7,6 +7,8 @@ a copy never overtakes queued work on the same slots.
 
 A load that the engine waits for layer by layer (`load_by_layer`) is copied in parts of one or more
 layers, before all other ops; concurrent ones take turns, so that all get their first layers first.
+
+Ops between the GPU and the SSD are carried out by `DirectOps`, once their gates are open.
 
 Ops are copied in pieces, and few of them are queued at a time (`in_flight`). An op of a revoked
 task, or one that is dropped, stops after the pieces that were started; on a GPU those land even
@@ -29,6 +31,7 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.copier import Copier, Fence
+from flexcache.transfer.workers.direct import DirectOps
 from flexcache.transfer.workers.in_flight import InFlight
 from flexcache.transfer.workers.lane import Lane
 from flexcache.transfer.workers.layer_load import LayerLoad
@@ -37,6 +40,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
+_DIRECT = (OpKind.DISK2D, OpKind.D2DISK)
 
 
 class DeviceWorker:
@@ -48,6 +52,7 @@ class DeviceWorker:
         layouts: Of each group of the model; of all layers if it has no groups.
         permit: Set to the task of the current copy; shared with the copier.
         blocks_per_unit: As in `OpAddresses`, like ``may_skip``.
+        direct: Executes DISK2D and D2DISK; None if this rank cannot.
     """
 
     def __init__(
@@ -58,10 +63,12 @@ class DeviceWorker:
         permit: CopyPermit | None = None,
         blocks_per_unit: int = 1,
         may_skip: bool = False,
+        direct: DirectOps | None = None,
     ) -> None:
         self._layouts = layouts
         self._addresses = OpAddresses(layouts, segment, blocks_per_unit, may_skip)
         self._copier = copier
+        self._direct = direct
         self._permit = permit or CopyPermit()
         self._lost: str | None = None
         self._queues: dict[Lane, deque[Execute]] = {lane: deque() for lane in Lane}
@@ -78,17 +85,20 @@ class DeviceWorker:
     @property
     def failure(self) -> str | None:
         """Why it is unknown what has landed. After that, only `close` and `abandon` may follow."""
-        return self._lost or self._in_flight.failure
+        of_direct = None if self._direct is None else self._direct.failure
+        return self._lost or self._in_flight.failure or of_direct
 
     @property
     def has_work(self) -> bool:
         """Whether `advance` has something to do or to wait for now."""
-        return bool(self._dropped or self._in_flight) or self._next_start() is not None
+        is_moving = self._in_flight or (self._direct is not None and self._direct.op_ids)
+        begun = is_moving or self._in_parts or self._in_pieces
+        return bool(self._dropped or begun or any(self._queues.values()))
 
     @property
     def only_waits(self) -> bool:
-        """Whether the only work left for now is waiting for copies to land."""
-        return bool(self._in_flight) and not self._dropped and self._next_start() is None
+        """Whether the only work left for now is waiting for copies to land, or to be started."""
+        return self.has_work and not self._dropped and self._next_start() is None
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let ops of these tasks start, after the work the engine has queued. Thread-safe."""
@@ -146,6 +156,8 @@ class DeviceWorker:
             is_open = not message.gated or message.task_id in self._gates
         if not is_open:
             self._parked.setdefault(message.task_id, []).append(message)
+        elif message.kind in _DIRECT and self._direct is not None:
+            self._direct.execute(message, self._fence_of(message))
         else:
             lane = Lane.of(message.kind, urgent=self._layer_load(message) is not None)
             self._queues[lane].append(message)
@@ -162,6 +174,8 @@ class DeviceWorker:
         if (start := self._next_start()) is not None:
             done.extend(start())
         done.extend(self._in_flight.take_landed())
+        if self._direct is not None:
+            done.extend(self._direct.advance())
         return done
 
     def _next_start(self) -> Callable[[], list[Done]] | None:
@@ -174,9 +188,15 @@ class DeviceWorker:
                 return self._start_part
         has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
         for kind in (OpKind.H2D, OpKind.D2H):
-            has_to_wait = has_layers and kind is OpKind.H2D
-            is_next = bool(self._queues[Lane.of(kind, urgent=False)]) or kind in self._in_pieces
-            if is_next and not has_to_wait and has_room(kind):
+            if not has_room(kind) or (has_layers and kind is OpKind.H2D):
+                continue
+            op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
+            message = op.message if op is not None else next(iter(queue), None)
+            if message is None:
+                continue
+            with self._gate_lock:
+                after = self._gates.get(message.task_id)
+            if self._copier.may_start(kind, after):
                 return partial(self._start_piece, kind)
         return None
 
@@ -193,6 +213,8 @@ class DeviceWorker:
         if not self._dropped:
             return []
         ended = []
+        if self._direct is not None:
+            self._direct.drop(self._dropped)
         for queue in (*self._queues.values(), *self._parked.values()):
             for message in [m for m in queue if m.op_id in self._dropped]:
                 queue.remove(message)
@@ -241,7 +263,7 @@ class DeviceWorker:
     def _start_part(self, op: OpCopies | None = None) -> list[Done]:
         """Start the next layers of a load by layer: of the one that has the fewest, by default."""
         op = op or min(self._in_parts, key=lambda op: op.num_started)
-        stop, load = self._part_end(op), self._layer_load(op.message)
+        stop, load = op.next_part(self._layouts[0], _MIN_PART_BYTES), self._layer_load(op.message)
         if load is None or not load.begin_part():
             self._in_parts.remove(op)
             return self._fail(op, "the engine no longer waits for it")
@@ -256,26 +278,22 @@ class DeviceWorker:
         self._in_parts.remove(op)
         return self._in_flight.end(op)
 
-    def _part_end(self, copies: OpCopies) -> int:
-        """Return the first end of a layer that makes the next part large enough, or the last."""
-        [layout] = self._layouts
-        offsets, ends = layout.by_layer.offsets, sorted(set(layout.layer_ends.values()))
-        enough = offsets[copies.num_started] + _MIN_PART_BYTES / max(1, copies.num_blocks)
-        inner = (end for end in ends[:-1] if end > copies.num_started and offsets[end] >= enough)
-        return next(inner, ends[-1])
-
     def _start_copies(self, op: OpCopies, copies: Copies, urgent: bool) -> Fence | None:
         message = op.message
         self._permit.task_id = message.task_id
         self._permit.check()
-        with self._gate_lock:
-            after = self._gates.get(message.task_id)
-        if after is None:  # not gated: ordered after the work on the engine's stream so far
-            after = self._copier.fence()
+        after = self._fence_of(message)
         landed = self._copier.start(*copies, message.kind, after, urgent)
         if landed is not None:
             self._in_flight.add(op, int(copies[2].sum()), landed, urgent)
         return landed
+
+    def _fence_of(self, message: Execute) -> Fence | None:
+        """Return the point of the engine's compute that an op comes after."""
+        with self._gate_lock:
+            after = self._gates.get(message.task_id)
+        # Not gated: after the work on the engine's stream so far.
+        return self._copier.fence() if after is None else after
 
     def _fail(self, op: OpCopies, error: Exception | str) -> list[Done]:
         """End an op that cannot go on, once what was started has landed."""
@@ -304,6 +322,8 @@ class DeviceWorker:
             self._is_closed = True
         for task_id in self.layer_loads:
             self.end_layer_load(task_id)
+        if self._direct is not None:
+            self._direct.close()
         self._copier.close()
 
     def abandon(self, reason: str) -> list[Done]:
@@ -312,4 +332,5 @@ class DeviceWorker:
         op_ids = [message.op_id for queue in queues for message in queue]
         begun = [*self._in_parts, *self._in_pieces.values(), *self._in_flight.ops]
         op_ids += [op.message.op_id for op in begun]
+        op_ids += [] if self._direct is None else self._direct.op_ids
         return [Done(op_id, 0, error=reason) for op_id in dict.fromkeys(op_ids)]

@@ -81,8 +81,8 @@ class Tables:
 
 
 def _on_device(words: list[list[int]], device: torch.device) -> torch.Tensor:
-    signed = np.array(words, np.uint64).view(np.int64)
-    return torch.from_numpy(signed).to(device)
+    signed = torch.from_numpy(np.array(words, np.uint64).view(np.int64))
+    return torch.empty(signed.shape, dtype=torch.int64, device=device).copy_(signed)
 
 
 @cache

@@ -81,6 +81,8 @@ class CudaDirectIO:
         self._places: dict[int, int] = {}
         """Offsets in the buffer, by token."""
         self._checksums: dict[int, int] = {}
+        self._lanes = list(_LANES.values())
+        """Those to wait for when closing."""
         self._batches: list[_Batch] = []
         self._ended: list[Transferred] = []
         try:
@@ -130,7 +132,8 @@ class CudaDirectIO:
         return ended
 
     def close(self) -> None:
-        for lane in _LANES.values():
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
             try:
                 self._streams.settle(lane)
             except DeviceLostError as error:

@@ -1,11 +1,12 @@
-"""The disk worker: executes DISK2H and H2DISK in its own process.
+"""The disk worker: executes DISK2H, H2DISK and COMMIT in its own process.
 
 The server runs it as ``python -m flexcache.transfer.workers.disk``, passes descriptors to it,
 supervises it and restarts it if it dies. It keeps no state that matters: each op brings the places
 of its blocks and their checksums.
 
 Blocks that are written with their names are recorded in the pool's index, and their op is done when
-the record is durable (`commit`). Ops that are written while one group is being committed form the
+the record is durable (`commit`). Those of a COMMIT were written by a rank, past this process. Ops
+that are written while one group is being committed form the
 next; reads never wait for either.
 
 `DiskWorker` is the logic, without sockets or processes; `main` is the shell around it.
@@ -16,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -33,14 +32,11 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
 from flexcache.storage.slot_index import Records, SlotIndex, make_records
 from flexcache.transfer.messages import (
-    BlockNames,
     Done,
     Drop,
     Execute,
-    pack_checksums,
-    unpack_checksums,
-    unpack_ids,
 )
+from flexcache.transfer.workers.block_op import BlockOp, BlockOpQueue
 from flexcache.transfer.workers.commit import GroupCommit
 from flexcache.transfer.workers.process import (
     WorkerConfig,
@@ -50,113 +46,6 @@ from flexcache.transfer.workers.process import (
 )
 
 logger = logging.getLogger(__name__)
-
-_EAGER_READS = 3  # reads go first, but a write gets every fourth turn
-
-
-@dataclass(slots=True, eq=False)
-class _DiskOp:
-    op_id: int
-    direction: Direction
-    slots: npt.NDArray[np.int64]
-    host_blocks: npt.NDArray[np.int64]
-    expected: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]
-    ok: npt.NDArray[np.bool_]
-    names: BlockNames | None
-    next_block: int = 0
-    in_flight: int = 0
-    dropped: bool = False
-    is_void: bool = False
-    bad_block: int | None = None
-    error: str | None = None
-
-    @classmethod
-    def of(cls, message: Execute) -> _DiskOp:
-        is_read = message.kind is OpKind.DISK2H
-        src, dst = unpack_ids(message.src), unpack_ids(message.dst)
-        return cls(
-            message.op_id,
-            Direction.READ if is_read else Direction.WRITE,
-            slots=src if is_read else dst,
-            host_blocks=dst if is_read else src,
-            expected=unpack_checksums(message.checksums),
-            checksums=np.zeros(len(src), dtype=np.uint64),
-            ok=np.zeros(len(src), dtype=np.bool_),
-            names=message.names,
-        )
-
-    def check(self, num_host_blocks: int) -> None:
-        """Refuse an op that would fail midway.
-
-        Raises:
-            ValueError: The op is malformed; the message says how.
-        """
-        if len(self.host_blocks) != len(self.slots):
-            raise ValueError(f"{len(self.slots)} slots, {len(self.host_blocks)} host blocks")
-        if self.direction is Direction.READ and len(self.expected) != len(self.slots):
-            raise ValueError(f"{len(self.slots)} slots, {len(self.expected)} checksums")
-        if self.names is not None and len(self.names.keys) != len(self.slots):
-            raise ValueError(f"{len(self.slots)} slots, {len(self.names.keys)} keys")
-        if (self.slots < 0).any():
-            raise ValueError("a slot is negative")
-        if ((self.host_blocks < 0) | (self.host_blocks >= num_host_blocks)).any():
-            raise ValueError(f"a host block is not one of {num_host_blocks}")
-
-    @property
-    def is_over(self) -> bool:
-        return self.in_flight == 0 and (self.dropped or self.next_block == len(self.slots))
-
-    @property
-    def num_ok(self) -> int:
-        """Number of blocks moved, contiguously from the first on."""
-        if self.is_void:
-            return 0
-        return len(self.ok) if self.ok.all() else int(self.ok.argmin())
-
-    @property
-    def is_to_be_recorded(self) -> bool:
-        return self.direction is Direction.WRITE and self.names is not None and self.num_ok > 0
-
-    def fail(self, error: str) -> None:
-        """Fail the op: none of its blocks counts as moved, even if I/O in flight succeeds."""
-        self.is_void = self.dropped = True
-        self.error = error
-
-    def records(self) -> Records:
-        names, count = self.names, self.num_ok
-        assert names is not None
-        return make_records(
-            names.root, names.first, names.parent, names.keys[:count], self.checksums[:count]
-        )
-
-    def done(self) -> Done:
-        num_ok = self.num_ok
-        return Done(
-            self.op_id,
-            num_ok,
-            error=self.error,
-            bad_block=self.bad_block == num_ok,
-            checksums=b"" if self.direction is Direction.READ else pack_checksums(self.checksums),
-        )
-
-
-@dataclass(slots=True)
-class _Queue:
-    reads: deque[_DiskOp] = field(default_factory=deque)
-    writes: deque[_DiskOp] = field(default_factory=deque)
-    reads_since_write: int = 0
-
-    def next(self) -> _DiskOp | None:
-        """Return the op whose next block should be moved."""
-        write_first = self.writes and self.reads_since_write >= _EAGER_READS
-        for queue in (self.writes, self.reads) if write_first else (self.reads, self.writes):
-            while queue and (queue[0].dropped or queue[0].next_block == len(queue[0].slots)):
-                queue.popleft()
-            if queue:
-                self.reads_since_write = self.reads_since_write + 1 if queue is self.reads else 0
-                return queue[0]
-        return None
 
 
 class DiskWorker:
@@ -188,12 +77,12 @@ class DiskWorker:
         self._commit = commit
         self._last_generation = last_generation
         self._refused: list[Done] = []
-        self._moving: dict[int, _DiskOp] = {}
-        self._written: list[_DiskOp] = []
-        self._group: list[_DiskOp] = []
-        self._queue = _Queue()
+        self._moving: dict[int, BlockOp] = {}
+        self._written: list[BlockOp] = []
+        self._group: list[BlockOp] = []
+        self._queue = BlockOpQueue()
         self._tokens = count()
-        self._in_flight: dict[int, tuple[_DiskOp, int]] = {}
+        self._in_flight: dict[int, tuple[BlockOp, int]] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -208,15 +97,14 @@ class DiskWorker:
 
     def execute(self, message: Execute) -> None:
         try:
-            op = _DiskOp.of(message)
-            op.check(self._segments[0].num_blocks)
+            op = _op_of(message)
+            op.check("host", self._segments[0].num_blocks)
         except ValueError as error:
             self._refused.append(Done(message.op_id, 0, error=f"malformed op: {error}"))
             return
         self._moving[op.op_id] = op
-        is_read = op.direction is Direction.READ
-        (self._queue.reads if is_read else self._queue.writes).append(op)
-        if not is_read:
+        self._queue.add(op)
+        if op.direction is Direction.WRITE and op.has_more:
             self._forget(op.slots)
 
     def drop(self, op_id: int) -> None:
@@ -232,20 +120,20 @@ class DiskWorker:
             self._verify(op, position)
         for op in [op for op in self._moving.values() if op.is_over]:
             del self._moving[op.op_id]
-            (self._written if op.is_to_be_recorded else over).append(op)
+            (self._written if _is_to_be_recorded(op) else over).append(op)
         over += self._commit_written()
         refused, self._refused = self._refused, []
         return refused + [op.done() for op in over]
 
-    def _commit_written(self) -> list[_DiskOp]:
+    def _commit_written(self) -> list[BlockOp]:
         """Commit the next group unless one is in progress; return ops that cannot be recorded."""
-        refused: list[_DiskOp] = []
+        refused: list[BlockOp] = []
         if self._group or not self._written:
             return refused
         slots, records = [], []
         for op in self._written:
             try:
-                records.append(op.records())
+                records.append(_records_of(op))
             except ValueError as error:
                 op.fail(str(error))
                 refused.append(op)
@@ -261,7 +149,7 @@ class DiskWorker:
             self._commit.start(np.concatenate(slots), together)
         return refused
 
-    def _take_committed(self) -> list[_DiskOp]:
+    def _take_committed(self) -> list[BlockOp]:
         result = self._commit.reap()
         if result is None:
             return []
@@ -274,7 +162,7 @@ class DiskWorker:
             op.fail(f"commit to SSD: {result.error}")
         return group + written
 
-    def _writes_under_way(self) -> list[_DiskOp]:
+    def _writes_under_way(self) -> list[BlockOp]:
         writes = (op for op in self._moving.values() if op.direction is Direction.WRITE)
         return [op for op in writes if op.next_block > 0]
 
@@ -287,14 +175,12 @@ class DiskWorker:
             self._index.erase(slots)
 
     def _fill(self) -> None:
-        started: list[tuple[_DiskOp, int, Request]] = []
+        started: list[tuple[BlockOp, int, Request]] = []
         while len(self._in_flight) < self._io.depth:
             op = self._queue.next()
             if op is None:
                 break
-            position, token = op.next_block, next(self._tokens)
-            op.next_block += 1
-            op.in_flight += 1
+            position, token = op.begin_next(), next(self._tokens)
             fd, offset = self._locate(int(op.slots[position]))
             request = Request(token, op.direction, fd, offset, self._pieces(op, position))
             self._in_flight[token] = (op, position)
@@ -304,11 +190,11 @@ class DiskWorker:
             if op.direction is Direction.WRITE:
                 op.checksums[position] = checksum(request.pieces)
 
-    def _pieces(self, op: _DiskOp, position: int) -> list[memoryview]:
-        block = int(op.host_blocks[position])
+    def _pieces(self, op: BlockOp, position: int) -> list[memoryview]:
+        block = int(op.blocks[position])
         return [segment.block(block) for segment in self._segments]
 
-    def _take_in(self) -> list[tuple[_DiskOp, int]]:
+    def _take_in(self) -> list[tuple[BlockOp, int]]:
         """Process completions; return the blocks that were read and must still be verified."""
         blocks_read = []
         size = sum(segment.stride for segment in self._segments)
@@ -324,22 +210,38 @@ class DiskWorker:
                 self._end(op, position)
         return blocks_read
 
-    def _verify(self, op: _DiskOp, position: int) -> None:
+    def _verify(self, op: BlockOp, position: int) -> None:
         is_right = checksum(self._pieces(op, position)) == int(op.expected[position])
         self._end(op, position, None if is_right else "checksum mismatch")
 
-    def _end(self, op: _DiskOp, position: int, problem: str | None = None) -> None:
+    def _end(self, op: BlockOp, position: int, problem: str | None = None) -> None:
         """Record that a block of the op was moved, or could not be."""
-        op.in_flight -= 1
-        if problem is None:
-            op.ok[position] = True
-            return
-        if op.direction is Direction.READ:
+        op.end(position, problem)
+        if problem is not None and op.direction is Direction.READ:
             self._forget(op.slots[position : position + 1])
-        op.error = op.error or f"{op.direction.value} of slot {op.slots[position]}: {problem}"
-        if op.bad_block is None or position < op.bad_block:
-            op.bad_block = position
-        op.dropped = True  # nothing after the gap is useful
+
+
+def _op_of(message: Execute) -> BlockOp:
+    """Make an op; a rank has written the blocks of a COMMIT already, and knows their checksums."""
+    op = BlockOp.of(message)
+    if message.kind is OpKind.COMMIT:
+        if len(op.expected) != len(op.slots):
+            raise ValueError(f"{len(op.slots)} slots, {len(op.expected)} checksums")
+        op.blocks, op.checksums = np.zeros_like(op.slots), op.expected
+        op.ok, op.next_block = np.ones(len(op.slots), dtype=np.bool_), len(op.slots)
+    return op
+
+
+def _is_to_be_recorded(op: BlockOp) -> bool:
+    return op.direction is Direction.WRITE and op.names is not None and op.num_ok > 0
+
+
+def _records_of(op: BlockOp) -> Records:
+    names, count = op.names, op.num_ok
+    assert names is not None
+    return make_records(
+        names.root, names.first, names.parent, names.keys[:count], op.checksums[:count]
+    )
 
 
 class DiskWorkerConfig(WorkerConfig, frozen=True):

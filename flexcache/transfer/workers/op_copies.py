@@ -100,6 +100,14 @@ class OpCopies:
         destinations, sources, sizes = zip(*groups, strict=True)
         return np.concatenate(destinations), np.concatenate(sources), np.concatenate(sizes)
 
+    def next_part(self, layout: BlockLayout, min_bytes: int) -> int:
+        """Return the first end of a layer that makes the next part large enough, or the last. There
+        must be one group, with this layout."""
+        offsets, ends = layout.by_layer.offsets, sorted(set(layout.layer_ends.values()))
+        enough = offsets[self.num_started] + min_bytes / max(1, self.num_blocks)
+        inner = (end for end in ends[:-1] if end > self.num_started and offsets[end] >= enough)
+        return next(inner, ends[-1])
+
     def take_until(self, stop: int) -> Copies:
         """Return the copies of the next segments, up to ``stop``. There must be one group."""
         columns, self.num_started = slice(self.num_started, stop), stop
@@ -136,8 +144,11 @@ class OpAddresses:
             by_layer: In segments that end where layers end (`BlockLayout.by_layer`).
 
         Raises:
-            ValueError: The op names blocks that do not exist, or lists that do not pair.
+            ValueError: The op names blocks that do not exist, or lists that do not pair, or is none
+                between the GPU and the host.
         """
+        if message.kind not in (OpKind.H2D, OpKind.D2H):
+            raise ValueError(f"this rank cannot execute {message.kind.value}")
         is_load = message.kind is OpKind.H2D
         src, dst = unpack_ids(message.src), unpack_ids(message.dst)
         gpu, host = (dst, src) if is_load else (src, dst)

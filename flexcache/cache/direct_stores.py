@@ -1,0 +1,90 @@
+"""DirectStores: plans puts of a cache without a DRAM tier, from the GPU straight to SSD.
+
+    put, blocks of the prompt:   0            first             end
+                                 |--------------|----------------|
+                                   SSD has or     D2DISK, COMMIT
+                                   awaits them    in chunks
+
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flexcache.cache.admission import Admission
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.plan import Plan, block_names, chunks
+from flexcache.cache.tiers import Tiers
+from flexcache.ids import OpId, OpKind, TaskKind, TierName
+
+
+class DirectStores:
+    """Plans puts on the SSD tier. Arguments as for `StorePlanner`.
+
+    Attributes:
+        tier: The SSD tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        op_ids: Iterator[OpId],
+        chunk_blocks: int,
+        admission: Admission | None = None,
+    ) -> None:
+        self._tiers = tiers
+        self.tier = tiers.by_name[TierName.SSD]
+        self._admission = admission
+        self._op_ids = op_ids
+        self._chunk_blocks = chunk_blocks
+
+    def plan_put(
+        self, keys: BlockKeys, start: int, stop: int, retain_s: float = 0.0,
+        is_recording: bool = True,
+    ) -> Plan:  # fmt: skip
+        """Plan to store the blocks ``[start, stop)`` that the SSD tier neither has nor awaits.
+
+        Args:
+            retain_s: The prompt counts as used this much later.
+            is_recording: Whether the blocks must outlive this process.
+        """
+        ssd = self.tier
+        cached = ssd.index.match(keys)
+        first = cached.num_blocks
+        first += ssd.num_in_flight(keys, first, stop)
+        plan = Plan(TaskKind.PUT, keys.root, first, first)
+        self._tiers.num_holders += 1
+        if first < stop:
+            plan.outlook = self._tiers.store(keys, stop)
+        else:
+            self._tiers.store_nothing(keys, stop)
+        ssd.use(cached, plan.outlook, retain_s)
+        if first >= stop:
+            plan.start = plan.stop = stop
+        elif start > first:
+            plan.drop("prefix_not_cached", stop - start)
+        elif ssd.name in self._tiers.unavailable:
+            plan.drop("ssd_unavailable", stop - first)
+        else:
+            end = stop if self._admission is None else self._admission.admit(keys, stop, start)
+            self._add_blocks(plan, keys, first, end, retain_s, is_recording)
+        return plan
+
+    def _add_blocks(
+        self, plan: Plan, keys: BlockKeys, first: int, end: int, retain_s: float, is_recording: bool
+    ) -> None:
+        if first >= end:
+            return
+        lease = self.tier.reserve(keys, first, end, plan.outlook, retain_s)
+        plan.stores[self.tier.name] = lease
+        plan.store_starts[self.tier.name] = first
+        plan.stop = first + len(lease)
+        if plan.stop < end:
+            plan.drop(lease.why_short("ssd"), end - plan.stop)
+        for chunk in chunks(first, plan.stop, self._chunk_blocks):
+            slots = lease.blocks[chunk.start - first : chunk.stop - first]
+            names = block_names(self.tier, keys, chunk.start, chunk.stop) if is_recording else None
+            write = plan.graph.add(next(self._op_ids), OpKind.D2DISK, chunk.start, None, slots)
+            commit = next(self._op_ids)
+            plan.graph.add(commit, OpKind.COMMIT, chunk.start, slots, slots, [write], names)

@@ -1,0 +1,22 @@
+"""What executors report about ops, passed on to the task engine."""
+
+from __future__ import annotations
+
+from flexcache.ids import OpId
+from flexcache.tasks.engine import KVTaskEngine
+from flexcache.transfer.messages import CHECKSUM_BYTES, Done, unpack_checksums
+
+
+def problem_of(done: Done) -> str | None:
+    """Return why a report makes no sense."""
+    if len(done.checksums) % CHECKSUM_BYTES:
+        return f"{len(done.checksums)} bytes are not whole checksums"
+    return None
+
+
+def pass_on(tasks: KVTaskEngine, executor: str, done: Done, now: float) -> None:
+    """Let the task engine know how an executor's part of an op ended."""
+    tasks.op_done(
+        executor, OpId(done.op_id), done.num_ok, now, error=done.error, bad_block=done.bad_block,
+        checksums=unpack_checksums(done.checksums) if done.checksums else None,
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""DirectOps: executes DISK2D and D2DISK of one rank, block by block, past the host pool.
+
+    op --compute is done--> queue --begin--> DirectIO --read: verified, written: summed--> Done
+
+Part of `DeviceWorker`, which keeps ops behind their gates. A block that cannot be read, or whose
+checksum differs, ends the useful part of its op, as in the disk worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import count
+
+from flexcache.errors import InternalError
+from flexcache.storage.block_io import Direction
+from flexcache.storage.layout import BlockLayout
+from flexcache.transfer.messages import Done, Execute
+from flexcache.transfer.workers.block_op import BlockOp, BlockOpQueue
+from flexcache.transfer.workers.copier import Fence
+from flexcache.transfer.workers.direct_io import DirectIO
+from flexcache.transfer.workers.direct_transfer import Transfer
+from flexcache.transfer.workers.permit import CopyPermit
+
+
+class DirectOps:
+    """Keeps direct I/O full with the blocks of the current ops. Used by the rank's thread.
+
+    Every op given to `execute` yields exactly one `Done`, from `advance`, unless the worker that it
+    is part of is abandoned.
+
+    Args:
+        layout: Of the rank's blocks.
+        locate: Returns the file and the offset of the rank's part of a slot.
+        length: Bytes of that part.
+
+    Attributes:
+        failure: Why it is unknown what has landed, if it is. Nothing may follow but `close`.
+    """
+
+    def __init__(
+        self,
+        layout: BlockLayout,
+        locate: Callable[[int], tuple[int, int]],
+        length: int,
+        io: DirectIO,
+        permit: CopyPermit,
+    ) -> None:
+        self._layout = layout
+        self._locate = locate
+        self._length = length
+        self._io = io
+        self._permit = permit
+        self.failure: str | None = None
+        self._task_of: dict[int, int] = {}
+        self._refused: list[Done] = []
+        self._behind: list[tuple[BlockOp, Fence]] = []
+        """Ops whose blocks the engine's compute may still use."""
+        self._queue = BlockOpQueue()
+        self._ops: dict[int, BlockOp] = {}
+        self._tokens = count()
+        self._in_flight: dict[int, tuple[BlockOp, int]] = {}
+
+    @property
+    def op_ids(self) -> list[int]:
+        """Ops that have not ended."""
+        return [*self._ops, *(done.op_id for done in self._refused)]
+
+    def execute(self, message: Execute, after: Fence | None) -> None:
+        """Take an op, which starts when the engine's compute has passed ``after``."""
+        op = BlockOp.of(message)
+        try:
+            op.check("GPU", self._layout.num_blocks)
+        except ValueError as error:
+            self._refused.append(Done(op.op_id, 0, error=f"malformed op: {error}"))
+            return
+        self._ops[op.op_id], self._task_of[op.op_id] = op, message.task_id
+        if after is None:
+            self._queue.add(op)
+        else:
+            self._behind.append((op, after))
+
+    def drop(self, op_ids: Iterable[int]) -> None:
+        """Move no more blocks of these ops. What is in flight ends first."""
+        for op_id in op_ids:
+            if op_id in self._ops:
+                self._ops[op_id].dropped = True
+
+    def advance(self) -> list[Done]:
+        """Process what has ended and start more; return the ops that ended. Never blocks."""
+        try:
+            self._move()
+        except Exception as error:  # the driver or its wrapper may raise any class
+            self.failure = f"{type(error).__name__}: {error}"
+            return []
+        done, self._refused = self._refused, []
+        for op in [op for op in self._ops.values() if op.is_over]:
+            del self._ops[op.op_id], self._task_of[op.op_id]
+            done.append(op.done())
+        return done
+
+    def _move(self) -> None:
+        for token, error, checksum in self._io.reap():
+            op, position = self._in_flight.pop(token)
+            op.checksums[position] = checksum
+            self._end(op, position, error)
+        self._release()
+        self._fill()
+
+    def _end(self, op: BlockOp, position: int, error: str | None) -> None:
+        op.end(position, error)
+        if error is not None and self._is_revoked(op):
+            op.fail(error)  # nothing is wrong with the block
+
+    def _is_revoked(self, op: BlockOp) -> bool:
+        self._permit.task_id = self._task_of[op.op_id]
+        return self._permit.is_revoked
+
+    def _release(self) -> None:
+        """Queue the ops whose blocks are no longer used by the engine's compute."""
+        behind, self._behind = self._behind, []
+        for op, after in behind:
+            if op.dropped or after.query():
+                self._queue.add(op)
+            else:
+                self._behind.append((op, after))
+
+    def _fill(self) -> None:
+        transfers = []
+        while len(self._in_flight) < self._io.depth and (op := self._queue.next()) is not None:
+            position, token = op.begin_next(), next(self._tokens)
+            self._in_flight[token] = op, position
+            transfers.append(self._transfer(token, op, position))
+        if transfers:
+            self._io.submit(transfers)
+
+    def _transfer(self, token: int, op: BlockOp, position: int) -> Transfer:
+        fd, offset = self._locate(int(op.slots[position]))
+        [addresses] = self._layout.gpu_addresses(op.blocks[position : position + 1])
+        is_read = op.direction is Direction.READ
+        return Transfer(
+            token, self._task_of[op.op_id], op.direction, fd, offset, self._length,
+            addresses, self._layout.sizes, int(op.expected[position]) if is_read else 0,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Wait for blocks in flight; no more will start."""
+        self._io.close()
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        if self._ops.keys() != self._task_of.keys():
+            raise InternalError("the ops and their tasks disagree")
+        if len(self._in_flight) > self._io.depth:
+            raise InternalError(f"{len(self._in_flight)} blocks in flight, of {self._io.depth}")
+        for op in self._ops.values():
+            in_flight = sum(op is other for other, _ in self._in_flight.values())
+            if op.in_flight != in_flight:
+                raise InternalError(f"op {op.op_id}: {op.in_flight} in flight, not {in_flight}")

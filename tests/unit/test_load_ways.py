@@ -1,0 +1,69 @@
+"""Which way loads from SSD take, by how long loads have taken."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexcache.cache.load_ways import LoadWays, Way
+
+TIMES = st.lists(
+    st.tuples(st.sampled_from(list(Way)), st.integers(1, 100), st.floats(1e-4, 10)), max_size=60
+)
+
+
+def timed(staged_s: float, direct_s: float) -> LoadWays:
+    """Both ways, known by four loads of ten blocks each that take so long."""
+    ways = LoadWays()
+    for way, seconds in ((Way.STAGED, staged_s), (Way.DIRECT, direct_s)):
+        for _ in range(4):
+            ways.ended(way, 10, seconds)
+    return ways
+
+
+def chosen(ways: LoadWays, count: int) -> list[Way]:
+    return [ways.choose() for _ in range(count)]
+
+
+def test_both_ways_are_timed_before_one_is_preferred() -> None:
+    ways, taken = LoadWays(), []
+    for _ in range(8):
+        taken.append(ways.choose())
+        ways.ended(taken[-1], 10, 1.0)
+    assert taken == [Way.STAGED] * 4 + [Way.DIRECT] * 4
+
+
+@pytest.mark.parametrize(
+    ("direct_s", "way"), [(0.5, Way.DIRECT), (0.9, Way.STAGED), (2.0, Way.STAGED)]
+)
+def test_past_dram_must_be_clearly_faster(direct_s: float, way: Way) -> None:
+    assert chosen(timed(1.0, direct_s), 30) == [way] * 30
+
+
+def test_the_other_way_is_tried_now_and_then_and_may_win_again() -> None:
+    ways = timed(1.0, 0.5)
+    for _ in range(40 * 32):
+        way = ways.choose()
+        ways.ended(way, 10, 0.1 if way is Way.STAGED else 0.5)
+    assert chosen(ways, 64).count(Way.STAGED) >= 60
+
+
+@pytest.mark.parametrize(("rule", "way"), [("always", Way.DIRECT), ("never", Way.STAGED)])
+def test_a_rule_needs_no_times(rule: str, way: Way) -> None:
+    ways = LoadWays(rule)  # type: ignore[arg-type]
+    ways.ended(Way.STAGED if way is Way.DIRECT else Way.DIRECT, 10, 1e-6)
+    assert chosen(ways, 40) == [way] * 40
+
+
+@given(TIMES)
+def test_whatever_was_timed_it_stays_consistent(times: list[tuple[Way, int, float]]) -> None:
+    ways = LoadWays()
+    for way, blocks, seconds in times:
+        ways.ended(way, blocks, seconds)
+        ways.choose()
+        ways.check()
+    for way in Way:
+        mine = [blocks / seconds for each, blocks, seconds in times if each is way]
+        speed = ways.blocks_per_s(way)
+        assert speed == 0 if not mine else min(mine) * 0.99 <= speed <= max(mine) * 1.01
