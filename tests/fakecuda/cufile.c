@@ -141,6 +141,7 @@ CUfileError_t cuFileBufDeregister(CUdeviceptr base) {
   BEGIN("cuFileBufDeregister");
   for (size_t i = 0; i < num_buffers; i++) {
     if (buffers[i].base != base) continue;
+    if (device_of(base) != current_device()) ANSWER(CONTEXT_MISMATCH);
     if (is_in_file_io(base, buffers[i].size) || is_in_flight(base, buffers[i].size))
       note_violation("memory in use is deregistered");
     buffers[i] = buffers[--num_buffers];
