@@ -93,6 +93,7 @@ bool is_registered_for_files(CUdeviceptr address, size_t size) {
 
 CUfileError_t cuFileDriverOpen(void) {
   BEGIN("cuFileDriverOpen");
+  while (is_frozen && !faults.is_lost) pthread_cond_wait(&changed, &the_lock);
   is_open = true;
   ANSWER(OK);
 }
