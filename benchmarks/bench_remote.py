@@ -1,21 +1,24 @@
 """Mooncake and S3: FlexCache's reads and writes beside the store's own calls, in one run.
 
     python benchmarks/bench_remote.py [--rounds 9] [--store mooncake --store s3 --store file]
+        [--delay-ms 10] [--loss 0.001]
 
-Starts each store on loopback and measures it as `flexcache bench remote` does.
+Starts each store on loopback and measures it as `flexcache bench remote` does. With a delay or
+loss, the store is behind a proxy that adds them: all of S3, but of Mooncake only its master.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Annotated
 
 import search_path  # noqa: F401
 import typer
 from rich.console import Console
 from rich.table import Table
+from slow_link import behind_link
 from stores import mooncake_master, mooncake_segment, s3_server
 
 from flexcache.bench.remote import ROUND_BYTES, measure_store
@@ -48,12 +51,18 @@ STORES = {"mooncake": mooncake, "s3": s3, "file": file}
 def main(
     rounds: Annotated[int, typer.Option(help="After one to warm up.")] = 9,
     store: Annotated[list[str], typer.Option(help="One of mooncake, s3, file.")] = list(STORES),  # noqa: B006
+    delay_ms: Annotated[float, typer.Option(help="One-way delay of the link.")] = 0.0,
+    loss: Annotated[float, typer.Option(help="Share of chunks of 64 KiB lost once.")] = 0.0,
 ) -> None:
     table = Table(title=f"GB/s, medians of {rounds} rounds of {ROUND_BYTES >> 20} MiB")
     for heading in ("what", "FlexCache", "own calls", "ratio"):
         table.add_column(heading, justify="left" if heading == "what" else "right")
     for name in store:
-        with STORES[name]() as url:
+        with ExitStack() as stack:
+            url = stack.enter_context(STORES[name]())
+            if delay_ms or loss:
+                link = behind_link(url, delay_s=delay_ms / 1e3, loss=loss)
+                _, url = stack.enter_context(link)
             for size in BLOCK_SIZES:
                 for result in measure_store(url, size, rounds):
                     figures = (result.median, result.bound, result.ratio)

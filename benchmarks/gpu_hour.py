@@ -37,7 +37,9 @@ def python(*arguments: str) -> tuple[str, ...]:
 def bench(title: str, directory: Path, limit_s: float) -> Step:
     """Make the step that measures the cases whose titles contain ``title``."""
     file = str(directory / f"{title.replace(' ', '-')}.json")
-    command = python("flexcache.cli", "bench", "gpu", "--only", title, "--json", file)
+    command = python(
+        "flexcache.cli", "bench", "gpu", "--only", title, "--json", file, "--dir", str(directory)
+    )
     return Step(title, command, limit_s, reads="bench")
 
 
@@ -54,6 +56,7 @@ def steps_for(directory: Path) -> list[Step]:
         bench("programs of the kernel", directory, 60),
         bench("driver without batches", directory, 45),
         bench("load by layer behind others", directory, 45),
+        bench("SSD past DRAM", directory, 60),
         bench("blocks of", directory, 90),
         bench("both directions at once", directory, 30),
         bench("small ops", directory, 30),

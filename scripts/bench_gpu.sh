@@ -4,7 +4,8 @@
 #
 #   scripts/bench_gpu.sh [DIRECTORY [STEP]...]
 #
-#   DIRECTORY   where report.md and each step's output go (default: gpu-report)
+#   DIRECTORY   where report.md and each step's output go, and a file of 256 MiB for I/O past DRAM:
+#               on an NVMe (default: gpu-report)
 #   STEP        the title of a step to run (default: all)
 #
 #   PYTHON   an interpreter whose torch is built for CUDA (default: python3)

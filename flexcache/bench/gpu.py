@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from flexcache.bench.gpu_loads import arrangements, behind_large_load
 from flexcache.bench.gpu_pool import KINDS, Pool, open_pool, pinning_copier
+from flexcache.bench.gpu_ssd import past_dram
 from flexcache.bench.gpu_ways import kernel_programs, without_batches
 from flexcache.bench.results import Case, Result, Unsupported, sample, sample_beside
 from flexcache.ids import OpKind
@@ -29,7 +31,7 @@ REACH = 0.9
 SLOWDOWN_REACH = 0.97
 
 
-def cases(thorough: bool, seed: int) -> list[Case]:
+def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
     """Return the cases of the section. Raises `Unsupported` without a CUDA device."""
     if not torch.cuda.is_available():
         raise Unsupported("no CUDA device")
@@ -47,6 +49,7 @@ def cases(thorough: bool, seed: int) -> list[Case]:
         Case("programs of the kernel", partial(kernel_programs, op_bytes, rounds, seed)),
         Case("driver without batches", partial(without_batches, op_bytes, rounds, seed)),
         Case("load by layer behind others", partial(behind_large_load, 4 * OP_BYTES, rounds, seed)),
+        Case("SSD past DRAM", partial(past_dram, directory, op_bytes, 3, seed)),
         Case("both directions at once", partial(both_directions, op_bytes, rounds, seed)),
         Case("small ops", partial(small_ops, 4 * rounds, seed)),
         Case("beside the model's work", partial(beside_compute, rounds, seed)),

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_digests import FakeDigests
 from fake_gpu import FakeGpu, build_driver
 from fake_torch_cuda import FakeKernel, FakeTorchCuda
 from paths import ROOT, SUPPORT
 
-LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libcufile.so.0")
 CUDA_OF_TORCH = "13.0"
 _SETUP = "FAKE_GPU_SETUP"
 
@@ -64,5 +65,7 @@ def install() -> None:
     kernel = FakeKernel(torch_cuda)
     torch_cuda.install(patch)
     patch.setattr(torch.version, "cuda", CUDA_OF_TORCH)
-    patch.setitem(sys.modules, "flexcache.transfer.workers.copy_kernel", kernel)
+    workers = "flexcache.transfer.workers"
+    patch.setitem(sys.modules, f"{workers}.copy_kernel", kernel)
+    patch.setitem(sys.modules, f"{workers}.digest_kernel", FakeDigests(torch_cuda))
     exec(os.environ.get(_SETUP, ""), {"gpu": gpu, "kernel": kernel})

@@ -33,14 +33,19 @@ class FakeGpuConnector(ProbeConnector):
     """Moves the engine's KV tensors to a fake GPU when they are registered.
 
     Attributes:
-        memory: The GPU's; to be set before the engine starts.
+        memory: The GPU's; to be set before the engine starts, like ``in_one_piece``.
+        in_one_piece: Whether all layers of a block are neighbours.
         tensors: The engine's, as its model sees them.
     """
 
     memory: DeviceMemory
+    in_one_piece: bool
     tensors: Tensors
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self.in_one_piece:
+            together = torch.stack(list(kv_caches.values()), dim=1)
+            kv_caches = dict(zip(kv_caches, together.unbind(1), strict=True))
         placed = self.memory.place(kv_caches)
         layers = self._worker._vllm_config.compilation_config.static_forward_context
         for name, tensor in placed.items():
@@ -58,12 +63,13 @@ def serve_alone(prompts: Prompts) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def serve_on_fake_gpu(prompts: Prompts) -> dict[str, Any]:
+def serve_on_fake_gpu(prompts: Prompts, in_one_piece: bool) -> dict[str, Any]:
     """Serve prompts that are not cached, then from DRAM: between steps, by layer, while the engine
     sleeps in between, and by layer while the model waits for no copy. Returns what was seen."""
     from flexcache.integration.layerwise_rule import LayerwiseRule
     from flexcache.transfer.workers import device
 
+    FakeGpuConnector.in_one_piece = in_one_piece
     with pytest.MonkeyPatch.context() as patch, _running_engine(patch) as engine:
         gpu, torch_cuda = FakeGpuConnector.memory.gpu, FakeGpuConnector.memory.torch
         gets = engine.scheduler.connector._scheduler.gets
@@ -76,10 +82,12 @@ def serve_on_fake_gpu(prompts: Prompts) -> dict[str, Any]:
             patch.setattr(gets, "layerwise", LayerwiseRule(layerwise, None))
             gpu.forget_copy_calls()
             outputs = engine.generate_all(prompts)
+            gpu.thaw()
             engine.drain()
             return {
                 "tokens": [list(output.outputs[0].token_ids) for output in outputs],
                 "cached": [output.num_cached_tokens for output in outputs],
+                "num_copies": sum(call.num_runs for call in gpu.copy_calls),
                 "num_urgent": sum(call.priority < 0 for call in gpu.copy_calls),
             }
 
@@ -88,6 +96,7 @@ def serve_on_fake_gpu(prompts: Prompts) -> dict[str, Any]:
         patch.setattr(gets, "layerwise", LayerwiseRule("off", None))
         seen["asleep"] = _sleep_during_a_load(engine, prompts[0])
         patch.setattr(torch_cuda.Event, "wait", lambda event, stream=None: None)
+        gpu.freeze()  # however slow the model is, the copies come too late
         seen["without waiting"] = serve("on")
         gpu.wait_idle()
     return seen

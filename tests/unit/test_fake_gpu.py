@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu import FakeGpu, Memory, fake_gpu
-from fake_torch_cuda import FakeTorchCuda
+from fake_torch_cuda import SCRIBBLE, FakeTorchCuda
 
 PAGE = 4096
 SIZE = 4 * PAGE
@@ -116,6 +116,15 @@ def test_a_call_is_made_in_its_turn(gpu: FakeGpu) -> None:
     gpu.fire(kernel)
     synchronize(gpu, stream)
     assert said == [5]
+
+
+def test_a_call_that_raises_is_noticed(gpu: FakeGpu) -> None:
+    bind(gpu)
+    gpu.queue(make_stream(gpu), [].pop)
+    gpu.wait_idle()
+    [error] = gpu.call_errors
+    assert isinstance(error, IndexError)
+    gpu.call_errors.clear()
 
 
 def test_a_stream_that_waits_for_an_event_goes_on_when_it_fires(gpu: FakeGpu) -> None:
@@ -289,6 +298,28 @@ def test_torch_hands_out_its_streams_again_after_32(gpu: FakeGpu) -> None:
     given = [cuda.Stream(device).cuda_stream for _ in range(33)]
     assert len(set(given)) == 32
     assert given[32] == given[0]
+
+
+def test_memory_that_torch_gets_back_is_used_again_in_the_order_of_its_stream(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeTorchCuda(gpu)
+    cuda.install(monkeypatch)
+    device, found = torch.device("cuda", 0), []
+    staged = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True).fill_(3)
+    with cuda.stream(cuda.Stream(device)):
+        stream = cuda.current_stream().handle
+        held = gpu.hold(stream)
+        table = staged.to(device, non_blocking=True)
+        seen = table.seen()
+        gpu.queue(stream, lambda: found.append(int(seen.max())))
+        del table
+    gpu.wait_quiet()
+    assert not seen.any()
+    gpu.fire(held)
+    gpu.wait_idle()
+    assert found == [3]
+    assert (seen == SCRIBBLE).all()
 
 
 def test_what_waits_on_the_hosts_compute_has_waited_when_the_call_returns(gpu: FakeGpu) -> None:

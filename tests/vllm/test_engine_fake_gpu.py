@@ -19,9 +19,9 @@ NUM_BLOCKS = sum(CACHED) // BLOCK
 TIMEOUT_S = 400.0
 
 
-def in_engine_process(function: Any) -> Any:
+def in_engine_process(function: Any, *arguments: Any) -> Any:
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return preloaded.call("vllm_imports", environment, TIMEOUT_S, function, PROMPTS)
+    return preloaded.call("vllm_imports", environment, TIMEOUT_S, function, PROMPTS, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,15 @@ def alone() -> list[list[int]]:
     return tokens
 
 
+@pytest.fixture(scope="module", params=["layers apart", "blocks in one piece"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def seen(alone: list[list[int]]) -> dict[str, Any]:
-    seen: dict[str, Any] = in_engine_process(vllm_on_fake_gpu.serve_on_fake_gpu)
+def seen(alone: list[list[int]], layout: str) -> dict[str, Any]:
+    in_one_piece = layout == "blocks in one piece"
+    seen: dict[str, Any] = in_engine_process(vllm_on_fake_gpu.serve_on_fake_gpu, in_one_piece)
     return seen
 
 
@@ -53,7 +59,11 @@ def test_every_block_comes_back_byte_for_byte_both_ways(seen: dict[str, Any]) ->
     }  # fmt: skip
 
 
-def test_each_layer_is_a_copy_of_its_own_on_the_urgent_stream(seen: dict[str, Any]) -> None:
+def test_layers_come_one_by_one_on_the_urgent_stream_and_otherwise_as_few_copies(
+    seen: dict[str, Any], layout: str
+) -> None:
+    most = NUM_BLOCKS * (NUM_LAYERS if layout == "layers apart" else 1)
+    assert seen["between steps"]["num_copies"] <= most
     assert seen["between steps"]["num_urgent"] == 0
     assert seen["by layer"]["num_urgent"] == NUM_LAYERS * len(PROMPTS)
 
@@ -67,10 +77,6 @@ def test_nothing_is_copied_to_memory_that_was_taken_away_and_what_was_lost_is_co
 def test_without_the_wait_for_each_layer_the_tokens_are_wrong(
     alone: list[list[int]], seen: dict[str, Any]
 ) -> None:
-    """The negative control: the copies land too late for a model that does not wait."""
+    """The negative control: the model computes before the copies have landed."""
     assert seen["without waiting"]["cached"] == CACHED
-    wrong = [
-        tokens != right
-        for tokens, right in zip(seen["without waiting"]["tokens"], alone, strict=True)
-    ]
-    assert any(wrong)
+    assert seen["without waiting"]["tokens"] != alone

@@ -53,6 +53,9 @@ class Copier:
     def attach(self, segment: HostSegment, after_each_step: Callable[[], None]) -> None:
         after_each_step()
 
+    def may_start(self, kind: OpKind, after: object) -> bool:
+        return True
+
     def fence(self) -> None:
         return None
 

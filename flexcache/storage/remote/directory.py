@@ -34,7 +34,7 @@ from flexcache.storage.remote.base import (
 )
 from flexcache.storage.remote.stepwise import StepwiseStore
 
-STEP_BYTES = 256 << 10
+STEP_BYTES = 512 << 10
 """Size of a read that, with its digest, stays within a core's cache."""
 _LATE = failed("the deadline has passed")
 
@@ -128,7 +128,10 @@ def _read(path: str, parts: Parts) -> Outcome:
         position = 0
         for number, part in enumerate(first_bytes(parts, size)):
             start = 0
-            while count := os.preadv(fd, [part[start : start + STEP_BYTES]], position):
+            while start < len(part):
+                count = os.preadv(fd, [part[start : start + STEP_BYTES]], position)
+                if count == 0:  # the file has become shorter
+                    return Outcome(Status.OK, position)
                 if number > 0:
                     digest.update(part[start : start + count])
                 start += count

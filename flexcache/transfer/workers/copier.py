@@ -64,6 +64,9 @@ class Copier(Protocol):
             RuntimeError: These copies failed. None of them is in flight.
         """
 
+    def may_start(self, kind: OpKind, after: Fence | None) -> bool:
+        """Whether `start` would not wait, on the calling thread, until ``after`` is past."""
+
     def close(self) -> None:
         """Wait for copies in flight and release the host pool. Never raises. Idempotent."""
 

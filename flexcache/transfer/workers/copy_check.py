@@ -12,7 +12,7 @@ device will not fail later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_uint8
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.errors import DeviceLostError
+from flexcache.errors import DeviceLostError, StorageError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_choice import PROBE_BYTES, CopyWay
@@ -124,6 +124,19 @@ def check_way(way: CopyWay, copy: Copy, scratch: Scratch) -> Verdict:
                 failures[kind] = f"failed (runs: {count}): {fault}"
                 break
     return Verdict(way, failures=failures)
+
+
+def passed_ways(verdicts: Sequence[Verdict], device: torch.device) -> list[CopyWay]:
+    """Return the ways that passed.
+
+    Raises:
+        StorageError: There is none; the message has all results.
+    """
+    passed = [verdict.way for verdict in verdicts if verdict.passed]
+    if not passed:
+        said = "; ".join(map(str, verdicts))
+        raise StorageError(f"no way of copying to {device} and back works: {said}")
+    return passed
 
 
 def describe(error: Exception) -> str:

@@ -56,6 +56,9 @@ class CpuCopier:
         """Copy everything. Raises `TaskRevokedError` if the permit is revoked during the copy."""
         self._copy(*merge_runs(destinations, sources, sizes), self._permit)
 
+    def may_start(self, kind: OpKind, after: object) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexcache.errors import DeviceLostError, StorageError
+from flexcache.errors import DeviceLostError
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
 from flexcache.storage import numa
@@ -32,6 +32,7 @@ from flexcache.transfer.workers.copy_check import (
     check_way,
     describe,
     open_scratch,
+    passed_ways,
 )
 from flexcache.transfer.workers.copy_choice import CopyChoice, CopyWay, measure_costs
 from flexcache.transfer.workers.copy_driver import SourceOrder
@@ -201,6 +202,12 @@ class CudaCopier:
             return CopyWay.KERNEL
         return engine
 
+    def may_start(self, kind: OpKind, after: torch.cuda.Event | None) -> bool:
+        """Whether `start` would not wait: a store to unpinned memory ends before it returns."""
+        assert self._pinned is not None
+        returns_at_once = self._pinned.is_whole or kind is OpKind.H2D
+        return returns_at_once or after is None or after.query()
+
     def close(self) -> None:
         """Wait for copies in flight, and unpin. Never raises: errors are logged. Idempotent."""
         pinned, self._pinned = self._pinned, None
@@ -268,7 +275,7 @@ class CudaCopier:
         with torch.cuda.stream(self._streams[Lane.LOADS]):
             with open_scratch(self._driver, self.device, pinned=self.is_pinned) as scratch:
                 self.verdicts = [self._test(way, scratch, self.is_pinned) for way in CopyWay]
-                passed = self._passed(self.verdicts)
+                passed = passed_ways(self.verdicts, self.device)
                 self._engine = passed[0] if passed[0] is not CopyWay.KERNEL else None
                 if CopyWay.KERNEL not in passed:
                     self._kernel = None
@@ -277,15 +284,7 @@ class CudaCopier:
             if self._pinned.is_partial:
                 with open_scratch(self._driver, self.device, pinned=False) as scratch:
                     verdicts = [self._test(way, scratch, False) for way in _ENGINE_WAYS]
-                    self._pageable_way = self._passed(verdicts)[0]
-
-    def _passed(self, verdicts: Sequence[Verdict]) -> list[CopyWay]:
-        """Return the ways that passed. Raises `StorageError` if there is none."""
-        passed = [verdict.way for verdict in verdicts if verdict.passed]
-        if not passed:
-            said = "; ".join(map(str, verdicts))
-            raise StorageError(f"no way of copying to {self.device} and back works: {said}")
-        return passed
+                    self._pageable_way = passed_ways(verdicts, self.device)[0]
 
     def _test(self, way: CopyWay, scratch: Scratch, is_pinned: bool) -> Verdict:
         missing = self._missing(way, scratch)

@@ -43,6 +43,7 @@ class PinnedSegment:
         starts: Start of each registered piece, and of the rest if there is one; empty if nothing is
             pinned. A copy must not span two of them, and no block does.
         end: Address up to which the segment is pinned.
+        is_whole: Whether all of it is pinned.
         is_partial: Whether some of it is pinned and some is not.
         is_reachable: Whether a kernel may use the pinned part's own addresses.
     """
@@ -64,7 +65,8 @@ class PinnedSegment:
         if self._registered:
             step = _whole_blocks(segment, step)
             self.end += min(len(self._registered) * step, segment.size)
-        self.is_partial = segment.address < self.end < segment.address + segment.size
+        self.is_whole = self.end == segment.address + segment.size
+        self.is_partial = bool(self._registered) and not self.is_whole
         starts = [*self._registered, self.end] if self.is_partial else self._registered
         self.starts: Addresses = np.array(starts, np.int64)
         self.is_reachable = bool(self._registered) and all(map(self._is_seen, self._registered))

@@ -92,12 +92,13 @@ class DeviceWorker:
     def has_work(self) -> bool:
         """Whether `advance` has something to do or to wait for now."""
         is_moving = self._in_flight or (self._direct is not None and self._direct.op_ids)
-        return bool(self._dropped or is_moving) or self._next_start() is not None
+        begun = is_moving or self._in_parts or self._in_pieces
+        return bool(self._dropped or begun or any(self._queues.values()))
 
     @property
     def only_waits(self) -> bool:
-        """Whether the only work left for now is waiting for copies to land."""
-        return not self._dropped and self._next_start() is None and self.has_work
+        """Whether the only work left for now is waiting for copies to land, or to be started."""
+        return self.has_work and not self._dropped and self._next_start() is None
 
     def open_gates(self, task_ids: Iterable[int]) -> None:
         """Let ops of these tasks start, after the work the engine has queued. Thread-safe."""
@@ -187,9 +188,15 @@ class DeviceWorker:
                 return self._start_part
         has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
         for kind in (OpKind.H2D, OpKind.D2H):
-            has_to_wait = has_layers and kind is OpKind.H2D
-            is_next = bool(self._queues[Lane.of(kind, urgent=False)]) or kind in self._in_pieces
-            if is_next and not has_to_wait and has_room(kind):
+            if not has_room(kind) or (has_layers and kind is OpKind.H2D):
+                continue
+            op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
+            message = op.message if op is not None else next(iter(queue), None)
+            if message is None:
+                continue
+            with self._gate_lock:
+                after = self._gates.get(message.task_id)
+            if self._copier.may_start(kind, after):
                 return partial(self._start_piece, kind)
         return None
 
