@@ -217,13 +217,15 @@ class KVManager(_WholeCache):
         self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, look_up: bool | Literal["only"] = True,
-        session_id: str | None = None,
+        session_id: str | None = None, awaits_loads: bool = False,
     ) -> tuple[int, Mask, dict[TierName, int]] | None:  # fmt: skip
         """Run `get_match` without waiting, and also return how many tokens each tier will supply.
 
         Returns None if the remote store has not answered yet: call again a little later, and
         without ``look_up`` after ``remote_lookup_timeout_s``. With ``look_up="only"`` the store is
-        asked ahead of a later match: nothing is reserved, and None is returned.
+        asked ahead of a later match: nothing is reserved, and None is returned. With
+        ``awaits_loads`` None is also returned while a prefetch brings what the prompt needs, but no
+        longer than computing it would take.
         """
         prompt = self._prompts.make(
             token_ids, token_mask, namespace, block_keys, parent_key, request_info,
@@ -232,7 +234,9 @@ class KVManager(_WholeCache):
         if look_up == "only":
             self._client.look_up(self._groups.loadable(prompt))
             return None
-        task = self._client.match_nowait(TaskKind.GET, self._groups.loadable(prompt), look_up)
+        task = self._client.match_nowait(
+            TaskKind.GET, self._groups.loadable(prompt), look_up, awaits_loads
+        )
         if task is None:
             return None
         mask = _mask(self._prompts, prompt, task)
@@ -313,6 +317,22 @@ class KVManager(_WholeCache):
         )  # fmt: skip
         prompt = self._groups.loadable(prompt)
         task = self._client.match_and_launch(TaskKind.PREFETCH, prompt, lambda _: NO_BLOCKS)
+        return task.task_id
+
+    def prefetch_nowait(
+        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        block_keys: Sequence[bytes] | None = None, session_id: str | None = None,
+    ) -> int | None:  # fmt: skip
+        """Run `prefetch_async` without waiting. Returns None if the remote store has not answered
+        yet: call again a little later."""
+        prompt = self._prompts.make(
+            token_ids, token_mask, namespace, block_keys, session_id=session_id
+        )
+        prompt = self._groups.loadable(prompt)
+        task = self._client.match_nowait(TaskKind.PREFETCH, prompt, look_up=True)
+        if task is None:
+            return None
+        self._client.launch([task.task_id], [NO_BLOCKS], gated=False)
         return task.task_id
 
     def launch(

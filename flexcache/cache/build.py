@@ -104,6 +104,8 @@ def build_cache(
         ways=LoadWays(config.ssd_past_dram if sizes.keeps_on_host else "always"),
         load_cost=LoadCost() if config.skip_slow_loads else None,
         shape=shape,
+        early_load_share=config.early_load_share,
+        early_load_ttl_s=config.match_ttl_s,
         keeps_on_host=sizes.keeps_on_host,
     )
     if config.records_changes:

@@ -91,10 +91,29 @@ class LoadPlanner:
             tier.counters.miss_blocks += stop - (plan.stop if tier is last else start + num_hits)
         return plan
 
-    def plan_prefetch(self, keys: BlockKeys, start: int, stop: int) -> Plan:
-        """Plan to load the cached part of blocks ``[start, stop)`` to the host tier."""
+    def plan_prefetch(
+        self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0,
+        room: int | None = None,
+    ) -> Plan:  # fmt: skip
+        """Plan to load the cached part of blocks ``[start, stop)`` to the host tier.
+
+        Blocks that are on their way there already are left to the tasks that bring them. Nothing is
+        loaded behind a gap: the tier keeps no block without those before it.
+
+        Args:
+            prefill_blocks_per_s: As for `plan_get`.
+            room: At most this many blocks are loaded; None: as many as fit.
+        """
+        have = self._host.index.match(keys).num_blocks
+        if awaited := self._host.num_in_flight(keys, have, stop):
+            have += awaited
+            start = min(max(start, have), stop)
+        if start > have:
+            stop = start
+        if room is not None:
+            stop = min(stop, max(start, have) + room)
         plan = Plan(TaskKind.PREFETCH, keys.root, start, start)
-        self._fill(plan, keys, start, stop)
+        self._fill(plan, keys, start, stop, prefill_blocks_per_s)
         return plan
 
     def _fill(
@@ -205,8 +224,9 @@ class LoadPlanner:
         stop: int,
     ) -> None:
         """Load what the host tier lacks into a lease on it, and then to the GPU chunk by chunk."""
-        begin = plan.stop
-        attaches = begin <= on_host.num_blocks
+        begin, before = plan.stop, on_host.num_blocks
+        before += self._host.num_in_flight(keys, before, begin)
+        attaches = begin <= before
         if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
             plan.staging = self._host.reserve(keys, begin, stop)
         else:  # another task is loading them, or only the engine has the blocks before them

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.direct_stores import DirectStores
+from flexcache.cache.early_loads import EarlyLoads
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_plan import LoadPlanner
 from flexcache.cache.load_ways import LoadWays
@@ -42,6 +43,8 @@ class TieredCache:
         ways: Chooses between loads through DRAM and past it.
         load_cost: Estimates which loads would take longer than recomputing; None to load all.
         shape: How the blocks of several groups fill its units; None for a single group.
+        early_load_share: Share of the host tier that early loads may take.
+        early_load_ttl_s: How long their blocks wait for the requests that need them.
         keeps_on_host: Whether the host tier is a cache; else it only stages.
     """
 
@@ -55,6 +58,8 @@ class TieredCache:
         ways: LoadWays | None = None,
         load_cost: LoadCost | None = None,
         shape: UnitShape | None = None,
+        early_load_share: float = 0.5,
+        early_load_ttl_s: float = 120.0,
         keeps_on_host: bool = True,
     ) -> None:
         op_ids: Iterator[OpId] = map(OpId, itertools.count(1))
@@ -66,6 +71,7 @@ class TieredCache:
             shape,
         )  # fmt: skip
         self.sessions = PromptSessions(tiers)
+        self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
         self.direct_stores: DirectStores | None = None
         """Plans puts past the host tier, if that only stages."""
         if not keeps_on_host:
@@ -141,6 +147,7 @@ class TieredCache:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
         self.tiers.check()
         self.sessions.check()
+        self.early.check()
         self.loads.ways.check()
         if not self.tiers.num_holders and self.stores.backlog:
             raise InternalError(f"backlog without a plan: {self.stores.backlog} blocks")

@@ -115,7 +115,7 @@ class Calls:
     # -- calls -----------------------------------------------------------------------------------
 
     def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool
+        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
     ) -> MatchedTask | None:
         """Have a task made; a miss if there is no server. See `Transport.match`."""
         keys, start, stop, num_tokens, retain_s, tail_at, session_id = prompt
@@ -134,7 +134,7 @@ class Calls:
                 self._request_id, task_id, kind, keys.root, start, stop, num_tokens, key_bytes,
                 0 if payload is not None else len(data), retain_s, self.prefill_blocks_per_s,
                 look_up, may_wait, len(tokens), info, tail_at if tail_at <= stop else 0,
-                keys.parent_key, session_id,
+                keys.parent_key, session_id, awaits_loads,
             )  # fmt: skip
             try:
                 reply = self._ask(request, payload)

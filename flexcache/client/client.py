@@ -46,14 +46,17 @@ class EngineClient:
 
     def match(self, kind: TaskKind, prompt: Prompt) -> MatchedTask:
         """Make a task for what can be done of a prompt. Waits for the remote store's answer."""
-        matched = self.transport.match(kind, prompt, True, True)
+        matched = self.transport.match(kind, prompt, True, True, False)
         assert matched is not None  # it may wait
         self._tasks.add(kind, matched, prompt.num_tokens)
         return matched
 
-    def match_nowait(self, kind: TaskKind, prompt: Prompt, look_up: bool) -> MatchedTask | None:
-        """As `match`, but None if the remote store is asked (``look_up``) and has yet to answer."""
-        matched = self.transport.match(kind, prompt, look_up, False)
+    def match_nowait(
+        self, kind: TaskKind, prompt: Prompt, look_up: bool, awaits_loads: bool = False
+    ) -> MatchedTask | None:
+        """As `match`, but None if the remote store is asked (``look_up``) and has yet to answer, or
+        (``awaits_loads``) while what a get needs is being loaded early."""
+        matched = self.transport.match(kind, prompt, look_up, False, awaits_loads)
         if matched is not None:
             self._tasks.add(kind, matched, prompt.num_tokens)
         return matched

@@ -160,13 +160,13 @@ class RemoteTransport:
     # -- calls -----------------------------------------------------------------------------------
 
     def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool
+        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
     ) -> MatchedTask | None:
-        return self._calls.match(kind, prompt, look_up, may_wait)
+        return self._calls.match(kind, prompt, look_up, may_wait, awaits_loads)
 
     def look_up(self, prompt: Prompt) -> None:
         # The server asks the store before it matches; a match of no blocks has ended at once.
-        self._calls.match(TaskKind.GET, prompt._replace(start=prompt.stop), True, False)
+        self._calls.match(TaskKind.GET, prompt._replace(start=prompt.stop), True, False, False)
 
     def launch(self, task_ids: Sequence[int], gpu_blocks: Sequence[BlockIds], gated: bool) -> None:
         self._calls.tell(

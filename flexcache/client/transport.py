@@ -39,12 +39,13 @@ class Transport(Protocol):
         """Wait until they do. Raises `TimeoutError`, `RegistrationError` or `ClosedError`."""
 
     def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool
+        self, kind: TaskKind, prompt: Prompt, look_up: bool, may_wait: bool, awaits_loads: bool
     ) -> MatchedTask | None:
         """Make a task for what can be done of a prompt.
 
         With ``look_up`` the remote store is asked first. None if it has yet to answer, and the
-        caller may not wait.
+        caller may not wait. With ``awaits_loads`` also None while what a get needs is being loaded
+        early.
         """
 
     def look_up(self, prompt: Prompt) -> None:

@@ -131,6 +131,9 @@ class CacheConfig:
     skip_slow_loads: bool = setting(
         True, "Skip loads that the engine recomputes faster, judged by measured times of both."
     )
+    early_load_share: Annotated[float, Meta(ge=0, le=0.75)] = setting(
+        0.5, "Share of DRAM for blocks loaded ahead of their requests; 0: none in vLLM.", "of DRAM"
+    )
     eviction_policy: EvictionName = setting(
         "reuse",
         "For DRAM and SSD. lru: evicts the least recently used blocks. reuse: evicts the blocks "
@@ -224,9 +227,7 @@ class CacheConfig:
     )
     kv_events_buffer: Count = setting(10_000, "Batches of KV events kept for replay.", "batches")
     kv_events_queue: Count = setting(
-        10_000,
-        "Batches of KV events that may wait to be sent; beyond it the oldest are dropped.",
-        "batches",
+        10_000, "Batches of KV events that may wait; beyond it the oldest are dropped.", "batches"
     )
     trace_dir: str | None = setting(
         None, "Directory for traces of every call and op (`flexcache replay`). Unset: no trace."

@@ -75,12 +75,13 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
         return
     tried: list[GpuTried] = []
     hugepages = "transparent" if subject.config is None else subject.config.hugepages
+    directories = _past_dram(subject)
     with _pool_memory(hugepages) as (segment, problem):
         if problem:
             yield warning(f"GPUs are tried with transparent huge pages: {problem}", "see above")
             hugepages = "transparent"
         for index in range(len(found.gpus)):
-            tried.append(_try_gpu(TrialRequest(index, segment.ref())))
+            tried.append(_try_gpu(TrialRequest(index, segment.ref(), directories)))
             yield from judge_trial(index, tried[-1])
         size = segment.size
     afterwards = _ask_driver()
@@ -112,6 +113,14 @@ def _pool_memory(hugepages: str) -> Iterator[tuple[HostSegment, str]]:
         segment = HostSegment.create(_BLOCK_BYTES, _NUM_BLOCKS)
     with segment:
         yield segment, problem
+
+
+def _past_dram(subject: Subject) -> Sequence[str]:
+    """Return the directories of the SSD tier, if it may be used past DRAM."""
+    config = subject.config
+    if config is None or config.ssd_past_dram == "never":
+        return ()
+    return [str(path) for path in subject.configured if path.is_dir()]
 
 
 def _try_gpu(request: TrialRequest) -> GpuTried:
@@ -186,6 +195,9 @@ def judge_trial(index: int, tried: GpuTried) -> Iterator[Finding]:
                 "update the driver and torch, and report this with their versions and the GPU's "
                 "name",
             )
+    for directory, problem in tried.past_dram.items():
+        how = f"goes through DRAM: {problem}" if problem else "can go past DRAM"
+        yield ok(f"GPU {index}, SSD at {directory}: {how}")
 
 
 def _describe_rates(way: WayTried) -> str:

@@ -65,12 +65,14 @@ class GpuTried(msgspec.Struct, frozen=True):
     Attributes:
         refusal: Why a rank could not use it; "" if it could.
         used_bytes: Memory used on each GPU while the copies ran; empty if they did not.
+        past_dram: Why there is no path past DRAM to each directory; "" if there is one.
     """
 
     ways: Sequence[WayTried] = ()
     is_pinned: bool = False
     refusal: str = ""
     used_bytes: Sequence[int | None] = ()
+    past_dram: Mapping[str, str] = {}
 
 
 class TrialRequest(msgspec.Struct, frozen=True):
@@ -79,10 +81,12 @@ class TrialRequest(msgspec.Struct, frozen=True):
     Attributes:
         gpu: CUDA's number of the GPU.
         segment: Memory to copy from and to.
+        directories: Of the SSD tier, where it may be used past DRAM.
     """
 
     gpu: int
     segment: SegmentRef
+    directories: Sequence[str] = ()
 
 
 def cuda_name(version: int) -> str:

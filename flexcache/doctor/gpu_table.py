@@ -67,6 +67,9 @@ def _ways(tried: Sequence[GpuTried]) -> Table:
         for way in gpu.ways:
             for cells in _way_rows(way):
                 table.add_row(str(index), *map(escape, cells))
+        for directory, problem in gpu.past_dram.items():
+            found = f"not available: {problem}" if problem else "right"
+            table.add_row(str(index), f"past DRAM, {escape(directory)}", "", escape(found))
     return table
 
 

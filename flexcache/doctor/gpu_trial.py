@@ -6,9 +6,13 @@ compared in several places of it, then copies over all of it are timed.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
 import time
+from collections.abc import Sequence
 from ctypes import c_uint8
+from tempfile import TemporaryFile
 
 import msgspec
 import numpy as np
@@ -23,12 +27,15 @@ from flexcache.doctor.gpu_records import (
     WayTried,
 )
 from flexcache.doctor.nvidia import ask_driver
-from flexcache.errors import FlexCacheError
+from flexcache.errors import FlexCacheError, NoDirectPathError
 from flexcache.ids import OpKind
+from flexcache.storage.alignment import PAGE_BYTES
 from flexcache.storage.host_pool import HostSegment
 from flexcache.transfer.workers.copy_check import Scratch, Verdict, check_way, describe
 from flexcache.transfer.workers.copy_choice import PROBE_BYTES, CopyWay
 from flexcache.transfer.workers.copy_cuda import CudaCopier
+from flexcache.transfer.workers.direct_io import open_direct_io
+from flexcache.transfer.workers.permit import CopyPermit
 
 _NUM_PLACES = 5
 _ROUNDS = 5
@@ -43,8 +50,8 @@ class Trial:
         self._report = report
         self._copier = CudaCopier(device)
 
-    def run(self) -> GpuTried:
-        """Try all ways of copying.
+    def run(self, directories: Sequence[str]) -> GpuTried:
+        """Try all ways of copying, and I/O past DRAM in these directories.
 
         Raises:
             RuntimeError: The GPU failed in the middle.
@@ -61,7 +68,8 @@ class Trial:
             scratch = Scratch(np.ctypeslib.as_array(memory), on_device, is_reachable=True)
             ways = [self._try(verdict, scratch) for verdict in self._copier.verdicts]
             used = [gpu.used_bytes for gpu in ask_driver().gpus]
-            return GpuTried(ways, self._copier.is_pinned, used_bytes=used)
+            past_dram = {each: self._try_past_dram(each) for each in directories}
+            return GpuTried(ways, self._copier.is_pinned, used_bytes=used, past_dram=past_dram)
         finally:
             self._copier.close()
 
@@ -83,6 +91,23 @@ class Trial:
             kind = OpKind[direction]
             rates[direction] = [self._rate(way, kind, size, scratch) for size in COPY_BYTES]
         return WayTried(way.value, rates=rates)
+
+    def _try_past_dram(self, directory: str) -> str:
+        """Return why no file in the directory can be read past DRAM, or ""."""
+        self._report.begin(f"SSD past DRAM in {directory}")
+        try:
+            with TemporaryFile(dir=directory, buffering=0) as file:
+                file.write(os.urandom(PAGE_BYTES))
+                os.fsync(file.fileno())
+                flags = fcntl.fcntl(file, fcntl.F_GETFL)
+                fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+                fds = [file.fileno()]
+                open_direct_io(
+                    self._device, self._copier, fds, self._segment.stride, CopyPermit()
+                ).close()
+        except (OSError, NoDirectPathError) as refusal:
+            return str(refusal)
+        return ""
 
     def _rate(self, way: CopyWay, kind: OpKind, size: int, scratch: Scratch) -> float:
         """Copy all of the memory in blocks of ``size`` bytes, in random order; return GB/s."""
@@ -114,7 +139,7 @@ def main() -> None:
     with HostSegment.open(request.segment) as segment:
         segment.map()
         trial = Trial(torch.device("cuda", request.gpu), segment, report)
-        report.answer(msgspec.json.encode(trial.run()))
+        report.answer(msgspec.json.encode(trial.run(request.directories)))
 
 
 if __name__ == "__main__":

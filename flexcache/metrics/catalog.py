@@ -22,7 +22,7 @@ SECTIONS: Mapping[str, Sequence[Metric[Stats]]] = {
     "Tiers": TIERS,
     "Ops": OPS,
     "Tasks": TASKS,
-    "Sessions": SESSIONS,
+    "Sessions and early loads": SESSIONS,
     "Remote store and slow tiers": (*REMOTE, *REMOTE_COST),
     "Processes and messages": PROCESSES,
     "Events and traces": EVENTS_AND_TRACES,

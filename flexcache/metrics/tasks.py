@@ -42,6 +42,13 @@ def _breaker_state(cache: CacheStats) -> Iterator[Sample]:
             yield (state.value,), int(state.value == cache.remote.breaker.state)
 
 
+def _early_loads(cache: CacheStats) -> Iterator[Sample]:
+    early = cache.early_loads
+    yield ("early",), early.early
+    yield ("late",), early.late
+    yield ("wasted",), early.wasted
+
+
 def _hints(cache: CacheStats) -> Iterator[Sample]:
     sessions = cache.sessions
     yield ("over",), sessions.over
@@ -123,6 +130,18 @@ TASKS = (
 )
 
 SESSIONS = (
+    counter(
+        "early_load_blocks",
+        "Blocks that were loaded to DRAM ahead of their request: early, there when it asked; late, "
+        "still on their way; wasted, not asked for in time.",
+        from_cache(_early_loads),
+        "outcome",
+    ),
+    gauge(
+        "open_early_load_blocks",
+        "Blocks of early loads that are on their way or wait for their request.",
+        one(lambda cache: cache.early_loads.open_blocks),
+    ),
     gauge("sessions", "Sessions of users that are remembered.", one(lambda c: c.sessions.known)),
     counter(
         "session_hints",

@@ -200,6 +200,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     ``tail_at``: a put also stores the tail behind this many blocks, unless it is 0.
     ``parent_key``: the keys continue the chain that ends with this one.
     ``session_id``: whose prompt it is.
+    ``awaits_loads``: a get that may not wait is to ask again while its blocks are loaded early.
     """
 
     request_id: int
@@ -220,6 +221,7 @@ class Match(msgspec.Struct, tag=True, frozen=True):
     tail_at: int = 0
     parent_key: bytes | None = None
     session_id: str | None = None
+    awaits_loads: bool = False
 
 
 class Matched(msgspec.Struct, tag=True, frozen=True):

@@ -31,18 +31,23 @@ class LocalSession:
         self._has_store = server.config.remote_url is not None
 
     def match(
-        self, kind: TaskKind, prompt: Prompt, look_up: bool = True, may_wait: bool = True
-    ) -> MatchedTask | None:
-        """None if the remote store has yet to answer, and the caller may not wait."""
+        self, kind: TaskKind, prompt: Prompt, look_up: bool = True, may_wait: bool = True,
+        awaits_loads: bool = False,
+    ) -> MatchedTask | None:  # fmt: skip
+        """None if the caller may not wait, and the remote store has yet to answer, or what a get
+        needs is being loaded early."""
         keys, start, stop, num_tokens, retain_s, tail_at, session_id = prompt
         if not self.server.is_open:
             return MatchedTask(self.server.next_id(self.ids), start, 0, {}, 0)
         if look_up and self._has_store and not self._look_up(kind, keys, stop, may_wait):
             return None
         with self.server.session() as tasks:
+            now = time.monotonic()
+            if awaits_loads and tasks.awaits_load(self.ids.session, keys, stop, now):
+                return None
             task_id = self.ids.next()
             plan = tasks.match(
-                task_id, kind, keys, start, stop, num_tokens, time.monotonic(), retain_s, tail_at,
+                task_id, kind, keys, start, stop, num_tokens, now, retain_s, tail_at,
                 session_id,
             )  # fmt: skip
         return MatchedTask(

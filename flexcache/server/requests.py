@@ -145,10 +145,13 @@ class Requests:
             check_session_id(request.session_id)
         if not 0 <= request.tail_at <= request.stop:
             raise ValueError(f"a tail behind {request.tail_at} of {request.stop} blocks")
-        lookup = None
+        lookup, tasks = None, self._slot.tasks
         if request.look_up:
-            lookup = self._slot.tasks.look_up(request.kind, keys, request.stop, now)
-        if lookup is not None and not request.may_wait:
+            lookup = tasks.look_up(request.kind, keys, request.stop, now)
+        is_pending = lookup is not None
+        if request.awaits_loads and not is_pending:
+            is_pending = tasks.awaits_load(caller.session, keys, request.stop, now)
+        if is_pending and not request.may_wait:
             return Matched(request.request_id, request.start, 0, {}, is_pending=True)
         if lookup is not None and self._num_parked < _MAX_PARKED:
             own = self._read_keys(caller, request, data, copies=True)  # the client may overwrite it

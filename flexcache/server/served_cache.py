@@ -225,6 +225,7 @@ class ServedCache:
             ValueError: There is no such tier.
         """
         cache, tiers = self.tasks.cache, self.tasks.cache.tiers
+        cache.early.forget()
         num_dropped = sum(len(blocks) for blocks in tiers.clear(tier).values())
         log_event(logger, logging.INFO, "tier_cleared", tier=tier or "all", blocks=num_dropped)
         if self.tasks.recorder is not None:

@@ -34,7 +34,6 @@ from flexcache.tasks.checksums import Checksums, SlotChecksums
 from flexcache.tasks.deadlines import TaskDeadlines
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
-from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.matching import Matcher
 from flexcache.tasks.model import Session, Task
@@ -154,6 +153,11 @@ class KVTaskEngine:
         """
         return self._matcher.look_up(kind, keys, stop, now)
 
+    def awaits_load(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
+        """Whether a get that can wait should ask again a little later (`EarlyLoads`)."""
+        owner = self._sessions.get(session)
+        return owner is not None and self._matcher.awaits_load(owner, keys, stop, now)
+
     def match(
         self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
         num_tokens: int, now: float, retain_s: float = 0.0, tail_at: int = 0,
@@ -174,6 +178,8 @@ class KVTaskEngine:
         )
         task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
         self.cache.sessions.used(session_id, keys, plan)
+        if kind is TaskKind.GET:
+            task.early = self.cache.early.find(keys)
         self._accounts.matched(task, keys, start, stop, retain_s, now)
         if not plan.is_empty:
             self._sessions.open(task)
@@ -195,18 +201,7 @@ class KVTaskEngine:
         Returns:
             Those that had ended before: cancelled, say. They stay as they are.
         """
-        check_slot_mappings(task_ids, gpu_blocks)
-        to_start: list[tuple[Task, BlockIds]] = []
-        had_ended: list[TaskId] = []
-        for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
-            task = self._sessions.tasks.get(task_id)
-            if task is None:
-                self._sessions.of(task_id).require_known(task_id)
-                had_ended.append(task_id)
-                continue
-            plan = task.plan
-            check_launchable(task_id, plan.kind, task.is_launched, plan.num_gpu_blocks, blocks)
-            to_start.append((task, blocks))
+        to_start, had_ended = self._sessions.launchable(task_ids, gpu_blocks)
         for task, blocks in to_start:
             task.gated = gated
             task.plan.bind_gpu_blocks(blocks)
@@ -310,10 +305,12 @@ class KVTaskEngine:
             self._sessions.tasks[unlaunched].errors.append(reason)
             self.cancel([unlaunched], now)
         self._runner.expire(now)
+        self.cache.early.expire(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
         times = [self._deadlines.next(), self._executors.next_deadline()]
+        times.append(self.cache.early.next_deadline())
         if self._lookups is not None:
             times.append(self._lookups.next_deadline(self._executors.is_up(REMOTE)))
         return min((time for time in times if time is not None), default=None)

@@ -96,7 +96,7 @@ class Executors:
         self._lanes = {DISK: _WorkerLane(op_timeout_s), REMOTE: _WorkerLane(remote_timeout_s)}
         self._running: dict[OpId, OpRun] = {}
         self._direct_blocks = 0
-        """Of the running ops between GPU and SSD."""
+        """How many the running ops between GPU and SSD have together."""
         self._deadlines: list[tuple[float, OpId]] = []
         """A heap; those of ops that have ended stay until they are due or swept out."""
 

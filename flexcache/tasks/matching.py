@@ -9,12 +9,14 @@ from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TaskKind
+from flexcache.tasks.deadlines import load_patience_s
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
 from flexcache.tasks.model import Session
 from flexcache.tasks.sessions import TaskSessions
 
+_LONGEST_WAIT_S = 3.0  # of a get, where it is not known how fast its engine computes
 _GPU_OP_OF = {TaskKind.GET: OpKind.H2D, TaskKind.PUT: OpKind.D2H}
 
 
@@ -75,6 +77,18 @@ class Matcher:
             return None
         return lookups.look_up(keys, stop, now, self._instructions, tails or ())
 
+    def awaits_load(self, owner: Session, keys: PromptKeys, stop: int, now: float) -> bool:
+        """Whether a get should ask again a little later, since what it needs is being loaded early.
+
+        It waits no longer than computing its blocks would take.
+        """
+        early = self._cache.early
+        if not early.num_open or keys.parent_key is not None:
+            return False
+        self._roots.place(keys)
+        patience_s = load_patience_s(stop, owner.prefill_blocks_per_s, _LONGEST_WAIT_S)
+        return early.awaits(keys, now, patience_s)
+
     def plan(
         self, owner: Session, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
         retain_s: float, now: float, tail_at: int,
@@ -96,6 +110,8 @@ class Matcher:
             tail_at += num_before if tail_at else 0
         plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
         plan.num_before = num_before
+        if kind is TaskKind.PREFETCH and not plan.is_empty:
+            self._cache.early.begin(plan, keys, now)
         return plan, keys, start, stop
 
     def _plan(
@@ -110,7 +126,9 @@ class Matcher:
                 keys, start, stop, owner.prefill_blocks_per_s, self._may_go_direct(owner)
             )
         if kind is TaskKind.PREFETCH:
-            return self._cache.loads.plan_prefetch(keys, start, stop)
+            room = 0 if self._cache.direct_stores is not None else self._cache.early.room
+            rate = owner.prefill_blocks_per_s
+            return self._cache.loads.plan_prefetch(keys, start, stop, rate, room)
         if (direct := self._direct_stores(owner)) is not None:
             is_recording = self._cache.stores.is_recording
             return direct.plan_put(keys, start, stop, retain_s, is_recording)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.plan import Plan, PlannedTail
 from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.ids import KVStatus, OpId, OpKind, SessionId, TaskId, TaskKind, TaskState, TierName
@@ -41,6 +42,8 @@ class Task:
     """Whether its launch asked for ops of the GPU to wait until the engine opens their gate."""
     session_id: str | None = None
     """Whose prompt it is, if its caller has said."""
+    early: list[EarlyLoad] = field(default_factory=list)
+    """What a get finds that was loaded early."""
     launched_s: float | None = None
     open_ops: Counter[OpKind] = field(default_factory=lambda: _NONE_OPEN)  # its own once launched
     moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)

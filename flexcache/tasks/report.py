@@ -14,6 +14,7 @@ from flexcache.tasks.stats import (
     BreakerStats,
     CacheIdentity,
     CacheStats,
+    EarlyLoadStats,
     LoadCostStats,
     LoadDecisions,
     LookUpStats,
@@ -53,6 +54,9 @@ def cache_stats(
         open_lookups=0 if lookups is None else lookups.num_open,
         store_backlog_blocks=cache.stores.backlog,
         load_decisions=_load_decisions(cache, accounts.totals),
+        early_loads=EarlyLoadStats(
+            open_blocks=cache.early.num_blocks, **asdict(cache.early.counters)
+        ),
         sessions=SessionStats(known=len(cache.sessions), **asdict(cache.sessions.counters)),
         remote=None if lookups is None else _remote(cache, lookups, breaker),
         load_cost=load_cost,

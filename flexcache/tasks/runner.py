@@ -61,6 +61,7 @@ class TaskRunner:
 
     def run(self, task: Task, now: float) -> None:
         """Start a task whose graph is complete."""
+        self._cache.early.use(task.early)
         self._submit(task, now)
         self.follow(now)
         if not task.plan.graph.ops:  # a prefetch of what the host tier has
@@ -86,7 +87,7 @@ class TaskRunner:
     def end_unmoved(self, task: Task, now: float) -> None:
         """End a task of which no op was ever started."""
         self._accounts.answered(task, now)
-        self._finish(task, notify_ranks=task.gated)
+        self._finish(task, now, notify_ranks=task.gated)
 
     def end_empty(self, task: Task) -> None:
         """End a task without blocks. Its caller knows already."""
@@ -178,7 +179,7 @@ class TaskRunner:
         if is_due:
             self._accounts.answered(task, now)
         if is_over:
-            self._finish(task, notify_ranks=is_due and task.gated)
+            self._finish(task, now, notify_ranks=is_due and task.gated)
         elif is_due:
             self._notify(task, task.result(is_final=False), task.gated)
 
@@ -199,18 +200,28 @@ class TaskRunner:
                 count = task.contiguous(kinds, begin)
                 self._cache.publish_staging(plan, count, task.contiguous(kinds, TAIL_FIRST))
 
-    def _finish(self, task: Task, notify_ranks: bool) -> None:
+    def _finish(self, task: Task, now: float, notify_ranks: bool) -> None:
         """Every op of the task has ended, or none was ever started."""
         self._sessions.close(task)
         self._cache.finish(task.plan)
         if task.plan.kind is TaskKind.PUT:
             self._cache.sessions.put_ended(task.session_id)
+        elif task.plan.kind is TaskKind.PREFETCH:
+            self._end_early_load(task, now)
         result, was_overdue = task.result(is_final=True), task.state.is_overdue
         task.end(result.status)
         self._accounts.ended(task, result)
         if not was_overdue:  # else it was answered for good
             self._notify(task, result, notify_ranks)
         self._sessions.forget_if_gone(task.owner)
+
+    def _end_early_load(self, task: Task, now: float) -> None:
+        kinds = [kind for kind in _FROM_BELOW if kind in task.moved]
+        num_read = sum(sum(task.moved[kind].values()) for kind in kinds)
+        num_landed = 0  # what a request needed that is gone may be evicted
+        if not task.state.is_cancelled:
+            num_landed = task.contiguous(kinds, task.plan.load_start)
+        self._cache.early.ended(task.plan, num_landed, num_read, now)
 
     def _notify(self, task: Task, result: TaskResult, notify_ranks: bool) -> None:
         owner = task.owner

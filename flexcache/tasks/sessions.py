@@ -13,9 +13,11 @@ from flexcache.errors import InternalError
 from flexcache.ids import OpKind, SessionId, TaskId, TaskState
 from flexcache.tasks.ids import TaskIds, id_before, make_session, session_of
 from flexcache.tasks.instructions import device
+from flexcache.tasks.launch_checks import check_launchable, check_slot_mappings
 from flexcache.tasks.model import Session, Task
 from flexcache.tasks.routes import GPU_LOADS, GPU_STORES, WORKER_OF
 from flexcache.tasks.totals import Totals
+from flexcache.transfer.graph import BlockIds
 
 _INTERNAL = make_session(0, 0xFFFF)  # no server has the epoch 0
 
@@ -85,6 +87,29 @@ class TaskSessions:
     def open(self, task: Task) -> None:
         self.tasks[task.task_id] = task.owner.tasks[task.task_id] = task
         task.owner.store_backlog += task.plan.num_backlogged
+
+    def launchable(
+        self, task_ids: Sequence[TaskId], gpu_blocks: Sequence[BlockIds]
+    ) -> tuple[list[tuple[Task, BlockIds]], list[TaskId]]:
+        """Check a launch; return the tasks to start, and the ids of those that have ended.
+
+        Raises:
+            ValueError: A number of blocks is wrong, or a task was launched before.
+            KeyError: An id was never given out.
+        """
+        check_slot_mappings(task_ids, gpu_blocks)
+        to_start: list[tuple[Task, BlockIds]] = []
+        had_ended: list[TaskId] = []
+        for task_id, blocks in zip(task_ids, gpu_blocks, strict=True):
+            task = self.tasks.get(task_id)
+            if task is None:
+                self.of(task_id).require_known(task_id)
+                had_ended.append(task_id)
+                continue
+            plan = task.plan
+            check_launchable(task_id, plan.kind, task.is_launched, plan.num_gpu_blocks, blocks)
+            to_start.append((task, blocks))
+        return to_start, had_ended
 
     def internal_task(self, plan: Plan) -> Task:
         """A new task of the internal session."""

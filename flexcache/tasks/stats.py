@@ -147,6 +147,16 @@ class SessionStats(_Part, frozen=True, kw_only=True):
     returned_sessions: int
 
 
+class EarlyLoadStats(_Part, frozen=True, kw_only=True):
+    """Loads to DRAM ahead of their requests, in blocks (`EarlyLoadCounters`)."""
+
+    open_blocks: int
+    """On their way, or waiting for their request."""
+    early: int
+    late: int
+    wasted: int
+
+
 class CacheIdentity(_Part, frozen=True, kw_only=True):
     """What is cached."""
 
@@ -180,6 +190,7 @@ class CacheStats(_Part, frozen=True, kw_only=True):
     """Host blocks that are pinned until a tier below has them."""
     load_decisions: dict[str, LoadDecisions]
     sessions: SessionStats
+    early_loads: EarlyLoadStats
     remote: RemoteStats | None = None
     load_cost: dict[str, LoadCostStats] | None = None
 

@@ -245,6 +245,8 @@ size_t fake_num_files(void) {
 
 size_t fake_num_buffers(void) { return num_buffers; }
 
+size_t fake_num_transfers(void) { return num_transfers; }
+
 /* I/O that went through the library's own memory: unaligned, or not registered. */
 size_t fake_num_bounced(void) { return num_bounced; }
 

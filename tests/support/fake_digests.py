@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_uint64
 
 import numpy as np
@@ -19,11 +20,13 @@ class FakeDigests:
     Attributes:
         error: Raised by the next launch instead.
         is_wrong: Its checksums are.
+        after: Called when checksums have been computed.
     """
 
     def __init__(self, torch_cuda: FakeTorchCuda) -> None:
         self.error: Exception | None = None
         self.is_wrong = False
+        self.after: Callable[[], None] = lambda: None
         self._torch = torch_cuda
 
     def start(self, addresses: np.ndarray, length: int, device: torch.device) -> torch.Tensor:
@@ -38,6 +41,7 @@ class FakeDigests:
         def compute() -> None:
             for place, address in enumerate(addresses.tolist()):
                 found[place] = self._checksum(address, length)
+            self.after()
 
         self._torch.gpu.queue(self._torch.current_stream().handle, compute)
         return torch.from_numpy(found.view(np.int64))

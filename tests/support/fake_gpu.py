@@ -102,7 +102,7 @@ def load_driver() -> ctypes.CDLL:
     loaded.fake_hold.restype = c_void_p
     for name in ("seen_at", "num_streams", "registered", "copy_calls"):
         getattr(loaded, f"fake_{name}").restype = c_uint64
-    for name in ("num_files", "num_buffers", "num_bounced"):
+    for name in ("num_files", "num_buffers", "num_transfers", "num_bounced"):
         getattr(loaded, f"fake_{name}").restype = c_size_t
     return loaded
 
@@ -171,6 +171,11 @@ class DriverState:
     def num_buffers(self) -> int:
         """Pieces of device memory registered for file I/O."""
         return int(self.loaded.fake_num_buffers())
+
+    @property
+    def num_transfers(self) -> int:
+        """File I/O in flight."""
+        return int(self.loaded.fake_num_transfers())
 
     @property
     def num_bounced(self) -> int:

@@ -24,8 +24,8 @@ def environment(directory: Path, num_gpus: int = 1, setup: str = "") -> dict[str
 
     Args:
         directory: An empty directory for links to the driver.
-        setup: Python code to run in each process that imports torch, with ``gpu`` (a `FakeGpu`) and
-            ``kernel`` (a `FakeKernel`).
+        setup: Python code to run in each process that imports torch, with ``gpu`` (a `FakeGpu`),
+            ``kernel`` (a `FakeKernel`) and ``digests`` (a `FakeDigests`).
     """
     for name in LIBRARIES:
         (directory / name).symlink_to(build_driver())
@@ -67,5 +67,6 @@ def install() -> None:
     patch.setattr(torch.version, "cuda", CUDA_OF_TORCH)
     workers = "flexcache.transfer.workers"
     patch.setitem(sys.modules, f"{workers}.copy_kernel", kernel)
-    patch.setitem(sys.modules, f"{workers}.digest_kernel", FakeDigests(torch_cuda))
-    exec(os.environ.get(_SETUP, ""), {"gpu": gpu, "kernel": kernel})
+    digests = FakeDigests(torch_cuda)
+    patch.setitem(sys.modules, f"{workers}.digest_kernel", digests)
+    exec(os.environ.get(_SETUP, ""), {"gpu": gpu, "kernel": kernel, "digests": digests})

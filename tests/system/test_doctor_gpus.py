@@ -17,6 +17,7 @@ from flexcache.doctor.findings import Finding, Level
 from flexcache.doctor.subject import Subject
 from flexcache.errors import ConfigError
 from flexcache.storage import host_pool
+from flexcache.storage.pool_directory import supports_direct_io
 
 OK, WARNING, ERROR = Level.OK, Level.WARNING, Level.ERROR
 NUM_BLOCKS = 4
@@ -147,6 +148,38 @@ def test_too_few_reserved_huge_pages_are_named_and_others_are_used(
     found = examine(settings={"FLEXCACHE_HUGEPAGES": "reserved"})
     assert "transparent huge pages: too few pages" in found[0].text
     assert [finding.level for finding in found[1:]] == [OK] * 4
+
+
+@pytest.mark.parametrize(
+    ("setup", "why"),
+    [
+        ("", ""),
+        ("digests.is_wrong = True", "StorageError: a page read by cuFile is"),
+        (
+            "gpu.refuse('cuFileHandleRegister', 5008)",
+            "cuFileHandleRegister failed: this file system",
+        ),
+    ],
+    ids=["works", "wrong checksums", "refused"],
+)
+def test_a_file_in_each_ssd_directory_is_read_past_dram(
+    examine: Examine, tmp_path: Path, setup: str, why: str
+) -> None:
+    directory = tmp_path / "ssd"
+    directory.mkdir()
+    if not supports_direct_io(directory):
+        pytest.skip("no O_DIRECT here")
+    settings = {
+        "FLEXCACHE_CPU_CACHE_GB": "1", "FLEXCACHE_SSD_CACHE_GB": "1",
+        "FLEXCACHE_SSD_CACHE_DIRS": str(directory),
+    }  # fmt: skip
+    found = examine(setup=setup, settings=settings)
+    *_, past_dram, table = found
+    assert past_dram.level is OK
+    assert (f"goes through DRAM: {why}" if why else "can go past DRAM") in past_dram.text
+    [row] = [row for row in rows(table) if row[1:2] == [f"past DRAM, {directory}"]]
+    assert row[3].startswith(f"not available: {why}" if why else "right")
+    assert not list(directory.iterdir())
 
 
 def test_the_command_prints_the_tables_as_they_are_and_as_json(

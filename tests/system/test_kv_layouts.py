@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, heads_first_kv, joined_kv, running_cluster
+from cluster import Cluster, as_bytes, heads_first_kv, joined_kv, running_cluster
+from engine_memory import EngineMemory
 from stores import missing, s3_server
 from test_faults import until
 from test_remote_tier import until_it_stores
@@ -156,6 +157,56 @@ def test_the_engines_description_distinguishes_layouts_of_equal_shape(tmp_path: 
         assert not cluster.manager.get_match(TOKENS)[1].any()
     with cluster_at_store(layout_description="NHD", **settings) as cluster:
         get_back(cluster, expected)
+
+
+def kv_in(order: str) -> Callable[[ModelConfig, int], dict[str, torch.Tensor]]:
+    """Make tensors shaped as `joined_kv`'s, views of one buffer with its dimensions in this order:
+    layers, blocks, K and V, tokens, heads, content."""
+
+    def make_kv(model: ModelConfig, tokens: int) -> dict[str, torch.Tensor]:
+        apart = joined_kv(model, tokens)
+        logical = torch.stack(list(apart.values()))
+        places = ["LBKNHC".index(dim) for dim in order]
+        buffer = logical.permute(places).contiguous()
+        views = buffer.permute([order.index(dim) for dim in "LBKNHC"])
+        return dict(zip(apart, views.unbind(0), strict=True))
+
+    return make_kv
+
+
+@pytest.mark.parametrize("order", ["BLKNHC", "BLKHNC", "BHLKNC"])
+def test_blocks_in_one_piece_come_back_from_every_tier_and_by_layer(
+    order: str, memory: EngineMemory, tmp_path: Path
+) -> None:
+    blocks = BLOCKS[:12]
+    with running_cluster([tmp_path], make_kv=kv_in(order), memory=memory) as cluster:
+        tokens, expected = TOKENS[: 12 * 16], cluster.read(blocks)
+        assert cluster.put(tokens, blocks).mask.all()
+        for tier in ("CPU", "SSD"):
+            cluster.wipe(blocks)
+            if tier == "SSD":
+                cluster.manager.clear("CPU")
+            assert cluster.get(tokens, blocks[::-1]).mask.all()
+            assert cluster.read(blocks[::-1]) == expected
+        cluster.wipe(blocks)
+        task_id, mask = cluster.manager.get_match(tokens)
+        assert mask.all()
+        cluster.manager.launch([task_id], [cluster.slots(blocks)], gated=True)
+        load = cluster.clients[0].load_by_layer(task_id, len(blocks))
+        for index, (name, layer) in enumerate(cluster.kv[0].items()):
+            assert load.wait_layer(name, 60)
+            found = [as_bytes(layer[block]) for block in blocks]
+            assert found == expected[index * len(blocks) :][: len(blocks)]
+
+
+def test_blocks_in_one_piece_are_those_of_layers_apart(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"model": MODEL, "remote_url": f"file://{tmp_path}"}
+    with cluster_at_store(**settings) as cluster:
+        expected = put_and_get_back(cluster)
+    with cluster_at_store(make_kv=kv_in("BLKNHC"), **settings) as cluster:
+        get_back(cluster, expected)
+    with cluster_at_store(make_kv=kv_in("BLKHNC"), **settings) as cluster:
+        assert not cluster.manager.get_match(TOKENS)[1].any()
 
 
 def reversed_kv(model: ModelConfig, tokens: int) -> dict[str, torch.Tensor]:

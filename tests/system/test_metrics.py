@@ -125,6 +125,31 @@ def give_hints(server: Server, tmp_path: Path) -> None:
         server.look()
 
 
+def load_early(server: Server, tmp_path: Path) -> None:
+    """Prefetch, and get at once, before it has landed, or not at all."""
+    with running_cluster(
+        [tmp_path], model=MODEL, http_endpoint=str(server.port), match_ttl_s=1.0
+    ) as cluster:
+        manager = cluster.manager
+        cluster.put(TOKENS, BLOCKS)
+        clear(server, "CPU")
+        server.look()
+        server.ask("/cache/prefetch", {"token_ids": TOKENS.tolist()})
+        server.look_until(lambda look: look["open_early_load_blocks"] == NUM_BLOCKS)
+        until(lambda: manager.stats()["ended_tasks"].get("prefetch_success") == 1)
+        assert cluster.get(TOKENS, BLOCKS).mask.all()
+        clear(server, "CPU")
+        os.kill(manager.stats()["workers"]["disk"], signal.SIGSTOP)
+        server.ask("/cache/prefetch", {"token_ids": TOKENS.tolist()})
+        task_id, _ = manager.get_async(TOKENS, cluster.slots(BLOCKS))
+        os.kill(manager.stats()["workers"]["disk"], signal.SIGCONT)
+        assert manager.wait([task_id], READY_S, completely=True)[task_id].mask.all()
+        until(lambda: manager.stats()["ended_tasks"].get("prefetch_success") == 2)
+        clear(server, "CPU")
+        server.ask("/cache/prefetch", {"token_ids": TOKENS.tolist()})
+        server.look_until(lambda look: look['early_load_blocks_total{outcome="wasted"}'] > 0)
+
+
 def clear(server: Server, tier: str) -> int:
     return int(json.loads(server.ask("/cache/clear", {"tier": tier}))["dropped_blocks"])
 
@@ -380,6 +405,12 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         "breaker_openings_total": CHANGES,  # each trial in vain is another one
         'breaker_state{state="open"}': CHANGES,
         'breaker_state{state="closed"}': CHANGES,
+    },
+    load_early: {
+        'early_load_blocks_total{outcome="early"}': NUM_BLOCKS,
+        'early_load_blocks_total{outcome="late"}': NUM_BLOCKS,
+        'early_load_blocks_total{outcome="wasted"}': NUM_BLOCKS,
+        "open_early_load_blocks": CHANGES,
     },
     give_hints: {
         "sessions": 1,

@@ -13,6 +13,7 @@ from threading import Thread
 
 import pytest
 from fake_gpu import FakeGpu, fake_gpu
+from o_direct import open_direct
 
 from flexcache.errors import MissingDependencyError
 from flexcache.transfer.workers.cufile import CuFile
@@ -33,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 @pytest.fixture
 def fd(tmp_path: Path) -> Iterator[int]:
     (tmp_path / "slots").write_bytes(bytes(range(256)) * (2 * SIZE // 256))
-    fd = os.open(tmp_path / "slots", os.O_RDWR | os.O_DIRECT)
+    fd = open_direct(tmp_path / "slots")
     yield fd
     os.close(fd)
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cluster import until
 from fake_digests import FakeDigests
 from fake_gpu import FakeGpu, fake_gpu
 from fake_torch_cuda import FakeTorchCuda
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from o_direct import open_direct
 
 from flexcache.errors import MissingDependencyError, NoDirectPathError
 from flexcache.storage.block_io import Direction
@@ -40,7 +41,6 @@ BLOCK = NUM_LAYERS * RUN
 LENGTH = 2 * PAGE
 NUM_BLOCKS = 12
 DEPTH = 3
-PATIENCE_S = 60.0
 READ, WRITE = Direction.READ, Direction.WRITE
 
 
@@ -61,7 +61,7 @@ class Rig:
         monkeypatch.setitem(sys.modules, f"{workers}.copy_kernel", None)
         self.random = np.random.default_rng(0)
         path.write_bytes(self.random.bytes(PAGE + NUM_BLOCKS * LENGTH))
-        self.fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+        self.fd = open_direct(path)
         self.path = path
         self.device = torch.device("cuda", 1)
         self._kv = gpu.allocate(NUM_LAYERS * NUM_BLOCKS * RUN, 1)
@@ -94,12 +94,14 @@ class Rig:
         """Wait until this many transfers have ended."""
         assert self.io is not None
         ended: dict[int, Transferred] = {}
-        deadline = time.monotonic() + PATIENCE_S
-        while len(ended) < number:
-            assert time.monotonic() < deadline, "they did not end"
-            for each in self.io.reap():
-                ended[each.token] = each
-            self.io.check()
+        io = self.io
+
+        def have_all_ended() -> bool:
+            ended.update((each.token, each) for each in io.reap())
+            io.check()
+            return len(ended) == number
+
+        until(have_all_ended)
         return ended
 
     def run(self, *transfers: Transfer) -> list[Transferred]:
@@ -196,6 +198,39 @@ def test_any_transfers_leave_what_a_model_says(
         rig.kv[:] = rig.random.integers(0, 256, rig.kv.shape, np.uint8)
 
 
+def test_a_write_begins_when_its_block_and_checksum_are_there(rig: Rig) -> None:
+    io = rig.open()
+    before = rig.slot(0)
+    rig.gpu.freeze()
+    io.submit([rig.transfer(WRITE, 0, 0)])
+    rig.gpu.wait_quiet()
+    assert not io.reap()
+    assert rig.slot(0) == before
+    rig.gpu.thaw()
+    [ended] = rig.finish(1).values()
+    assert rig.slot(0) == rig.block(0).ljust(LENGTH, b"\0")
+    assert ended.checksum == rig.sum_of(0)
+
+
+def test_a_read_has_ended_when_its_bytes_are_in_the_tensors(rig: Rig) -> None:
+    io = rig.open()
+    rig.gpu.forget_copy_calls()
+    rig.kernel.after = rig.gpu.freeze
+    io.submit([rig.transfer(READ, 4, 0, rig.sum_of(0))])
+    ended: list[Transferred] = []
+
+    def is_being_copied() -> bool:
+        ended.extend(io.reap())
+        return bool(rig.gpu.copy_calls)
+
+    until(is_being_copied)
+    ended += io.reap()
+    assert not ended
+    rig.gpu.thaw()
+    rig.finish(1)
+    assert rig.block(4) == rig.slot(0)[:BLOCK]
+
+
 # -- nothing wrong gets into the KV tensors ------------------------------------------------------
 
 
@@ -239,6 +274,7 @@ def test_what_is_revoked_while_it_is_read_stays_out_of_the_tensors(rig: Rig) -> 
     expected = rig.sum_of(0)
     rig.gpu.freeze()
     io.submit([rig.transfer(READ, 4, 0, expected)])
+    until(lambda: rig.gpu.num_transfers)
     rig.permit_words[1] = 5
     rig.gpu.thaw()
     before = rig.kv.copy()
@@ -308,15 +344,21 @@ def test_a_lost_device_is_told_to_the_owner_and_closing_does_not_raise(rig: Rig)
     io.close()
 
 
-def test_closing_waits_for_what_is_in_flight(rig: Rig) -> None:
+def test_closing_waits_for_what_is_in_flight(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def thaw_and_wait(executor: ThreadPoolExecutor, wait: bool) -> None:
+        if wait:
+            rig.gpu.thaw()
+        shutdown(executor, wait=wait)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", thaw_and_wait)
     io = rig.open()
-    expected = rig.sum_of(0)
     rig.gpu.freeze()
-    io.submit([rig.transfer(READ, 4, 0, expected)])
-    closing = threading.Thread(target=io.close)
-    closing.start()
-    rig.gpu.thaw()
-    closing.join()
+    io.submit([rig.transfer(READ, 4, 0, rig.sum_of(0))])
+    until(lambda: rig.gpu.num_transfers)
+    io.close()
+    assert not rig.gpu.num_transfers
 
 
 def test_closing_again_does_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -354,8 +396,9 @@ def test_a_launch_that_fails_leaves_no_copies_behind(
     rig.kernel.error = RuntimeError("out of resources")
     thaw_when_settling(rig, monkeypatch)
     assert rig.run(rig.transfer(WRITE, 0, 0))[0].error == "out of resources"
+    rig.gpu.freeze()
     io.submit([rig.transfer(READ, 1, 1, rig.sum_of(1))])  # to the same place of the buffer
-    rig.gpu.wait_quiet()
+    until(lambda: rig.gpu.num_transfers)
     rig.gpu.thaw()
     rig.finish(1)
 

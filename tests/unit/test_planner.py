@@ -126,8 +126,11 @@ class World:
 
     def prefetch(self, word: str, start: int = 0, root: RootId = ROOT) -> Task:
         cached = max(self.num_cached(tier, word, root) for tier in self.tiers)
-        keys = prompt(word, root)
+        keys, on_host = prompt(word, root), self.num_cached(self.host, word, root)
+        if awaited := self.host.num_in_flight(keys, on_host, len(word)):
+            start = min(max(start, on_host + awaited), len(word))  # another task brings them
         task = self._open(self.cache.loads.plan_prefetch(keys, start, len(word)), keys)
+        assert task.plan.staging is None or task.plan.staging.keys, "it is in vain"
         self._check_load(task, start, cached)
         assert not task.ops(OpKind.H2D)
         return task

@@ -70,6 +70,7 @@ def figures(**changes: Any) -> dict[str, Any]:
         "skipped_blocks": {},
         "counters": {"disk_worker_deaths": 1},
         "load_decisions": {"SSD": {"load": 6, "recompute": 2}},
+        "early_loads": {"open_blocks": 0, "early": 0, "late": 0, "wasted": 0},
         "sessions": {
             "known": 0,
             "over": 0,

@@ -92,6 +92,7 @@ class CacheCalls(TaskCalls):
                 request_info=self._info(request),
                 look_up=look_up,
                 session_id=read_session_id(request),
+                awaits_loads=True,
             )
         except (FlexCacheError, ValueError) as error:
             log_event(
@@ -102,6 +103,21 @@ class CacheCalls(TaskCalls):
             return NoMatch.UNDECIDED
         task_id, found, sources = matched
         return Found(task_id, int(found.sum()), sources)
+
+    def prefetch(self, request: Any, num_on_gpu: int) -> int | None:
+        """Begin to bring a request's blocks to DRAM, unless vLLM has them; return the task, None if
+        the remote store has yet to answer."""
+        mask = np.ones(request.num_tokens, dtype=np.bool_)
+        mask[: num_on_gpu * self._block_size] = False
+        task_id: int | None = safely(
+            self._manager.prefetch_nowait,
+            request.all_token_ids,
+            mask,
+            namespace=self._namespace,
+            block_keys=self.keys(request),
+            session_id=read_session_id(request),
+        )
+        return task_id
 
     def look_up(self, request: Any) -> None:
         """Begin to ask the remote store about a request that vLLM will ask about."""

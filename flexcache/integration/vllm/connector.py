@@ -69,6 +69,7 @@ class FlexCacheConnectorV1(WorkerHooks, GroupHooks):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._scheduler.puts.bind(gpu_block_pool)
+        self._scheduler.gets.early_loads.block_pool = gpu_block_pool
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -25,6 +25,7 @@ from flexcache.ids import TierName
 from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.vllm.block_tables import BlockTables, Tables
 from flexcache.integration.vllm.calls import CacheCalls, NoMatch
+from flexcache.integration.vllm.early_loads import EarlyLoads
 from flexcache.integration.vllm.early_lookups import EarlyLookUps
 from flexcache.integration.vllm.metadata import Load
 from flexcache.integration.vllm.requests import Get, RequestRecord, StepLoad
@@ -52,6 +53,7 @@ class Gets:
     Attributes:
         layerwise: Decides which loads run within a step.
         early: Look-ups ahead of vLLM's question.
+        early_loads: Loads to DRAM ahead of it.
         forget_blocks: vLLM's function to drop blocks from its prefix cache, once bound.
         has_matched: Whether anything was matched since this was last reset.
     """
@@ -68,6 +70,11 @@ class Gets:
         self._lookup_timeout_s = config.remote_lookup_timeout_s
         self._has_siblings = has_siblings
         self.early = EarlyLookUps(config.remote_lookup_timeout_s)
+        may_begin = config.early_load_share > 0 and config.num_cpu_blocks != 0
+        self.early_loads = EarlyLoads(
+            cache, may_begin and config.has_workers, reads_pool=not tables.has_groups
+        )
+        self._may_load_early = may_begin
         self._has_store = config.remote_url is not None
         """In a shared cache, not known before the store is first waited for."""
         self._requests: dict[str, RequestRecord] = {}
@@ -86,7 +93,10 @@ class Gets:
 
     def arrived(self, request: Any) -> None:
         """Begin to look a new request up, before vLLM has room for it."""
-        if self._may_load(request) and self._has_store:
+        if not self._may_load(request):
+            return
+        self.early_loads.arrived(request)
+        if self._has_store:
             self.early.arrived(request)
             self.look_up_early()
 
@@ -111,6 +121,7 @@ class Gets:
         if not self._may_load(request):
             return 0, False
         self.early.asked(request.request_id)
+        self.early_loads.asked(request.request_id)
         record = self._requests.setdefault(request.request_id, RequestRecord())
         get = self._open_get(request, record, num_computed)
         if get is None:
@@ -166,6 +177,7 @@ class Gets:
             return None
         self.has_matched = True
         task_id, num_found, sources = found
+        self.early_loads.is_on |= self._may_load_early and not sources.keys() <= {TierName.CPU}
         return Get(task_id, num_computed, num_found, sources, time.monotonic())
 
     def _cancel(self, record: RequestRecord) -> None:
@@ -195,6 +207,7 @@ class Gets:
             record.get, record.has_lost_load = None, True
         else:
             record.get, get.launched = get, True
+            self.early_loads.loaded(request_id)
         start = 0 if get is None else get.num_computed
         task_id = get.task_id if get is not None and launched else None
         self._step.loads.append(
@@ -273,6 +286,7 @@ class Gets:
         record = self._requests.get(request_id, RequestRecord())
         self.layerwise.finished(request_id)
         self.early.ended(request_id)
+        self.early_loads.ended(request_id)
         record.has_ended = True
         was_loading = record.get is not None and record.get.launched
         self._cancel(record)
@@ -292,6 +306,7 @@ class Gets:
 
     def cancel(self) -> None:
         """Withdraw all answers that vLLM has not acted on."""
+        self.early_loads.cancel()
         for record in self._requests.values():
             if record.get is not None and not record.get.launched:
                 self._cancel(record)

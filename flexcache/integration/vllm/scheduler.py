@@ -103,6 +103,7 @@ class FlexCacheScheduler:
         num_scheduled_tokens: Mapping[str, int] = scheduled.num_scheduled_tokens
         self.gets.layerwise.step(num_scheduled_tokens)
         self.gets.look_up_early()
+        self.gets.early_loads.begin()
         num_tokens = sum(num_scheduled_tokens.values())
         rate = self._prefill.step(num_tokens, time.monotonic())
         if rate is not None:
@@ -149,6 +150,7 @@ class FlexCacheScheduler:
         counters = {
             **counters,
             "early_look_ups": self.gets.early.num_begun,
+            "early_loads": self.gets.early_loads.num_begun,
             "cancelled_look_ups": self.gets.early.num_cancelled,
         }
         stats = FlexCacheStats.between(self._reported, counters)

@@ -17,6 +17,7 @@ from flexcache.integration.counters import COUNTERS, increases
 _COUNTERS = {
     **COUNTERS,
     "early_look_ups": "Look-ups at the remote store that began when a request arrived.",
+    "early_loads": "Loads to DRAM that began before vLLM asked about their request.",
     "cancelled_look_ups": "Requests that went away before vLLM asked about them.",
 }
 

@@ -1,0 +1,111 @@
+"""Loads to DRAM for requests that wait for vLLM to have room for them.
+
+    arrived --scheduled at once--> forgotten: its get loads it, chunk by chunk
+       |
+       +--a step later, window free--> begun --vLLM asks--> asked --its load is launched--> gone
+                                         |                   |
+                                         +----- it ends -----+--> cancelled
+
+Only the first requests in line are loaded for at a time. What vLLM's own cache has is not loaded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from flexcache.errors import InternalError
+from flexcache.integration.vllm.calls import CacheCalls
+
+WINDOW = 8
+"""Requests that are loaded for before vLLM has asked about them."""
+_MAX_WAITING = 1024
+
+
+class EarlyLoads:
+    """Requests to load for ahead of vLLM's question.
+
+    Args:
+        is_on: Whether there may be tiers below DRAM; in a shared cache, not known before the first
+            hit there.
+        reads_pool: Whether vLLM hashes blocks as the cache does, so that its own cached ones are
+            known.
+
+    Attributes:
+        block_pool: vLLM's blocks on the GPU, once bound.
+        num_begun: Loads that have begun.
+    """
+
+    def __init__(self, cache: CacheCalls, is_on: bool, reads_pool: bool) -> None:
+        self._cache = cache
+        self.is_on = is_on
+        self._reads_pool = reads_pool
+        self.block_pool: Any = None
+        self.num_begun = 0
+        self._waiting: OrderedDict[str, Any] = OrderedDict()
+        self._begun: dict[str, None] = {}
+        """Requests whose load has begun, and that vLLM has not asked about."""
+        self._tasks: dict[str, int] = {}
+        """Prefetches of requests that have not loaded yet."""
+
+    def arrived(self, request: Any) -> None:
+        """Load for this request when there is room. Beyond a limit it is left to its get."""
+        if self.is_on and len(self._waiting) < _MAX_WAITING:
+            self._waiting[request.request_id] = request
+
+    def begin(self) -> None:
+        """Begin loads, after a step was scheduled: requests that it took need none."""
+        pending: dict[str, Any] = {}
+        while self._waiting and len(self._begun) + len(pending) < WINDOW:
+            request_id, request = self._waiting.popitem(last=False)
+            task_id = self._cache.prefetch(request, self._num_on_gpu(request))
+            if task_id is None:  # the remote store has yet to answer
+                pending[request_id] = request
+                continue
+            self.num_begun += 1
+            self._begun[request_id] = None
+            self._tasks[request_id] = task_id
+        for request_id in reversed(pending):
+            self._waiting[request_id] = pending[request_id]
+            self._waiting.move_to_end(request_id, last=False)
+
+    def asked(self, request_id: str) -> None:
+        """Note that vLLM asks about a request: the next one in line is loaded for."""
+        self._waiting.pop(request_id, None)
+        self._begun.pop(request_id, None)
+
+    def loaded(self, request_id: str) -> None:
+        """Note that a request's own load begins."""
+        self.asked(request_id)
+        self._tasks.pop(request_id, None)
+
+    def ended(self, request_id: str) -> None:
+        """Cancel what is loaded for a request that has ended."""
+        self.asked(request_id)
+        task_id = self._tasks.pop(request_id, None)
+        if task_id is not None:
+            self._cache.cancel(task_id)
+
+    def cancel(self) -> None:
+        """Cancel all loads: the cache is to be reset."""
+        for request_id in list(self._tasks):
+            self.ended(request_id)
+
+    def _num_on_gpu(self, request: Any) -> int:
+        """Return how many of a prompt's first blocks vLLM has itself, found by bisection."""
+        if self.block_pool is None or not self._reads_pool:
+            return 0
+        keys = request.block_hashes
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            is_there = self.block_pool.get_cached_block(keys[middle], [0]) is not None
+            low, high = (middle + 1, high) if is_there else (low, middle)
+        return low
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold."""
+        if len(self._begun) > WINDOW or len(self._waiting) > _MAX_WAITING:
+            raise InternalError("more early loads than allowed")
+        if not self._begun.keys() <= self._tasks.keys():
+            raise InternalError("a load has begun and has no task")

@@ -1,0 +1,143 @@
+"""Blocks between a GPU's KV tensors and the SSD past DRAM, on a fake GPU and a fake libcufile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import Cluster, running_cluster, until
+from engine_memory import DeviceMemory, device_memory
+from fake_digests import FakeDigests
+from fake_gpu import Memory
+from o_direct import require_direct
+
+from flexcache import KVStatus
+from flexcache.client.rank import ClientState
+
+TOKENS = np.arange(12 * 16)
+OTHERS = TOKENS + 1000
+NUM_GPU_BLOCKS = 64
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[DeviceMemory]:
+    require_direct(tmp_path)
+    with device_memory(monkeypatch) as memory:
+        kernel = FakeDigests(memory.torch)
+        monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.digest_kernel", kernel)
+        yield memory
+        assert memory.gpu.num_files == 0
+
+
+def ops(cluster: Cluster) -> dict[str, int]:
+    """Blocks that each kind of op has moved, if any."""
+    found = {kind: op["blocks"] for kind, op in cluster.manager.stats()["ops"].items()}
+    return {kind: blocks for kind, blocks in found.items() if blocks}
+
+
+def test_ssd_alone_keeps_every_byte_of_a_gpu(memory: DeviceMemory, tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        places = random.permutation(NUM_GPU_BLOCKS)[:12].tolist()
+        expected = cluster.read(places)
+        assert cluster.put(TOKENS, places).mask.all()
+        for _ in range(6):
+            cluster.wipe(places)
+            places = random.permutation(NUM_GPU_BLOCKS)[:12].tolist()
+            assert cluster.get(TOKENS, places).mask.all()
+            assert cluster.read(places) == expected
+        assert ops(cluster) == {"D2DISK": 12, "COMMIT": 12, "DISK2D": 6 * 12}
+        assert cluster.num_leased() == 0
+        assert memory.gpu.num_bounced == 0
+    assert memory.gpu.num_buffers == 0
+
+
+def test_what_a_gpu_wrote_is_read_through_dram_and_the_other_way_round(
+    memory: DeviceMemory, tmp_path: Path
+) -> None:
+    """Both have the same checksums."""
+    source, target = list(range(12)), list(range(20, 32))
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        expected, kv = cluster.read(source), cluster.kv
+        assert cluster.put(TOKENS, source).mask.all()
+    with running_cluster([tmp_path], ssd_past_dram="never", make_kv=lambda *_: kv[0]) as cluster:
+        assert cluster.get(TOKENS, target).mask.all()
+        assert cluster.read(target) == expected
+        assert ops(cluster)["DISK2H"] == 12
+        assert cluster.put(OTHERS, source).mask.all()
+    with running_cluster(
+        [tmp_path], memory=memory, ssd_past_dram="always", make_kv=lambda *_: kv[0]
+    ) as cluster:
+        cluster.wipe(target)
+        expected = cluster.read(source)
+        assert cluster.get(OTHERS, target).mask.all()
+        assert cluster.read(target) == expected
+        assert ops(cluster)["DISK2D"] == 12
+
+
+def test_a_store_waits_for_what_the_engine_has_queued(memory: DeviceMemory, tmp_path: Path) -> None:
+    gpu, blocks = memory.gpu, [0, 1, 2, 3]
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        task_id, _ = cluster.manager.put_match(TOKENS[:64])
+        cluster.manager.launch([task_id], [cluster.slots(blocks)], gated=True)
+        compute = memory.torch.Stream(memory.device)
+        with memory.torch.stream(compute):
+            step = gpu.hold(compute.handle)
+            for tensor in memory.lend(cluster.kv[0]).values():
+                written = Memory(tensor.data_ptr(), np.empty(tensor[:4].nbytes, np.uint8))
+                gpu.fill(compute.handle, written, 7)
+            cluster.clients[0].open_gates([task_id])
+        gpu.wait_quiet()
+        assert not cluster.manager.try_wait([task_id])
+        gpu.fire(step)
+        assert cluster.manager.wait([task_id], 60, completely=True)[task_id].mask.all()
+        cluster.wipe(blocks)
+        assert cluster.get(TOKENS[:64], blocks).mask.all()
+        assert set(b"".join(cluster.read(blocks))) == {7}
+
+
+def test_bytes_that_are_spoiled_on_their_way_are_never_served(
+    memory: DeviceMemory, tmp_path: Path
+) -> None:
+    source, target = list(range(12)), list(range(20, 32))
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        assert cluster.put(TOKENS, source).mask.all()
+        before = cluster.read(target)
+        memory.gpu.corrupt("cuFileRead", to_device=True)
+        response = cluster.get(TOKENS, target)
+        assert response.status is KVStatus.FAILED
+        assert "checksum mismatch" in (response.error or "")
+        assert cluster.read(target) == before
+        assert cluster.num_leased() == 0
+
+
+def test_a_gpu_that_is_lost_ends_what_is_under_way(memory: DeviceMemory, tmp_path: Path) -> None:
+    blocks = list(range(12))
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        assert cluster.put(TOKENS, blocks).mask.all()
+        memory.gpu.freeze()
+        task_id, _ = cluster.manager.get_async(TOKENS, cluster.slots(blocks))
+        memory.gpu.set_faults(is_lost=True)
+        response = cluster.manager.wait([task_id], 60)[task_id]
+        assert response.status is not KVStatus.SUCCESS
+        [client] = cluster.clients
+        until(lambda: client.state is ClientState.REFUSED)
+        assert cluster.num_leased() == 0
+
+
+def test_a_machine_without_cufile_stages_blocks_in_dram(
+    memory: DeviceMemory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.gpu.refuse("cuFileDriverOpen", 5001)
+    source, target = list(range(8)), list(range(20, 28))
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        capacity = min(8, cluster.manager.stats()["tiers"]["CPU"]["capacity"])
+        expected = cluster.read(source[:capacity])
+        assert cluster.put(TOKENS, source).mask.sum() == capacity * 16
+        cluster.wipe(target)
+        assert cluster.get(TOKENS, target).mask.sum() == capacity * 16
+        assert cluster.read(target[:capacity]) == expected[: capacity * 3]
+        assert "D2DISK" not in ops(cluster)

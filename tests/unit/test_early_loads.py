@@ -1,0 +1,290 @@
+"""Loads ahead of their requests: what they may take, how long they are kept, how they count."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from task_builders import World
+
+from flexcache.cache.early_loads import EarlyLoadCounters
+from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
+
+TTL_S = 120.0
+CPU, SSD = TierName.CPU, TierName.SSD
+
+
+def world_with(*texts: str, cpu: int = 12, ssd: int = 40, **options: object) -> World:
+    """A world in which SSD has some prompts, and DRAM nothing."""
+    world = World(cpu=cpu, ssd=ssd, match_ttl_s=TTL_S, **options)  # type: ignore[arg-type]
+    for text in texts:
+        world.put(text)
+        world.finish_all()
+    world.clear(CPU)
+    return world
+
+
+def counters(world: World) -> EarlyLoadCounters:
+    return world.cache.early.counters
+
+
+def awaits(world: World, text: str) -> bool:
+    session = world.ids.session
+    return world.engine.awaits_load(session, world.placed(text), len(text), world.now)
+
+
+def prefetched(world: World, text: str) -> TaskId:
+    task_id = world.prefetch(text)
+    world.finish_all()
+    return task_id
+
+
+# -- what is kept ---------------------------------------------------------------------------------
+
+
+def test_what_was_loaded_early_is_kept_until_its_request_asks() -> None:
+    world = world_with("abcd")
+    prefetched(world, "abcd")
+    for text in ("ghijkl", "mnopqr", "stuvwx"):
+        world.put(text)
+        world.finish_all()
+    assert world.cached(CPU, "abcd") == 4
+    task_id = world.get("abcdz")
+    assert world.tasks[task_id].plan.sources == {CPU: 4}
+    assert counters(world) == EarlyLoadCounters(early=4)
+    world.finish_all()
+    for text in ("ghijkl!", "mnopqr!"):
+        world.put(text)
+        world.finish_all()
+    assert world.cached(CPU, "abcd") == 0
+    assert world.cache.early.num_blocks == 0
+
+
+def test_a_get_that_is_not_launched_does_not_use_it() -> None:
+    world = world_with("abcd")
+    prefetched(world, "abcd")
+    world.cancel(world.match(TaskKind.GET, "abcd"))
+    assert counters(world) == EarlyLoadCounters()
+    assert world.cache.early.num_blocks == 4
+    world.get("abcd")
+    assert counters(world) == EarlyLoadCounters(early=4)
+
+
+def test_nothing_is_kept_for_a_request_that_does_not_come() -> None:
+    world = world_with("abcd")
+    prefetched(world, "abcd")
+    deadline = world.engine.next_deadline()
+    assert deadline is not None
+    assert deadline <= world.now + TTL_S, "or it would be kept for ever"
+    world.tick(TTL_S - 1)
+    assert world.cache.early.num_blocks == 4
+    world.tick(1)
+    assert counters(world) == EarlyLoadCounters(wasted=4)
+    assert len(world.cache.tiers.clear(CPU.value)[CPU]) == 4, "it is pinned no longer"
+
+
+def test_a_tier_that_is_cleared_keeps_nothing() -> None:
+    world = world_with("abcd")
+    prefetched(world, "abcd")
+    world.cache.early.forget()
+    assert world.clear(CPU) == 4
+    assert counters(world) == EarlyLoadCounters(wasted=4)
+
+
+def test_a_cancelled_load_is_no_longer_moved_nor_kept() -> None:
+    world = world_with("abcdef", chunk=1)
+    task_id = world.prefetch("abcdef")
+    world.finish(world.ops(OpKind.DISK2H)[0])
+    world.cancel(task_id)
+    world.finish_all()
+    assert world.final(task_id).status is KVStatus.CANCELLED
+    assert world.cache.early.num_open == 0
+    assert counters(world).wasted >= 1
+    world.check_nothing_is_held()
+    for text in ("ghijkl", "mnopqr"):
+        world.put(text)
+        world.finish_all()
+    assert world.cached(CPU, "abcdef") == 0
+
+
+# -- what it may take -----------------------------------------------------------------------------
+
+
+def test_early_loads_take_half_of_dram_and_the_first_one_as_much_as_it_needs() -> None:
+    world = world_with("abcdefgh", "ijkl", "mnop", cpu=12)
+    prefetched(world, "abcdefgh")
+    assert world.cached(CPU, "abcdefgh") == 8
+    prefetched(world, "ijkl")
+    assert world.cached(CPU, "ijkl") == 0
+    world.get("abcdefgh")
+    world.finish_all()
+    prefetched(world, "ijkl")
+    prefetched(world, "mnop")
+    assert (world.cached(CPU, "ijkl"), world.cached(CPU, "mnop")) == (4, 2)
+    task_id = world.get("mnop")
+    assert world.tasks[task_id].plan.sources == {CPU: 2, SSD: 2}
+
+
+def test_what_the_engine_computes_faster_is_not_loaded_early() -> None:
+    world = world_with("abcd", "ijkl", skip_slow_loads=True)
+    for _ in range(3):
+        world.get("abcd")
+        for run in world.ops(OpKind.DISK2H):
+            world.tick(1.0)
+            world.finish(run)
+        world.finish_all()
+        world.clear(CPU)
+    world.engine.report_prefill(world.ids.session, 1000.0)
+    task_id = world.prefetch("ijkl")
+    assert world.result(task_id) is not None
+    assert not world.ops()
+    world.engine.report_prefill(world.ids.session, 0.001)
+    world.prefetch("ijkl")
+    assert world.ops(OpKind.DISK2H)
+
+
+def test_two_requests_of_one_prompt_are_loaded_for_once() -> None:
+    world = world_with("abcdef")
+    world.prefetch("abcd")
+    first = world.ops(OpKind.DISK2H)
+    second = world.prefetch("abcdef")
+    assert sum(len(run.op) for run in world.ops(OpKind.DISK2H)) == 6
+    assert len(first) < len(world.ops(OpKind.DISK2H))
+    world.finish_all()
+    assert world.cached(CPU, "abcdef") == 6
+    assert world.final(second).num_ok == 2
+
+
+# -- requests that ask too soon -------------------------------------------------------------------
+
+
+def test_a_request_waits_for_what_is_on_its_way() -> None:
+    world = world_with("abcd")
+    assert not awaits(world, "abcd")
+    world.prefetch("abcd")
+    assert awaits(world, "abcdz")
+    assert not awaits(world, "abc"), "it is for a longer prompt"
+    world.finish_all()
+    assert not awaits(world, "abcdz")
+    world.get("abcdz")
+    assert counters(world) == EarlyLoadCounters(late=4)
+
+
+def test_a_request_waits_no_longer_than_computing_would_take() -> None:
+    world = world_with("abcd")
+    world.engine.report_prefill(world.ids.session, 2.0)
+    world.prefetch("abcd")
+    assert awaits(world, "abcd")
+    world.tick(1.9)
+    assert awaits(world, "abcd")
+    world.tick(0.2)
+    assert not awaits(world, "abcd")
+    task_id = world.get("abcd")
+    assert world.tasks[task_id].plan.sources == {SSD: 4}
+    assert counters(world) == EarlyLoadCounters(late=4)
+    world.finish_all()
+    assert world.final(task_id).num_ok == 4
+    assert world.cache.early.num_open == 0
+    assert counters(world) == EarlyLoadCounters(late=4)
+    world.check_nothing_is_held()
+
+
+# -- any order ------------------------------------------------------------------------------------
+
+PROMPTS = ["abcd", "abxy", "pqr", "uvwxyz"]
+
+
+class EarlyHistories(RuleBasedStateMachine):
+    """Whatever else is stored, what has landed stays in DRAM until it is used or given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = world_with(*PROMPTS, cpu=10, chunk=1)
+        self.kept: dict[TaskId, tuple[str, float]] = {}
+        """Prefetches that have brought something: what, and until when it is kept."""
+        self.moving: dict[TaskId, str] = {}
+        self.asked: set[TaskId] = set()
+        """Those of which a get has begun since."""
+
+    @rule(text=st.sampled_from(PROMPTS), more=st.sampled_from(["", "!"]))
+    def prefetch(self, text: str, more: str) -> None:
+        task_id = self.world.prefetch(text + more)
+        plan = self.world.tasks[task_id].plan
+        if plan.graph.ops:
+            self.moving[task_id] = text[: plan.stop]
+        self._note_ends()
+
+    @precondition(lambda self: self.world.at_work)
+    @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
+    def end_an_op(self, data: st.DataObject, fails: bool) -> None:
+        run = data.draw(st.sampled_from(self.world.ops()))
+        self.world.finish(run, 0 if fails else None, "broken" if fails else None)
+        self._note_ends()
+
+    def _note_ends(self) -> None:
+        for task_id, text in list(self.moving.items()):
+            result = self.world.result(task_id)
+            if result is None:
+                continue
+            del self.moving[task_id]
+            plan = self.world.tasks[task_id].plan
+            stop = result.start + result.num_ok
+            has_come = result.status is KVStatus.SUCCESS and stop > plan.load_start
+            # What builds on blocks that are still on their way can be found only with them.
+            is_there = self.world.cached(CPU, text[:stop]) == stop
+            if has_come and is_there and task_id not in self.asked:
+                self.kept[task_id] = text[:stop], self.world.now + TTL_S
+
+    @rule(text=st.sampled_from(PROMPTS), at_once=st.booleans())
+    def get(self, text: str, at_once: bool) -> None:
+        task_id = self.world.match(TaskKind.GET, text + "!")
+        if not at_once:
+            self.world.cancel(task_id)
+            return
+        self.world.launch(task_id)
+        if self.world.tasks[task_id].plan.is_empty:
+            return
+        self.kept = {t: kept for t, kept in self.kept.items() if not text.startswith(kept[0])}
+        self.asked |= {
+            task_id for task_id, moving in self.moving.items() if text.startswith(moving)
+        }
+
+    @rule(text=st.text("jklmno", min_size=1, max_size=6))
+    def put(self, text: str) -> None:
+        self.world.put(text)
+        self.world.finish_all()
+        self._note_ends()
+
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.world.cancel(data.draw(st.sampled_from(list(self.moving))))
+        self._note_ends()
+
+    @rule(seconds=st.sampled_from([1.0, 50.0, 130.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(seconds)
+        now = self.world.now
+        self.kept = {task_id: kept for task_id, kept in self.kept.items() if kept[1] > now}
+        self._note_ends()
+
+    @invariant()
+    def what_has_landed_stays(self) -> None:
+        for text, _ in self.kept.values():
+            assert self.world.cached(CPU, text) == len(text)
+
+    @invariant()
+    def all_is_consistent(self) -> None:
+        self.world.engine.check()
+        early = self.world.cache.early
+        assert early.num_open or not early.num_blocks
+
+    def teardown(self) -> None:
+        self.world.finish_all()
+        self.world.tick(TTL_S)
+        assert self.world.cache.early.num_open == 0
+        self.world.check_nothing_is_held()
+
+
+TestEarlyHistories = EarlyHistories.TestCase
+TestEarlyHistories.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -1,0 +1,262 @@
+"""Loads that begin while a request waits for room, and hints about sessions, in a real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cluster import until
+from engines import Engine, make_prompt
+from vllm import SamplingParams
+
+from flexcache.integration.vllm.early_loads import WINDOW, EarlyLoads
+
+NUM_TOKENS = 640
+NUM_BLOCKS = NUM_TOKENS // 32
+
+
+# -- which requests are loaded for, and when ------------------------------------------------------
+
+
+class Calls:
+    """Records what is begun and cancelled; a store that has yet to answer delays the first ones."""
+
+    def __init__(self, num_pending: int = 0) -> None:
+        self.num_pending = num_pending
+        self.begun: list[tuple[str, int]] = []
+        self.cancelled: list[int] = []
+
+    def prefetch(self, request: Any, num_on_gpu: int) -> int | None:
+        if self.num_pending:
+            self.num_pending -= 1
+            return None
+        self.begun.append((request.request_id, num_on_gpu))
+        return len(self.begun)
+
+    def cancel(self, task_id: int) -> None:
+        self.cancelled.append(task_id)
+
+
+def early_loads(calls: Calls, is_on: bool = True, reads_pool: bool = True) -> EarlyLoads:
+    return EarlyLoads(calls, is_on, reads_pool)  # type: ignore[arg-type]
+
+
+def a_request(name: str, num_blocks: int = 4) -> Any:
+    return SimpleNamespace(request_id=name, block_hashes=list(range(num_blocks)))
+
+
+def test_the_first_in_line_are_loaded_for_and_the_next_when_vllm_asks() -> None:
+    calls = Calls()
+    early = early_loads(calls)
+    names = [f"r{number}" for number in range(WINDOW + 2)]
+    for name in names:
+        early.arrived(a_request(name))
+    early.asked("r0")  # it is scheduled in the step of its arrival
+    early.begin()
+    early.begin()
+    assert [name for name, _ in calls.begun] == names[1 : WINDOW + 1]
+    early.asked("r1")
+    early.begin()
+    assert [name for name, _ in calls.begun] == names[1:]
+    early.check()
+
+
+def test_a_request_that_ends_is_cancelled_and_one_that_loads_is_not() -> None:
+    calls = Calls()
+    early = early_loads(calls)
+    for name in ("aborted", "loaded", "gone before"):
+        early.arrived(a_request(name))
+    early.ended("gone before")
+    early.begin()
+    early.loaded("loaded")
+    early.ended("loaded")
+    early.ended("aborted")
+    assert (calls.begun, calls.cancelled) == ([("aborted", 0), ("loaded", 0)], [1])
+    early.arrived(a_request("later"))
+    early.begin()
+    early.cancel()
+    assert calls.cancelled == [1, 3]
+    early.check()
+
+
+def test_what_waits_for_the_store_is_tried_again_in_order() -> None:
+    calls = Calls(num_pending=2)
+    early = early_loads(calls)
+    early.arrived(a_request("first"))
+    early.arrived(a_request("second"))
+    early.begin()
+    assert calls.begun == []
+    early.begin()
+    assert [name for name, _ in calls.begun] == ["first", "second"]
+
+
+def test_blocks_that_vllm_has_are_not_asked_for() -> None:
+    calls = Calls()
+    early = early_loads(calls)
+    on_gpu = {0, 1, 2}
+    early.block_pool = SimpleNamespace(
+        get_cached_block=lambda key, groups: [key] if key in on_gpu else None
+    )
+    early.arrived(a_request("a", num_blocks=8))
+    early.begin()
+    on_gpu.clear()
+    early.arrived(a_request("b", num_blocks=8))
+    early.begin()
+    assert calls.begun == [("a", 3), ("b", 0)]
+
+
+def test_without_a_tier_below_dram_nothing_is_begun() -> None:
+    calls = Calls()
+    early = early_loads(calls, is_on=False)
+    early.arrived(a_request("a"))
+    early.begin()
+    assert calls.begun == []
+    early.is_on = True  # a get of a shared cache has found something on SSD
+    early.arrived(a_request("b"))
+    early.begin()
+    assert calls.begun == [("b", 0)]
+
+
+# -- a real engine --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    engine.forget_all()
+    monkeypatch.setattr(engine.scheduler, "max_num_active_reqs", 1)
+    yield engine
+    engine.drain()
+    engine.connector._scheduler.check_idle()
+
+
+def add(engine: Engine, request_id: str, prompt: list[int], max_tokens: int, **hints: Any) -> None:
+    params = {f"flexcache_{name}": hint for name, hint in hints.items()}
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True,
+        extra_args={"kv_transfer_params": params} if params else None,
+    )  # fmt: skip
+    engine.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+
+
+def run(engine: Engine, request_id: str) -> tuple[list[int], int]:
+    """Step until a request ends; return its tokens, and how many of its prompt were cached."""
+    while engine.scheduler.has_requests():
+        for output in engine.llm.llm_engine.step():
+            if output.request_id.startswith(request_id) and output.finished:
+                return list(output.outputs[0].token_ids), output.num_cached_tokens
+    raise AssertionError("it did not end")
+
+
+def on_ssd_only(engine: Engine, prompt: list[int]) -> list[int]:
+    """Have a prompt on SSD and nowhere else; return its next tokens."""
+    tokens = list(engine.generate(prompt).outputs[0].token_ids)
+    engine.settle()
+    engine.forget_gpu()
+    engine.manager.clear("CPU")
+    return tokens
+
+
+def early_stats(engine: Engine) -> dict[str, int]:
+    return dict(engine.manager.stats()["early_loads"])
+
+
+def test_blocks_on_ssd_are_in_dram_when_their_request_has_room(one_at_a_time: Engine) -> None:
+    engine = one_at_a_time
+    prompt = make_prompt(NUM_TOKENS + 1, 91)
+    expected = on_ssd_only(engine, prompt)
+    before = early_stats(engine)
+    add(engine, "runs", make_prompt(100, 92), 200)
+    engine.llm.llm_engine.step()
+    add(engine, "waits", prompt, 8)
+    engine.llm.llm_engine.step()
+    assert early_stats(engine)["open_blocks"] == NUM_BLOCKS
+    until(lambda: engine.manager.stats()["tiers"]["CPU"]["indexed"] >= NUM_BLOCKS)
+    hits = engine.manager.stats()["engine"]["hit_blocks"]
+    tokens, cached = run(engine, "waits")
+    assert (tokens, cached) == (expected, NUM_TOKENS)
+    found = engine.manager.stats()["engine"]["hit_blocks"]
+    assert found["CPU"] - hits.get("CPU", 0) == NUM_BLOCKS
+    assert found.get("SSD", 0) == hits.get("SSD", 0)
+    after = early_stats(engine)
+    assert after["early"] - before["early"] == NUM_BLOCKS
+    assert after["open_blocks"] == 0
+
+
+def test_a_request_that_asks_too_soon_waits_for_its_blocks(
+    one_at_a_time: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = one_at_a_time
+    prompt = make_prompt(NUM_TOKENS + 1, 93)
+    expected = on_ssd_only(engine, prompt)
+    before = early_stats(engine)
+    add(engine, "runs", make_prompt(100, 94), 3)
+    engine.llm.llm_engine.step()
+    add(engine, "waits", prompt, 8)
+    with engine.server.session() as tasks:  # its reads do not end before vLLM has asked
+        op_done = tasks.op_done
+    held: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(tasks, "op_done", lambda *done, **more: held.append((done, more)))
+    asks = 0
+    answer = engine.connector._scheduler.gets.num_matched_tokens
+
+    def vllm_asks(request: Any, num_computed: int) -> Any:
+        nonlocal asks
+        answered = answer(request, num_computed)
+        if request.num_prompt_tokens == len(prompt) and answered[0] is None:
+            asks += 1
+        if asks == 2 and held:
+            monkeypatch.setattr(tasks, "op_done", op_done)
+            with engine.server.session():
+                for done, more in held:
+                    op_done(*done, **more)
+            held.clear()
+        return answered
+
+    monkeypatch.setattr(engine.connector._scheduler.gets, "num_matched_tokens", vllm_asks)
+    until(lambda: engine.llm.llm_engine.step() is not None and held)
+    assert run(engine, "waits") == (expected, NUM_TOKENS)
+    assert asks >= 2
+    after = early_stats(engine)
+    assert after["late"] - before["late"] == NUM_BLOCKS
+    assert after["open_blocks"] == 0
+
+
+def test_an_aborted_request_is_no_longer_loaded_for(one_at_a_time: Engine) -> None:
+    engine = one_at_a_time
+    prompt = make_prompt(NUM_TOKENS + 1, 95)
+    on_ssd_only(engine, prompt)
+    add(engine, "runs", make_prompt(100, 96), 50)
+    engine.llm.llm_engine.step()
+    add(engine, "waits", prompt, 8)
+    before = early_stats(engine)
+    begun = engine.connector._scheduler.gets.early_loads.num_begun
+    engine.llm.llm_engine.step()
+    assert engine.connector._scheduler.gets.early_loads.num_begun == begun + 1
+    engine.llm.llm_engine.abort_request(["waits"])
+    run(engine, "runs")
+    until(lambda: not engine.manager.stats()["tasks"]["running"])
+    assert not engine.connector._scheduler.gets.early_loads._tasks
+    after = early_stats(engine)
+    assert (after["early"], after["late"]) == (before["early"], before["late"])
+
+
+def test_a_session_is_over_with_the_request_that_says_so(one_at_a_time: Engine) -> None:
+    engine = one_at_a_time
+    before = engine.manager.stats()["sessions"]
+    prompt = make_prompt(NUM_TOKENS, 97)
+    add(engine, "first", prompt, 40, session_id="chat")
+    tokens, _ = run(engine, "first")
+    add(engine, "last", prompt + tokens, 40, session_id="chat", session_over=True)
+    run(engine, "last")
+    engine.settle()
+    after = engine.manager.stats()["sessions"]
+    assert after["over"] - before["over"] == 1
+    num_stored = (NUM_TOKENS + 79) // 32  # in DRAM and on SSD
+    retired = after["retired_blocks"] - before["retired_blocks"]
+    assert retired >= 2 * num_stored, "some twice: its last put comes after the hint"
+    add(engine, "after all", prompt, 8, session_id="chat")
+    run(engine, "after all")
+    returned = engine.manager.stats()["sessions"]["returned_sessions"]
+    assert returned - before["returned_sessions"] == 1
