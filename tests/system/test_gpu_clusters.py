@@ -40,6 +40,18 @@ def test_blocks_change_places_many_times_and_stay_what_they_were(
             assert cluster.read(places) == expected
 
 
+def test_a_rank_of_the_second_gpu_uses_no_other(memory: DeviceMemory) -> None:
+    second = DeviceMemory(memory.gpu, memory.torch, device=1)
+    compute = memory.torch.Stream(second.device)
+    with memory.torch.stream(compute), running_cluster(memory=second) as cluster:
+        tokens, blocks, others = np.arange(64), [0, 1, 2, 3], [9, 8, 7, 6]
+        expected = cluster.read(blocks)
+        assert cluster.put(tokens, blocks).mask.all()
+        assert cluster.get(tokens, others).mask.all()
+        assert cluster.read(others) == expected
+        assert memory.gpu.contexts == {1}
+
+
 def queue_step(memory: DeviceMemory, compute: FakeStream, cluster: Cluster) -> int:
     """Queue a step that writes 7 to the first four blocks, once the result is fired."""
     step = memory.gpu.hold(compute.handle)

@@ -40,6 +40,7 @@ from flexcache.integration.sglang.parking import check_allowed
 from flexcache.integration.sglang.pinned_pages import PinnedPages
 from flexcache.integration.sglang.rank_cache import RankCache
 from flexcache.integration.sglang.ranks import all_agree, read_cache_config, read_rank
+from flexcache.integration.sglang.request_sessions import RequestSessions, valid_session_id
 from flexcache.integration.sglang.whole_load import WholeLoad
 
 
@@ -70,6 +71,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         events: KV events of the cache, for SGLang's own stream.
         layer_done_counter: What the KV pool waits with, before it hands out a layer.
         pools: SGLang's pools that are stored.
+        sessions: Whose prompts the requests are.
 
     Raises:
         ConfigError: A setting is unknown or wrong, or the model has pools that are not supported.
@@ -119,6 +121,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.parking = ParkedRequests(
             self.cache, config.remote_lookup_timeout_s, config.op_timeout_s
         )
+        self.sessions = RequestSessions(self.cache.manager)
         self.prefill_rate = PrefillRate() if config.skip_slow_loads else None
         self.parent_key: str | None = None
         self.num_before = 0
@@ -143,7 +146,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Return the numbers of pages that can be loaded: those in DRAM, which are pinned."""
-        pages = Pages(_of(PoolName.KV, transfers).keys or [], self.parent_key, self.num_before)
+        keys, session_id = _of(PoolName.KV, transfers).keys or [], self.sessions.of(rid)
+        pages = Pages(keys, self.parent_key, self.num_before, session_id=session_id)
         self.asked = Asked(rid, pages)
         return self._pinned.find(rid, pages)
 
@@ -198,7 +202,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return
         rid, pages = self.asked
         if self._pinned.longest(rid) < len(pages.keys):
-            self.parking.arrived(rid, pages.keys, pages.parent_key, self.events.describe(rid))
+            content = self.events.describe(rid)
+            self.parking.arrived(rid, pages.keys, pages.parent_key, content, self.sessions.of(rid))
 
     def is_ready(self, rid: str) -> bool:
         """Return whether a request has nothing to wait for."""
@@ -212,6 +217,7 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def ended(self, rid: str) -> None:
         """Forget a request that has ended, or was aborted."""
         self.parking.ended(rid)
+        self.sessions.ended(rid)
         self.release(rid)
 
     def agree(self, answer: bool) -> bool:
@@ -222,18 +228,19 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Copy pages off the GPU, those that are not cached yet. SGLang keeps them until then."""
-        task_id = self._store(transfers) if self._stores else None
+        task_id = self._store(transfers, session_id) if self._stores else None
         if task_id is not None:
             with self._behind_forward():
                 self.cache.client.open_gates([task_id])
         self._offloads.add(task_id)
         return True
 
-    def _store(self, transfers: Sequence[PoolTransfer]) -> int | None:
+    def _store(self, transfers: Sequence[PoolTransfer], session_id: str | None) -> int | None:
         """Launch a put of a node of SGLang's tree; return its task, None if nothing is to copy."""
         kv = _of(PoolName.KV, transfers)
         content = self.events.describe()
-        pages = Pages(kv.keys or [], self.parent_key, self.num_before, content)
+        session_id = valid_session_id(session_id)
+        pages = Pages(kv.keys or [], self.parent_key, self.num_before, content, session_id)
         end = pages.num_before + len(pages.keys)
         slots, path = kv.device_indices, self.path
         if path is not None and self._tables.num_window_pages(end) > len(pages.keys):
@@ -243,7 +250,8 @@ class FlexCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]
         task_id = self._calls.put(pages, self._tables.pages(kv.device_indices), tail)
         if task_id is None and path is not None and not self._calls.are_in_dram(pages):
             before, slots = path()  # pages before have left DRAM, which keeps none without
-            whole = Pages([*before, *pages.keys], content=self.events.describe(is_whole=True))
+            content = self.events.describe(is_whole=True)
+            whole = Pages([*before, *pages.keys], content=content, session_id=session_id)
             task_id = self._calls.put(whole, self._tables.pages(slots), tail)
         return task_id
 

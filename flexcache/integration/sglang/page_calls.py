@@ -20,12 +20,14 @@ class Pages(NamedTuple):
         parent_key: Key of the page before them; None at the start of the prompt.
         num_before: How many pages are before them.
         content: What is known of the prompt from the first of them on, for KV events.
+        session_id: Whose prompt it is.
     """
 
     keys: Sequence[str]
     parent_key: str | None = None
     num_before: int = 0
     content: PromptContent | None = None
+    session_id: str | None = None
 
     def first(self, count: int) -> Pages:
         return self._replace(keys=self.keys[:count])
@@ -124,4 +126,5 @@ class PageCalls:
     def _prompt(self, pages: Pages) -> dict[str, Any]:
         parent = None if pages.parent_key is None else bytes.fromhex(pages.parent_key)
         keys = [bytes.fromhex(key) for key in pages.keys]
-        return self._cache.prompt(keys, parent, content=pages.content)
+        prompt = self._cache.prompt(keys, parent, content=pages.content)
+        return {**prompt, "session_id": pages.session_id}

@@ -26,6 +26,7 @@ class _Parked:
     keys: Sequence[bytes]
     parent_key: bytes | None
     content: PromptContent | None
+    session_id: str | None
     give_up_s: float
     task_id: int | None = None
 
@@ -67,11 +68,14 @@ class ParkedRequests:
         keys: Sequence[str],
         parent_key: str | None,
         content: PromptContent | None = None,
+        session_id: str | None = None,
     ) -> None:
         """Begin to bring pages to DRAM that a new request needs."""
         parent = None if parent_key is None else bytes.fromhex(parent_key)
         give_up_s = time.monotonic() + self._lookup_timeout_s
-        parked = _Parked([bytes.fromhex(key) for key in keys], parent, content, give_up_s)
+        parked = _Parked(
+            [bytes.fromhex(key) for key in keys], parent, content, session_id, give_up_s
+        )
         if self._advance(parked):
             self._parked[rid] = parked
 
@@ -82,12 +86,14 @@ class ParkedRequests:
             return True
         if self._advance(parked):
             return False
-        del self._parked[rid]
+        del self._parked[rid]  # what comes too late tells how slow the tier is
         return True
 
     def ended(self, rid: str) -> None:
-        """Forget a request; what it fetches stays in DRAM for others."""
-        self._parked.pop(rid, None)
+        """Forget a request, and bring nothing more for it."""
+        parked = self._parked.pop(rid, None)
+        if parked is not None and parked.task_id is not None:
+            safely(self._cache.manager.cancel, [parked.task_id])
 
     def is_busy(self) -> bool:
         """Return whether any request waits."""
@@ -119,7 +125,9 @@ class ParkedRequests:
         num_below = num_pages - sources.get(TierName.CPU, 0) // self._cache.page_size
         keys = parked.keys[:num_pages]
         prompt = self._cache.prompt(keys, parked.parent_key, content=parked.content)
-        parked.task_id = safely(self._cache.manager.prefetch_async, **prompt)
+        parked.task_id = safely(
+            self._cache.manager.prefetch_async, session_id=parked.session_id, **prompt
+        )
         parked.give_up_s = now + load_patience_s(
             max(1, num_below), self.prefill_pages_per_s, self._fetch_timeout_s
         )

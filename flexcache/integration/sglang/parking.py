@@ -10,6 +10,7 @@ the linker its hooks do nothing. They close what the interface of linkers leaves
   request enters the queue, and then asks the tree in every pass whether that is done. With
   ``enable_lmcache`` set after the tree was made, it asks for the linker as well.
 * How fast the engine computes decides how long requests wait.
+* Sessions have names, and close.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def install() -> None:
 
     HookRegistry.register(f"{_SCHEDULER}.__init__", _scheduler_made, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}._prefetch_kvcache", _queued, HookType.AROUND)
+    HookRegistry.register(f"{_SCHEDULER}.close_session", _session_closed, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.process_batch_result", _batch_ended, HookType.AFTER)
     HookRegistry.register(f"{_TREE}.check_prefetch_progress", _is_ready, HookType.AROUND)
     HookRegistry.register(f"{_WRAPPER}._tail_hashes", _tail_hashes, HookType.AROUND)
@@ -78,9 +80,16 @@ def _queued(
     if linker is None:
         return original(scheduler, request, *arguments, **options)
     linker.asked = None
+    linker.sessions.arrived(request)
     request.init_next_round_input(tree, cow_mamba=False)  # has the linker look up the pages
     linker.park_asked()
     return None
+
+
+def _session_closed(result: object, scheduler: Any, closing: Any) -> None:
+    linker = _linker_of(getattr(scheduler.tree_cache, "linker", None))
+    if linker is not None:
+        linker.sessions.closed(closing.session_id)
 
 
 def _batch_ended(result: object, scheduler: Any, batch: Any, *arguments: object) -> None:
@@ -90,6 +99,7 @@ def _batch_ended(result: object, scheduler: Any, batch: Any, *arguments: object)
     is_prefill = batch.forward_mode.is_extend_without_speculative()
     for request in batch.reqs if is_prefill else ():
         linker.release(request.rid)  # what was found and not needed
+        linker.sessions.ended(request.rid)  # its offloads name their session
     if linker.prefill_rate is None:
         return
     only_computed = is_prefill and not any(r.host_loaded_length for r in batch.reqs)
