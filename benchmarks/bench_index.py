@@ -16,7 +16,7 @@ import numpy as np
 
 from flexcache.bench.results import Case, Result, sample, sample_beside
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.eviction import make_eviction_policy
+from flexcache.cache.eviction import make_forecaster
 from flexcache.cache.tier import Lease, Tier
 from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.ids import TierName
@@ -28,7 +28,7 @@ TURN_BLOCKS = 16
 ALLOCATED = 4
 _ALLOCATE_LIMIT_US = 20
 _BYTES_LIMIT = 300
-_POLICY = "reuse"
+_POLICY = "density"
 
 
 def cases(thorough: bool) -> list[Case]:
@@ -51,7 +51,9 @@ def _prompt(number: int, num_blocks: int) -> EngineBlockKeys:
 
 
 def _tier(capacity: int, policy: str = _POLICY) -> Tier:
-    return Tier(TierName.CPU, capacity, make_eviction_policy(policy, capacity))
+    forecaster = make_forecaster(policy, 16)
+    ranking = None if forecaster is None else forecaster.ranking(capacity)
+    return Tier(TierName.CPU, capacity, ranking)
 
 
 def _store(tier: Tier, keys: EngineBlockKeys) -> int:

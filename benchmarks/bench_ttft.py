@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import search_path  # noqa: F401
 import typer
@@ -112,15 +112,18 @@ def figures(seen: dict[str, Seen], length: int, absent: str) -> Iterator[Result]
 
 
 @contextmanager
-def engine(name: str, work_dir: Path, venvs: Path | None) -> Iterator[DrivenEngine]:
+def engine(name: str, work_dir: Path, venvs: Path | None, **changes: Any) -> Iterator[DrivenEngine]:
     """A system's engine, and for LMCache its server.
+
+    Args:
+        changes: Of the engine's `Settings`.
 
     Raises:
         DidNotRun, Unsupported: Says why.
     """
     directory, log = work_dir / SYSTEMS[name], work_dir / "engine.log"
     directory.mkdir()
-    settings = Settings(SYSTEMS[name], "mid", str(directory), DRAM_GB)
+    settings = replace(Settings(SYSTEMS[name], "mid", str(directory), DRAM_GB), **changes)
     with ExitStack() as stack:
         python = sys.executable
         if name == LMCACHE:

@@ -8,7 +8,7 @@ put, with the real tiers and admissions, once with a tier on its own and once th
 with a DRAM tier of a tenth of its size in front. LRU and optimum are those of the tier on its own,
 computed apart from it.
 
-Exits with how often `adaptive` hits less than `write_through`. What an admission costs, in time and
+Exits with how often `density` hits less than `write_through`. What an admission costs, in time and
 memory, comes last.
 """
 
@@ -31,15 +31,17 @@ from rich.table import Table
 
 from flexcache.cache.admission import Admission, make_admission
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
+from flexcache.cache.eviction import Forecaster
+from flexcache.cache.eviction_queue import Ranking
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.ids import TierName
-from flexcache.replay.mooncake import hash_key, read_requests
+from flexcache.replay.mooncake import TOKENS_PER_ID, hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 SIZES = (1_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000)
-POLICIES = ("write_through", "selective", "adaptive")
+POLICIES = ("write_through", "selective", "density")
 DRAM_SHARE = 10
 LONG_PROMPT = 8_192
 ROOT = make_root("trace", (), "engine")
@@ -53,6 +55,7 @@ class Request:
     time_s: float
     hash_ids: Sequence[int]
     keys: EngineBlockKeys
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +70,70 @@ Replay = Callable[[list[Request], int, str], Outcome]
 
 
 def read_trace(path: Path) -> list[Request]:
-    return [request_of(request.time_s, request.hash_ids) for request in read_requests(path)]
+    """Read a trace in order of time, without the ids of partial blocks."""
+    requests = sorted(read_requests(path), key=lambda request: request.time_s)
+    return [
+        request_of(
+            request.time_s, request.hash_ids[: request.input_length // request.tokens_per_id],
+            request.output_length,
+        )
+        for request in requests
+    ]  # fmt: skip
 
 
-def request_of(time_s: float, hash_ids: Sequence[int]) -> Request:
+def request_of(time_s: float, hash_ids: Sequence[int], output_tokens: int = 0) -> Request:
     keys = [hash_key(number) for number in hash_ids]
-    return Request(time_s, hash_ids, EngineBlockKeys(ROOT, keys, len(keys)))
+    return Request(time_s, hash_ids, EngineBlockKeys(ROOT, keys, len(keys)), output_tokens)
+
+
+def forecaster_of(policy: str) -> Forecaster | None:
+    return Forecaster(TOKENS_PER_ID) if policy == "density" else None
+
+
+def ranking_of(forecaster: Forecaster | None, capacity: int) -> Ranking | None:
+    return None if forecaster is None else forecaster.ranking(capacity)
+
+
+def study(forecaster: Forecaster | None) -> None:
+    """Have a forecaster learn what it can, at once."""
+    if forecaster is not None and (lesson := forecaster.begin_study()) is not None:
+        lesson.run()
+        forecaster.adopt(lesson)
 
 
 def replay_alone(trace: list[Request], capacity: int, policy: str) -> Outcome:
     """A tier that is written to and read from directly."""
-    tier, admission, hits = Tier(TierName.SSD, capacity), make_admission(policy, capacity), 0
+    forecaster = forecaster_of(policy)
+    tier = Tier(TierName.SSD, capacity, ranking_of(forecaster, capacity), bypasses=True)
+    admission, hits, outlook = make_admission(policy, capacity), 0, None
     for request in trace:
         keys = request.keys
+        tier.advance(request.time_s)
         there = tier.match(keys).num_blocks
         hits += there
+        if forecaster is not None:
+            forecaster.look_up(keys, request.time_s)
+            generated = request.output_tokens / TOKENS_PER_ID
+            outlook = forecaster.store(keys, keys.num_blocks, generated)
+            tier.match(keys, outlook)
         admitted = admission.admit(keys, keys.num_blocks)
         if there < admitted:
-            lease = tier.reserve(keys, there, admitted)
+            lease = tier.reserve(keys, there, admitted, outlook)
             tier.publish(lease, len(lease))
             tier.release(lease)
+        study(forecaster)
     tier.check()
     return Outcome(hits, tier.counters.stored_blocks)
 
 
 def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outcome:
     """A tier behind DRAM: every request is a get and a put that end at once."""
-    dram, tier = Tier(TierName.CPU, capacity // DRAM_SHARE), Tier(TierName.SSD, capacity)
+    forecaster, num_host_blocks = forecaster_of(policy), capacity // DRAM_SHARE
+    dram = Tier(TierName.CPU, num_host_blocks, ranking_of(forecaster, num_host_blocks))
+    tier = Tier(TierName.SSD, capacity, ranking_of(forecaster, capacity), bypasses=True)
     admissions = {TierName.SSD: make_admission(policy, capacity)}
-    cache, hits = TieredCache(Tiers([dram, tier]), LONG_PROMPT, capacity, admissions), 0
+    tiers = Tiers([dram, tier], forecaster)
+    cache, hits = TieredCache(tiers, LONG_PROMPT, capacity, admissions), 0
     for request in trace:
         keys, stop = request.keys, request.keys.num_blocks
         cache.tiers.advance(request.time_s)
@@ -111,6 +149,7 @@ def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outc
         for name, lease in put.stores.items():
             cache.publish_store(put, name, len(lease))
         cache.finish(put)
+        study(forecaster)
     cache.check()
     return Outcome(hits, tier.counters.stored_blocks)
 
@@ -129,7 +168,7 @@ def lru_hits(trace: list[Request], capacity: int) -> int:
     return hits
 
 
-def optimal_hits(trace: list[Request], capacity: int) -> int:
+def optimal_hits(trace: Sequence[Request], capacity: int) -> int:
     """Belady: what is needed again last goes first, be it new or old.
 
     A block is needed no earlier than the one it builds on, so of equals the deeper one goes first
@@ -161,9 +200,9 @@ def contiguous(hash_ids: Sequence[int], cached: OrderedDict[int, None] | dict[in
 
 
 def compare(title: str, trace: list[Request], sizes: Sequence[int], replay: Replay) -> int:
-    """Print a table, one row per tier size; at how many of them adaptive lost."""
+    """Print a table, one row per tier size; at how many of them density lost."""
     table = Table(
-        "tier, blocks", "LRU", *POLICIES, "optimum", "adaptive / write_through",
+        "tier, blocks", "LRU", *POLICIES, "optimum", "density / write_through",
         "way from LRU to optimum", *(f"written, {policy}" for policy in POLICIES), title=title,
     )  # fmt: skip
     seen, lost = sum(len(request.hash_ids) for request in trace), 0
@@ -178,13 +217,13 @@ def compare(title: str, trace: list[Request], sizes: Sequence[int], replay: Repl
             for policy in POLICIES:
                 outcomes[policy] = replay(trace, size, policy)
                 progress.advance(bar)
-            through, adaptive = outcomes["write_through"].hits, outcomes["adaptive"].hits
-            lost += adaptive < through
+            through, density = outcomes["write_through"].hits, outcomes["density"].hits
+            lost += density < through
             table.add_row(
                 f"{size:,}", f"{lru / seen:.2%}",
                 *(f"{outcomes[policy].hits / seen:.2%}" for policy in POLICIES),
-                f"{optimum / seen:.2%}", f"{adaptive / through:.4f}",
-                f"{(adaptive - lru) / (optimum - lru):.0%}",
+                f"{optimum / seen:.2%}", f"{density / through:.4f}",
+                f"{(density - lru) / (optimum - lru):.0%}",
                 *(f"{outcomes[policy].written:,}" for policy in POLICIES),
             )  # fmt: skip
     console.print(table)
@@ -221,7 +260,7 @@ def print_cost(capacities: Sequence[int]) -> None:
         "memory per block of the tier", title=f"Cost of an admission, prompts of {LONG_PROMPT:,}",
     )  # fmt: skip
     for capacity in capacities:
-        for policy in POLICIES[1:]:
+        for policy in ("selective",):
             admission, numbers = filled(policy, capacity)
             new = [long_prompt(next(numbers)) for _ in range(21)]
             first = median_us(admission, new)

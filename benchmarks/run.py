@@ -25,7 +25,9 @@ from flexcache.cli.bench import (
 )
 from flexcache.terminal import user_errors
 
-SECTIONS = {name: f"bench_{name}" for name in ("control", "plan", "index", "server", "overlap")}
+SECTIONS = {
+    name: f"bench_{name}" for name in ("control", "plan", "index", "server", "overlap", "past_dram")
+}
 """Sections and their modules."""
 
 

@@ -53,9 +53,14 @@ class OpKind(str, Enum):
         return self is OpKind.H2D or self is OpKind.DISK2D
 
     @property
+    def is_direct(self) -> bool:
+        """Whether the op moves blocks between the engine's own slots and the SSD, past DRAM."""
+        return self is OpKind.DISK2D or self is OpKind.D2DISK
+
+    @property
     def touches_gpu(self) -> bool:
         """Whether the op reads or writes the engine's own slots."""
-        return self.fills_gpu or self is OpKind.D2H or self is OpKind.D2DISK
+        return self is OpKind.H2D or self is OpKind.D2H or self.is_direct
 
 
 class TaskKind(str, Enum):

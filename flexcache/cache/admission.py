@@ -2,7 +2,9 @@
 
     write_through   every block, at once
     selective       blocks seen for the n-th time; old sightings do not count
-    adaptive        the one of the two that currently pays better
+
+Under the policy `density` nothing is decided here: the tier itself refuses blocks that are worth
+less than those it would have to evict (`Tier`).
 
 A key stands for a whole prefix, and seeing a prompt means seeing all its prefixes: the number of
 sightings never grows along a prompt. The blocks seen often enough are therefore a prefix too, and
@@ -37,14 +39,6 @@ SIGHTINGS_PER_BLOCK = 4
 which blocks came back after several times its size."""
 UNBOUNDED_CAPACITY = 1 << 20
 """Size assumed for a tier without a bound: the memory of sightings must have one."""
-HALF_LIFE = 8.0
-"""Times the tier's size, in blocks seen, after which a hit counts half in a comparison."""
-CLEAR_LEAD = 0.025
-"""Share of all blocks seen that selective must hit more before it replaces write-through.
-
-Larger than the lead that chance produces when the two are about equal (a percent, on real traffic):
-following chance costs more than it gains, because a tier's contents change slowly.
-"""
 
 
 class Admission(Protocol):
@@ -188,68 +182,6 @@ class Selective:
         return {"seen_blocks": self._seen_blocks, "refused_blocks": self._refused_blocks}
 
 
-class Adaptive:
-    """Admits every block, or blocks as `Selective` does while that gets more hits.
-
-    Two ghosts of the tier see every prompt, each under one of the policies, and their hits are
-    compared, with more weight on recent ones. Only a clear lead ends write-through. Until something
-    must be evicted, write-through misses nothing that selective hits, so a tier with room gets all.
-
-    Args:
-        capacity: Blocks of the tier.
-        min_sightings: As for `Selective`.
-    """
-
-    def __init__(self, capacity: int, min_sightings: int) -> None:
-        self._stride = stride_for(capacity)
-        sampled = capacity // self._stride
-        self._sightings = Sightings(min_sightings - 1, sampled)
-        self._write_through = GhostTier(sampled)
-        self._selective = GhostTier(sampled)
-        self._half_life = HALF_LIFE * sampled
-        self._lead = 0.0  # hits of the selective ghost above the other's, decayed
-        self._compared = 0.0  # blocks that both saw, decayed
-        self._is_selective = False
-        self._num_switches = 0
-        self._seen_blocks = 0
-        self._refused_blocks = 0
-
-    def admit(self, keys: BlockKeys, stop: int, start: int = 0) -> int:
-        sample = Sample(keys, stop, self._stride)
-        num_before = sample.num_before(start)
-        num_proven = self._sightings.record(sample, num_before)
-        self._compare(sample, num_proven, num_before)
-        admitted = sample.num_represented(num_proven) if self._is_selective else stop
-        self._seen_blocks += stop - start
-        self._refused_blocks += stop - max(start, admitted)
-        return admitted
-
-    def stats(self) -> dict[str, int]:
-        return {
-            "seen_blocks": self._seen_blocks,
-            "refused_blocks": self._refused_blocks,
-            "is_selective": int(self._is_selective),
-            "policy_switches": self._num_switches,
-        }
-
-    def _compare(self, sample: Sample, num_proven: int, num_before: int) -> None:
-        """Let both ghosts see the prompt, and choose the policy that leads.
-
-        The first ``num_before`` blocks were compared by an earlier call.
-        """
-        num_seen = sample.num_blocks - num_before
-        hits = self._selective.see(sample, num_proven)
-        written = self._write_through.see(sample, sample.num_blocks)
-        lead = max(hits, num_before) - max(written, num_before)
-        remaining = 0.5 ** (num_seen / self._half_life)
-        self._lead = self._lead * remaining + lead
-        self._compared = self._compared * remaining + num_seen
-        required = 0.0 if self._is_selective else CLEAR_LEAD * self._compared
-        is_selective = self._lead > required
-        self._num_switches += is_selective != self._is_selective
-        self._is_selective = is_selective
-
-
 def stride_for(capacity: int) -> int:
     """Return the distance between sampled blocks of a tier."""
     return min(max(1, capacity // SAMPLED_BLOCKS), MAX_STRIDE)
@@ -264,10 +196,8 @@ def make_admission(policy: str, capacity: int | None, min_sightings: int = 2) ->
     if min_sightings < 1:
         raise ValueError(f"min_sightings must be at least 1, not {min_sightings}")
     match policy:
-        case "write_through":
+        case "write_through" | "density":
             return WriteThrough()
         case "selective":
             return Selective(capacity or UNBOUNDED_CAPACITY, min_sightings)
-        case "adaptive":  # where nothing is evicted, nothing beats write-through
-            return Adaptive(capacity, min_sightings) if capacity else WriteThrough()
-    raise ValueError(f"no admission policy {policy!r}: write_through, selective or adaptive")
+    raise ValueError(f"no admission policy {policy!r}: write_through, selective or density")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexcache.cache.admission import make_admission
-from flexcache.cache.eviction import make_eviction_policy
+from flexcache.cache.eviction import make_forecaster
+from flexcache.cache.eviction_queue import Ranking
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.remote_tier import RemoteTier
@@ -75,20 +76,29 @@ def build_cache(
     Args:
         shape: How the blocks of several groups fill the cache's units; None for a single group.
     """
-    host_policy = make_eviction_policy(config.eviction_policy, sizes.num_host_blocks)
-    tiers = [Tier(TierName.CPU, sizes.num_host_blocks, host_policy)]
+    forecaster = make_forecaster(config.eviction_policy, config.tokens_per_block)
+
+    def ranking(capacity: int) -> Ranking | None:
+        return None if forecaster is None else forecaster.ranking(capacity)
+
+    num_host_blocks = sizes.num_host_blocks
+    # Blocks pass through the host to the tiers below: it takes them all if there are any.
+    tiers = [Tier(TierName.CPU, num_host_blocks, ranking(num_host_blocks), not config.has_workers)]
     policies: dict[TierName, str] = {}
     if sizes.num_slots:
-        ssd_policy = make_eviction_policy(config.eviction_policy, sizes.num_slots)
-        tiers.append(Tier(TierName.SSD, sizes.num_slots, ssd_policy))
+        refuses = config.ssd_write_policy == "density"
+        tiers.append(Tier(TierName.SSD, sizes.num_slots, ranking(sizes.num_slots), refuses))
         policies[TierName.SSD] = config.ssd_write_policy
     if config.remote_url is not None:
-        tiers.append(RemoteTier(config.remote_absent_ttl_s, config.remote_index_blocks))
+        known = config.remote_index_blocks
+        refuses = config.remote_write_policy == "density"
+        remote_ranking = ranking(known) if refuses else None
+        tiers.append(RemoteTier(config.remote_absent_ttl_s, known, remote_ranking, refuses))
         policies[TierName.REMOTE] = config.remote_write_policy
     capacities = {TierName.SSD: sizes.num_slots}
     max_dirty = int(config.write_back_max_dirty * sizes.num_host_blocks)
     cache = TieredCache(
-        Tiers(tiers),
+        Tiers(tiers, forecaster),
         sizes.chunk_blocks,
         sizes.max_store_backlog,
         admissions={

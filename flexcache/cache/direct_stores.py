@@ -50,10 +50,16 @@ class DirectStores:
             is_recording: Whether the blocks must outlive this process.
         """
         ssd = self.tier
-        first = ssd.refresh(keys, retain_s).num_blocks
+        cached = ssd.index.match(keys)
+        first = cached.num_blocks
         first += ssd.num_in_flight(keys, first, stop)
         plan = Plan(TaskKind.PUT, keys.root, first, first)
         self._tiers.num_holders += 1
+        if first < stop:
+            plan.outlook = self._tiers.store(keys, stop)
+        else:
+            self._tiers.store_nothing(keys, stop)
+        ssd.use(cached, plan.outlook, retain_s)
         if first >= stop:
             plan.start = plan.stop = stop
         elif start > first:
@@ -70,13 +76,12 @@ class DirectStores:
     ) -> None:
         if first >= end:
             return
-        lease = self.tier.reserve(keys, first, end)
-        lease.retain_s = retain_s
+        lease = self.tier.reserve(keys, first, end, plan.outlook, retain_s)
         plan.stores[self.tier.name] = lease
         plan.store_starts[self.tier.name] = first
         plan.stop = first + len(lease)
         if plan.stop < end:
-            plan.drop("ssd_tier_full", end - plan.stop)
+            plan.drop(lease.why_short("ssd"), end - plan.stop)
         for chunk in chunks(first, plan.stop, self._chunk_blocks):
             slots = lease.blocks[chunk.start - first : chunk.stop - first]
             names = block_names(self.tier, keys, chunk.start, chunk.stop) if is_recording else None

@@ -1,24 +1,200 @@
-"""The eviction policies by name: which cached blocks are evicted first when room is needed.
+"""Eviction policies by name, and the one by hit density.
 
-lru     the least recently used
-reuse   the least likely to be reused, estimated from the return times of similar prompts
+    lru        the least recently used blocks go first
+    density    those that promise the fewest hits per time kept, by returns of similar prompts
+
+A `Forecaster` serves all tiers of a cache. It follows every look-up in its `History`, tells the
+kinds of a prompt's blocks (`eviction_kinds`), and ranks the blocks of each tier by them, or by LRU
+as long as the tier's `Guard` says so. What it learns takes milliseconds and is done by a `Study`:
+
+    look_up, store --> prompts seen --> begin_study --> Study.run --> adopt --> new kinds, worths
+
+Pure: no I/O, no clock, no thread: `Study.run` may be called on one. Not thread-safe otherwise.
 """
 
 from __future__ import annotations
 
-from flexcache.cache.eviction_policy import EvictionPolicy, Lru
-from flexcache.cache.eviction_reuse import Reuse
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.eviction_guard import Guard, Seen
+from flexcache.cache.eviction_history import NUM_LEVELS, History, Snapshot, Visit
+from flexcache.cache.eviction_kinds import NUM_KINDS, Kinds, bin_of, make_kinds
+from flexcache.cache.eviction_queue import Outlook, Ranking
+from flexcache.cache.eviction_returns import LOW, Hazards, Levels, Spells, fit_hazards
+
+VISITS_PER_FIT = 500
+_VISITS_PER_STUDY = 64
+_MAX_UNSTUDIED = 1_024
+"""Prompts that wait for a study; the oldest are forgotten beyond it."""
+_MIN_RETURNS = 20
+"""Returns of fronts, and of rears, before the first fit."""
+_NUM_EXAMPLES = 6_000
 
 
-def make_eviction_policy(name: str, capacity: int) -> EvictionPolicy:
-    """Make the policy of a tier of ``capacity`` blocks.
+class DensityRanking:
+    """Ranks by hit density, unless ``is_lru``."""
+
+    num_kinds = NUM_KINDS
+
+    def __init__(self, is_lru: bool) -> None:
+        self.is_lru = is_lru
+        self.version = 0
+        as_lru: list[float] = (1.0 / (1.0 + LOW)).tolist()
+        self._worths = [as_lru] * NUM_KINDS
+
+    def set_worths(self, worths: list[list[float]]) -> None:
+        self._worths = worths
+        self.version += 1
+
+    def set_lru(self, is_lru: bool) -> None:
+        self.version += is_lru != self.is_lru
+        self.is_lru = is_lru
+
+    def worth(self, kind: int, age: float) -> float:
+        return self._worths[kind][bin_of(age)]
+
+    def bar(self, outlook: Outlook) -> float:
+        if self.is_lru:
+            return math.inf
+        return min(self._worths[outlook.front][0], self._worths[outlook.rear][0])
+
+
+class Study:
+    """What a forecaster is to learn next. Not to be run twice.
+
+    Args:
+        seen: Prompts that the guards have not seen yet.
+        spells: Spells to fit hazards to, if they are due, and levels of recent visits.
+    """
+
+    def __init__(
+        self, guards: Sequence[Guard], seen: Sequence[Seen], spells: Snapshot | None,
+        kinds: Kinds | None,
+    ) -> None:  # fmt: skip
+        self._guards = guards
+        self._seen = seen
+        self._spells = spells
+        self.kinds = kinds
+
+    def run(self) -> None:
+        """Learn. Milliseconds; touches nothing that the forecaster uses meanwhile."""
+        for guard in self._guards:
+            for seen in self._seen:
+                guard.see(seen)
+        if self._spells is not None:
+            front, rear = self._spells
+            if front.returned.sum() >= _MIN_RETURNS and rear.returned.sum() >= _MIN_RETURNS:
+                self.kinds = make_kinds(_fit(front), _fit(rear), self.kinds)
+
+
+def _fit(spells: Spells) -> tuple[Hazards, Levels]:
+    return fit_hazards(spells, NUM_LEVELS), spells.levels[-_NUM_EXAMPLES:]
+
+
+class Forecaster:
+    """Tells which blocks of a cache will be used again; see the module.
+
+    Args:
+        tokens_per_block: Tokens of a block.
+    """
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self.history = History(tokens_per_block)
+        self._kinds: Kinds | None = None
+        self._rankings: list[DensityRanking] = []
+        self._guards: list[Guard] = []
+        self._shadow_ranking = DensityRanking(is_lru=False)
+        self._seen: deque[Seen] = deque(maxlen=_MAX_UNSTUDIED)
+        self._next_fit = VISITS_PER_FIT
+        self._is_studying = False
+
+    def ranking(self, capacity: int) -> Ranking:
+        """Make the ranking of a tier of ``capacity`` blocks."""
+        ranking = DensityRanking(is_lru=True)
+        stretches = max(1, capacity // self.history.blocks_each)
+        self._rankings.append(ranking)
+        self._guards.append(Guard(stretches, self._shadow_ranking))
+        return ranking
+
+    def look_up(self, keys: BlockKeys, now: float) -> None:
+        """Record the look-up of a prompt."""
+        self.history.look_up(keys, now)
+
+    def store(self, keys: BlockKeys, stop: int, generated: float = 0.0) -> Outlook | None:
+        """Record that the first ``stop`` blocks of a prompt were computed; return their kinds.
+
+        Args:
+            generated: Tokens generated besides these blocks, as a number of stretches.
+        """
+        stored = self.history.store(keys, stop, generated)
+        if stored is None:
+            return None
+        visit, stretches = stored
+        outlook = self._outlook(visit)
+        in_stretches = Outlook(outlook.front, outlook.rear, visit.num_seen)
+        num_compared = 0 if visit.is_shown else visit.length
+        self._seen.append(
+            Seen(keys.root, stretches, in_stretches, visit.time, visit.line, num_compared)
+        )
+        visit.is_shown = True
+        return outlook
+
+    def recall(self, keys: BlockKeys) -> Outlook | None:
+        """Return the kinds of a prompt's blocks by its last look-up; None if there was none."""
+        visit = self.history.recall(keys)
+        return None if visit is None else self._outlook(visit)
+
+    def begin_study(self) -> Study | None:
+        """Return what there is to learn, if it is worth it. The study must be run and adopted."""
+        is_fit_due = self.history.num_visits >= self._next_fit
+        if self._is_studying or not (is_fit_due or len(self._seen) >= _VISITS_PER_STUDY):
+            return None
+        self._is_studying = True
+        if is_fit_due:
+            self._next_fit = self.history.num_visits + VISITS_PER_FIT
+        spells = self.history.snapshot() if is_fit_due else None
+        study = Study(self._guards, list(self._seen), spells, self._kinds)
+        self._seen.clear()
+        return study
+
+    def adopt(self, study: Study) -> None:
+        """Follow what a study has found."""
+        self._is_studying = False
+        is_new = study.kinds is not None and study.kinds is not self._kinds
+        self._kinds = study.kinds
+        for ranking, guard in zip(self._rankings, self._guards, strict=True):
+            if study.kinds is not None and is_new:
+                ranking.set_worths(study.kinds.worths)
+            ranking.set_lru(guard.is_lru)
+        if study.kinds is not None and is_new:
+            self._shadow_ranking.set_worths(study.kinds.worths)
+
+    def _outlook(self, visit: Visit) -> Outlook:
+        num_seen = visit.num_seen * self.history.blocks_each
+        if self._kinds is None:
+            return Outlook(0, 0, num_seen)
+        levels = visit.levels()
+        return Outlook(self._kinds.front.kind(levels), self._kinds.rear.kind(levels), num_seen)
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(stretches remembered)."""
+        self.history.check()
+        for guard in self._guards:
+            guard.check()
+
+
+def make_forecaster(policy: str, tokens_per_block: int) -> Forecaster | None:
+    """Make what ranks the blocks of a cache; None for LRU.
 
     Raises:
         ValueError: There is no such policy.
     """
-    match name:
+    match policy:
         case "lru":
-            return Lru()
-        case "reuse":
-            return Reuse(capacity)
-    raise ValueError(f"no eviction policy {name!r}: lru or reuse")
+            return None
+        case "density":
+            return Forecaster(tokens_per_block)
+    raise ValueError(f"no eviction policy {policy!r}: lru or density")

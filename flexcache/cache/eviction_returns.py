@@ -1,127 +1,164 @@
-"""Return times of lineages by kind, and how long each kind is therefore worth keeping.
+"""Return times of prompts: how likely each kind of block is to be used again, by its age.
 
-For each kind: the share of it that had returned by a given age, and the time that its blocks had to
-be kept for that. Keeping blocks pays where the first rises steeply over the second:
+A *spell* begins with a use of blocks and ends with their next use, the return, or lasts still. The
+*hazard* of blocks of some age is the rate of their returns at that age. It is the hazard of all
+blocks times a factor for each feature of the prompt that they were used by:
 
-    share that                     hits                            the steepest stretches of all
-    has come     ___-----          gained    __.-----------        kinds are taken first, until
-    back       _/                         _.'  '                   what they keep fills the tier;
-            __/                         .'     '                   that point is the patience
-           |____________ age           |_______'_______ blocks x time            of each kind
+    hazard(age) = base(age) x factor[feature 1][its level] x factor[feature 2][its level] x ...
 
-This assigns a patience to each kind so that the hits in the given space are the most possible (a
-fractional knapsack over concave hulls), if kinds continue as before.
+The factors are different for four ranges of age. They are fitted in turn, each so that the spells
+with one level have as many returns as expected. Levels that were seen rarely stay near one.
+
+The worth of a block is the most hits per time kept that its hazard promises: the maximum, over the
+time until which it is kept, of the probability of a return by then over the expected time until
+that return or the end (a Gittins index). It has no notion of the tier's size.
+
+Pure: numpy on arrays of spells.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Levels = npt.NDArray[np.uint8]
+"""Spells x features."""
 
+_OCTAVES = range(-2, 14)
 BINS_PER_OCTAVE = 2
-_NUM_BINS = 96
-_FIRST_EXPONENT = -20 * BINS_PER_OCTAVE  # from a microsecond to nine years, if time is in seconds
-_BEYOND = 4  # bins above the longest time seen that count too
-_PRIOR_SPELLS = 16.0
-"""Weight of the average: each kind counts as if this many more of its spells had been average."""
-_UNSEEN = 1e-3
-"""Share of any kind assumed to return within a bin even if none did."""
+_FIRST_EDGE = _OCTAVES.start * BINS_PER_OCTAVE
+HIGH = 2.0 ** (np.arange(_FIRST_EDGE, _OCTAVES.stop * BINS_PER_OCTAVE + 1) / BINS_PER_OCTAVE)
+"""Upper ends of the bins of age, in seconds: from a quarter to four and a half hours."""
+LOW: Floats = np.concatenate(([0.0], HIGH[:-1]))
+WIDTH = HIGH - LOW
+NUM_BINS = len(HIGH)
+RANGE_STARTS = (0.0, 16.0, 90.0, 512.0)
+RANGE_OF_BIN = np.searchsorted(RANGE_STARTS, (LOW + HIGH) / 2, side="right") - 1
+NUM_RANGES = len(RANGE_STARTS)
+_FIRST_OF_RANGE = np.searchsorted(RANGE_OF_BIN, range(NUM_RANGES))
+_PRIOR = 12.0
+"""Returns that every level is assumed to have had, as expected, besides those seen."""
+_NUM_ROUNDS = 4
+_MIN_PEAK = 5
+"""Returns in a bin of age, from which on it may be the peak."""
+_SELDOM = 1e-9
+"""Hazard where no return was seen; never zero, so that no worth is."""
 
 
-class ReturnTimes:
-    """Counts spells of each kind. A *spell* begins with a use, and ends with a return or never."""
+@dataclass(frozen=True, slots=True)
+class Spells:
+    """Spells of one part of prompts.
 
-    def __init__(self) -> None:
-        self._returns: list[list[float]] = []
-        self._spells: list[float] = []
-        self._blocks: list[float] = []
-        self._since = math.nan
-        self.num_spells = 0.0
+    Attributes:
+        levels: Levels of the features.
+        lasted: Seconds until the return, or until now.
+        returned: Whether there was a return.
+    """
 
-    def add_kind(self) -> int:
-        self._returns.append([0.0] * _NUM_BINS)
-        self._spells.append(0.0)
-        self._blocks.append(0.0)
-        return len(self._spells) - 1
-
-    def begin(self, kind: int, num_blocks: int, now: float) -> None:
-        """Count the start of a spell of this many blocks."""
-        if math.isnan(self._since):
-            self._since = now
-        self._spells[kind] += 1
-        self._blocks[kind] += num_blocks
-        self.num_spells += 1
-
-    def grow(self, kind: int, num_blocks: int) -> None:
-        """Count blocks that joined a spell after its start."""
-        self._blocks[kind] += num_blocks
-
-    def end(self, kind: int, gap_bin: int) -> None:
-        """Count a return."""
-        self._returns[kind][gap_bin] += 1
-
-    def halve(self, now: float) -> None:
-        """Halve the weight of everything counted so far, as if it had taken half as long."""
-        self._returns = [[count / 2 for count in row] for row in self._returns]
-        self._spells = [count / 2 for count in self._spells]
-        self._blocks = [count / 2 for count in self._blocks]
-        self.num_spells /= 2
-        self._since += (now - self._since) / 2
-
-    def best_patience(self, capacity: int, now: float) -> list[float]:
-        """Return how long to keep each kind; all equal if nothing is known. O(kinds)."""
-        returns = np.array(self._returns)
-        seen = np.flatnonzero(returns.sum(0))
-        elapsed = now - self._since
-        if not len(seen) or not elapsed > 0:
-            return [0.0] * len(self._spells)
-        bins = slice(int(seen[0]), min(int(seen[-1]) + 1 + _BEYOND, _NUM_BINS))
-        ages = 2.0 ** ((np.arange(bins.start, bins.stop) + 1 + _FIRST_EXPONENT) / BINS_PER_OCTAVE)
-        returns, spells = returns[:, bins], np.array(self._spells)[:, None]
-        average = returns.sum(0) / spells.sum()
-        share = (returns + _PRIOR_SPELLS * average) / (spells + _PRIOR_SPELLS) + _UNSEEN
-        back = np.minimum(share.cumsum(1), 1.0)
-        waiting = np.maximum(1.0 - (back - share / 2), 0.0)
-        kept_for = (waiting * np.diff(ages, prepend=0.0)).cumsum(1)
-        stretches = [
-            (hits / time, time * num_blocks, kind, age)
-            for kind, num_blocks in enumerate(self._blocks)
-            for hits, time, age in _hull(back[kind], kept_for[kind], ages)
-        ]
-        stretches.sort(key=lambda stretch: -stretch[0])
-        patience, room = [0.0] * len(self._spells), capacity * elapsed
-        for _, cost, kind, age in stretches:
-            room -= cost
-            if room < 0:
-                break
-            patience[kind] = age
-        return patience
+    levels: Levels
+    lasted: Floats
+    returned: npt.NDArray[np.bool_]
 
 
-def bin_of(gap: float) -> int:
-    """Return the bin of a time between two uses."""
-    if gap <= 0.0:
-        return 0
-    exponent = math.floor(math.log2(gap) * BINS_PER_OCTAVE)
-    return min(max(exponent - _FIRST_EXPONENT, 0), _NUM_BINS - 1)
+@dataclass(frozen=True, slots=True)
+class Hazards:
+    """Rates of return per second.
+
+    Attributes:
+        base: By bin of age.
+        log_factors: For each feature, levels x ranges of age.
+    """
+
+    base: Floats
+    log_factors: list[Floats]
+
+    def log_multipliers(self, levels: Levels) -> Floats:
+        """Return, spells x ranges, by how much spells differ from the base."""
+        total = np.zeros((len(levels), NUM_RANGES))
+        for feature, factors in enumerate(self.log_factors):
+            total += factors[levels[:, feature]]
+        return total
+
+    def of(self, log_multipliers: Floats) -> Floats:
+        """Return hazards, spells x bins of age."""
+        hazards: Floats = self.base * np.exp(log_multipliers)[:, RANGE_OF_BIN]
+        return hazards
 
 
-def _hull(hits: Floats, time: Floats, ages: Floats) -> Iterator[tuple[float, float, float]]:
-    """Yield stretches of the concave hull, ever flatter: hits and time added, age at the end."""
-    corners = [(0.0, 0.0, 0.0)]
-    for y, x, age in zip(hits.tolist(), time.tolist(), ages.tolist(), strict=True):
-        while len(corners) > 1:
-            (y0, x0, _), (y1, x1, _) = corners[-2:]
-            if (y1 - y0) * (x - x1) > (y - y1) * (x1 - x0):
-                break
-            corners.pop()
-        corners.append((y, x, age))
-    for (y0, x0, _), (y1, x1, age) in itertools.pairwise(corners):
-        if x1 > x0 and y1 > y0:
-            yield y1 - y0, x1 - x0, age
+def fit_hazards(spells: Spells, num_levels: Sequence[int]) -> Hazards:
+    """Fit hazards to spells.
+
+    Args:
+        num_levels: Number of levels of each feature.
+    """
+    lived = np.clip(spells.lasted[:, None] - LOW, 0.0, WIDTH)
+    bins_of_return = np.searchsorted(HIGH, spells.lasted[spells.returned]).clip(max=NUM_BINS - 1)
+    returns = np.bincount(bins_of_return, minlength=NUM_BINS)
+    seen = []
+    for feature, count in enumerate(num_levels):
+        seen.append(np.zeros((count, NUM_RANGES)))
+        levels = spells.levels[spells.returned, feature]
+        np.add.at(seen[-1], (levels, RANGE_OF_BIN[bins_of_return]), 1.0)
+    factors = [np.ones((count, NUM_RANGES)) for count in num_levels]
+    multipliers = np.ones((len(lived), NUM_RANGES))
+    base = _falling_from_peak(returns, lived.sum(0))
+    expected = np.add.reduceat(lived * base, _FIRST_OF_RANGE, axis=1)
+    for _ in range(_NUM_ROUNDS):
+        for feature, count in enumerate(num_levels):
+            levels = spells.levels[:, feature]
+            multipliers /= factors[feature][levels]
+            due = np.stack(
+                [np.bincount(levels, column, count) for column in (expected * multipliers).T], 1
+            )
+            factors[feature] = (seen[feature] + _PRIOR) / (due + _PRIOR)
+            multipliers *= factors[feature][levels]
+    return Hazards(base, [np.log(factor) for factor in factors])
+
+
+def _falling_from_peak(returns: npt.NDArray[np.int64], lived: Floats) -> Floats:
+    """Return hazards by bin of age, made to fall from their peak on.
+
+    Args:
+        lived: Time that spells lived in the bin, all together.
+    """
+    hazards = returns / np.maximum(lived, _SELDOM)
+    peak = int(np.argmax(np.where(returns >= _MIN_PEAK, hazards, 0.0)))
+    pools: list[tuple[float, float, int]] = []  # returns, time, number of bins
+    for count, time in zip(returns[peak:].tolist(), lived[peak:].tolist(), strict=True):
+        pool = (count, time + _SELDOM, 1)
+        while pools and pools[-1][0] * pool[1] < pool[0] * pools[-1][1]:
+            before = pools.pop()
+            pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
+        pools.append(pool)
+    hazards[peak:] = np.repeat(
+        [count / time for count, time, _ in pools], [num_bins for *_, num_bins in pools]
+    )
+    fallen: Floats = np.maximum(hazards, _SELDOM)
+    return fallen
+
+
+def worth_at(hazards: Floats, first_bin: int) -> Floats:
+    """Return the worth of blocks as old as the start of a bin, given hazards, blocks x bins."""
+    returned, kept = _returned_and_kept(hazards[:, first_bin:], WIDTH[first_bin:])
+    best: Floats = (returned.cumsum(1) / kept.cumsum(1)).max(1)
+    return best
+
+
+def worth_by_age(hazards: Floats) -> Floats:
+    """Return the worth at the start of each bin, blocks x bins."""
+    return np.stack([worth_at(hazards, first_bin) for first_bin in range(NUM_BINS)], axis=1)
+
+
+def _returned_and_kept(hazards: Floats, width: Floats) -> tuple[Floats, Floats]:
+    """Return the share of blocks that return in each bin, and the time that they spend in it."""
+    return_by = np.cumsum(hazards * width, axis=1)
+    alive = np.exp(-np.concatenate((np.zeros((len(hazards), 1)), return_by), axis=1))
+    returned = alive[:, :-1] - alive[:, 1:]
+    # Where hazards are so low that the difference is lost to rounding, all of the time is spent.
+    is_low = hazards * width < 1e-9
+    returned = np.where(is_low, alive[:, :-1] * hazards * width, returned)
+    return returned, returned / hazards

@@ -125,6 +125,7 @@ class LoadPlanner:
         prefill_blocks_per_s: float = 0.0,
     ) -> None:
         self._tiers.num_holders += 1
+        self._tiers.look_up(keys)
         if self._shape is not None:
             plan.take_shape(self._shape)
         if self.tails is None:
@@ -228,7 +229,7 @@ class LoadPlanner:
         before += self._host.num_in_flight(keys, before, begin)
         attaches = begin <= before
         if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
-            plan.staging = self._host.reserve(keys, begin, stop)
+            plan.staging = self._host.reserve(keys, begin, stop, self._tiers.recall(keys))
         else:  # another task is loading them, or only the engine has the blocks before them
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         staged = plan.staging.blocks.copy()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.load_ways import Way
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
@@ -71,6 +72,7 @@ class Plan:
         blocks_per_unit: GPU blocks for each block and unit of a tail.
         has_dense: Whether its blocks hold anything: in a model with tails only they do not.
         num_before: Blocks before the caller's prompt, which continues their chain.
+        outlook: Kinds of a put's blocks, if they matter.
         may_go_direct: Whether the engine's ranks also move blocks between GPU and SSD past DRAM.
         way: How such a get loads its blocks from SSD, if there are any.
     """
@@ -98,6 +100,7 @@ class Plan:
     blocks_per_unit: int = 1
     has_dense: bool = True
     num_before: int = 0
+    outlook: Outlook | None = None
     may_go_direct: bool = False
     way: Way | None = None
 

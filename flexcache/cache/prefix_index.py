@@ -19,19 +19,18 @@ counted by length, and all blocks beyond the longest hold are the run's evictabl
 kept as segments, because a prompt that matches part of a run makes only that part recent; it never
 grows along a run, so the tail is always its least recent part.
 
-An eviction policy defines what "recent" means: a use counts as later by the policy's patience with
-the run's lineage, and the blocks with the lowest such time are due first. If prompts diverge after
-a lineage, its run is not extended in place, so that the continuations stay distinct.
+Each segment also has the *kind* of its blocks: an `EvictionQueue` finds the tail that goes first by
+kind and recency. Under LRU all are of one kind, and the blocks with the lowest time go first.
 
-Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number, and
-blocks with the lowest go first.
+Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number that
+does not decrease.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.eviction_policy import EvictionPolicy, Lineage, Lru
+from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, LruRanking, Outlook, Ranking
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -48,9 +47,8 @@ BlockIds = npt.NDArray[np.int64]
 NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int64)
 _OFFSET_BITS = 24
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+_ONE_KIND = Outlook(0, 0, 0)
 _DISCARDED = float("-inf")  # recency of blocks that can no longer be found: the first to go
-RETIRED = -1e300
-"""Recency of blocks that are due before all others that can be found."""
 
 
 def _joined(pieces: list[BlockIds]) -> BlockIds:
@@ -58,19 +56,20 @@ def _joined(pieces: list[BlockIds]) -> BlockIds:
     return joined
 
 
+Segment = tuple[int, float, int]
+"""Blocks of a run that were last used at once: where they end, when that was, and their kind."""
+
+
 class Run:
     """Consecutive blocks of one sequence. Internal to the index."""
 
     __slots__ = (
-        "blocks", "children", "depth", "holds", "keys", "lineage", "longest_holds", "parent",
+        "blocks", "children", "depth", "holds", "keys", "longest_holds", "parent",
         "parent_length", "queued", "recency", "root", "run_id",
     )  # fmt: skip
 
-    def __init__(
-        self, run_id: int, root: RootId, parent: Run | None, parent_length: int, lineage: Lineage
-    ) -> None:
+    def __init__(self, run_id: int, root: RootId, parent: Run | None, parent_length: int) -> None:
         self.run_id = run_id
-        self.lineage = lineage
         self.root = root
         self.parent = parent
         self.parent_length = parent_length
@@ -80,8 +79,8 @@ class Run:
         self.holds: dict[int, int] | None = None  # length -> how often; below the longest also 0
         self.longest_holds: list[int] | None = None  # heap of the negated lengths
         self.children: dict[int, Run] | None = None
-        self.recency: list[tuple[int, float]] = []  # (end, time): ends rise, times do not
-        self.queued = False
+        self.recency: list[Segment] = []  # ends rise, times do not
+        self.queued: tuple[float, int] | None = None  # time and kind of its entry in the queue
 
     @property
     def length(self) -> int:
@@ -110,8 +109,8 @@ class Run:
         if not holds:
             self.holds = self.longest_holds = None
 
-    def touch(self, length: int, now: float) -> None:
-        """Make the first ``length`` blocks as recent as ``now``. Amortised O(1).
+    def touch(self, length: int, now: float, kind: int) -> None:
+        """Make the first ``length`` blocks as recent as ``now``, and of a kind. Amortised O(1).
 
         Blocks that are to be retained for longer are more recent already, and stay so.
         """
@@ -124,9 +123,9 @@ class Run:
         covered = kept
         while covered < len(recency) and recency[covered][0] <= length:
             covered += 1
-        if covered == kept and covered < len(recency) and recency[covered][1] == now:
+        if covered == kept and covered < len(recency) and recency[covered][1:] == (now, kind):
             return
-        recency[kept:covered] = [(length, now)]
+        recency[kept:covered] = [(length, now, kind)]
 
     def truncate(self, length: int) -> None:
         del self.keys[length:]
@@ -135,7 +134,13 @@ class Run:
         while recency and (recency[-2][0] if len(recency) > 1 else 0) >= length:
             recency.pop()
         if recency:
-            recency[-1] = (length, recency[-1][1])
+            recency[-1] = (length, *recency[-1][1:])
+
+
+def _like(run: Run, length: int) -> Outlook:
+    """Return the kind that the last of a run's first blocks has, for all of a prompt."""
+    kind = next(kind for end, _, kind in run.recency if end >= length)
+    return Outlook(kind, kind, 0)
 
 
 class PrefixMatch(NamedTuple):
@@ -155,12 +160,13 @@ EMPTY_MATCH = PrefixMatch(None, 0, 0)
 class PrefixIndex:
     """The tree of runs; see the module for its invariants."""
 
-    def __init__(self, policy: EvictionPolicy | None = None) -> None:
-        self._policy = Lru() if policy is None else policy
+    def __init__(self, ranking: Ranking | None = None) -> None:
+        self.ranking = LruRanking() if ranking is None else ranking
+        self._has_kinds = self.ranking.num_kinds > 1
         self._directories: dict[RootId, dict[BlockKey, int]] = {}
         self._runs: dict[int, Run] = {}
         self._next_run_id = 0
-        self._lru: list[tuple[float, int]] = []  # (recency of the tail, run id), lazily kept
+        self._queue = EvictionQueue(self.ranking, self._is_queued)
         self._num_blocks = 0
         self._discarded: dict[int, None] = {}  # runs with blocks that wait for their last unpin
         self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
@@ -243,20 +249,43 @@ class PrefixIndex:
             length, run = run.parent_length, run.parent
         return list(chain.from_iterable(reversed(pieces)))
 
-    def use(self, match: PrefixMatch, now: float) -> None:
-        """Record a use of the matched blocks: `touch` them and inform the policy. O(runs)."""
-        if match.run is not None:
-            self._policy.use(match.run.lineage, now)
-            self.touch(match, now)
+    def segments(self, match: PrefixMatch) -> Iterator[Segment]:
+        """Yield the segments of the matched blocks, last first; ends count from the prompt's start.
 
-    def touch(self, match: PrefixMatch, now: float, retain: float = 0.0) -> None:
-        """Make the matched blocks as recent as ``now``, or ``retain`` later. O(runs)."""
+        O(segments).
+        """
+        run, length = match.run, match.length
+        while run is not None:
+            count = 1
+            while run.recency[count - 1][0] < length:
+                count += 1
+            for end, time, kind in reversed(run.recency[:count]):
+                yield run.depth + min(end, length), time, kind
+            length, run = run.parent_length, run.parent
+
+    def touch(
+        self, match: PrefixMatch, now: float, retain: float = 0.0, outlook: Outlook | None = None
+    ) -> None:
+        """Make the matched blocks as recent as ``now``, or ``retain`` later. O(runs).
+
+        Args:
+            outlook: Their kinds from now on; None to leave all of the kind of the last.
+        """
         run, length = match.run, match.length
         if run is None:
             return
-        due = now + retain + self._policy.patience(run.lineage)
+        self._queue.now = max(self._queue.now, now)
+        due = now + retain
+        if not self._has_kinds:
+            outlook = _ONE_KIND
+        elif outlook is None:
+            outlook = _like(run, length)
         while run is not None:
-            run.touch(length, due)
+            num_seen = outlook.num_seen - run.depth
+            if num_seen < length:
+                run.touch(length, due, outlook.rear)
+            if num_seen > 0:
+                run.touch(min(num_seen, length), due, outlook.front)
             length, run = run.parent_length, run.parent
 
     def retire(self, match: PrefixMatch, start: int) -> int:
@@ -278,16 +307,16 @@ class PrefixIndex:
             return 0
         run.recency = [segment for segment in recency if segment[0] < kept]
         if kept:
-            run.recency.append((kept, recency[len(run.recency)][1]))
-        run.recency.append((run.length, RETIRED))
-        run.queued = False  # it is due sooner than its queue entry says
+            run.recency.append((kept, *recency[len(run.recency)][1:]))
+        run.recency.append((run.length, RETIRED, 0))
+        run.queued = None  # its queue entry dates from when it was ordinary
         self._queue_if_evictable(run)
         return ordinary - kept
 
     def due(self, match: PrefixMatch) -> float:
         """Return when the last matched block is due for eviction. O(uses of its run)."""
         assert match.run is not None
-        return next(time for end, time in match.run.recency if end >= match.length)
+        return next(time for end, time, _ in match.run.recency if end >= match.length)
 
     def pin(self, match: PrefixMatch) -> None:
         """Keep the matched blocks in place until `unpin` with the same match. O(log holds)."""
@@ -301,19 +330,25 @@ class PrefixIndex:
 
     def insert(
         self, parent: PrefixMatch, root: RootId, keys: Sequence[BlockKey], blocks: BlockIds,
-        now: float, retain: float = 0.0,
+        now: float, retain: float = 0.0, outlook: Outlook | None = None,
     ) -> PrefixMatch:  # fmt: skip
         """Add blocks after ``parent``; none of their keys may be cached. Returns the new prefix.
 
         The prefix becomes as recent as ``now``, or ``retain`` later. O(1) Python steps per call,
         C speed per block.
+
+        Args:
+            outlook: Kinds of the prefix; None for that of the parent's last block, or the first.
         """
         if len(keys) != len(blocks) or not len(keys):
             raise InternalError(f"{len(keys)} keys for {len(blocks)} blocks")
         run, length = parent.run, parent.length
-        if run is None or length != run.length or run.lineage.is_shared:
-            lineage = self._lineage(parent, root, keys[0], now)
-            run = self._add_run(root, run, length, lineage)
+        if not self._has_kinds:
+            outlook = _ONE_KIND
+        elif outlook is None:
+            outlook = _ONE_KIND if run is None else _like(run, length)
+        if run is None or length != run.length:
+            run = self._add_run(root, run, length)
         offset = run.length
         run.blocks = np.concatenate((run.blocks, blocks))
         run.keys.extend(keys)
@@ -325,41 +360,41 @@ class PrefixIndex:
             raise InternalError("a key was inserted twice")
         self._num_blocks += len(keys)
         match = PrefixMatch(run, run.length, run.depth + run.length)
-        self._policy.extend(run.lineage, match.num_blocks)
-        due = now + retain + self._policy.patience(run.lineage)
+        due = now + retain
         last = run.recency[-1][1] if run.recency else due
-        if due < last:
-            run.queued = False  # it is due sooner than its queue entry says
-        run.recency.append((run.length, min(due, last)))
-        self.touch(match, now, retain)
+        run.queued = None  # its tail is another one now
+        run.recency.append((run.length, min(due, last), outlook.rear))
+        self.touch(match, now, retain, outlook)
         self._queue_if_evictable(run)
         return match
 
-    def evict(self, count: int, before: float = math.inf) -> BlockIds:
-        """Remove up to ``count`` blocks, least recent leaves first, and return their ids.
+    def evict(self, count: int, before: float = math.inf, below: float = math.inf) -> BlockIds:
+        """Remove up to ``count`` blocks, those worth least first, and return their ids.
 
-        Pinned blocks, those with blocks behind them and those not due ``before`` stay. Amortised
-        O(log leaves) per run cut, slices within a run.
+        Pinned blocks and those with blocks behind them stay. It ends at the first that was used at
+        ``before`` or later, or is worth ``below`` or more. Amortised O(log leaves) per run cut,
+        slices within a run.
         """
         freed: list[BlockIds] = []
         missing = count
-        while missing > 0 and self._lru and self._lru[0][0] < before:
-            time, run_id = heapq.heappop(self._lru)
+        while missing > 0 and (tail := self._queue.pop(below)) is not None:
+            run_id, time, kind = tail
             run = self._runs.get(run_id)
-            if run is None or not run.queued:
+            if run is None or run.queued != (time, kind):
                 continue
-            run.queued = False
+            run.queued = None
             recency, length, start = run.recency, len(run.keys), run.held_length
             if length <= start:
                 continue
-            if recency[-1][1] != time:
+            if recency[-1][1:] != (time, kind):  # it was used since
                 self._queue_if_evictable(run)
                 continue
+            if time >= before:
+                self._queue_if_evictable(run)
+                break
             if len(recency) > 1:  # the blocks before it are more recent
                 start = max(start, recency[-2][0])
             keep = max(start, length - missing)
-            if not keep and (run.parent is None or run.parent.lineage is not run.lineage):
-                self._policy.forget(run.root, run.keys[0], run.lineage)
             missing -= length - keep
             freed.append(self._cut(run, keep))
         return _joined(freed)
@@ -411,12 +446,12 @@ class PrefixIndex:
         if keep < run.length:
             freed.append(self._cut(run, keep))
         if offset < run.length:  # pinned: unfindable now, freed at the unpin
-            recency = [(end, time) for end, time in run.recency if end < offset]
+            recency = [segment for segment in run.recency if segment[0] < offset]
             if offset:
-                recency.append((offset, run.recency[len(recency)][1]))
-            run.recency = [*recency, (run.length, _DISCARDED)]
+                recency.append((offset, *run.recency[len(recency)][1:]))
+            run.recency = [*recency, (run.length, _DISCARDED, 0)]
             self._discarded[run.run_id] = None
-            run.queued = False  # its queue entry may date from when it was more recent
+            run.queued = None  # its queue entry dates from when it was more recent
 
     def _tell_removed(self, run: Run, offset: int, keys: list[BlockKey]) -> None:
         """Report keys that can no longer be found."""
@@ -429,23 +464,8 @@ class PrefixIndex:
             for tell in self.on_removed:
                 tell(run.root, found)
 
-    def _lineage(
-        self, parent: PrefixMatch, root: RootId, first_key: BlockKey, now: float
-    ) -> Lineage:
-        """Return the lineage of a run behind ``parent``: the parent's, if it is not shared."""
-        if parent.run is None:
-            return self._policy.begin(None, root, first_key, 0, now)
-        lineage = parent.run.lineage
-        if parent.run.children and not lineage.is_shared:
-            self._policy.part(lineage, parent.num_blocks)
-        if not lineage.is_shared:
-            return lineage
-        return self._policy.begin(lineage, root, first_key, parent.num_blocks, now)
-
-    def _add_run(
-        self, root: RootId, parent: Run | None, parent_length: int, lineage: Lineage
-    ) -> Run:
-        run = Run(self._next_run_id, root, parent, parent_length, lineage)
+    def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
+        run = Run(self._next_run_id, root, parent, parent_length)
         self._next_run_id += 1
         self._runs[run.run_id] = run
         if parent is not None:
@@ -471,6 +491,7 @@ class PrefixIndex:
         self._num_blocks -= len(freed)
         if keep:
             run.truncate(keep)
+            run.queued = None
             self._queue_if_evictable(run)
         else:
             self._remove(run)
@@ -490,18 +511,30 @@ class PrefixIndex:
         self._queue_if_evictable(parent)
 
     def _queue_if_evictable(self, run: Run) -> None:
-        if not run.queued and run.length > run.held_length:
-            run.queued = True
-            heapq.heappush(self._lru, (run.recency[-1][1], run.run_id))
+        """Queue a run's tail. If it is queued and used again, its entry is corrected at an end."""
+        if run.queued is None and run.length > run.held_length:
+            _, time, kind = run.recency[-1]
+            run.queued = (time, kind)
+            self._queue.add(run.run_id, time, kind)
+
+    def _is_queued(self, run_id: int, time: float, kind: int) -> bool:
+        """Whether an entry of the queue stands for a run that can be evicted."""
+        run = self._runs.get(run_id)
+        if run is None or run.queued != (time, kind):
+            return False
+        if run.length <= run.held_length:
+            run.queued = None  # until it is released
+            return False
+        return True
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(blocks)."""
-        self._policy.check()
         num_blocks = 0
-        queued = {run_id for _, run_id in self._lru}
         for run in self._runs.values():
-            self._check_run(run, queued)
+            self._check_run(run)
             num_blocks += run.length
+        queued = {run.run_id: run.queued for run in self._runs.values() if run.queued is not None}
+        self._queue.check(queued)
         if num_blocks != self._num_blocks:
             raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
         for directory in self._directories.values():
@@ -511,27 +544,25 @@ class PrefixIndex:
                 if found is None or offset >= found.length or found.keys[offset] != key:
                     raise InternalError("a key leads nowhere")
 
-    def _check_run(self, run: Run, queued: set[int]) -> None:
+    def _check_run(self, run: Run) -> None:
         name = f"run {run.run_id}"
         if not run.length == len(run.blocks) > 0:
             raise InternalError(f"{name} has {run.length} keys for {len(run.blocks)} blocks")
         if run.held_length > run.length:
             raise InternalError(f"{name} lost blocks that are held")
-        ends = [end for end, _ in run.recency]
-        times = [time for _, time in run.recency]
+        ends = [end for end, _, _ in run.recency]
+        times = [time for _, time, _ in run.recency]
         if ends != sorted(set(ends)) or ends[-1] != run.length:
             raise InternalError(f"{name} has recency segments {ends} for {run.length} blocks")
         if times != sorted(times, reverse=True):
             raise InternalError(f"{name} is more recent behind than before")
-        if run.length > run.held_length and not (run.queued and run.run_id in queued):
+        if run.length > run.held_length and run.queued is None:
             raise InternalError(f"{name} could be evicted and is not queued")
         attached = [child.parent_length for child in (run.children or {}).values()]
         for length in set(attached):
             if run.holds is None or run.holds.get(length, 0) < attached.count(length):
                 raise InternalError(f"{name} does not hold its children")
         if run.parent is not None:
-            if run.parent.lineage is not run.lineage and not run.parent.lineage.is_shared:
-                raise InternalError(f"{name} parted from a lineage that is not shared")
             if self._runs.get(run.parent.run_id) is not run.parent:
                 raise InternalError(f"{name} hangs off a run that is gone")
             if run.recency[0][1] > run.parent.recency[0][1]:

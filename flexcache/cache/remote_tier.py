@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.eviction_queue import Ranking
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tier import BlockIds, Tier
 from flexcache.ids import BlockKey, RootId, TierName
@@ -31,10 +32,15 @@ class RemoteTier(Tier):
     Args:
         absent_ttl_s: How long a missing block is assumed to stay missing.
         capacity: Blocks to remember at most; the least recently used are forgotten first.
+        ranking, refuses: As ``ranking`` and ``bypasses`` of a `Tier`, as if the store had this
+            capacity.
     """
 
-    def __init__(self, absent_ttl_s: float, capacity: int) -> None:
-        super().__init__(TierName.REMOTE, capacity)
+    def __init__(
+        self, absent_ttl_s: float, capacity: int, ranking: Ranking | None = None,
+        refuses: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(TierName.REMOTE, capacity, ranking, refuses)
         self._absent_ttl_s = absent_ttl_s
         self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
         self._salt = b""

@@ -99,11 +99,16 @@ class StorePlanner:
             retain_s: In every tier the prompt counts as used this much later.
             tail_at: Store the tail behind this many blocks too, unless it is 0.
         """
-        cached = self._host.refresh(keys, retain_s)
+        cached = self._host.index.match(keys)
         first = cached.num_blocks
         first += self._host.num_in_flight(keys, first, stop)
         plan = Plan(TaskKind.PUT, keys.root, first, first)
         self._tiers.num_holders += 1
+        if first < stop:
+            plan.outlook = self._tiers.store(keys, stop)
+        else:
+            self._tiers.store_nothing(keys, stop)
+        self._host.use(cached, plan.outlook, retain_s)
         if self._shape is not None:
             plan.take_shape(self._shape)
         copies: list[_Copy] = []
@@ -115,11 +120,10 @@ class StorePlanner:
             plan.dropped["prefix_not_cached"] = stop - start
             return plan
         else:
-            plan.staging = self._host.reserve(keys, first, stop)
-            plan.staging.retain_s = retain_s
+            plan.staging = self._host.reserve(keys, first, stop, plan.outlook, retain_s)
             plan.stop = first + len(plan.staging)
             if plan.stop < stop:
-                plan.dropped["host_tier_full"] = stop - plan.stop
+                plan.dropped[plan.staging.why_short("host")] = stop - plan.stop
             copies = self._add_copies(plan)
         tail_copies: dict[OpId, range] = {}
         if self._tails is not None and 0 < tail_at <= plan.stop:
@@ -245,7 +249,7 @@ class StorePlanner:
         """
         tail_end = 0 if plan.tail is None else plan.tail.position
         for tier in self._tiers.lower if tiers is None else tiers:
-            begin = tier.refresh(keys, retain_s).num_blocks
+            begin = tier.match(keys, plan.outlook, retain_s).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
             end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop, start)
             if begin < end:
@@ -271,15 +275,15 @@ class StorePlanner:
         if not room:
             return
         end = begin + room
-        lease = tier.reserve(keys, begin, end)
-        lease.retain_s = retain_s
+        outlook = self._tiers.recall(keys) if plan.outlook is None else plan.outlook
+        lease = tier.reserve(keys, begin, end, outlook, retain_s)
         plan.stores[tier.name] = lease
         plan.store_starts[tier.name] = begin
         self._backlog.reserve(plan, tier.name, len(lease))
         if isinstance(tier, RemoteTier):
             plan.remote_root = tier.root_at_store(plan.root)
         if begin + len(lease) < end:
-            plan.dropped[f"{tier.name.value.lower()}_tier_full"] = end - begin - len(lease)
+            plan.dropped[lease.why_short(tier.name.value.lower())] = end - begin - len(lease)
         end = begin + len(lease)
         self._add_back_fill(plan, tier, keys, lease, cached, begin, min(end, plan.start))
         for copy in copies:

@@ -28,14 +28,8 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.block_pool import BlockPool
-from flexcache.cache.eviction_policy import EvictionPolicy
-from flexcache.cache.prefix_index import (
-    EMPTY_MATCH,
-    NO_BLOCKS,
-    RETIRED,
-    PrefixIndex,
-    PrefixMatch,
-)
+from flexcache.cache.eviction_queue import RETIRED, Outlook, Ranking
+from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
@@ -73,6 +67,10 @@ class Lease:
     parent_pin: PrefixMatch = EMPTY_MATCH
     retain_s: float = 0.0
     """Once published, the blocks count as used this much later than their last use."""
+    outlook: Outlook | None = None
+    """Kinds of the prompt's blocks, if known."""
+    is_refused: bool = False
+    """Whether it is shorter than asked for since what the tier holds is worth more."""
     to_publish: int = 0
     published: PrefixMatch = EMPTY_MATCH
     num_published: int = 0
@@ -86,6 +84,10 @@ class Lease:
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    def why_short(self, tier: str) -> str:
+        """Why a tier had fewer blocks for it than it asked for."""
+        return f"{tier}_worth_less" if self.is_refused else f"{tier}_tier_full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +113,18 @@ class _Flight:
 class Tier:
     """Blocks of one tier; see the module for the life of a lease."""
 
-    def __init__(self, name: TierName, capacity: int, policy: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self, name: TierName, capacity: int, ranking: Ranking | None = None, bypasses: bool = False
+    ) -> None:
+        """
+        Args:
+            ranking: What its blocks are worth; None for LRU.
+            bypasses: Whether blocks are not stored if all that would be evicted is worth more.
+        """
         self.name = name
         self.pool = BlockPool(capacity)
-        self.index = PrefixIndex(policy)
+        self.index = PrefixIndex(ranking)
+        self._bypasses = bypasses
         self.tails = TailIndex()
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
@@ -142,23 +152,28 @@ class Tier:
         """Set the time: recency is counted in seconds."""
         self._now = max(self._now, now)
 
-    def match(self, keys: BlockKeys) -> PrefixMatch:
-        """Return the longest cached prefix and count it as used now."""
+    def match(
+        self, keys: BlockKeys, outlook: Outlook | None = None, retain_s: float = 0.0
+    ) -> PrefixMatch:
+        """Return the longest cached prefix of a prompt, and `use` it."""
         match = self.index.match(keys)
-        if match.run is not None:
-            self.index.use(match, self._tick())
+        self.use(match, outlook, retain_s)
         return match
 
-    def refresh(self, keys: BlockKeys, retain_s: float = 0.0) -> PrefixMatch:
-        """Return the longest cached prefix of a prompt that is about to be stored.
+    def use(self, match: PrefixMatch, outlook: Outlook | None, retain_s: float = 0.0) -> None:
+        """Count matched blocks as used now, or ``retain_s`` later.
 
-        It becomes as recent as now, or as ``retain_s`` later. This does not count as a use: a
-        prompt is looked up before it is stored.
+        Args:
+            outlook: Their kinds from now on; None to leave them as they are.
         """
+        if match.run is not None:
+            self.index.touch(match, self._tick(), retain_s, outlook)
+
+    def sort(self, keys: BlockKeys, outlook: Outlook) -> None:
+        """Note the kinds of a prompt's cached blocks; this does not make them more recent."""
         match = self.index.match(keys)
         if match.run is not None:
-            self.index.touch(match, self._tick(), retain_s)
-        return match
+            self.index.touch(match, self.index.due(match), outlook=outlook)
 
     def num_in_flight(self, keys: BlockKeys, start: int, stop: int) -> int:
         """Return how many contiguous blocks from ``start`` on are in flight."""
@@ -191,15 +206,29 @@ class Tier:
             pieces.append(self.index.path_keys(found))
         return list(chain.from_iterable(reversed(pieces)))
 
-    def reserve(self, keys: BlockKeys, start: int, stop: int) -> Lease:
+    def reserve(
+        self, keys: BlockKeys, start: int, stop: int, outlook: Outlook | None = None,
+        retain_s: float = 0.0,
+    ) -> Lease:  # fmt: skip
         """Reserve blocks for ``[start, stop)`` of a prompt, as many from the front as possible.
 
         The block before ``start`` must be indexed or in flight. Evicts unheld blocks.
+
+        Args:
+            outlook: Kinds of the prompt's blocks, if known.
+            retain_s: Once published, they count as used this much later.
         """
         parent_key = keys.key(start - 1) if start else None
+        is_bypassed = self._bypasses and retain_s <= 0.0
         lease = self._reserve(
-            keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n)
-        )
+            keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n),
+            outlook if is_bypassed else None,
+        )  # fmt: skip
+        lease.outlook, lease.retain_s = outlook, retain_s
+        lease.is_refused = (
+            is_bypassed and outlook is not None and len(lease) < stop - start
+            and self.index.ranking.bar(outlook) < math.inf
+        )  # fmt: skip
         lease.first, lease.content = start, keys.content
         return lease
 
@@ -218,11 +247,11 @@ class Tier:
 
     def _reserve(
         self, root: RootId, parent_key: BlockKey | None, count: int,
-        first_keys: Callable[[int], Sequence[BlockKey]],
+        first_keys: Callable[[int], Sequence[BlockKey]], outlook: Outlook | None = None,
     ) -> Lease:  # fmt: skip
         pin = self.index.locate(root, parent_key) if parent_key is not None else EMPTY_MATCH
         self.index.pin(pin)  # before anything is evicted to make room
-        blocks = self._allocate(count)
+        blocks = self._allocate(count, outlook)
         lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, parent_pin=pin)
         if len(blocks):
             flight = self._flights.setdefault(root, _Flight())
@@ -343,8 +372,10 @@ class Tier:
         self._now += _TICK_S
         return self._now
 
-    def _allocate(self, count: int) -> BlockIds:
-        """Take free blocks, and evict as many as are missing.
+    def _allocate(self, count: int, outlook: Outlook | None = None) -> BlockIds:
+        """Take free blocks, and evict as many as are missing; only such as are worth less than
+        those of a prompt with this outlook.
+
 
         Evicted blocks are handed over directly: through the free stack they would cost twice as
         much.
@@ -353,7 +384,8 @@ class Tier:
         blocks = self.pool.take(num_free)
         if count > num_free:
             missing = count - num_free
-            evicted = self._evict(missing)
+            below = math.inf if outlook is None else self.index.ranking.bar(outlook)
+            evicted = self._evict(missing, below)
             self.counters.evicted_blocks += len(evicted)
             if len(evicted) > missing:  # the rest of a tail
                 self.pool.give_back(evicted[missing:])
@@ -362,17 +394,17 @@ class Tier:
         self._num_leased += len(blocks)
         return blocks
 
-    def _evict(self, count: int) -> BlockIds:
+    def _evict(self, count: int, below: float = math.inf) -> BlockIds:
         """Remove ``count`` unheld blocks if possible, and a few more if the last are a tail's.
 
-        A tail goes before the blocks that are due when it is: without them it would be useless.
+        A tail goes before blocks that were used no earlier: without them it would be useless.
         """
         if not self.tails.num_tails:
-            return self.index.evict(count)
+            return self.index.evict(count, below=below)
         pieces: list[BlockIds] = []
         while count > 0:
             due = self.tails.next_due()
-            pieces.append(self.index.evict(count, before=due))
+            pieces.append(self.index.evict(count, due, below))
             count -= len(pieces[-1])
             if due == math.inf:
                 break
@@ -430,7 +462,7 @@ class Tier:
         stop = start + self.index.num_insertable(lease.root, lease.keys[start:count])
         lease.published = self.index.insert(
             parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop],
-            self._tick(), lease.retain_s,
+            self._tick(), lease.retain_s, lease.outlook,
         )  # fmt: skip
         self.index.pin(lease.published)
         lease.num_published = stop - start

@@ -7,13 +7,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.eviction import Forecaster
+from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import BlockIds, Lease, Tier
 from flexcache.errors import InternalError
 from flexcache.ids import RootId, TierName
+
+_MAX_DEFERRED = 64
+
+
+class _Deferred(NamedTuple):
+    """A prompt that was looked up, or, if ``stop`` is not 0, offered with nothing new."""
+
+    keys: BlockKeys
+    stop: int
+    now: float
 
 
 class Tiers:
@@ -23,9 +36,10 @@ class Tiers:
         unavailable: Tiers that are currently neither read nor written.
         num_holders: Unfinished plans and withheld leases: while there are none, nothing is leased.
         lost: Blocks lost outside of any plan, by reason.
+        forecaster: Tells which blocks will be used again; None under LRU.
     """
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], forecaster: Forecaster | None = None) -> None:
         if not tiers or tiers[0].name is not TierName.CPU:
             raise InternalError("the first tier must be the host tier")
         self._tiers = tuple(tiers)
@@ -36,6 +50,8 @@ class Tiers:
         self.unavailable: set[TierName] = set()
         self.num_holders = 0
         self.lost: Counter[str] = Counter()
+        self.forecaster = forecaster
+        self._deferred: list[_Deferred] = []
         self.journal: Journal | None = None
         self.now = 0.0
         self._withheld = Counter[TierName]()
@@ -52,6 +68,47 @@ class Tiers:
         self.now = now
         for tier in self._tiers:
             tier.advance(now)
+
+    def look_up(self, keys: BlockKeys) -> None:
+        """Record the look-up of a prompt, later."""
+        self._defer(_Deferred(keys, 0, self.now))
+
+    def store(self, keys: BlockKeys, stop: int) -> Outlook | None:
+        """Record that a prompt's first ``stop`` blocks were computed; return their kinds, if these
+        matter."""
+        if self.forecaster is None:
+            return None
+        self.settle()
+        return self.forecaster.store(keys, stop)
+
+    def store_nothing(self, keys: BlockKeys, stop: int) -> None:
+        """Record likewise of a prompt whose blocks are all cached, later."""
+        self._defer(_Deferred(keys, stop, self.now))
+
+    def recall(self, keys: BlockKeys) -> Outlook | None:
+        """Return the kinds of a prompt's blocks as of its last look-up, and record nothing."""
+        if self.forecaster is None:
+            return None
+        self.settle()
+        return self.forecaster.recall(keys)
+
+    def settle(self) -> None:
+        """Record what was put off; look-ups do not wait for it."""
+        if self.forecaster is None:
+            return
+        for keys, stop, now in self._deferred:
+            if not stop:
+                self.forecaster.look_up(keys, now)
+            elif (outlook := self.forecaster.store(keys, stop)) is not None:
+                for tier in self._tiers:
+                    tier.sort(keys, outlook)
+        self._deferred.clear()
+
+    def _defer(self, deferred: _Deferred) -> None:
+        if self.forecaster is not None:
+            self._deferred.append(deferred)
+            if len(self._deferred) > _MAX_DEFERRED:
+                self.settle()
 
     def have_locally(self, keys: BlockKeys, stop: int) -> bool:
         """Whether a tier on this machine can supply the first ``stop`` blocks of a prompt."""
@@ -117,3 +174,5 @@ class Tiers:
             tier.check()
             if not self.num_holders and tier.num_leased:
                 raise InternalError(f"{tier.name.value}: blocks are leased without an open plan")
+        if self.forecaster is not None:
+            self.forecaster.check()

@@ -25,9 +25,9 @@ from flexcache.config.values import (
 )
 from flexcache.request_info import PromptDetail
 
-EvictionName = Literal["reuse", "lru"]
+EvictionName = Literal["density", "lru"]
 EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionName)
-WritePolicy = Literal["write_through", "write_back", "selective", "adaptive"]
+WritePolicy = Literal["write_through", "write_back", "selective", "density"]
 SsdSync = Literal["group", "none"]
 SSD_SYNCS: tuple[str, ...] = get_args(SsdSync)
 
@@ -87,8 +87,8 @@ class CacheConfig:
     ssd_write_policy: WritePolicy = setting(
         "write_through",
         "write_through: every block at once. write_back: when DRAM holds too many that the SSD "
-        "lacks. selective: blocks seen repeatedly. adaptive: write_through or selective, "
-        "whichever pays better.",
+        "lacks. selective: blocks seen repeatedly. density: what is likelier to be used again than "
+        "what would be evicted for it (needs eviction_policy density).",
     )
     remote_url: str | None = setting(
         None,
@@ -135,10 +135,10 @@ class CacheConfig:
         0.5, "Share of DRAM for blocks loaded ahead of their requests; 0: none in vLLM.", "of DRAM"
     )
     eviction_policy: EvictionName = setting(
-        "reuse",
-        "For DRAM and SSD. lru: evicts the least recently used blocks. reuse: evicts the blocks "
-        "least likely to be reused, estimated from the return times of similar prompts; LRU where "
-        "that is no better.",
+        "density",
+        "For DRAM and SSD. lru: evicts the least recently used blocks. density: evicts the blocks "
+        "that promise the fewest hits per time kept, by the return times of similar prompts; LRU "
+        "where that is no better.",
     )
     endpoint: str | None = setting(
         None,
@@ -249,6 +249,7 @@ class CacheConfig:
         if self.endpoint is not None:  # possibly the address that an engine's manager hands out
             object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _check_sizes(self)
+        _check_policies(self)
         _check_ssd_directories(self)
         _check_without_dram(self)
         _check_endpoints(self)
@@ -353,6 +354,13 @@ def _check_sizes(config: CacheConfig) -> None:
         num_blocks = getattr(config, blocks)
         if num_blocks is not None and getattr(config, gigabytes) is not None:
             raise reject(blocks, num_blocks, f"set either this or {gigabytes}")
+
+
+def _check_policies(config: CacheConfig) -> None:
+    for name in ("ssd_write_policy", "remote_write_policy"):
+        if getattr(config, name) == "density" and config.eviction_policy != "density":
+            hint = f"needs eviction_policy density, not {config.eviction_policy}"
+            raise reject(name, "density", hint)
 
 
 def _check_without_dram(config: CacheConfig) -> None:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from flexcache.cache.eviction import Forecaster, Study
 from flexcache.config import ModelConfig
 from flexcache.ids import SessionId
 from flexcache.logs import log_event
@@ -40,6 +42,7 @@ from flexcache.protocol.messages import (
     ToServer,
 )
 from flexcache.server import op_reports
+from flexcache.server.background import BackgroundJob
 from flexcache.server.cache_slot import CacheSlot, OpenCache
 from flexcache.server.claims import Claims
 from flexcache.server.greetings import malformed_greeting, refuse_undecodable
@@ -154,6 +157,9 @@ class Hub:
                 self._deliver(instruction, now)
         if self._notices.ending_sessions:
             self._notices.end_sessions(tasks)
+        forecaster = tasks.cache.tiers.forecaster
+        if forecaster is not None and (study := forecaster.begin_study()) is not None:
+            self.outbox.begin(BackgroundJob(study.run, partial(_end_study, forecaster, study)))
         if self._seen_readiness != self.readiness.num_changes:
             self._seen_readiness = self.readiness.num_changes
             has_news = True
@@ -349,3 +355,7 @@ class Hub:
 
 def _has_data(message: ToServer) -> bool:
     return isinstance(message, Match) and not message.scratch_bytes
+
+
+def _end_study(forecaster: Forecaster, study: Study, error: OSError | None) -> None:
+    forecaster.adopt(study)  # one that could not be run has learned nothing

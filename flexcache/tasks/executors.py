@@ -95,6 +95,8 @@ class Executors:
         self._op_timeout_s = op_timeout_s
         self._lanes = {DISK: _WorkerLane(op_timeout_s), REMOTE: _WorkerLane(remote_timeout_s)}
         self._running: dict[OpId, OpRun] = {}
+        self._direct_blocks = 0
+        """How many the running ops between GPU and SSD have together."""
         self._deadlines: list[tuple[float, OpId]] = []
         """A heap; those of ops that have ended stay until they are due or swept out."""
 
@@ -235,7 +237,11 @@ class Executors:
         gated = task.gated and op.kind.touches_gpu
         lane = self._lanes.get(executors[0])
         patience_s = self._op_timeout_s if lane is None else lane.timeout_s
-        patience_s += len(op) * self._block_bytes / _SLOWEST_BYTES_PER_S
+        num_blocks = len(op)
+        if op.kind.is_direct:  # a rank has them all at once: those before it go first
+            self._direct_blocks += num_blocks
+            num_blocks = self._direct_blocks
+        patience_s += num_blocks * self._block_bytes / _SLOWEST_BYTES_PER_S
         if gated:
             patience_s += _GATE_PATIENCE_S
         heapq.heappush(self._deadlines, (now + patience_s, op.op_id))
@@ -259,6 +265,8 @@ class Executors:
         del self._running[op.op_id], run.task.running[op.op_id]
         self._sweep_deadlines()
         self._accounts.op_ended(run, now)
+        if op.kind.is_direct:
+            self._direct_blocks -= len(op)
         if op.kind in WORKER_OF:
             lane = self._lanes[executor]
             lane.num_running -= 1
@@ -306,6 +314,9 @@ class Executors:
                 raise InternalError(f"ops wait for {tier.value}, which is unavailable")
         if len(self._deadlines) > 2 * len(self._running) + _MAX_STALE_DEADLINES:
             raise InternalError(f"{len(self._deadlines)} deadlines for {len(self._running)} ops")
+        direct = (run.op for run in self._running.values() if run.op.kind.is_direct)
+        if self._direct_blocks != sum(map(len, direct)):
+            raise InternalError(f"{self._direct_blocks} blocks are counted between GPU and SSD")
         for op_id, run in self._running.items():
             if not run.waiting_for:
                 raise InternalError(f"op {op_id} runs without an executor")

@@ -67,8 +67,6 @@ class TierStats(_Part, frozen=True, kw_only=True):
     seen_blocks: int | None = None
     """Only for a tier that does not take every block, like the next three."""
     refused_blocks: int | None = None
-    is_selective: int | None = None
-    policy_switches: int | None = None
     dirty_blocks: int | None = None
     """Blocks that wait to be written back."""
 

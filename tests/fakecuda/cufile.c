@@ -93,6 +93,7 @@ bool is_registered_for_files(CUdeviceptr address, size_t size) {
 
 CUfileError_t cuFileDriverOpen(void) {
   BEGIN("cuFileDriverOpen");
+  while (is_frozen && !faults.is_lost) pthread_cond_wait(&changed, &the_lock);
   is_open = true;
   ANSWER(OK);
 }
@@ -141,6 +142,7 @@ CUfileError_t cuFileBufDeregister(CUdeviceptr base) {
   BEGIN("cuFileBufDeregister");
   for (size_t i = 0; i < num_buffers; i++) {
     if (buffers[i].base != base) continue;
+    if (device_of(base) != current_device()) ANSWER(CONTEXT_MISMATCH);
     if (is_in_file_io(base, buffers[i].size) || is_in_flight(base, buffers[i].size))
       note_violation("memory in use is deregistered");
     buffers[i] = buffers[--num_buffers];

@@ -1,6 +1,6 @@
 """Kill a cache at random moments of heavy writing and check what is left. Run by test_crash.py.
 
-    python crash.py DIRECTORY ROUNDS SEED
+    python crash.py DIRECTORY ROUNDS SEED NUM_CPU_BLOCKS
 
 Each life of the cache is a process forked from one that has imported everything, with the same SSD
 directory. It first looks for what the life before had said to be durable, all of which must be
@@ -35,10 +35,12 @@ Stored = tuple[int, int]
 """A prompt, and how many of its blocks."""
 
 
-def live(conn: Connection, directory: str, seed: int, first_prompt: int) -> None:
+def live(
+    conn: Connection, directory: str, seed: int, first_prompt: int, num_cpu_blocks: int
+) -> None:
     """Run one life of the cache: check what must and may be there, then write until killed."""
     config = CacheConfig(
-        num_cpu_blocks=160, num_ssd_blocks=NUM_SLOTS, ssd_cache_dirs=[directory],
+        num_cpu_blocks=num_cpu_blocks, num_ssd_blocks=NUM_SLOTS, ssd_cache_dirs=[directory],
         transfer_chunk_mb=0.1,
     )  # fmt: skip
     rng = np.random.default_rng(seed)
@@ -75,15 +77,21 @@ def put_completely(load: LoadEngine, prompt: int, count: int) -> int:
     """Put a new prompt; return how many of its blocks are durable on SSD."""
     slots, blocks = load._slots(count)
     load._fill(prompt, blocks)
-    written = load.manager.stats()["ops"]["H2DISK"]["blocks"]
+    written = num_recorded(load.manager)
     task_id, mask = load.manager.put_async(tokens_of(prompt, count), slots)
     load.manager.wait([task_id], PATIENCE_S, completely=True)
-    written = load.manager.stats()["ops"]["H2DISK"]["blocks"] - written
-    assert mask.all(), "the new prompt was stored before"
-    return int(written)
+    has_dram = load.manager.stats()["ops"]["D2DISK"]["ops"] == 0
+    assert mask.all() or not has_dram, "the new prompt was stored before"
+    return num_recorded(load.manager) - written
 
 
-def run(directory: str, num_rounds: int, seed: int) -> None:
+def num_recorded(manager: KVManager) -> int:
+    """Return how many blocks were written to SSD and recorded, through DRAM or past it."""
+    ops = manager.stats()["ops"]
+    return int(ops["H2DISK"]["blocks"] + ops["COMMIT"]["blocks"])
+
+
+def run(directory: str, num_rounds: int, seed: int, num_cpu_blocks: int) -> None:
     """Raises `AssertionError` if a byte is wrong or something durable is lost."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["crash", "flexcache.manager", "flexcache.client.rank"])
@@ -94,7 +102,8 @@ def run(directory: str, num_rounds: int, seed: int) -> None:
     while rounds < num_rounds or not num_checked:
         ours, theirs = context.Pipe()
         life_seed, first_prompt = int(rng.integers(1 << 30)), lives * 100_000
-        life = context.Process(target=live, args=(theirs, directory, life_seed, first_prompt))
+        arguments = (theirs, directory, life_seed, first_prompt, num_cpu_blocks)
+        life = context.Process(target=live, args=arguments)
         life.start()
         theirs.close()
         lives += 1
@@ -152,4 +161,4 @@ def kill_disk_worker(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    run(sys.argv[1], *map(int, sys.argv[2:5]))

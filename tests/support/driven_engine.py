@@ -30,6 +30,7 @@ from engine_systems import Settings, clear_lmcache, llm_arguments
 from engines import ENGINE_ENV, Engine
 from paths import ROOT, SUPPORT
 from preloaded import ForkedProcess
+from users import Answer, Turn, converse
 
 STOP_S = 120.0
 ABORTED_AFTER_STEPS = 10
@@ -122,6 +123,13 @@ class DrivenEngine:
         return dict(
             self._call("serve", prompts=prompts, num_generated=num_generated, without=without)
         )
+
+    def converse(
+        self, sessions: Sequence[Sequence[Turn]], num_users: int, think_s: float
+    ) -> tuple[list[Answer], float]:
+        """Let users ask all turns of the sessions; return the answers, and the seconds it took."""
+        seen = self._call("converse", sessions=sessions, num_users=num_users, think_s=think_s)
+        return [Answer(**each) for each in seen["answers"]], seen["took_s"]
 
     def open_gates_late(self, num_steps: int) -> None:
         """Let copies between steps begin this many steps later than they could."""
@@ -315,6 +323,13 @@ class Commands(Engine):
         assert all(len(output.outputs[0].token_ids) == num_generated for output in outputs)
         assert sum(output.num_cached_tokens or 0 for output in outputs) == 0, "a prompt was known"
         return took
+
+    def converse(
+        self, sessions: list[list[Turn]], num_users: int, think_s: float
+    ) -> dict[str, Any]:
+        answers, took_s = converse(self.llm.llm_engine, sessions, num_users, think_s)
+        self.settle()
+        return {"answers": [asdict(answer) for answer in answers], "took_s": took_s}
 
     def open_gates_late(self, num_steps: int) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -13,9 +13,14 @@ import pytest
 def headers_named(variable: str, header: str) -> list[Path]:
     """Return the folders with a header, below those that an environment variable names, and in
     the usual place."""
-    named = [*os.environ.get(variable, "").split(os.pathsep), "/usr/local/cuda/include"]
-    folders = (path.parent for folder in named if folder for path in Path(folder).rglob(header))
-    return sorted(set(folders))
+    usual = Path("/usr/local/cuda/include").rglob(header)
+    return sorted({path.parent for path in (*files_named(variable, header), *usual)})
+
+
+def files_named(variable: str, name: str) -> list[Path]:
+    """Return the files of this name below the folders that an environment variable names."""
+    folders = filter(None, os.environ.get(variable, "").split(os.pathsep))
+    return sorted(path for folder in folders for path in Path(folder).rglob(name))
 
 
 def compile_check(source: Path, *headers: Path) -> subprocess.CompletedProcess[str]:

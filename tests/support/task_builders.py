@@ -236,7 +236,7 @@ class World:
         keys = keys_of(text, behind)
         stop = max(behind, len(text) if stop is None else min(stop, len(text)))
         start = max(behind, min(start, stop))
-        has_parent = not behind or self._can_continue(kind, text[:behind])
+        has_parent = not behind or self._can_continue(kind, engine, text[:behind])
         task_id = self.sessions[engine].next()
         plan = self.engine.match(
             task_id, kind, keys, start - behind, stop - behind, 16 * keys.num_blocks, self.now,
@@ -274,11 +274,12 @@ class World:
             self.tasks[task_id].launched |= is_open
         self._carry_out()
 
-    def _can_continue(self, kind: TaskKind, text: str) -> bool:
+    def _can_continue(self, kind: TaskKind, engine: str, text: str) -> bool:
         """Whether a tier that counts has all blocks of a prompt, or awaits those it lacks."""
         keys, tiers = self.placed(text), [self.cache.tiers.host]
         direct = self.cache.direct_stores
-        if direct is not None and all(rank in self.alive for rank in self.ranks):
+        ranks = [device(engine, rank) for rank in self._load_ranks]
+        if direct is not None and self._are_direct and all(rank in self.alive for rank in ranks):
             tiers = [direct.tier]
         if kind is not TaskKind.PUT:
             tiers = list(self.cache.tiers)
@@ -494,7 +495,7 @@ class World:
                 _, engine, number = run.executor.split(":")
                 rank = int(number)
                 copy = self._copy(rank)
-                tier = TierName.SSD if op.kind in (OpKind.DISK2D, OpKind.D2DISK) else TierName.CPU
+                tier = TierName.SSD if op.kind.is_direct else TierName.CPU
                 if op.kind.fills_gpu:
                     content = self.stored[tier, copy, src]
                     self.gpu[engine, rank, dst] = content if whole else "torn"

@@ -13,14 +13,19 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from paths import SUPPORT
 
 ROUNDS = os.environ.get("CRASH_ROUNDS", "24")
 SEED = os.environ.get("CRASH_SEED", "1")
 
 
-def test_a_crash_while_writing_costs_nothing_that_was_durable(tmp_path: Path) -> None:
-    command = [sys.executable, str(SUPPORT / "crash.py"), str(tmp_path / "ssd"), ROUNDS, SEED]
+@pytest.mark.parametrize("num_cpu_blocks", ["160", "0"], ids=["below DRAM", "SSD alone"])
+def test_a_crash_while_writing_costs_nothing_that_was_durable(
+    num_cpu_blocks: str, tmp_path: Path
+) -> None:
+    arguments = [str(tmp_path / "ssd"), ROUNDS, SEED, num_cpu_blocks]
+    command = [sys.executable, str(SUPPORT / "crash.py"), *arguments]
     with tempfile.TemporaryDirectory(prefix="fc-") as sockets:  # which the dead leave behind
         environment = {**os.environ, "XDG_RUNTIME_DIR": sockets}
         ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)

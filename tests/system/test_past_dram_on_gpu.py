@@ -78,6 +78,20 @@ def test_what_a_gpu_wrote_is_read_through_dram_and_the_other_way_round(
         assert ops(cluster)["DISK2D"] == 12
 
 
+def test_beside_dram_both_ways_are_timed(memory: DeviceMemory, tmp_path: Path) -> None:
+    source, target = list(range(12)), list(range(20, 32))
+    with running_cluster([tmp_path], memory=memory) as cluster:
+        expected = cluster.read(source)
+        assert cluster.put(TOKENS, source).mask.all()
+        for _ in range(8):
+            cluster.manager.clear("CPU")
+            cluster.wipe(target)
+            assert cluster.get(TOKENS, target).mask.all()
+            assert cluster.read(target) == expected
+        moved = ops(cluster)
+        assert (moved["DISK2H"], moved["DISK2D"]) == (4 * 12, 4 * 12)
+
+
 def test_a_store_waits_for_what_the_engine_has_queued(memory: DeviceMemory, tmp_path: Path) -> None:
     gpu, blocks = memory.gpu, [0, 1, 2, 3]
     with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:

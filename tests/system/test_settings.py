@@ -264,8 +264,8 @@ SCENARIOS = [
         writes_what_is_seen_three_times("SSD"),
     ),
     Scenario(
-        "adaptive to SSD",
-        lambda d: {**ssd(d), "ssd_write_policy": "adaptive"},
+        "density to SSD",
+        lambda d: {**ssd(d), "ssd_write_policy": "density"},
         comes_back_from("SSD"),
     ),
     Scenario(
@@ -279,8 +279,8 @@ SCENARIOS = [
         writes_what_is_seen_three_times("REMOTE"),
     ),
     Scenario(
-        "adaptive to a store",
-        lambda d: {**remote(d), "remote_write_policy": "adaptive"},
+        "density to a store",
+        lambda d: {**remote(d), "remote_write_policy": "density"},
         comes_back_from("REMOTE"),
     ),
     *(

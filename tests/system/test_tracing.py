@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from flexcache import CacheConfig
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.eviction import make_eviction_policy
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
@@ -466,7 +465,7 @@ def test_a_trace_in_mooncakes_format_is_replayed(tmp_path: Path) -> None:
             chat.clear()
     path.write_text("\n".join(lines) + "\n")
 
-    tier = Tier(TierName.CPU, capacity, make_eviction_policy("lru", capacity))
+    tier = Tier(TierName.CPU, capacity)
     cache, root, expected = TieredCache(Tiers([tier]), 1000, capacity), make_root("m", (), "k"), 0
     for request in read_requests(path):
         keys = [number.to_bytes(8, "big") for number in request.hash_ids]

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from flexcache.cache.admission import (
     SAMPLED_BLOCKS,
     SIGHTINGS_PER_BLOCK,
-    Adaptive,
     Admission,
     GhostTier,
     make_admission,
@@ -28,7 +27,7 @@ from flexcache.ids import RootId, TierName
 Sight = tuple[RootId, str, int]  # a prompt, and how many of its blocks were offered
 Pattern = Callable[[Iterator[int], int], Iterator[EngineBlockKeys]]
 
-POLICIES = ("write_through", "selective", "adaptive")
+POLICIES = ("write_through", "selective")
 CAPACITY = 100
 
 some_word = st.text("ab", min_size=1, max_size=12)
@@ -93,21 +92,6 @@ def test_a_request_that_is_offered_in_two_puts_is_seen_once(
     assert stride > 1 or parts.stats() == whole.stats()
 
 
-def test_adaptive_compares_a_request_that_is_offered_in_two_puts_once() -> None:
-    whole, parts = (make_admission("adaptive", CAPACITY) for _ in range(2))
-    names = count()
-    for _ in range(40):
-        keys = one_off(names, 10)
-        for _ in range(2):
-            assert whole.admit(keys, 10) == 10
-            assert parts.admit(keys, 4) == 4
-            assert parts.admit(keys, 10, 4) == 10
-    assert parts.stats() == whole.stats()
-    assert isinstance(whole, Adaptive)
-    assert isinstance(parts, Adaptive)
-    assert parts._lead == pytest.approx(whole._lead, rel=0.01)  # decays in smaller steps
-
-
 def test_old_sightings_do_not_count() -> None:
     remembered = SIGHTINGS_PER_BLOCK * CAPACITY
     for others, admitted in ((remembered - 1, 1), (remembered, 0)):
@@ -150,7 +134,7 @@ def test_a_ghost_holds_what_an_lru_tier_would(sights: list[Sight], capacity: int
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"c", b"d"]), max_size=6), max_size=20))
 def test_keys_that_do_not_chain_break_nothing(prompts: list[list[bytes]]) -> None:
-    ghost, admission = GhostTier(3), make_admission("adaptive", 3)
+    ghost, admission = GhostTier(3), make_admission("selective", 3)
     for keys in prompts:
         unchained = EngineBlockKeys(ROOT, keys, len(keys))
         assert 0 <= admission.admit(unchained, len(keys)) <= len(keys)
@@ -212,59 +196,19 @@ def hits_by_policy(*patterns: tuple[Pattern, int]) -> dict[str, int]:
     return hits
 
 
-def test_adaptive_keeps_a_hot_set_that_a_scan_would_flush() -> None:
+def test_selective_keeps_a_hot_set_that_a_scan_would_flush() -> None:
     hits = hits_by_policy((hot_set_in_a_scan, 40))
     assert hits["write_through"] == 0
     assert hits["selective"] == 38 * 50  # all but the first two rounds
-    assert hits["adaptive"] >= 0.9 * hits["selective"]
 
 
-def test_adaptive_writes_everything_where_loops_fit_and_change() -> None:
+def test_selective_misses_what_comes_back_once() -> None:
     hits = hits_by_policy((seen_twice, 40))
     assert hits["selective"] == 0
-    assert hits["adaptive"] == hits["write_through"] == 40 * 50
+    assert hits["write_through"] == 40 * 50
 
 
-def test_adaptive_does_not_give_up_write_through_for_a_small_lead() -> None:
-    names, admission = count(), make_admission("adaptive", CAPACITY)
-    hot = one_off(names, 3)
-    for _ in range(100):  # selective would hit 3 blocks of 153, write-through none
-        for keys in (hot, *(one_off(names, 10) for _ in range(15))):
-            assert admission.admit(keys, keys.num_blocks) == keys.num_blocks
-
-
-def test_adaptive_does_not_oscillate_around_its_threshold() -> None:
-    names, admission = count(), make_admission("adaptive", CAPACITY)
-    hot = one_off(names, 4)  # selective hits 4 blocks of 154: above the limit just after them only
-    for _ in range(100):
-        for keys in (hot, *(one_off(names, 10) for _ in range(15))):
-            admission.admit(keys, keys.num_blocks)
-    assert admission.stats()["policy_switches"] == 1
-
-
-@pytest.mark.parametrize(
-    "order", [(hot_set_in_a_scan, seen_twice), (seen_twice, hot_set_in_a_scan)]
-)
-def test_adaptive_follows_when_the_pattern_changes(order: tuple[Pattern, Pattern]) -> None:
-    hits = hits_by_policy(*((pattern, 60) for pattern in order))
-    best_of_each = 60 * 50 + 58 * 50
-    assert max(hits["write_through"], hits["selective"]) < 0.6 * best_of_each
-    assert hits["adaptive"] > 0.85 * best_of_each
-
-
-@given(st.lists(some_sight, max_size=60))
-def test_adaptive_admits_everything_while_the_tier_has_room(
-    sights: list[Sight],
-) -> None:
-    seen = {(root, word[:end]) for root, word, _ in sights for end in range(1, len(word) + 1)}
-    admission = make_admission("adaptive", max(1, len(seen)))
-    for root, word, offered in sights:
-        stop = min(offered, len(word))
-        assert admission.admit(prompt(word, root), stop) == stop
-    assert admission.stats().get("refused_blocks") == 0
-
-
-@pytest.mark.parametrize("policy", ["write_through", "adaptive"])
+@pytest.mark.parametrize("policy", ["write_through", "density"])
 def test_an_unbounded_tier_is_given_everything(policy: str) -> None:
     admission = make_admission(policy, None)
     assert all(admission.admit(keys, 10) == 10 for keys in hot_set_in_a_scan(count(), 3))
@@ -280,18 +224,8 @@ def test_refused_blocks_are_counted() -> None:
     assert admission.stats() == {"seen_blocks": 16, "refused_blocks": 6 + 4}
 
 
-def test_adaptive_reports_which_policy_it_follows() -> None:
-    admission, names = make_admission("adaptive", CAPACITY), count()
-    assert admission.stats()["is_selective"] == 0
-    for keys in hot_set_in_a_scan(names, 40):
-        admission.admit(keys, 10)
-    stats = admission.stats()
-    assert (stats["is_selective"], stats["policy_switches"]) == (1, 1)
-    assert stats["refused_blocks"] > stats["seen_blocks"] // 2
-
-
 def test_an_unknown_policy_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'sometimes'.*write_through, selective or adaptive"):
+    with pytest.raises(ValueError, match=r"'sometimes'.*write_through, selective or density"):
         make_admission("sometimes", CAPACITY)
 
 

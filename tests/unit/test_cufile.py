@@ -130,6 +130,12 @@ def test_a_driver_that_another_part_of_the_process_has_opened_is_used(
     assert Rig(gpu, fd).read() == SIZE
 
 
+def test_a_library_that_does_not_answer_is_not_waited_for(gpu: FakeGpu) -> None:
+    gpu.freeze()
+    with pytest.raises(RuntimeError, match="did not answer within 0 s"):
+        CuFile.load().open_driver(patience_s=0.05)
+
+
 def test_a_file_without_o_direct_is_refused(rig: Rig, tmp_path: Path) -> None:
     with (
         open(tmp_path / "slots", "r+b") as buffered,

@@ -1,187 +1,25 @@
-"""Eviction policies: learned return times, shadows, and the resulting contents of a tier."""
+"""The policy by hit density: what a tier keeps, refuses and gives up, beside LRU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 from builders import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.eviction import make_eviction_policy
-from flexcache.cache.eviction_policy import Lineage
-from flexcache.cache.eviction_returns import ReturnTimes, bin_of
-from flexcache.cache.eviction_reuse import Reuse
-from flexcache.cache.eviction_shadow import Shadow
+from flexcache.cache.eviction import Forecaster, Study, make_forecaster
+from flexcache.cache.eviction_guard import Guard, Seen
+from flexcache.cache.eviction_kinds import NUM_KINDS
+from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.tier import Tier
 from flexcache.config.cache import EVICTION_POLICIES
-from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, TierName
 
-CAPACITY = 12
-
-
-class ShadowMachine(RuleBasedStateMachine):
-    """Shadows against a plain model: due times by lineage; children leave first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shadow = Shadow(CAPACITY)
-        self.lineages: list[Lineage] = []
-        self.due: dict[Lineage, float] = {}
-        self.size: dict[Lineage, int] = {}
-
-    @rule(parent=st.integers(0, 99), blocks=st.integers(1, CAPACITY + 3))
-    def begin(self, parent: int, blocks: int) -> None:
-        choice = [None, *self.lineages]
-        lineage = Lineage(choice[parent % len(choice)], 0)
-        lineage.num_blocks = blocks
-        self.lineages.append(lineage)
-
-    @rule(which=st.integers(0, 99), due=st.integers(0, 9), more=st.integers(0, 2))
-    def see(self, which: int, due: int, more: int) -> None:
-        if not self.lineages:
-            return
-        lineage = self.lineages[which % len(self.lineages)]
-        lineage.num_blocks += more
-        was_there = self.shadow.see(lineage, due)
-        assert was_there == (lineage in self.due)
-        path: list[Lineage] = []
-        hold: Lineage | None = lineage
-        while hold is not None:
-            path.append(hold)
-            hold = hold.parent
-        for hold in path:
-            self.due[hold] = max(self.due.get(hold, due), due)
-            self.size[hold] = hold.num_blocks
-        kept = set(self.shadow._held)
-        gone = [held for held in self.due if held not in kept]
-        if gone:
-            latest = max(self.due[held] for held in gone)
-            assert latest <= min((self.due[held] for held in kept), default=latest)
-            room = CAPACITY - sum(self.size[held] for held in kept)
-            assert room < max(self.size[held] for held in gone if self.due[held] == latest), (
-                "more went than had to"
-            )
-        for held in gone:
-            del self.due[held]
-        assert kept == set(self.due)
-
-    @invariant()
-    def is_consistent(self) -> None:
-        self.shadow.check()
-        assert sum(self.size[held] for held in self.due) <= CAPACITY
-
-
-TestShadowMachine = ShadowMachine.TestCase
-TestShadowMachine.settings = settings(stateful_step_count=40)
-
-
-def test_a_shadow_keeps_its_queue_short() -> None:
-    shadow, lineage = Shadow(10), Lineage(None, 0)
-    lineage.num_blocks = 1
-    for now in range(10_000):
-        shadow.see(lineage, now)
-    assert len(shadow._queue) < 200
-
-
-def _lose_count(shadow: Shadow) -> None:
-    shadow._num_blocks += 1
-
-
-def _lose_the_queue(shadow: Shadow) -> None:
-    shadow._queue.clear()
-
-
-@pytest.mark.parametrize("damage", [_lose_count, _lose_the_queue])
-def test_a_damaged_shadow_is_noticed_by_the_tier(damage: Callable[[Shadow], None]) -> None:
-    policy = Reuse(10)
-    tier = Tier(TierName.CPU, 10, policy)
-    serve(tier, [(0.0, [1, 2])])
-    tier.check()
-    damage(policy._planned_shadow)
-    with pytest.raises(InternalError, match="shadow"):
-        tier.check()
-
-
-# -- what is learned of returns -------------------------------------------------------------------
-
-
-def counted(kinds: Iterable[Iterable[float | None]]) -> ReturnTimes:
-    """Count, per kind, after what time lineages returned; None for those that did not."""
-    times = ReturnTimes()
-    for gaps in kinds:
-        kind = times.add_kind()
-        for gap in gaps:
-            times.begin(kind, 10, now=0.0)
-            if gap is not None:
-                times.end(kind, bin_of(gap))
-    return times
-
-
-def test_without_history_all_kinds_get_the_same_patience() -> None:
-    assert counted([[None] * 50, [None] * 10]).best_patience(100, now=100.0) == [0.0, 0.0]
-
-
-def test_kinds_that_come_back_alike_get_the_same_patience() -> None:
-    gaps = [10.0, 20.0, 40.0, None] * 50
-    first, second = counted([gaps, gaps]).best_patience(1_000_000, now=100.0)
-    assert first == second > 40.0
-
-
-def test_scarce_space_goes_to_the_kind_that_comes_back() -> None:
-    times = counted([[10.0] * 100, [10.0, *[None] * 99]])
-    loyal, fickle = times.best_patience(120, now=100.0)
-    assert loyal >= 10.0
-    assert fickle < 10.0
-
-
-def test_a_kind_seen_once_is_taken_for_an_average_one() -> None:
-    times = counted([[10.0] * 100, [None]])
-    often, once = times.best_patience(1_000, now=100.0)
-    assert often >= 10.0
-    assert once >= 10.0
-
-
-@given(
-    st.lists(
-        st.lists(st.none() | st.floats(1e-3, 1e4), min_size=1, max_size=20), min_size=1, max_size=5
-    ),
-    st.integers(1, 10_000),
-)
-def test_more_space_never_means_less_patience(
-    kinds: list[list[float | None]], capacity: int
-) -> None:
-    times = counted(kinds)
-    small, large = (np.array(times.best_patience(size, 60.0)) for size in (capacity, 2 * capacity))
-    assert (large >= small).all()
-    assert (small >= 0).all()
-
-
-def test_what_was_counted_long_ago_counts_less() -> None:
-    times = counted([[10.0] * 64, [None] * 64])
-    before = times.best_patience(200, now=100.0)
-    for _ in range(8):
-        times.halve(now=100.0)
-        for _ in range(64):
-            times.begin(0, 10, now=100.0)
-            times.begin(1, 10, now=100.0)
-            times.end(1, bin_of(10.0))
-    after = times.best_patience(2_000_000, now=101.0)
-    assert before[0] > before[1]
-    assert after[1] >= 10.0
-
-
-@pytest.mark.parametrize("gap", [0.0, 1e-9, 1e-6, 0.5, 1.0, 1e5, 1e30])
-def test_every_gap_has_a_bin(gap: float) -> None:
-    assert 0 <= bin_of(gap) <= bin_of(2 * gap) < 96
-
-
-# -- what a tier keeps by it ----------------------------------------------------------------------
+Request = tuple[float, list[int]]
 
 
 def prompt_of(numbers: list[int]) -> EngineBlockKeys:
@@ -189,110 +27,206 @@ def prompt_of(numbers: list[int]) -> EngineBlockKeys:
     return EngineBlockKeys(ROOT, keys, len(keys))
 
 
-def serve(tier: Tier, requests: Iterable[tuple[float, list[int]]]) -> int:
-    """Look up each prompt and store what is missing; return how many blocks were found."""
-    hits = 0
-    for now, numbers in requests:
+class World:
+    """A tier that is looked up and then stored to, under a policy; a block has 512 tokens."""
+
+    def __init__(self, policy: str, capacity: int, bypasses: bool = True) -> None:
+        self.forecaster = make_forecaster(policy, 512)
+        ranking = None if self.forecaster is None else self.forecaster.ranking(capacity)
+        self.tier = Tier(TierName.CPU, capacity, ranking, bypasses)
+        self.lru_until = 0.0
+
+    def serve(self, requests: Iterable[Request]) -> int:
+        """Return how many blocks were found."""
+        return sum(self.ask(now, numbers) for now, numbers in requests)
+
+    def ask(self, now: float, numbers: list[int]) -> int:
+        tier, keys, forecaster = self.tier, prompt_of(numbers), self.forecaster
         tier.advance(now)
-        keys = prompt_of(numbers)
-        there = tier.match(keys).num_blocks
-        hits += there
-        assert tier.refresh(keys).num_blocks == there
+        there, outlook = tier.match(keys).num_blocks, None
+        if forecaster is not None:
+            forecaster.look_up(keys, now)
+            outlook = forecaster.store(keys, keys.num_blocks)
+        tier.match(keys, outlook)
         if there < keys.num_blocks:
-            lease = tier.reserve(keys, there, keys.num_blocks)
+            lease = tier.reserve(keys, there, keys.num_blocks, outlook)
             tier.publish(lease, len(lease))
             tier.release(lease)
-    return hits
+        if forecaster is not None and (study := forecaster.begin_study()) is not None:
+            study.run()
+            forecaster.adopt(study)
+        if tier.index.ranking.is_lru:
+            self.lru_until = now
+        return there
 
 
-def conversations_among_one_shots(num_requests: int) -> list[tuple[float, list[int]]]:
+def conversations_among_one_shots(num_requests: int) -> list[Request]:
     """Every fourth request continues one of ten conversations; the others never come back."""
-    requests, next_id = [], 10_000
-    talks = [list(range(1_000 * talk, 1_000 * talk + 8)) for talk in range(10)]
+    requests, next_id = [], 10_000_000
+    talks: list[list[int]] = [[] for _ in range(10)]
     for at in range(num_requests):
         if at % 4:
             requests.append((float(at), list(range(next_id, next_id + 8))))
             next_id += 8
             continue
         talk = talks[at // 4 % 10]
-        if len(talk) < 30:
+        if not talk or len(talk) >= 30:
+            talk[:] = range(at * 1_000, at * 1_000 + 8)
+        else:
             talk.append(talk[-1] + 1)
         requests.append((float(at), list(talk)))
     return requests
 
 
-def hits_by(policy: str, capacity: int, requests: list[tuple[float, list[int]]]) -> int:
-    tier = Tier(TierName.CPU, capacity, make_eviction_policy(policy, capacity))
-    hits = serve(tier, requests)
-    tier.check()
-    return hits
+def test_what_comes_back_is_kept_where_lru_keeps_what_does_not() -> None:
+    requests = conversations_among_one_shots(6_000)
+    capacity = 300  # the conversations take 200; in between come 240 others
+    density, lru = World("density", capacity), World("lru", capacity)
+    assert density.serve(requests) > 1.3 * lru.serve(requests)
+    assert density.lru_until < 3_000
+    written, through = (w.tier.counters.stored_blocks for w in (density, lru))
+    assert written < 0.5 * through, "what does not come back is not stored either"
+    density.tier.check()
+    assert density.forecaster is not None
+    density.forecaster.check()
 
 
-def test_reuse_keeps_what_comes_back_where_lru_keeps_what_does_not() -> None:
-    requests = conversations_among_one_shots(4_000)
-    capacity = 400  # the conversations take 300; in between come 240 others
-    assert hits_by("reuse", capacity, requests) > 1.5 * hits_by("lru", capacity, requests)
-
-
-def test_where_all_come_back_alike_reuse_hits_as_often_as_lru() -> None:
+def test_where_all_come_back_alike_it_hits_as_often_as_lru() -> None:
     random = np.random.default_rng(7)
     requests = [(float(at), [int(n) * 8 + i for i in range(8)])
                 for at, n in enumerate(random.integers(0, 40, 3_000))]  # fmt: skip
-    lru, reuse = (hits_by(policy, 160, requests) for policy in ("lru", "reuse"))
-    assert reuse >= 0.98 * lru
+    density, lru = (World(policy, 160).serve(requests) for policy in ("density", "lru"))
+    assert density >= 0.98 * lru
 
 
-def test_a_lineage_that_returns_after_its_eviction_is_recognised() -> None:
-    policy = Reuse(8)
-    tier = Tier(TierName.CPU, 8, policy)
-    serve(tier, [(0.0, [1, 2, 3, 4]), (1.0, list(range(10, 18)))])
-    lineage = policy._ghosts[ROOT, BlockKey((1).to_bytes(8, "big"))]
-    assert lineage.num_returns == 0
-    serve(tier, [(5.0, [1, 2, 3, 4, 5])])
-    run = tier.index.match(prompt_of([1])).run
-    assert run is not None
-    assert run.lineage is lineage
-    assert (lineage.num_returns, lineage.used_at) == (1, pytest.approx(5.0, abs=0.01))
+def test_until_its_shadow_leads_the_order_is_exactly_lru() -> None:
+    requests = conversations_among_one_shots(450)  # fewer than the first fit needs
+    density, lru = World("density", 200), World("lru", 200)
+    for now, numbers in requests:
+        assert density.ask(now, numbers) == lru.ask(now, numbers)
+    assert density.lru_until == requests[-1][0]
 
 
-def test_storing_a_prompt_does_not_count_as_a_use() -> None:
-    tier = Tier(TierName.CPU, 8, Reuse(8))
-    serve(tier, [(0.0, [1, 2]), (1.0, [1, 2])])
-    run = tier.index.match(prompt_of([1])).run
-    assert run is not None
-    assert run.lineage.num_returns == 1
-    tier.advance(2.0)
-    tier.refresh(prompt_of([1, 2]))
-    assert run.lineage.num_returns == 1
+def test_a_tier_that_does_not_bypass_takes_everything() -> None:
+    requests = conversations_among_one_shots(4_000)
+    world = World("density", 300, bypasses=False)
+    world.serve(requests)
+    assert world.lru_until < requests[-1][0]
+    new = list(range(900_000_000, 900_000_100))
+    world.ask(5_000.0, new)
+    assert world.tier.index.match(prompt_of(new)).num_blocks == 100
 
 
-def test_ghosts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexcache.cache.eviction_reuse._MIN_GHOSTS", 3)
-    policy = Reuse(4)
-    tier = Tier(TierName.CPU, 4, policy)
-    serve(tier, [(float(at), [2 * at, 2 * at + 1]) for at in range(50)])
-    assert len(policy._ghosts) == 3
+def test_a_prompt_to_be_retained_is_stored_whatever_it_is_worth() -> None:
+    world = World("density", 300)
+    world.serve(conversations_among_one_shots(4_000))
+    keys = prompt_of(list(range(900_000_000, 900_000_100)))
+    assert world.forecaster is not None
+    world.forecaster.look_up(keys, 5_000.0)
+    outlook = world.forecaster.store(keys, 100)
+    refused = world.tier.reserve(keys, 0, 100, outlook)
+    assert (len(refused) < 100, refused.is_refused) == (True, True)
+    world.tier.release(refused)
+    retained = world.tier.reserve(keys, 0, 100, outlook, retain_s=60.0)
+    assert (len(retained), retained.is_refused) == (100, False)
+    world.tier.release(retained)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.text("ab", min_size=1, max_size=7)), max_size=60))
-def test_with_any_policy_a_tier_stays_consistent(steps: list[tuple[int, str]]) -> None:
-    for name in EVICTION_POLICIES:
-        policy = make_eviction_policy(name, 9)
-        if isinstance(policy, Reuse):
-            policy._spells_to_plan = 2
-        tier, now = Tier(TierName.CPU, 9, policy), 0.0
+def test_a_study_runs_beside_look_ups_and_one_at_a_time() -> None:
+    forecaster, open_study = Forecaster(512), list[Study]()
+    ranking = forecaster.ranking(300)
+    was_lru = True
+    for now, numbers in conversations_among_one_shots(2_000):
+        keys = prompt_of(numbers)
+        forecaster.look_up(keys, now)
+        forecaster.store(keys, keys.num_blocks)
+        study = forecaster.begin_study()
+        assert study is None or not open_study
+        open_study += [] if study is None else [study]
+        if open_study and now % 100 == 99:
+            open_study[0].run()
+            assert ranking.is_lru == was_lru
+            forecaster.adopt(open_study.pop())
+        was_lru = ranking.is_lru
+    assert not ranking.is_lru
+
+
+def test_a_study_that_failed_is_followed_by_another() -> None:
+    forecaster = Forecaster(512)
+    forecaster.ranking(300)
+    studies = 0
+    for now, numbers in conversations_among_one_shots(1_500):
+        keys = prompt_of(numbers)
+        forecaster.look_up(keys, now)
+        forecaster.store(keys, keys.num_blocks)
+        if (study := forecaster.begin_study()) is not None:
+            studies += 1
+            forecaster.adopt(study)  # as if a thread had refused it
+    assert studies > 10
+
+
+class Backwards:
+    """Ranks what was used last the lowest."""
+
+    num_kinds, is_lru, version = NUM_KINDS, False, 0
+
+    def worth(self, kind: int, age: float) -> float:
+        return age
+
+    def bar(self, outlook: Outlook) -> float:
+        return 1e18
+
+
+def seen_of(at: int, numbers: list[int]) -> Seen:
+    keys = [BlockKey(n.to_bytes(8, "big")) for n in numbers]
+    return Seen(ROOT, keys, Outlook(0, 0, 0), float(at), at, len(keys))
+
+
+def test_a_guard_follows_the_order_that_hits_more_and_leaves_it_again() -> None:
+    guard = Guard(40, Backwards())
+    assert guard.is_lru
+    for at in range(400):  # a scan of more than fits, again and again: LRU never hits
+        guard.see(seen_of(at, [at % 60]))
+    assert not guard.is_lru
+    guard.check()
+    for at in range(400, 2_000):  # each prompt twice, five others in between
+        guard.see(seen_of(at, [1_000 + at - 5 * (at % 2)]))
+    assert guard.is_lru
+    guard.check()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.text("ab", min_size=1, max_size=7)), max_size=60),
+    st.booleans(),
+)
+def test_with_any_policy_a_tier_stays_consistent(
+    steps: list[tuple[int, str]], bypasses: bool
+) -> None:
+    for policy in EVICTION_POLICIES:
+        world, now = World(policy, 9, bypasses), 0.0
         for pause, word in steps:
             now += pause
-            serve(
-                tier,
-                [(now, [int(word[:end].encode().hex(), 16) for end in range(1, len(word) + 1)])],
-            )
-            tier.check()
+            numbers = [int(word[:end].encode().hex(), 16) for end in range(1, len(word) + 1)]
+            found = world.ask(now, numbers)
+            assert 0 <= found <= len(numbers)
+            world.tier.check()
+            if world.forecaster is not None and pause % 7 == 0:
+                flip(world.forecaster)
+        tier = world.tier
         assert len(tier.clear()) == tier.counters.stored_blocks - tier.counters.evicted_blocks
+
+
+def flip(forecaster: Forecaster) -> None:
+    """Have every tier change its order, with other worths."""
+    for ranking in forecaster._rankings:
+        ranking.set_lru(not ranking.is_lru)
+        ranking.set_worths([[float((kind * 7 + age * 5) % 11) for age in range(40)]
+                            for kind in range(NUM_KINDS)])  # fmt: skip
 
 
 def test_every_configurable_policy_can_be_created() -> None:
     for name in EVICTION_POLICIES:
-        make_eviction_policy(name, 10)
-    with pytest.raises(ValueError, match=r"mru.*lru or reuse"):
-        make_eviction_policy("mru", 10)
+        make_forecaster(name, 16)
+    with pytest.raises(ValueError, match=r"mru.*lru or density"):
+        make_forecaster("mru", 10)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flexcache.cache.block_keys import EngineBlockKeys
-from flexcache.cache.eviction_policy import Lineage, Lru
-from flexcache.cache.prefix_index import EMPTY_MATCH, RETIRED, PrefixIndex, PrefixMatch, Run
+from flexcache.cache.eviction_queue import RETIRED
+from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixIndex, PrefixMatch, Run
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -110,34 +110,10 @@ def ids_of(blocks: list[Block]) -> list[int]:
     return [block.block_id for block in blocks]
 
 
-class Scripted(Lru):
-    """A policy with the patience that the test sets, which distinguishes lineages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_patient = 0.0
-        self.forgotten: list[tuple[RootId, BlockKey]] = []
-
-    def begin(
-        self, parent: Lineage | None, root: RootId, key: BlockKey, start: int, now: float
-    ) -> Lineage:
-        return Lineage(parent, start)
-
-    def part(self, lineage: Lineage, depth: int) -> None:
-        lineage.is_shared = True
-
-    def patience(self, lineage: Lineage) -> float:
-        return self.now_patient
-
-    def forget(self, root: RootId, key: BlockKey, lineage: Lineage) -> None:
-        self.forgotten.append((root, key))
-
-
 class PrefixIndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.policy = Scripted()
-        self.index = PrefixIndex(self.policy)
+        self.index = PrefixIndex()
         self.model = Model()
         self.free = list(range(NUM_IDS))
         self.now = 0
@@ -146,10 +122,6 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         """Time need not advance between two calls."""
         self.now += later
         return self.now
-
-    @rule(patience=some_retention)
-    def change_patience(self, patience: int) -> None:
-        self.policy.now_patient = patience
 
     @rule(root=some_root, word=some_word, later=st.booleans(), retain=some_retention)
     def insert(self, root: RootId, word: str, later: bool, retain: int) -> None:
@@ -161,8 +133,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         block_ids, self.free = self.free[: len(keys)], self.free[len(keys) :]
         now = self.tick(later)
         inserted = self.index.insert(parent, root, keys, ids(*block_ids), now, retain)
-        due = now + retain + self.policy.now_patient
-        self.model.insert(root, word, block_ids, due)
+        self.model.insert(root, word, block_ids, now + retain)
         assert inserted.num_blocks == len(word)
         assert self.index.blocks(inserted).tolist() == ids_of(self.model.match(root, word))
         extends = parent.run is not None and inserted.run is parent.run
@@ -173,7 +144,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         now = self.tick(later)
         self.index.touch(self.index.match(prompt(word, root)), now, retain)
         for block in self.model.match(root, word):
-            block.last_use = max(block.last_use, now + retain + self.policy.now_patient)
+            block.last_use = max(block.last_use, now + retain)
 
     @rule(root=some_root, word=some_word, offset=st.integers(0, LONGEST))
     def retire(self, root: RootId, word: str, offset: int) -> None:
@@ -326,47 +297,6 @@ def test_blocks_behind_the_middle_of_a_run_branch_off() -> None:
     assert index.blocks(branch, 1).tolist() == [1, 10, 11]
     assert index.blocks(branch, 3).tolist() == [11]
     assert index.blocks(branch, 4).tolist() == []
-
-
-def lineage_of(index: PrefixIndex, word: str) -> Lineage:
-    run = index.match(prompt(word)).run
-    assert run is not None
-    return run.lineage
-
-
-def test_continuations_of_a_prompt_belong_to_its_lineage_wherever_they_branch_off() -> None:
-    index = PrefixIndex(Scripted())
-    store(index, "abcd", 0)
-    store(index, "abcdef", 10)
-    store(index, "abcdeg", 20)  # its last block was another one, as where a block was not full
-    store(index, "abcdegh", 30)
-    assert lineage_of(index, "abcdegh") is lineage_of(index, "abcd")
-    assert not lineage_of(index, "abcd").is_shared
-
-
-def test_where_prompts_diverge_each_branch_from_the_second_on_is_its_own_lineage() -> None:
-    index = PrefixIndex(Scripted())
-    store(index, "abc", 0)
-    store(index, "axy", 10)
-    store(index, "auv", 20)
-    trunk, third = lineage_of(index, "a"), lineage_of(index, "auv")
-    assert third is not trunk
-    assert (third.parent, third.start, trunk.is_shared) == (trunk, 1, True)
-    store(index, "abcd", 30)  # the trunk's end is free, and yet this is a lineage of its own
-    assert lineage_of(index, "abcd") is not trunk
-    assert index.blocks(index.match(prompt("abcd"))).tolist() == [0, 1, 2, 30]
-    index.check()
-
-
-def test_a_policy_is_notified_when_the_first_block_of_a_lineage_is_evicted() -> None:
-    policy = Scripted()
-    index = PrefixIndex(policy)
-    store(index, "abcd", 0, now=1)
-    store(index, "abxy", 10, now=2)
-    index.evict(3)
-    assert policy.forgotten == []
-    index.evict(3)
-    assert policy.forgotten == [(ROOT, key_of("a"))]
 
 
 def test_a_match_that_ends_in_a_branch_knows_its_depth() -> None:
@@ -606,37 +536,33 @@ def _let_go_of_a_branch(tree: Damaged) -> None:
 
 
 def _end_recency_early(tree: Damaged) -> None:
-    tree.trunk.recency = [(3, 1.0)]
+    tree.trunk.recency = [(3, 1.0, 0)]
 
 
 def _repeat_a_recency_segment(tree: Damaged) -> None:
-    tree.trunk.recency = [(4, 2.0), (4, 2.0)]
+    tree.trunk.recency = [(4, 2.0, 0), (4, 2.0, 0)]
 
 
 def _make_the_tail_the_most_recent(tree: Damaged) -> None:
-    tree.trunk.recency = [(2, 2.0), (4, 3.0)]
+    tree.trunk.recency = [(2, 2.0, 0), (4, 3.0, 0)]
 
 
 def _make_a_branch_more_recent(tree: Damaged) -> None:
-    tree.branch.recency = [(2, 99.0)]
+    tree.branch.recency = [(2, 99.0, 0)]
 
 
 def _forget_to_queue(tree: Damaged) -> None:
-    tree.branch.queued = False
+    tree.branch.queued = None
 
 
 def _lose_the_queue(tree: Damaged) -> None:
-    tree.index._lru.clear()
+    tree.index._queue._heaps[0].clear()
 
 
 def _cut_off_a_branch(tree: Damaged) -> None:
-    stranger = Run(tree.trunk.run_id, ROOT, None, 0, tree.trunk.lineage)
+    stranger = Run(tree.trunk.run_id, ROOT, None, 0)
     stranger.recency = tree.trunk.recency
     tree.branch.parent = stranger
-
-
-def _part_from_a_lineage_unseen(tree: Damaged) -> None:
-    tree.branch.lineage = Lineage(None, 0)
 
 
 def test_a_bad_block_is_dropped_with_all_behind_it_however_many_prompts_branch_there() -> None:
@@ -653,7 +579,6 @@ def test_a_bad_block_is_dropped_with_all_behind_it_however_many_prompts_branch_t
 @pytest.mark.parametrize(
     "damage",
     [
-        _part_from_a_lineage_unseen,
         _lose_count,
         _lose_a_key,
         _lose_a_block,

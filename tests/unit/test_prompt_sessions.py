@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from flexcache.cache.prefix_index import RETIRED
+from flexcache.cache.eviction_queue import RETIRED
 from flexcache.cache.prompt import check_hint
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.tier import Tier

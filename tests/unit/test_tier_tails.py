@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from flexcache.cache.eviction_reuse import Reuse
+from flexcache.cache.eviction import Forecaster
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Lease, RestoredRun, Tier
 from flexcache.ids import RootId, TierName
@@ -32,7 +32,7 @@ some_number = st.integers(0, 99)
 def store(tier: Tier, word: str, root: RootId = ROOT) -> None:
     """Put the blocks of a word that are not there yet."""
     keys = prompt(word, root)
-    lease = tier.reserve(keys, tier.refresh(keys).num_blocks, len(word))
+    lease = tier.reserve(keys, tier.match(keys).num_blocks, len(word))
     tier.publish(lease, len(lease))
     tier.release(lease)
 
@@ -66,9 +66,10 @@ class Reserved:
 class TailedTier(RuleBasedStateMachine):
     """Contents by unit: a tail that can be found has all of its own, whatever came between."""
 
-    @initialize(capacity=st.sampled_from([3, 6, 12]), reuse=st.booleans())
-    def make(self, capacity: int, reuse: bool) -> None:
-        self.tier = Tier(TierName.CPU, capacity, Reuse(capacity) if reuse else None)
+    @initialize(capacity=st.sampled_from([3, 6, 12]), density=st.booleans())
+    def make(self, capacity: int, density: bool) -> None:
+        ranking = Forecaster(512).ranking(capacity) if density else None
+        self.tier = Tier(TierName.CPU, capacity, ranking)
         self.open: list[Reserved] = []
         self.pinned: list[tuple[Tail, list[int]]] = []
         self.content: dict[int, object] = {}
@@ -77,7 +78,7 @@ class TailedTier(RuleBasedStateMachine):
     @rule(root=some_root, word=st.sampled_from(LONG_WORDS))
     def put_blocks(self, root: RootId, word: str) -> None:
         keys = prompt(word, root)
-        lease = self.tier.reserve(keys, self.tier.refresh(keys).num_blocks, len(word))
+        lease = self.tier.reserve(keys, self.tier.match(keys).num_blocks, len(word))
         for key, block in zip(lease.keys, lease.blocks.tolist(), strict=True):
             self.content[block] = (root, key)
         self.tier.publish(lease, len(lease))

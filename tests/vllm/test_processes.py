@@ -166,3 +166,13 @@ def test_the_oldest_supported_vllm_works_the_same() -> None:
     seen = run_old(options)
     assert seen["vllm"].startswith("0.28")
     assert_exact(seen, 1, [672, 64, 64])
+
+
+@pytest.mark.skipif(not OLD_VLLM, reason="OLD_VLLM_PATH names no vLLM 0.28 (scripts/test.sh does)")
+def test_the_oldest_supported_vllm_can_have_one_tensor_for_all_layers() -> None:
+    path = os.pathsep.join([OLD_VLLM or "", str(SUPPORT), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "old_vllm_layers.py")],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.stdout.endswith("as expected\n"), done.stdout + done.stderr

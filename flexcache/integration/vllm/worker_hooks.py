@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from flexcache.integration.vllm.kv_layout import prefers_one_tensor, split_layers
 from flexcache.integration.vllm.metadata import FlexCacheMetadata
 from flexcache.integration.vllm.worker import FlexCacheWorker
 
@@ -21,6 +22,17 @@ class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Whether all layers shall be in one tensor. Asked by vLLM before 0.32."""
+        return prefers_one_tensor(self._vllm_config)
+
+    def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
+        """Register that tensor. Called by vLLM before 0.32 instead of `register_kv_caches`."""
+        config = self._vllm_config
+        layers = split_layers(kv_cache, attn_backend, config, self._kv_cache_config)
+        self._worker.register(layers)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from threading import Thread
 from typing import Any
 
 from flexcache.errors import MissingDependencyError
@@ -18,6 +19,7 @@ from flexcache.errors import MissingDependencyError
 _HANDLE_TYPE_OPAQUE_FD = 1
 _DRIVER_ALREADY_OPEN = 5026
 _FIRST_ERROR = 5001
+_PATIENCE_S = 20.0
 _ERRORS = {
     5001: "nvidia-fs is not loaded, and compatibility mode is not allowed",
     5002: "invalid property",
@@ -36,6 +38,7 @@ _ERRORS = {
     5027: "the file is not registered",
     5028: "the file is already registered",
     5030: "internal error",
+    5033: "the driver could not be initialized",
     5034: "disabled by configuration",
     5036: "not enough GPU memory can be pinned",
 }
@@ -96,14 +99,23 @@ class CuFile:
         except OSError as error:
             raise MissingDependencyError(f"libcufile cannot be loaded: {error}") from None
 
-    def open_driver(self) -> None:
+    def open_driver(self, patience_s: float = _PATIENCE_S) -> None:
         """Connect this process to the kernel's part.
 
-        There is no call that undoes it: others in this process may use the library too.
+        There is no call that undoes it: others in this process may use the library too. On a
+        thread of its own: without the CUDA driver, the library's version 1.19 never returns.
+
+        Raises:
+            RuntimeError: The library refused, or did not answer within ``patience_s``.
         """
-        error = self._open()
-        if error.err != _DRIVER_ALREADY_OPEN:
-            _check("cuFileDriverOpen", error)
+        answers: list[_Error] = []
+        opening = Thread(target=lambda: answers.append(self._open()), daemon=True)
+        opening.start()
+        opening.join(patience_s)
+        if not answers:
+            raise RuntimeError(f"cuFileDriverOpen did not answer within {patience_s:.0f} s")
+        if answers[0].err != _DRIVER_ALREADY_OPEN:
+            _check("cuFileDriverOpen", answers[0])
 
     def register_file(self, fd: int) -> int:
         """Return a handle for a file that is open with O_DIRECT; see `deregister_file`."""

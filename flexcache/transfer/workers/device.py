@@ -40,7 +40,6 @@ from flexcache.transfer.workers.permit import CopyPermit
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
-_DIRECT = (OpKind.DISK2D, OpKind.D2DISK)
 
 
 class DeviceWorker:
@@ -156,7 +155,7 @@ class DeviceWorker:
             is_open = not message.gated or message.task_id in self._gates
         if not is_open:
             self._parked.setdefault(message.task_id, []).append(message)
-        elif message.kind in _DIRECT and self._direct is not None:
+        elif message.kind.is_direct and self._direct is not None:
             self._direct.execute(message, self._fence_of(message))
         else:
             lane = Lane.of(message.kind, urgent=self._layer_load(message) is not None)

@@ -1,12 +1,11 @@
 """Direct I/O for KV tensors in host memory.
 
-A block whose runs are page-aligned is read into the KV tensors and written from them. Others go
-through a page-aligned buffer of their own, as direct I/O demands.
+A block goes through a page-aligned buffer, as direct I/O demands. So no byte of it reaches the KV
+tensors before it is verified, and none after its task was revoked.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Sequence
@@ -14,15 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexcache.errors import TaskRevokedError
-from flexcache.storage.alignment import PAGE_BYTES
 from flexcache.storage.block_io import Completion, Direction, Request
 from flexcache.storage.block_io.threads import ThreadedBlockIO
 from flexcache.storage.checksum import checksum
 from flexcache.transfer.workers.copy_cpu import Addresses, load_copy_runs
 from flexcache.transfer.workers.direct_transfer import Transfer, Transferred
 from flexcache.transfer.workers.permit import CopyPermit
-
-_MAX_PIECES = os.sysconf("SC_IOV_MAX")
 
 
 class CpuDirectIO:
@@ -39,26 +35,29 @@ class CpuDirectIO:
         self._permit = permit
         self._io = ThreadedBlockIO(depth)
         self._copy = load_copy_runs()
-        self._buffers = memoryview(mmap.mmap(-1, depth * block_bytes))
+        memory = mmap.mmap(-1, depth * block_bytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)  # a device takes one large piece faster than many pages
+        self._buffers = memoryview(memory)
         self._buffers_address = int(np.frombuffer(self._buffers, np.uint8).ctypes.data)
         self._free = list(range(depth))
-        self._in_flight: dict[int, tuple[Transfer, int | None]] = {}  # and its buffer, if any
+        self._in_flight: dict[int, tuple[Transfer, int]] = {}  # and its buffer
         self._ended: list[Transferred] = []
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
+            buffer = self._free.pop()
             try:
-                self._start(transfer)
+                self._start(transfer, buffer)
             except TaskRevokedError as error:
+                self._free.append(buffer)
                 self._ended.append(Transferred(transfer.token, str(error)))
 
-    def _start(self, transfer: Transfer) -> None:
+    def _start(self, transfer: Transfer, buffer: int) -> None:
         self._require_permit(transfer)
-        buffer = None if _is_aligned(transfer) else self._free.pop()
-        self._in_flight[transfer.token] = transfer, buffer
-        if buffer is not None and transfer.direction is Direction.WRITE:
+        if transfer.direction is Direction.WRITE:
             self._gather(transfer, buffer)
-        pieces = self._pieces(transfer, buffer)
+        self._in_flight[transfer.token] = transfer, buffer
+        pieces = [self._bytes(transfer, buffer)]
         self._io.submit(
             [Request(transfer.token, transfer.direction, transfer.fd, transfer.offset, pieces)]
         )
@@ -72,45 +71,39 @@ class CpuDirectIO:
         try:
             return self._judge(transfer, buffer, completion.result)
         finally:
-            if buffer is not None:
-                self._free.append(buffer)
+            self._free.append(buffer)
 
-    def _judge(self, transfer: Transfer, buffer: int | None, result: int) -> Transferred:
+    def _judge(self, transfer: Transfer, buffer: int, result: int) -> Transferred:
         token = transfer.token
         if result < 0:
             return Transferred(token, os.strerror(-result))
         if result != transfer.length:
             return Transferred(token, f"{result} of {transfer.length} bytes moved")
-        found = checksum(self._pieces(transfer, buffer))
+        found = checksum([self._bytes(transfer, buffer)])
         if transfer.direction is Direction.WRITE:
             return Transferred(token, None, found)
         if found != transfer.expected:
             return Transferred(token, "checksum mismatch")
-        if buffer is not None:
-            try:
-                self._scatter(transfer, buffer)
-            except TaskRevokedError as error:
-                return Transferred(token, str(error))
+        try:
+            self._scatter(transfer, buffer)
+        except TaskRevokedError as error:
+            return Transferred(token, str(error))
         return Transferred(token, None)
 
     def _require_permit(self, transfer: Transfer) -> None:
         self._permit.task_id = transfer.task_id
         self._permit.check()
 
-    def _pieces(self, transfer: Transfer, buffer: int | None) -> list[memoryview]:
+    def _bytes(self, transfer: Transfer, buffer: int) -> memoryview:
         """Return the memory that the file's bytes are read into or written from."""
-        if buffer is not None:
-            start = buffer * self._block_bytes
-            return [self._buffers[start : start + transfer.length]]
-        runs = zip(transfer.addresses.tolist(), transfer.sizes.tolist(), strict=True)
-        return [memoryview((ctypes.c_char * size).from_address(at)).cast("B") for at, size in runs]
+        start = buffer * self._block_bytes
+        return self._buffers[start : start + transfer.length]
 
     def _gather(self, transfer: Transfer, buffer: int) -> None:
         places = self._places(transfer, buffer)
         self._copy(places, transfer.addresses, transfer.sizes, self._permit)
-        [whole] = self._pieces(transfer, buffer)
         num_used = int(transfer.sizes.sum())
-        whole[num_used:] = bytes(transfer.length - num_used)
+        self._bytes(transfer, buffer)[num_used:] = bytes(transfer.length - num_used)
 
     def _scatter(self, transfer: Transfer, buffer: int) -> None:
         self._require_permit(transfer)
@@ -125,10 +118,3 @@ class CpuDirectIO:
 
     def close(self) -> None:
         self._io.close()
-
-
-def _is_aligned(transfer: Transfer) -> bool:
-    """Whether direct I/O can reach the KV tensors' own memory."""
-    if len(transfer.sizes) > _MAX_PIECES or int(transfer.sizes.sum()) != transfer.length:
-        return False
-    return not ((transfer.addresses % PAGE_BYTES).any() or (transfer.sizes % PAGE_BYTES).any())

@@ -16,7 +16,7 @@ from flexcache.transfer.workers.direct_transfer import Transfer, Transferred
 from flexcache.transfer.workers.permit import CopyPermit
 
 _MAX_IN_FLIGHT = 32
-_MAX_BYTES = 64 << 20  # in flight: enough to keep an SSD busy
+_MAX_BYTES = 16 << 20  # in flight: enough to keep an SSD busy, in the engine's own process
 
 
 class DirectIO(Protocol):

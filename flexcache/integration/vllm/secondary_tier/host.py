@@ -16,7 +16,6 @@ import xxhash
 import zmq
 
 from flexcache.cache.build import CacheSizes
-from flexcache.cache.eviction import make_eviction_policy
 from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
 from flexcache.config import CacheConfig
@@ -176,8 +175,7 @@ class TierHost:
         root = RootId(xxhash.xxh3_128_digest(identity.model + identity.layout))
         ssd = presence = None
         if num_slots:
-            policy = make_eviction_policy(config.eviction_policy, num_slots)
-            ssd = Tier(TierName.SSD, num_slots, policy)
+            ssd = Tier(TierName.SSD, num_slots)  # its chunks are no prompts: LRU
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
             presence = StorePresence(

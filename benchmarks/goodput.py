@@ -1,0 +1,229 @@
+"""Goodput: the most requests a second that an engine answers in time, with and without a cache.
+
+    python benchmarks/goodput.py [--model mid] [--traffic chat] [--users 1 2 4 8 16]
+        [--ttft-ms 2000] [--tpot-ms 200] [--venvs DIRECTORY] [--json FILE] [--plot FILE]
+
+A closed loop on real vLLM engines on the CPU: users ask the turns of a conversation, each a while
+after the last answer. A level of load is a number of users; all systems see the same conversations,
+new ones at each level. A request is in time if its TTFT, from the moment the user asked, and its
+time per token are below the limits; the goodput is the highest rate of a level at which 95 % are.
+The conversations under way at the higher levels need several times the GPU's blocks.
+
+* chat: a shared system prompt, then short questions, some seconds apart.
+* agents: long shared instructions, then long tool outputs and short answers, hardly a pause.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import bench_ttft
+import search_path  # noqa: F401
+import typer
+from driven_engine import DidNotRun, DrivenEngine, running
+from engine_systems import Settings
+from rich.console import Console
+from rich.table import Table
+from users import Answer, Turn
+
+from flexcache.bench.results import Unsupported
+
+NONE = "no cache below the GPU's"
+SYSTEMS = (NONE, *bench_ttft.SYSTEMS)
+IN_TIME = 0.95
+SESSIONS_PER_USER = 2
+GPU_BYTES = {"tiny": 16 << 20, "mid": 96 << 20}  # 8,192 tokens each
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Lengths in tokens."""
+
+    num_shared: int
+    num_first: int
+    num_next: int
+    num_turns: int
+    num_answer: int
+    think_s: float
+
+
+TRAFFIC = {
+    "chat": Traffic(256, 200, 120, 6, 24, 2.0),
+    "agents": Traffic(768, 300, 350, 6, 12, 0.2),
+}
+
+
+def sessions_of(traffic: Traffic, num_sessions: int, seed: int) -> list[list[Turn]]:
+    """Return conversations that share nothing but their first tokens."""
+    shared = random.Random(f"shared {traffic.num_shared}")
+    first = [shared.randrange(3, 500) for _ in range(traffic.num_shared)]
+    source = random.Random(seed)
+
+    def turn(number: int) -> Turn:
+        mean = traffic.num_next if number else traffic.num_first
+        length = source.randint(mean // 2, mean + mean // 2)
+        added = [source.randrange(3, 500) for _ in range(length)]
+        return added if number else first + added, traffic.num_answer
+
+    return [[turn(number) for number in range(traffic.num_turns)] for _ in range(num_sessions)]
+
+
+@dataclass(frozen=True)
+class Limits:
+    ttft_s: float
+    tpot_s: float
+
+    def share_in_time(self, answers: Sequence[Answer]) -> float:
+        in_time = [a.ttft_s <= self.ttft_s and a.tpot_s <= self.tpot_s for a in answers]
+        return sum(in_time) / len(in_time)
+
+
+@dataclass(frozen=True)
+class Level:
+    """What one system did with one number of users."""
+
+    num_users: int
+    rate: float
+    in_time: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    tpot_p95_s: float
+    cached: float
+
+    @classmethod
+    def of(cls, num_users: int, answers: Sequence[Answer], took_s: float, limits: Limits) -> Level:
+        ttft = [answer.ttft_s for answer in answers]
+        return cls(
+            num_users,
+            len(answers) / took_s,
+            limits.share_in_time(answers),
+            statistics.median(ttft),
+            percentile(ttft, 0.95),
+            percentile([answer.tpot_s for answer in answers], 0.95),
+            sum(a.num_cached for a in answers) / sum(a.num_prompt for a in answers),
+        )
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that this share of all does not exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def goodput(levels: Sequence[Level]) -> float:
+    """Return requests a second; 0 if no level was in time."""
+    return max((level.rate for level in levels if level.in_time >= IN_TIME), default=0.0)
+
+
+@contextmanager
+def engine_of(
+    name: str, model: str, dram_gb: float, directory: Path, venvs: Path | None
+) -> Iterator[DrivenEngine]:
+    engine = {"kv_cache_memory_bytes": GPU_BYTES[model], "max_num_seqs": 16}
+    if name == NONE:
+        settings = Settings("alone", model, engine=engine)
+        with running(DrivenEngine(settings, directory / "engine.log", sys.executable)) as made:
+            yield made
+    else:
+        changes: dict[str, Any] = {"model": model, "dram_gb": dram_gb, "engine": engine}
+        with bench_ttft.engine(name, directory, venvs, **changes) as made:
+            yield made
+
+
+def measure(
+    engine: DrivenEngine, traffic: Traffic, users: Sequence[int], limits: Limits
+) -> Iterator[Level]:
+    """Raise the load until two levels in a row are not in time. The first turns warm it up."""
+    engine.converse(sessions_of(traffic, 1, seed=-1), 1, 0.0)
+    num_late = 0
+    for num_users in users:
+        sessions = sessions_of(traffic, num_users * SESSIONS_PER_USER, seed=num_users)
+        answers, took_s = engine.converse(sessions, num_users, traffic.think_s)
+        level = Level.of(num_users, answers, took_s, limits)
+        yield level
+        num_late = num_late + 1 if level.in_time < IN_TIME else 0
+        if num_late == 2:
+            return
+
+
+def show(console: Console, title: str, found: Mapping[str, Sequence[Level]]) -> None:
+    console.print(f"\n[b]{title}")
+    table = Table()
+    for heading in ("", "users", "req/s", "in time", "TTFT p50", "p95", "token p95",
+                    "cached"):  # fmt: skip
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, levels in found.items():
+        console.print(f"{name}: goodput {goodput(levels):.2f} requests/s")
+        for level in levels:
+            table.add_row(
+                name, str(level.num_users), f"{level.rate:.2f}", f"{level.in_time:.0%}",
+                f"{level.ttft_p50_s * 1e3:,.0f} ms", f"{level.ttft_p95_s * 1e3:,.0f} ms",
+                f"{level.tpot_p95_s * 1e3:,.0f} ms", f"{level.cached:.0%}",
+            )  # fmt: skip
+    console.print(table)
+
+
+def draw(path: Path, found: Mapping[str, Mapping[str, Sequence[Level]]]) -> None:
+    """Draw the share in time over the rate, one panel per traffic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(found), figsize=(5 * len(found), 4), squeeze=False)
+    for panel, (traffic, systems) in zip(panels[0], found.items(), strict=True):
+        for name, levels in systems.items():
+            rates, shares = [lv.rate for lv in levels], [100 * lv.in_time for lv in levels]
+            panel.plot(rates, shares, marker="o", label=name)
+        panel.axhline(100 * IN_TIME, color="grey", linewidth=0.8, linestyle="--")
+        panel.set(title=traffic, xlabel="requests/s", ylabel="in time, %", ylim=(0, 103))
+    panels[0][0].legend(loc="lower left", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="tiny, mid.")] = "mid",
+    traffic: Annotated[list[str], typer.Option(help="chat, agents.")] = list(TRAFFIC),  # noqa: B006
+    system: Annotated[list[str], typer.Option(help="Of those in the table.")] = list(SYSTEMS),  # noqa: B006
+    users: Annotated[list[int], typer.Option(help="Levels.")] = [1, 2, 4, 8, 12, 16],  # noqa: B006
+    ttft_ms: Annotated[float, typer.Option(help="Limit.")] = 2000.0,
+    tpot_ms: Annotated[float, typer.Option(help="Limit.")] = 200.0,
+    dram_gb: Annotated[float, typer.Option(help="Of each system's DRAM tier.")] = 1.0,
+    directory: Annotated[Path, typer.Option("--dir", help="For SSD tiers.")] = Path("."),
+    venvs: Annotated[Path | None, typer.Option(help="Of peers; made where missing.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot")] = None,
+) -> None:
+    console, limits = Console(width=110), Limits(ttft_ms / 1e3, tpot_ms / 1e3)
+    found: dict[str, dict[str, list[Level]]] = {name: {} for name in traffic}
+    for kind in traffic:
+        for name in system:
+            with tempfile.TemporaryDirectory(dir=directory) as work_dir:
+                try:
+                    with engine_of(name, model, dram_gb, Path(work_dir), venvs) as engine:
+                        found[kind][name] = list(measure(engine, TRAFFIC[kind], users, limits))
+                except (DidNotRun, Unsupported) as error:
+                    console.print(f"{kind}, {name}: did not run: {error}")
+        title = f"{kind}, {model} model: TTFT below {ttft_ms:g} ms, {tpot_ms:g} ms per token"
+        show(console, title, found[kind])
+    if json_file is not None:
+        levels = {
+            k: {n: [vars(lv) for lv in lvs] for n, lvs in s.items()} for k, s in found.items()
+        }
+        json_file.write_text(json.dumps({"limits": vars(limits), "traffic": levels}, indent=1))
+    if plot_file is not None:
+        draw(plot_file, found)
+
+
+if __name__ == "__main__":
+    typer.run(main)
