@@ -25,7 +25,7 @@ from flexcache.bench.report import figure
 from flexcache.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL_S = 465.0
+TOTAL_S = 440.0
 _MOST_LINES = 30
 _PYTEST = ("pytest", "-q", "-rsfE", "-p", "no:cacheprovider", "-m", "gpu")
 

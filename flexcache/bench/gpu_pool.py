@@ -147,7 +147,8 @@ def open_pool(
     """Yield a checked pool of ``num_bytes`` bytes."""
     num_blocks = num_bytes // block_bytes
     with HostSegment.create(block_bytes, num_blocks) as segment:
-        segment.map()
+        device = torch.device("cuda", torch.cuda.current_device())
+        segment.map(node=CudaCopier(device).numa_node)
         pool = Pool(segment, block_bytes, num_blocks, seed, arrangement)
         try:
             pool.check()

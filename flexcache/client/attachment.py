@@ -32,6 +32,7 @@ class Attachment:
 
     Args:
         show_life: Called now and then, since attaching may take long.
+        keeps_loads: The rank ends loads without the server, which takes blocks in DRAM.
 
     Attributes:
         layout: Signature of the tensors' layout.
@@ -42,8 +43,9 @@ class Attachment:
     """
 
     def __init__(
-        self, welcome: WelcomeRank, tensors: LentTensors, show_life: Callable[[], None]
-    ) -> None:
+        self, welcome: WelcomeRank, tensors: LentTensors, show_life: Callable[[], None],
+        keeps_loads: bool = False,
+    ) -> None:  # fmt: skip
         block_bytes = welcome.block_bytes // welcome.blocks_per_unit
         layouts = tensors.layouts(block_bytes, welcome.num_groups)
         self.layout = join_signatures(layouts)
@@ -61,7 +63,7 @@ class Attachment:
             segment.map(show_life, node=copier.numa_node)
             copier.attach(segment, show_life)
             direct = None
-            if welcome.direct is not None:
+            if welcome.direct is not None and not keeps_loads:
                 direct = show_life_during(
                     partial(
                         _open_direct, welcome.direct, layouts[0], segment, tensors.device, copier,

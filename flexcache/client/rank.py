@@ -355,7 +355,8 @@ class KVTPClient:
         self._link.attend(welcome.server_pid, [welcome.fence, welcome.segment.path])
         assert self._tensors is not None
         try:
-            attachment = Attachment(welcome, self._tensors, partial(self._link.offer, Ping()))
+            alive = partial(self._link.offer, Ping())
+            attachment = Attachment(welcome, self._tensors, alive, self._tasks.keeps_loads)
             self._attachment = attachment
             self._tasks.attach(attachment.worker, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)

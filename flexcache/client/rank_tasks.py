@@ -28,7 +28,7 @@ class RankTasks:
     """
 
     def __init__(self, keeps_loads: bool, wake: Callable[[], None]) -> None:
-        self._keeps_loads = keeps_loads
+        self.keeps_loads = keeps_loads
         self._wake = wake
         self._changed = threading.Condition()
         self._gates = GatedTasks()
@@ -130,14 +130,14 @@ class RankTasks:
 
     def given(self, message: Execute) -> None:
         """The worker was given an op."""
-        if self._keeps_loads and message.gated and message.kind is OpKind.H2D:
+        if self.keeps_loads and message.gated and message.kind is OpKind.H2D:
             with self._changed:
                 self._held.given(message)
                 self._changed.notify_all()
 
     def moved(self, done: Done) -> None:
         """An op has ended on this rank."""
-        if self._keeps_loads:
+        if self.keeps_loads:
             with self._changed:
                 self._held.moved(done)
 
@@ -168,7 +168,7 @@ class RankTasks:
             rest: Waits for a wake-up, or for some seconds.
         """
         worker = self._worker
-        if worker is None or not self._keeps_loads:
+        if worker is None or not self.keeps_loads:
             return
         with self._changed:
             self._is_cut_off = True

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -55,13 +56,13 @@ def run_child(module: str, argument: bytes, step_limit_s: float) -> ChildOutcome
         assert process.stdout is not None
         with process.stdout as output:
             step, answer, is_late = _follow(output.fileno(), step_limit_s)
-        if is_late:
-            process.kill()
         try:
-            code = process.wait(_END_S)
+            code = process.wait(0 if is_late else step_limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
             is_late, code = True, 0
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
         problem = _describe(code, is_late, step_limit_s, errors)
         return ChildOutcome(answer, problem and f"{problem}, in this step: {step}")
 

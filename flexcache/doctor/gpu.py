@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -76,18 +75,19 @@ def check_gpu(subject: Subject) -> Iterator[Finding]:
     tried: list[GpuTried] = []
     hugepages = "transparent" if subject.config is None else subject.config.hugepages
     directories = _past_dram(subject)
-    with _pool_memory(hugepages) as (segment, problem):
+    for index in range(len(found.gpus)):
+        segment, problem = _pool_memory(hugepages)
         if problem:
             yield warning(f"GPUs are tried with transparent huge pages: {problem}", "see above")
             hugepages = "transparent"
-        for index in range(len(found.gpus)):
+        with segment:
             tried.append(_try_gpu(TrialRequest(index, segment.ref(), directories)))
-            yield from judge_trial(index, tried[-1])
-        size = segment.size
+        yield from judge_trial(index, tried[-1])
     afterwards = _ask_driver()
     if not isinstance(afterwards, str):
         yield from judge_memory(found, tried, afterwards)
-        kind = f"a shared segment of {size >> 20} MiB, hugepages = {hugepages!r}"
+        size = _NUM_BLOCKS * _BLOCK_BYTES >> 20
+        kind = f"a shared segment of {size} MiB for each GPU, hugepages = {hugepages!r}"
         yield ok(
             "the GPUs in full, to paste into an issue:",
             describe_gpus(found, tried, afterwards, kind),
@@ -102,17 +102,12 @@ def _ask_driver() -> DriverFound | str:
     return msgspec.json.decode(outcome.answer, type=DriverFound)
 
 
-@contextmanager
-def _pool_memory(hugepages: str) -> Iterator[tuple[HostSegment, str]]:
-    """Make memory like the pool's; also yield why it is not quite like it, or ""."""
-    problem = ""
+def _pool_memory(hugepages: str) -> tuple[HostSegment, str]:
+    """Make memory like the pool's; also return why it is not quite like it, or ""."""
     try:
-        segment = HostSegment.create(_BLOCK_BYTES, _NUM_BLOCKS, hugepages)
+        return HostSegment.create(_BLOCK_BYTES, _NUM_BLOCKS, hugepages), ""
     except ConfigError as refusal:
-        problem = str(refusal)
-        segment = HostSegment.create(_BLOCK_BYTES, _NUM_BLOCKS)
-    with segment:
-        yield segment, problem
+        return HostSegment.create(_BLOCK_BYTES, _NUM_BLOCKS), str(refusal)
 
 
 def _past_dram(subject: Subject) -> Sequence[str]:

@@ -44,11 +44,13 @@ _ROUNDS = 5
 class Trial:
     """Copies between a GPU and a mapped segment."""
 
-    def __init__(self, device: torch.device, segment: HostSegment, report: ChildReport) -> None:
+    def __init__(
+        self, device: torch.device, copier: CudaCopier, segment: HostSegment, report: ChildReport
+    ) -> None:
         self._device = device
+        self._copier = copier
         self._segment = segment
         self._report = report
-        self._copier = CudaCopier(device)
 
     def run(self, directories: Sequence[str]) -> GpuTried:
         """Try all ways of copying, and I/O past DRAM in these directories.
@@ -136,9 +138,12 @@ def main() -> None:
     report = ChildReport()
     request = msgspec.json.decode(sys.argv[1], type=TrialRequest)
     report.begin("map the memory")
+    ask_driver()
+    device = torch.device("cuda", request.gpu)
     with HostSegment.open(request.segment) as segment:
-        segment.map()
-        trial = Trial(torch.device("cuda", request.gpu), segment, report)
+        copier = CudaCopier(device)
+        segment.map(node=copier.numa_node)
+        trial = Trial(device, copier, segment, report)
         report.answer(msgspec.json.encode(trial.run(request.directories)))
 
 

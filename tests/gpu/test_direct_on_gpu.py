@@ -53,7 +53,8 @@ def test_the_gpu_has_the_checksums_of_the_host(
     pieces.random_(0, 256)
     torch.cuda.synchronize()
     addresses = pieces.data_ptr() + np.random.default_rng(0).permutation(num_pieces) * length
-    lanes = digests.start(addresses, length, machine.device)
+    space = digests.workspace(num_pieces, length, machine.device)
+    lanes = digests.start(addresses, length, space)
     torch.cuda.synchronize()
     on_host = pieces.cpu().numpy()
     rows = (addresses - pieces.data_ptr()) // length

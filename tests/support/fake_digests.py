@@ -29,8 +29,12 @@ class FakeDigests:
         self.after: Callable[[], None] = lambda: None
         self._torch = torch_cuda
 
-    def start(self, addresses: np.ndarray, length: int, device: torch.device) -> torch.Tensor:
-        assert self._torch.current_device() == device.index
+    def workspace(self, num_pieces: int, length: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(num_pieces * length // 8, dtype=torch.uint8, device=device)
+
+    def start(self, addresses: np.ndarray, length: int, space: torch.Tensor) -> torch.Tensor:
+        assert self._torch.current_device() == space.device.index
+        assert space.nbytes >= len(addresses) * length // 8
         assert not (addresses % 16).any()
         assert length % 4096 == 0
         if self.error is not None:

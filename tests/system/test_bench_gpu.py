@@ -19,7 +19,8 @@ from rich.console import Console
 
 from flexcache.storage.pool_directory import supports_direct_io
 
-# What takes minutes on a fake GPU is smaller: the doctor's memory, what is pinned, and all ops.
+# What takes minutes on a fake GPU is smaller: the doctor's memory, what is pinned, and all ops. Of
+# several sizes one is measured.
 SMALL = """
 import sys, torch
 from flexcache.storage.host_pool import HostSegment
@@ -31,7 +32,11 @@ def create_small(block_bytes, num_blocks, *options):
 
 def is_available():
     if bench := sys.modules.get("flexcache.bench.gpu"):
+        from flexcache.bench import gpu_loads, gpu_ways
         bench.OP_BYTES = 4 << 20
+        bench.BLOCK_BYTES = bench.BLOCK_BYTES[-1:]
+        gpu_loads.PAGE_BYTES = gpu_loads.PAGE_BYTES[:1]
+        gpu_ways.RUN_BYTES = gpu_ways.RUN_BYTES[:1]
     return True
 
 HostSegment.create = create_small

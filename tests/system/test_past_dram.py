@@ -13,7 +13,7 @@ from loop_disk import loop_disk
 from test_stopped_ranks import TOKENS as LONG
 from test_stopped_ranks import stored_prompt
 
-from flexcache import CacheConfig, KVManager, KVStatus, ModelConfig
+from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.errors import ConfigError
 from flexcache.storage.pool_directory import DATA_FILE
 
@@ -225,3 +225,16 @@ def test_no_dram_tier_is_refused_where_it_is_needed(
         settings |= {"num_ssd_blocks": 8, "ssd_cache_dirs": [str(tmp_path)]}
     with pytest.raises(ConfigError, match="DRAM"):
         CacheConfig(num_cpu_blocks=0, **settings)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_ends_loads_without_the_server_goes_through_dram(tmp_path: Path) -> None:
+    with running_cluster([tmp_path], ssd_past_dram="always") as cluster:
+        cluster.clients[0].close()
+        with KVTPClient(cluster.manager.endpoint, keeps_loads=True) as client:
+            client.register_kv_caches(cluster.kv[0])
+            client.wait_registered(60)
+            until(cluster.manager.is_ready)
+            assert cluster.put(TOKENS, SOURCE).mask.all()
+            cluster.manager.clear("CPU")
+            assert cluster.get(TOKENS, TARGET).mask.all()
+            assert "DISK2D" not in ops(cluster)

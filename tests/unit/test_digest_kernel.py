@@ -34,7 +34,8 @@ for pages, count in ((1, 1), (2, 3), (3, 5), (9, 4)):
     memory[: length // 2] = 255  # the largest words: nothing may be lost in a sum
     starts = random.permutation(count + 1)[:count] * length + 16
     addresses = memory.ctypes.data + starts
-    lanes = digest_kernel.start(addresses, length, torch.device("cpu"))
+    space = digest_kernel.workspace(count + 1, length, torch.device("cpu"))
+    lanes = digest_kernel.start(addresses, length, space)
     expected = [checksum([memory[start : start + length].data]) for start in starts]
     assert digest_kernel.finish(lanes, length).tolist() == expected, (pages, count)
 print("as expected")

@@ -60,3 +60,29 @@ def test_a_killed_and_a_stopped_engine_find_their_ssd_cache_again(tmp_path: Path
     seen = compare_probes(probe_dir)
     assert seen["different"] == []
     assert seen["loaded"] >= 4 * NUM_BLOCKS
+
+
+def test_an_engine_without_a_dram_tier_is_killed_and_finds_its_ssd_cache_again(
+    tmp_path: Path,
+) -> None:
+    probe_dir = tmp_path / "probe"
+    probe_dir.mkdir()
+    config = {
+        "num_cpu_blocks": 0,
+        "num_ssd_blocks": 64,
+        "ssd_cache_dirs": [str(tmp_path / "ssd")],
+        "skip_slow_loads": False,
+    }
+    life = {"probe_dir": probe_dir, "log": tmp_path / "log"}
+    prompt = make_prompt(NUM_TOKENS, seed=1)
+    with driven_engines(config, **life) as (engine,):
+        cold, cached = engine.generate(prompt)
+        assert cached == 0
+        engine.settle()
+        engine.kill()
+    with driven_engines(config, **life) as (engine,):
+        assert engine.generate(prompt) == (cold, CACHED)
+        assert engine.stats()["ops"]["DISK2D"]["blocks"] == NUM_BLOCKS
+    seen = compare_probes(probe_dir)
+    assert seen["different"] == []
+    assert seen["loaded"] == NUM_BLOCKS

@@ -90,28 +90,39 @@ def tables_on(device: torch.device) -> Tables:
     return Tables(device)
 
 
-def start(addresses: npt.NDArray[np.int64], length: int, device: torch.device) -> torch.Tensor:
+def workspace(num_pieces: int, length: int, device: torch.device) -> torch.Tensor:
+    """Return memory for the checksums of up to so many pieces at once, for use on one stream.
+
+    An eighth of what the pieces have. Made in advance: if the GPU is full, torch would first empty
+    its cache, which stalls the model.
+    """
+    shape = (num_pieces, length // _GROUP_BYTES, 2, _LANES)
+    return torch.empty(shape, dtype=torch.int64, device=device)
+
+
+def start(addresses: npt.NDArray[np.int64], length: int, space: torch.Tensor) -> torch.Tensor:
     """Queue the checksums of pieces on the calling thread's current stream.
 
     Args:
         addresses: Where each piece begins in the device's memory. At least one.
         length: Bytes of each piece.
+        space: A `workspace` that is large enough.
 
     Returns:
         For `finish`, in page-locked memory that the stream has not written yet.
     """
-    on_host = torch.device(device).type == "cpu"
+    on_host = space.device.type == "cpu"
     staged = torch.empty(len(addresses), dtype=torch.int64, pin_memory=not on_host)
     staged.numpy()[:] = addresses
-    lanes = launch(staged.to(device, non_blocking=True), length, tables_on(device))
+    pieces = staged.to(space.device, non_blocking=True)
+    lanes = launch(pieces, length, space, tables_on(space.device))
     last = torch.empty(lanes.shape, dtype=torch.int64, pin_memory=not on_host)
     return last.copy_(lanes, non_blocking=True)
 
 
-def launch(pieces: torch.Tensor, length: int, tables: Tables) -> torch.Tensor:
+def launch(pieces: torch.Tensor, length: int, sums: torch.Tensor, tables: Tables) -> torch.Tensor:
     """Start the kernels on a table of addresses; return the last lanes ``(pieces, 8)``."""
     num_pieces, num_groups = len(pieces), length // _GROUP_BYTES
-    sums = torch.empty((num_pieces, num_groups, 2, _LANES), dtype=torch.int64, device=pieces.device)
     lanes = torch.empty((num_pieces, _LANES), dtype=torch.int64, device=pieces.device)
     add_up_groups[(triton.cdiv(num_groups, _GROUPS_PER_PROGRAM), num_pieces)](
         pieces, num_groups, tables.keys, sums, _GROUPS_PER_PROGRAM, _STRIPES, _LANES, num_warps=4

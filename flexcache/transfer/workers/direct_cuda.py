@@ -90,6 +90,10 @@ class CudaDirectIO:
             library = CuFile.load()
             self._streams.bind()
             self._memory = self._make_buffer()
+            self._spaces = {
+                direction: self._kernel.workspace(depth, block_bytes, device)
+                for direction in _LANES
+            }
             self._address = align_up(self._memory.data_ptr())
             self._zeros = self._address + depth * block_bytes
             self._files = DeviceFiles(
@@ -104,7 +108,7 @@ class CudaDirectIO:
             raise NoDirectPathError(describe(error)) from error
         log_event(
             logger, logging.INFO, "gpu_direct_io_opened", device=device, files=len(fds),
-            gpu_bytes=self._memory.nbytes,
+            gpu_bytes=sum(each.nbytes for each in (self._memory, *self._spaces.values())),
         )  # fmt: skip
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
@@ -180,7 +184,8 @@ class CudaDirectIO:
     def _sum_up(self, transfers: Transfers) -> Then:
         """Compute the checksums of blocks in the buffer."""
         places = np.array([self._place(transfer) for transfer in transfers], np.int64)
-        lanes = self._kernel.start(places, self._block_bytes, self._device)
+        space = self._spaces[transfers[0].direction]
+        lanes = self._kernel.start(places, self._block_bytes, space)
         return partial(self._take_checksums, lanes)
 
     def _scatter(self, transfers: Transfers) -> Then:
@@ -269,7 +274,7 @@ class CudaDirectIO:
     def _checksum_of(self, offset: int, length: int) -> int:
         places = np.array([self._address + offset], np.int64)
         with torch.cuda.stream(self._streams[Lane.LOADS]):
-            lanes = self._kernel.start(places, length, self._device)
+            lanes = self._kernel.start(places, length, self._spaces[Direction.READ])
         self._streams.settle(Lane.LOADS)
         return int(self._kernel.finish(lanes, length)[0])
 
