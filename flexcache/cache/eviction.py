@@ -18,12 +18,14 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_guard import Guard, Seen
 from flexcache.cache.eviction_history import NUM_LEVELS, History, Snapshot, Visit
 from flexcache.cache.eviction_kinds import NUM_KINDS, Kinds, bin_of, make_kinds
 from flexcache.cache.eviction_queue import Outlook, Ranking
-from flexcache.cache.eviction_returns import LOW, Hazards, Levels, Spells, fit_hazards
+from flexcache.cache.eviction_returns import LOW, Hazards, Levels, Spells, fit_hazards, gains
 
 VISITS_PER_FIT = 500
 _VISITS_PER_STUDY = 64
@@ -32,6 +34,8 @@ _MAX_UNSTUDIED = 1_024
 _MIN_RETURNS = 20
 """Returns of fronts, and of rears, before the first fit."""
 _NUM_EXAMPLES = 6_000
+_CLEAR_GAIN = 3.0
+"""Times the gain that chance produces, from which on features are taken to foretell returns."""
 
 
 class DensityRanking:
@@ -78,6 +82,8 @@ class Study:
         self._seen = seen
         self._spells = spells
         self.kinds = kinds
+        self.is_telling: bool | None = None
+        """Whether features foretell returns better than age alone; None if that was not judged."""
 
     def run(self) -> None:
         """Learn. Milliseconds; touches nothing that the forecaster uses meanwhile."""
@@ -88,6 +94,9 @@ class Study:
             front, rear = self._spells
             if front.returned.sum() >= _MIN_RETURNS and rear.returned.sum() >= _MIN_RETURNS:
                 self.kinds = make_kinds(_fit(front), _fit(rear), self.kinds)
+                gained = np.concatenate([gains(part, NUM_LEVELS) for part in self._spells])
+                chance = float(np.sqrt((gained**2).sum()))
+                self.is_telling = bool(gained.sum() > _CLEAR_GAIN * chance)
 
 
 def _fit(spells: Spells) -> tuple[Hazards, Levels]:
@@ -110,6 +119,7 @@ class Forecaster:
         self._seen: deque[Seen] = deque(maxlen=_MAX_UNSTUDIED)
         self._next_fit = VISITS_PER_FIT
         self._is_studying = False
+        self._is_telling = False
 
     def ranking(self, capacity: int) -> Ranking:
         """Make the ranking of a tier of ``capacity`` blocks."""
@@ -163,12 +173,14 @@ class Forecaster:
     def adopt(self, study: Study) -> None:
         """Follow what a study has found."""
         self._is_studying = False
+        if study.is_telling is not None:
+            self._is_telling = study.is_telling
         is_new = study.kinds is not None and study.kinds is not self._kinds
         self._kinds = study.kinds
         for ranking, guard in zip(self._rankings, self._guards, strict=True):
             if study.kinds is not None and is_new:
                 ranking.set_worths(study.kinds.worths)
-            ranking.set_lru(guard.is_lru)
+            ranking.set_lru(guard.is_lru or not self._is_telling)
         if study.kinds is not None and is_new:
             self._shadow_ranking.set_worths(study.kinds.worths)
 

@@ -11,6 +11,7 @@ Pure: no I/O, no clock. Not thread-safe.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,14 +22,17 @@ from flexcache.cache.eviction_queue import LruRanking, Outlook, Ranking
 from flexcache.cache.prefix_index import PrefixIndex
 from flexcache.ids import BlockKey, RootId
 
-MAX_SHADOW = 16_384
+MAX_SHADOW = 65_536
 """Stretches of a shadow; a larger tier is judged by a sample."""
-_HALF_LIFE = 4.0
+_HALF_LIFE = 16.0
 """Times a shadow's size, in stretches seen, after which a hit counts half in the comparison."""
 _CLEAR_LEAD = 0.005
 """Share of all stretches seen that the density must hit more to be followed."""
 _MAX_LEAD = 0.01
 """Cap on the lead: the larger it is, the later a change of traffic is noticed."""
+_MAX_CHANCES = 2.0
+"""The cap is at least this many times the lead that chance produces between equals; to be followed,
+the lead must be above it once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Guard:
         self._density = Shadow(self._size, density)
         self._lead = 0.0  # stretches that the density's shadow had above the other's, decayed
         self._compared = 0.0  # stretches that both saw, decayed
+        self._squares = 0.0  # squares of the leads of single prompts, decayed
         self.is_lru = True
 
     def see(self, seen: Seen) -> None:
@@ -102,9 +107,14 @@ class Guard:
             return
         remaining = 0.5 ** (seen.num_compared / (_HALF_LIFE * self._size))
         self._compared = self._compared * remaining + seen.num_compared
-        lead = self._lead * remaining + lead
-        self._lead = min(lead, _MAX_LEAD * self._compared)
-        self.is_lru = self._lead <= (_CLEAR_LEAD * self._compared if self.is_lru else 0.0)
+        self._squares = self._squares * remaining + lead * lead
+        self._lead = self._lead * remaining + lead
+        chance = math.sqrt(self._squares)
+        if self.is_lru:
+            self.is_lru = self._lead <= max(_CLEAR_LEAD * self._compared, chance)
+        else:
+            self._lead = min(self._lead, max(_MAX_LEAD * self._compared, _MAX_CHANCES * chance))
+            self.is_lru = self._lead <= 0.0
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(stretches)."""

@@ -119,6 +119,26 @@ def fit_hazards(spells: Spells, num_levels: Sequence[int]) -> Hazards:
     return Hazards(base, [np.log(factor) for factor in factors])
 
 
+def gains(spells: Spells, num_levels: Sequence[int]) -> Floats:
+    """Return how much better features foretell spells than age alone does, per spell.
+
+    Hazards are fitted to every other spell, and foretell the rest: logarithms of probabilities.
+    """
+    known, rest = (
+        Spells(spells.levels[at::2], spells.lasted[at::2], spells.returned[at::2])
+        for at in range(2)
+    )
+    fitted = fit_hazards(known, num_levels)
+    logs = fitted.log_multipliers(rest.levels)
+    expected = np.add.reduceat(
+        np.clip(rest.lasted[:, None] - LOW, 0.0, WIDTH) * fitted.base, _FIRST_OF_RANGE, axis=1
+    )
+    gained: Floats = -(expected * np.expm1(logs)).sum(1)
+    bins = np.searchsorted(HIGH, rest.lasted[rest.returned]).clip(max=NUM_BINS - 1)
+    gained[rest.returned] += logs[rest.returned, RANGE_OF_BIN[bins]]
+    return gained
+
+
 def _falling_from_peak(returns: npt.NDArray[np.int64], lived: Floats) -> Floats:
     """Return hazards by bin of age, made to fall from their peak on.
 

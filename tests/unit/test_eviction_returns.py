@@ -17,6 +17,7 @@ from flexcache.cache.eviction_returns import (
     Levels,
     Spells,
     fit_hazards,
+    gains,
     worth_at,
     worth_by_age,
 )
@@ -50,6 +51,16 @@ def test_a_level_that_was_seen_once_changes_nothing() -> None:
     spells = Spells(levels, np.append(often.lasted, 1.0), np.append(often.returned, True))
     factors = np.exp(fit_hazards(spells, NUM_LEVELS).log_factors[0])
     assert factors[2] == pytest.approx(factors[0], rel=0.15)
+
+
+def test_features_foretell_returns_only_where_returns_differ_by_them() -> None:
+    levels = [(a, b) for a in range(3) for b in range(2)]
+    for seed in range(3):
+        told = gains(spells_of(dict.fromkeys(levels, 0.01), 500, seed), NUM_LEVELS)
+        assert told.sum() < 3 * np.sqrt((told**2).sum())
+        rates = {(a, b): 0.001 * 3.0**a * 2.0**b for a, b in levels}
+        told = gains(spells_of(rates, 500, seed), NUM_LEVELS)
+        assert told.sum() > 3 * np.sqrt((told**2).sum())
 
 
 def test_hazards_fall_from_their_peak() -> None:
