@@ -30,7 +30,7 @@ from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.config import CacheConfig
-from flexcache.ids import TierName
+from flexcache.ids import BlockKey, TierName
 from flexcache.replay.mooncake import hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
@@ -71,6 +71,7 @@ class Replay:
     saved_s: float = 0.0
     total_s: float = 0.0
     _disk_free_s: float = 0.0
+    _lands: dict[BlockKey, float] = field(default_factory=dict)
     _events: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -93,8 +94,12 @@ class Replay:
 
     def _read(self, num_blocks: int, now: float) -> float:
         """Return when the disk has read so many blocks."""
-        self._disk_free_s = max(self._disk_free_s, now) + num_blocks * SSD_S
-        return self._disk_free_s
+        ends_s = self._disk_free_s = max(self._disk_free_s, now) + num_blocks * SSD_S
+        cost = self.cache.loads.cost
+        assert cost is not None
+        cost.started(TierName.SSD, now)
+        self._at(ends_s, lambda then: cost.ended(TierName.SSD, then, num_blocks, then - now))
+        return ends_s
 
     def _begin(self, keys: EngineBlockKeys, now: float) -> None:
         cache = self.cache
@@ -104,7 +109,10 @@ class Replay:
         plan = cache.loads.plan_prefetch(keys, 0, keys.num_blocks, rate, cache.early.room)
         num_below = plan.sources.get(TierName.SSD, 0)
         cache.early.begin(plan, keys, now)
-        self._at(self._read(num_below, now), lambda then: self._landed(plan, num_below, then))
+        lands_s = self._read(num_below, now) if num_below else now
+        if num_below:
+            self._lands[keys.key(plan.stop - 1)] = lands_s
+        self._at(lands_s, lambda then: self._landed(plan, num_below, then))
 
     def _landed(self, plan: Plan, num_below: int, now: float) -> None:
         self.cache.publish_staging(plan, num_below)
@@ -116,7 +124,8 @@ class Replay:
         cache = self.cache
         cache.tiers.advance(now)
         if cache.early.awaits(keys, now, stop * COMPUTE_S):
-            late_s = min(now + stop * COMPUTE_S, max(self._disk_free_s, now))
+            coming = [load for load in cache.early.find(keys) if not load.has_landed]
+            late_s = min(now + stop * COMPUTE_S, max(self._lands[load.key] for load in coming))
             self.saved_s -= late_s - now
             self._at(late_s, lambda then: self._serve(request, then))
         else:
@@ -127,12 +136,15 @@ class Replay:
         cache = self.cache
         cache.tiers.advance(now)
         found = cache.early.find(keys)
-        load = cache.loads.plan_get(keys, 0, stop)
+        in_time = keys.num_blocks
+        if cache.early.is_overdue(keys, now):
+            in_time = cache.tiers.host.index.match(keys).num_blocks
+        load = cache.loads.plan_get(keys, 0, in_time, 1 / COMPUTE_S)
         cache.early.use(found)
         in_dram, on_ssd = load.sources.get(TierName.CPU, 0), load.sources.get(TierName.SSD, 0)
         saved = load.num_blocks * COMPUTE_S - in_dram * DRAM_S
         saved -= self._read(on_ssd, now) - now if on_ssd else 0.0
-        self.saved_s += max(0.0, saved)
+        self.saved_s += saved
         self.total_s += stop * COMPUTE_S
         cache.publish_staging(load, on_ssd)
         cache.finish(load)

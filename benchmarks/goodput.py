@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,19 +140,23 @@ def engine_of(
 
 
 def measure(
-    engine: DrivenEngine, traffic: Traffic, users: Sequence[int], limits: Limits
-) -> Iterator[Level]:
-    """Raise the load until two levels in a row are not in time. The first turns warm it up."""
-    engine.converse(sessions_of(traffic, 1, seed=-1), 1, 0.0)
-    num_late = 0
-    for num_users in users:
+    engines: Mapping[str, DrivenEngine], traffic: Traffic, users: Sequence[int], limits: Limits
+) -> dict[str, list[Level]]:
+    """Raise the load, for each engine until two levels in a row are not in time.
+
+    The engines take turns at each level, so that a machine that becomes slower does so for all.
+    """
+    for engine in engines.values():
+        engine.converse(sessions_of(traffic, 1, seed=-1), 1, 0.0)  # warm it up
+    found: dict[str, list[Level]] = {name: [] for name in engines}
+    for number, num_users in enumerate(users):
         sessions = sessions_of(traffic, num_users * SESSIONS_PER_USER, seed=num_users)
-        answers, took_s = engine.converse(sessions, num_users, traffic.think_s)
-        level = Level.of(num_users, answers, took_s, limits)
-        yield level
-        num_late = num_late + 1 if level.in_time < IN_TIME else 0
-        if num_late == 2:
-            return
+        for name in list(engines)[:: -1 if number % 2 else 1]:
+            if [level.in_time < IN_TIME for level in found[name][-2:]] == [True, True]:
+                continue
+            answers, took_s = engines[name].converse(sessions, num_users, traffic.think_s)
+            found[name].append(Level.of(num_users, answers, took_s, limits))
+    return found
 
 
 def show(console: Console, title: str, found: Mapping[str, Sequence[Level]]) -> None:
@@ -205,15 +209,18 @@ def main(
     plot_file: Annotated[Path | None, typer.Option("--plot")] = None,
 ) -> None:
     console, limits = Console(width=110), Limits(ttft_ms / 1e3, tpot_ms / 1e3)
-    found: dict[str, dict[str, list[Level]]] = {name: {} for name in traffic}
+    found: dict[str, dict[str, list[Level]]] = {}
     for kind in traffic:
-        for name in system:
-            with tempfile.TemporaryDirectory(dir=directory) as work_dir:
+        with tempfile.TemporaryDirectory(dir=directory) as work_dir, ExitStack() as stack:
+            engines = {}
+            for name in system:
                 try:
-                    with engine_of(name, model, dram_gb, Path(work_dir), venvs) as engine:
-                        found[kind][name] = list(measure(engine, TRAFFIC[kind], users, limits))
-                except (DidNotRun, Unsupported) as error:
-                    console.print(f"{kind}, {name}: did not run: {error}")
+                    engines[name] = stack.enter_context(
+                        engine_of(name, model, dram_gb, Path(work_dir), venvs)
+                    )
+                except (DidNotRun, Unsupported, RuntimeError) as error:
+                    console.print(f"{name} did not run: {error}")
+            found[kind] = measure(engines, TRAFFIC[kind], users, limits)
         title = f"{kind}, {model} model: TTFT below {ttft_ms:g} ms, {tpot_ms:g} ms per token"
         show(console, title, found[kind])
     if json_file is not None:

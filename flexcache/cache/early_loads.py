@@ -154,6 +154,13 @@ class EarlyLoads:
                 load.ask_until_s = now + patience_s
         return any(now < load.ask_until_s for load in moving if load.ask_until_s is not None)
 
+    def is_overdue(self, keys: BlockKeys, now: float) -> bool:
+        """Whether a get has waited in vain: computing is faster than reading the blocks again."""
+        return any(
+            load.ask_until_s is not None and load.ask_until_s <= now and _is_of(load, keys)
+            for load in self._moving.values()
+        )
+
     def use(self, loads: list[EarlyLoad]) -> None:
         """Note that the get for which they were found begins; it has pins of its own."""
         for load in loads:

@@ -121,6 +121,8 @@ class Matcher:
         reason = self._why_not(owner, kind, keys)
         if reason is not None:
             return self._cache.plan_nothing(kind, keys, start, stop, reason)
+        if kind is TaskKind.GET and self._cache.early.is_overdue(keys, self._cache.tiers.now):
+            stop = max(start, min(stop, self._cache.tiers.host.index.match(keys).num_blocks))
         if kind is TaskKind.GET:
             return self._cache.loads.plan_get(
                 keys, start, stop, owner.prefill_blocks_per_s, self._may_go_direct(owner)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from goodput import TRAFFIC, Level, Limits, goodput, percentile, sessions_of
+from goodput import TRAFFIC, Level, Limits, goodput, measure, percentile, sessions_of
 from hypothesis import given
 from hypothesis import strategies as st
 from users import Answer, Turn, Users
@@ -91,6 +91,29 @@ def test_goodput_is_the_highest_rate_that_is_in_time() -> None:
     assert goodput([level(1, 0.9)]) == goodput([]) == 0.0
     assert percentile(list(range(1, 21)), 0.95) == 19
     assert percentile([5.0], 0.95) == 5.0
+
+
+class PlayedEngine:
+    """An engine that answers in time up to some number of users."""
+
+    def __init__(self, most_users: int) -> None:
+        self.most_users = most_users
+        self.levels: list[int] = []
+
+    def converse(
+        self, sessions: list[list[Turn]], num_users: int, think_s: float
+    ) -> tuple[list[Answer], float]:
+        self.levels.append(num_users)
+        ttft_s = 1.0 if num_users <= self.most_users else 9.0
+        return [Answer(0, 0, 1, 0, 0.0, ttft_s, ttft_s, 1)], 1.0 / num_users
+
+
+def test_the_load_of_an_engine_rises_until_two_levels_are_not_in_time() -> None:
+    engines = {"slow": PlayedEngine(1), "fast": PlayedEngine(100)}
+    limits = Limits(ttft_s=2.0, tpot_s=1.0)
+    found = measure(engines, TRAFFIC["chat"], [1, 2, 4, 8], limits)  # type: ignore[arg-type]
+    assert [engine.levels[1:] for engine in engines.values()] == [[1, 2, 4], [1, 2, 4, 8]]
+    assert {name: goodput(levels) for name, levels in found.items()} == {"slow": 1.0, "fast": 8.0}
 
 
 def test_conversations_share_their_first_tokens_only() -> None:

@@ -27,6 +27,7 @@ class Calls:
         self.num_pending = num_pending
         self.begun: list[tuple[str, int]] = []
         self.cancelled: list[int] = []
+        self.withdrawn: list[str] = []
 
     def prefetch(self, request: Any, num_on_gpu: int) -> int | None:
         if self.num_pending:
@@ -39,8 +40,8 @@ class Calls:
         self.cancelled.append(task_id)
 
 
-def early_loads(calls: Calls, is_on: bool = True, reads_pool: bool = True) -> EarlyLoads:
-    return EarlyLoads(calls, is_on, reads_pool)  # type: ignore[arg-type]
+def early_loads(calls: Calls, is_on: bool = True) -> EarlyLoads:
+    return EarlyLoads(calls, is_on, True, calls.withdrawn.append)  # type: ignore[arg-type]
 
 
 def a_request(name: str, num_blocks: int = 4) -> Any:
@@ -117,6 +118,22 @@ def test_without_a_tier_below_dram_nothing_is_begun() -> None:
     early.arrived(a_request("b"))
     early.begin()
     assert calls.begun == [("b", 0)]
+
+
+def test_a_request_that_vllm_has_no_room_for_is_loaded_for_once() -> None:
+    calls = Calls()
+    early = early_loads(calls)
+    early.arrived(a_request("behind"))
+    for _ in range(3):
+        early.asked("first")
+        early.found_below(a_request("first"))
+        early.asked("has room")
+        early.found_below(a_request("has room"))
+        early.loaded("has room")
+        early.begin()
+    assert [name for name, _ in calls.begun] == ["first", "behind"]
+    assert calls.withdrawn == ["first", "behind"]
+    early.check()
 
 
 # -- a real engine --------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """Loads to DRAM for requests that wait for vLLM to have room for them.
 
-    arrived --scheduled at once--> forgotten: its get loads it, chunk by chunk
+    arrived --vLLM has room at once--> forgotten: its get loads it, chunk by chunk
        |
        +--a step later, window free--> begun --vLLM asks--> asked --its load is launched--> gone
                                          |                   |
                                          +----- it ends -----+--> cancelled
+
+Without room, a request that vLLM has asked about has a get with blocks below DRAM: it is withdrawn.
 
 Only the first requests in line are loaded for at a time. What vLLM's own cache has is not loaded.
 """
@@ -12,6 +14,7 @@ Only the first requests in line are loaded for at a time. What vLLM's own cache 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from flexcache.errors import InternalError
@@ -30,14 +33,18 @@ class EarlyLoads:
             hit there.
         reads_pool: Whether vLLM hashes blocks as the cache does, so that its own cached ones are
             known.
+        withdraw: Cancels a request's own get, whose blocks are not to be read twice.
 
     Attributes:
         block_pool: vLLM's blocks on the GPU, once bound.
         num_begun: Loads that have begun.
     """
 
-    def __init__(self, cache: CacheCalls, is_on: bool, reads_pool: bool) -> None:
+    def __init__(
+        self, cache: CacheCalls, is_on: bool, reads_pool: bool, withdraw: Callable[[str], None]
+    ) -> None:
         self._cache = cache
+        self._withdraw = withdraw
         self.is_on = is_on
         self._reads_pool = reads_pool
         self.block_pool: Any = None
@@ -58,6 +65,7 @@ class EarlyLoads:
         pending: dict[str, Any] = {}
         while self._waiting and len(self._begun) + len(pending) < WINDOW:
             request_id, request = self._waiting.popitem(last=False)
+            self._withdraw(request_id)
             task_id = self._cache.prefetch(request, self._num_on_gpu(request))
             if task_id is None:  # the remote store has yet to answer
                 pending[request_id] = request
@@ -73,6 +81,13 @@ class EarlyLoads:
         """Note that vLLM asks about a request: the next one in line is loaded for."""
         self._waiting.pop(request_id, None)
         self._begun.pop(request_id, None)
+
+    def found_below(self, request: Any) -> None:
+        """Note that a get found blocks below DRAM. If vLLM has no room for them in this step, they
+        are loaded to DRAM meanwhile."""
+        if self.is_on and request.request_id not in self._tasks:
+            self._waiting[request.request_id] = request
+            self._waiting.move_to_end(request.request_id, last=False)
 
     def loaded(self, request_id: str) -> None:
         """Note that a request's own load begins."""

@@ -72,7 +72,7 @@ class Gets:
         self.early = EarlyLookUps(config.remote_lookup_timeout_s)
         may_begin = config.early_load_share > 0 and config.num_cpu_blocks != 0
         self.early_loads = EarlyLoads(
-            cache, may_begin and config.has_workers, reads_pool=not tables.has_groups
+            cache, may_begin and config.has_workers, not tables.has_groups, self._withdraw
         )
         self._may_load_early = may_begin
         self._has_store = config.remote_url is not None
@@ -128,6 +128,8 @@ class Gets:
             return (0 if record.asked_s is None else None), False
         if get.launched or get.num_tokens == 0:
             return 0, False
+        if not get.sources.keys() <= {TierName.CPU}:
+            self.early_loads.found_below(request)
         get.by_layer = (
             self.forget_blocks is not None
             and get.sources.keys() == {TierName.CPU}
@@ -179,6 +181,12 @@ class Gets:
         task_id, num_found, sources = found
         self.early_loads.is_on |= self._may_load_early and not sources.keys() <= {TierName.CPU}
         return Get(task_id, num_computed, num_found, sources, time.monotonic())
+
+    def _withdraw(self, request_id: str) -> None:
+        """Cancel a request's get, if vLLM has not acted on it."""
+        record = self._requests.get(request_id)
+        if record is not None and record.get is not None and not record.get.launched:
+            self._cancel(record)
 
     def _cancel(self, record: RequestRecord) -> None:
         if record.get is not None:
