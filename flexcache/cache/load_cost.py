@@ -1,10 +1,13 @@
-"""Decides whether to load or to recompute, by the recent speed of the tiers below DRAM.
+"""Decides whether to load or to recompute, by the recent speed of the loads from below DRAM.
 
 A load is estimated to take `max(an op's usual time, blocks / rate)`: the first is the cost of the
 store's latency, however few blocks are loaded, the second that of its bandwidth. The rate is that
-of all loads of a tier together, over the time in which at least one was running. Both forget the
-past with a half-life of a few ops. A tier without recent measurements counts as unknown, so that a
+of all loads of a kind together, over the time in which at least one was running. Both forget the
+past with a half-life of a few ops. A kind without recent measurements counts as unknown, so that a
 recovery is noticed.
+
+A load past DRAM is given to a rank whole, behind the engine's gate. So each of its ops is measured
+from the end of the one before, and the first is not.
 
 Pure: the caller passes the time.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexcache.ids import TierName
+from flexcache.ids import OpKind, TierName
 
 _KEEP = 0.9  # weight of the past, per op
 _STALE_AFTER_S = 30.0
@@ -28,7 +31,7 @@ def why_recomputed(tier: TierName) -> str:
 @dataclass(slots=True)
 class _Lane:
     running: int = 0
-    busy_since_s: float = 0.0
+    busy_since_s: float | None = None
     busy_s: float = 0.0
     blocks: float = 0.0
     op_s: float = 0.0
@@ -37,59 +40,61 @@ class _Lane:
 
 
 class LoadCost:
-    """Measured costs of loads from each tier."""
+    """Measured costs of loads, by the kind of the ops that read from a tier."""
 
     def __init__(self) -> None:
-        self._lanes: dict[TierName, _Lane] = {}
+        self._lanes: dict[OpKind, _Lane] = {}
 
-    def started(self, tier: TierName, now: float) -> None:
-        """Record that an op that reads from the tier has started."""
-        lane = self._lanes.setdefault(tier, _Lane())
+    def started(self, kind: OpKind, now: float) -> None:
+        """Record that an op has started."""
+        lane = self._lanes.setdefault(kind, _Lane())
         if lane.running == 0:
-            lane.busy_since_s = now
+            lane.busy_since_s = None if kind.is_direct else now
         lane.running += 1
 
-    def ended(self, tier: TierName, now: float, num_blocks: int, seconds: float) -> None:
+    def ended(self, kind: OpKind, now: float, num_blocks: int, seconds: float) -> None:
         """Record that an op ended after ``seconds`` with ``num_blocks`` moved."""
-        lane = self._lanes[tier]
+        lane = self._lanes[kind]
         lane.running -= 1
+        since, lane.busy_since_s = lane.busy_since_s, now
+        if since is None:
+            return
+        if kind.is_direct:
+            seconds = now - since
         if now - lane.measured_s > _STALE_AFTER_S:  # start over: it may have recovered
             lane.busy_s = lane.blocks = lane.op_s = 0.0
             lane.ops = 0
-        lane.busy_s = _KEEP * lane.busy_s + (now - lane.busy_since_s)
-        lane.busy_since_s = now
+        lane.busy_s = _KEEP * lane.busy_s + (now - since)
         lane.blocks = _KEEP * lane.blocks + num_blocks
         lane.op_s = seconds if lane.ops == 0 else _KEEP * lane.op_s + (1 - _KEEP) * seconds
         lane.ops += 1
         lane.measured_s = now
 
-    def seconds(self, tier: TierName, num_blocks: int, now: float) -> float | None:
+    def seconds(self, kind: OpKind, num_blocks: int, now: float) -> float | None:
         """Estimate how long a load of this many blocks takes; None if unknown."""
-        lane = self._lanes.get(tier)
+        lane = self._lanes.get(kind)
         if lane is None or lane.ops < _MIN_OPS or now - lane.measured_s > _STALE_AFTER_S:
             return None
         if lane.blocks < 0.5:  # nothing arrives: the breaker handles that
             return None
         return max(lane.op_s, num_blocks * lane.busy_s / lane.blocks)
 
-    def pays(
-        self, tier: TierName, num_blocks: int, prefill_blocks_per_s: float, now: float
-    ) -> bool:
+    def pays(self, kind: OpKind, num_blocks: int, prefill_blocks_per_s: float, now: float) -> bool:
         """Whether the load is likely to be faster than recomputing the blocks.
 
         Args:
             prefill_blocks_per_s: Speed of the engine; 0 if unknown.
         """
-        seconds = self.seconds(tier, num_blocks, now)
+        seconds = self.seconds(kind, num_blocks, now)
         return seconds is None or seconds * prefill_blocks_per_s <= num_blocks
 
-    def report(self) -> dict[str, dict[str, float]]:
-        """Return the last measured blocks per second and seconds per op of each tier."""
+    def report(self) -> dict[OpKind, dict[str, float]]:
+        """Return the last measured blocks per second and seconds per op of each kind."""
         return {
-            tier.value: {
+            kind: {
                 "blocks_per_s": lane.blocks / lane.busy_s if lane.busy_s > 0 else 0.0,
                 "seconds_per_op": lane.op_s,
             }
-            for tier, lane in self._lanes.items()
+            for kind, lane in self._lanes.items()
             if lane.ops
         }

@@ -29,6 +29,8 @@ from flexcache.cache.tiers import Tiers
 from flexcache.config.groups import UnitShape
 from flexcache.ids import OpId, OpKind, TaskKind, TierName
 
+_SSD_LOAD = {Way.STAGED: LOAD_OP[TierName.SSD], Way.DIRECT: OpKind.DISK2D}
+
 
 class _Segment(NamedTuple):
     """Blocks ``[begin, end)`` of a prompt that a lower tier supplies."""
@@ -164,7 +166,7 @@ class LoadPlanner:
             begin, end = max(covered, start), min(match.num_blocks, stop)
             if begin >= end:
                 continue
-            if not self._pays(tier.name, end - begin, prefill_blocks_per_s):
+            if not self._is_loaded(plan, tier.name, end - begin, prefill_blocks_per_s):
                 plan.skipped[why_recomputed(tier.name)] = end - begin
                 continue
             segments.append(_Segment(tier, match, begin, end))
@@ -185,9 +187,21 @@ class LoadPlanner:
         if segments:
             self._add_loads(plan, keys, on_host, segments, covered)
 
-    def _pays(self, name: TierName, num_blocks: int, prefill_blocks_per_s: float) -> bool:
+    def _is_loaded(
+        self, plan: Plan, name: TierName, num_blocks: int, prefill_blocks_per_s: float
+    ) -> bool:
+        """Whether blocks are loaded, not recomputed; chooses the way of those on SSD."""
+        if not plan.may_go_direct or name is not TierName.SSD:
+            return self._pays(LOAD_OP[name], num_blocks, prefill_blocks_per_s)
+        for way in self.ways.choose():
+            if self._pays(_SSD_LOAD[way], num_blocks, prefill_blocks_per_s):
+                plan.way = way
+                return True
+        return False
+
+    def _pays(self, kind: OpKind, num_blocks: int, prefill_blocks_per_s: float) -> bool:
         cost = self.cost
-        return cost is None or cost.pays(name, num_blocks, prefill_blocks_per_s, self._tiers.now)
+        return cost is None or cost.pays(kind, num_blocks, prefill_blocks_per_s, self._tiers.now)
 
     def _add_loads(
         self,
@@ -199,8 +213,6 @@ class LoadPlanner:
     ) -> None:
         """Load what the host tier lacks: past it, or through it."""
         plan.load_start = plan.stop
-        if plan.may_go_direct and segments[0].tier.name is TierName.SSD:
-            plan.way = self.ways.choose()
         if plan.way is Way.DIRECT:
             self._add_direct_loads(plan, segments.pop(0))
         if segments:

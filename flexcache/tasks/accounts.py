@@ -11,13 +11,14 @@ from collections import Counter
 
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.load_plan import LoadPlanner
+from flexcache.cache.load_ways import Way
 from flexcache.ids import OpKind, SessionId, TaskKind, TierName
 from flexcache.tasks.histogram import BYTES, SECONDS, Histogram
 from flexcache.tasks.hit_rate import HitRates
 from flexcache.tasks.instructions import TaskResult
 from flexcache.tasks.model import OpRun, Task
 from flexcache.tasks.recorder import Recorder
-from flexcache.tasks.routes import STAGED_LOAD_TIER
+from flexcache.tasks.routes import LOAD_TIER
 from flexcache.tasks.totals import Totals
 from flexcache.transfer.graph import TransferOp
 
@@ -87,6 +88,8 @@ class Accounts:
             return
         seconds, plan = now - task.launched_s, task.plan
         self.task_seconds[plan.kind].observe(seconds)
+        if plan.way is Way.DIRECT and task.state.is_overdue:
+            self._ways.failed()
         if plan.way is not None and TierName.REMOTE not in plan.sources and task.has_arrived:
             self._ways.ended(plan.way, plan.sources[TierName.SSD], seconds)
 
@@ -110,8 +113,8 @@ class Accounts:
         kind = op.kind
         self.totals.ops[kind].started(now)
         task.owner.totals.ops[kind].started(now)
-        if self._load_cost is not None and kind in STAGED_LOAD_TIER:
-            self._load_cost.started(STAGED_LOAD_TIER[kind], now)
+        if self._load_cost is not None and kind in LOAD_TIER:
+            self._load_cost.started(kind, now)
         if self.recorder is not None:
             self.recorder.op_started(task, op)
 
@@ -125,7 +128,9 @@ class Accounts:
         run.task.owner.totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes)
         self.op_seconds[kind].observe(seconds)
         self.op_bytes[kind].observe(num_bytes)
-        if self._load_cost is not None and kind in STAGED_LOAD_TIER:
-            self._load_cost.ended(STAGED_LOAD_TIER[kind], now, num_ok, seconds)
+        if kind is OpKind.DISK2D and run.error is not None:
+            self._ways.failed()
+        if self._load_cost is not None and kind in LOAD_TIER:
+            self._load_cost.ended(kind, now, num_ok, seconds)
         if self.recorder is not None:
             self.recorder.op_ended(run.task, run.op, num_ok, run.error)

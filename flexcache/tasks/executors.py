@@ -254,8 +254,10 @@ class Executors:
     ) -> list[OpRun]:
         """One executor is through with its part; returns what has ended by that."""
         del run.waiting_for[executor]
-        run.num_ok = min(run.num_ok, num_ok)
-        run.bad_block |= bad_block
+        if num_ok < run.num_ok:
+            run.num_ok, run.bad_block = num_ok, bad_block
+        elif num_ok == run.num_ok:
+            run.bad_block |= bad_block
         run.error = run.error or error
         if error is not None:
             run.task.errors.append(error)

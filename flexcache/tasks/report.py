@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from flexcache.cache.load_cost import why_recomputed
+from flexcache.cache.plan import LOAD_OP
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
@@ -27,6 +28,9 @@ from flexcache.tasks.stats import (
 from flexcache.tasks.totals import Totals
 from flexcache.transfer.breaker import CircuitBreaker
 
+_LOADS = {kind: tier.value for tier, kind in LOAD_OP.items()} | {OpKind.DISK2D: "SSD past DRAM"}
+"""What the measured loads are called."""
+
 
 def cache_stats(
     identity: CacheIdentity, cache: TieredCache, accounts: Accounts, sessions: TaskSessions,
@@ -37,7 +41,8 @@ def cache_stats(
     op_times, op_sizes = accounts.op_seconds, accounts.op_bytes
     load_cost = None
     if cache.loads.cost is not None:
-        load_cost = {n: LoadCostStats(**cost) for n, cost in cache.loads.cost.report().items()}
+        measured = cache.loads.cost.report()
+        load_cost = {_LOADS[kind]: LoadCostStats(**cost) for kind, cost in measured.items()}
     return CacheStats(
         identity=identity,
         totals=accounts.totals.stats(),

@@ -439,12 +439,12 @@ class World:
         )  # fmt: skip
         self._carry_out()
 
-    def finish_bad(self, run: RunOp) -> None:
-        """End the op with its first block unreadable."""
+    def finish_bad(self, run: RunOp, num_ok: int = 0) -> None:
+        """End the op with a block unreadable, by default its first."""
         del self.at_work[run.executor, run.op.op_id]
-        self._move(run, 0)
+        self._move(run, num_ok)
         self.engine.op_done(
-            run.executor, run.op.op_id, 0, self.now, error="a newer version", bad_block=True
+            run.executor, run.op.op_id, num_ok, self.now, error="a newer version", bad_block=True
         )
         self._carry_out()
 

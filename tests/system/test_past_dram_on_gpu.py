@@ -128,6 +128,23 @@ def test_bytes_that_are_spoiled_on_their_way_are_never_served(
         assert cluster.num_leased() == 0
 
 
+def test_a_read_that_the_gpu_side_refuses_costs_no_block(
+    memory: DeviceMemory, tmp_path: Path
+) -> None:
+    source, target = list(range(12)), list(range(20, 32))
+    with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:
+        assert cluster.put(TOKENS, source).mask.all()
+        expected = cluster.read(source)
+        memory.gpu.refuse("cuFileRead", 5011)
+        response = cluster.get(TOKENS, target)
+        assert response.status is KVStatus.FAILED
+        assert "the CUDA driver failed" in (response.error or "")
+        assert "ssd_bad_block" not in cluster.manager.stats()["dropped_blocks"]
+        memory.gpu.refuse_nothing()
+        assert cluster.get(TOKENS, target).mask.all()
+        assert cluster.read(target) == expected
+
+
 def test_a_gpu_that_is_lost_ends_what_is_under_way(memory: DeviceMemory, tmp_path: Path) -> None:
     blocks = list(range(12))
     with running_cluster([tmp_path], memory=memory, num_cpu_blocks=0) as cluster:

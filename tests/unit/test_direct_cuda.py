@@ -245,6 +245,7 @@ def test_a_block_with_another_checksum_never_reaches_the_tensors(rig: Rig) -> No
     before = rig.kv.copy()
     [ended] = rig.run(rig.transfer(READ, 4, 0, written.checksum))
     assert ended.error == "checksum mismatch"
+    assert ended.is_bad
     assert np.array_equal(rig.kv, before)
 
 
@@ -306,7 +307,7 @@ def test_a_full_disk_is_an_error_of_the_write(rig: Rig) -> None:
     rig.open()
     rig.gpu.refuse("cuFileWrite", errno.ENOSPC)
     [ended] = rig.run(rig.transfer(WRITE, 0, 0))
-    assert ended == (ended.token, "cuFileWrite: No space left on device", 0)
+    assert ended == (ended.token, "cuFileWrite: No space left on device", 0, False)
 
 
 def test_a_file_that_ends_early_is_an_error_of_the_read(rig: Rig) -> None:
@@ -314,6 +315,26 @@ def test_a_file_that_ends_early_is_an_error_of_the_read(rig: Rig) -> None:
     os.truncate(rig.path, PAGE + LENGTH // 2)
     [ended] = rig.run(rig.transfer(READ, 0, 0))
     assert ended.error == f"{LENGTH // 2} of {LENGTH} bytes moved"
+    assert ended.is_bad
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "is_bad"),
+    [
+        ("cuFileRead", errno.EIO, True),
+        ("cuFileRead", errno.ENOMEM, False),
+        ("cuFileRead", 5011, False),
+        ("cuMemcpyBatchAsync", 1, False),
+    ],
+)
+def test_only_what_the_file_says_makes_a_block_bad(
+    rig: Rig, call: str, code: int, is_bad: bool
+) -> None:
+    rig.open()
+    rig.gpu.refuse(call, code)
+    [ended] = rig.run(rig.transfer(READ, 0, 0, rig.sum_of(0)))
+    assert ended.error is not None
+    assert ended.is_bad is is_bad
 
 
 @pytest.mark.parametrize("direction", [READ, WRITE])

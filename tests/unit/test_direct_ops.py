@@ -163,6 +163,22 @@ def test_a_truncated_file_is_a_bad_block_and_a_failing_write_no_bad_memory(world
     assert done.error == "write of slot 0: Bad file descriptor"
 
 
+def test_a_read_that_fails_on_its_way_blames_no_block_and_keeps_those_before_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = world.write([0, 1, 2], [0, 1, 2])
+    unreadable = os.open(os.devnull, os.O_WRONLY)
+    locate = world.locate
+    monkeypatch.setattr(
+        world.ops, "_locate", lambda slot: (unreadable, 0) if slot == 1 else locate(slot)
+    )
+    done = world.finish_one(world.execute(OpKind.DISK2D, [0, 1, 2], [3, 4, 5], sums))
+    assert (done.num_ok, done.bad_block) == (1, False)
+    assert done.error == "read of slot 1: Bad file descriptor"
+    assert world.block(3) == world.block(0)
+    os.close(unreadable)
+
+
 def test_an_op_waits_until_compute_is_done_with_its_blocks(world: World) -> None:
     gate = Gate()
     late = world.execute(OpKind.D2DISK, [0], [0], after=gate)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from flexcache.cache.load_cost import LoadCost
-from flexcache.ids import TierName
+from flexcache.ids import OpKind
 
-SSD, REMOTE = TierName.SSD, TierName.REMOTE
+SSD, REMOTE, DIRECT = OpKind.DISK2H, OpKind.REMOTE2H, OpKind.DISK2D
 
 
-def measured(tier: TierName, blocks: int, seconds: float, ops: int = 10) -> tuple[LoadCost, float]:
-    """A tier that has moved ``blocks`` blocks in ``seconds`` per op, one op after the other."""
+def measured(kind: OpKind, blocks: int, seconds: float, ops: int = 10) -> tuple[LoadCost, float]:
+    """Loads that have moved ``blocks`` blocks in ``seconds`` per op, one op after the other."""
     cost, now = LoadCost(), 1000.0
     for _ in range(ops):
-        cost.started(tier, now)
+        cost.started(kind, now)
         now += seconds
-        cost.ended(tier, now, blocks, seconds)
+        cost.ended(kind, now, blocks, seconds)
     return cost, now
 
 
@@ -80,3 +80,17 @@ def test_old_measurements_do_not_outweigh_recent_ones() -> None:
         now += 0.01
         cost.ended(REMOTE, now, 10, 0.01)
     assert cost.seconds(REMOTE, 10, now) == pytest.approx(0.01)
+
+
+def test_the_wait_at_the_gate_is_no_cost_of_a_load_past_dram() -> None:
+    cost, now = LoadCost(), 0.0
+    for _ in range(3):  # loads of four ops each, given to the rank together
+        for _ in range(4):
+            cost.started(DIRECT, now)
+        given, now = now, now + 5.0
+        for _ in range(4):
+            now += 0.1
+            cost.ended(DIRECT, now, 10, now - given)
+    assert cost.seconds(DIRECT, 1, now) == pytest.approx(0.1)
+    assert cost.seconds(DIRECT, 100, now) == pytest.approx(1.0)
+    assert cost.seconds(SSD, 100, now) is None

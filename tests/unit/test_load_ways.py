@@ -23,13 +23,13 @@ def timed(staged_s: float, direct_s: float) -> LoadWays:
 
 
 def chosen(ways: LoadWays, count: int) -> list[Way]:
-    return [ways.choose() for _ in range(count)]
+    return [ways.choose()[0] for _ in range(count)]
 
 
 def test_both_ways_are_timed_before_one_is_preferred() -> None:
     ways, taken = LoadWays(), []
     for _ in range(8):
-        taken.append(ways.choose())
+        taken.append(ways.choose()[0])
         ways.ended(taken[-1], 10, 1.0)
     assert taken == [Way.STAGED] * 4 + [Way.DIRECT] * 4
 
@@ -44,7 +44,7 @@ def test_past_dram_must_be_clearly_faster(direct_s: float, way: Way) -> None:
 def test_the_other_way_is_tried_now_and_then_and_may_win_again() -> None:
     ways = timed(1.0, 0.5)
     for _ in range(40 * 32):
-        way = ways.choose()
+        way = ways.choose()[0]
         ways.ended(way, 10, 0.1 if way is Way.STAGED else 0.5)
     assert chosen(ways, 64).count(Way.STAGED) >= 60
 
@@ -54,6 +54,16 @@ def test_a_rule_needs_no_times(rule: str, way: Way) -> None:
     ways = LoadWays(rule)  # type: ignore[arg-type]
     ways.ended(Way.STAGED if way is Way.DIRECT else Way.DIRECT, 10, 1e-6)
     assert chosen(ways, 40) == [way] * 40
+
+
+def test_a_load_that_fails_makes_the_next_ones_go_through_dram() -> None:
+    ways = timed(1.0, 0.5)
+    ways.failed()
+    assert [ways.choose() for _ in range(31)] == [[Way.STAGED]] * 31, "not even instead"
+    assert ways.choose() == [Way.DIRECT, Way.STAGED]
+    assert ways.choose() == [Way.STAGED], "until one was seen to arrive"
+    ways.ended(Way.DIRECT, 10, 0.5)
+    assert chosen(ways, 20) == [Way.DIRECT] * 20
 
 
 @given(TIMES)

@@ -950,3 +950,87 @@ def test_a_get_whose_blocks_on_ssd_find_no_room_in_dram_is_answered_with_the_oth
     world.finish_all()
     assert world.final(task_id).num_ok == 2
     world.check_nothing_is_held()
+
+
+def test_a_way_past_dram_that_fails_is_left_and_costs_no_block() -> None:
+    world = World(cpu=12, past_dram="auto")
+    world.put("abcdef")
+    world.finish_all()
+    for _ in range(4):
+        assert load_from_ssd(world, {OpKind.DISK2H: 1.0}) is OpKind.DISK2H
+    world.clear(CPU)
+    task_id = world.get("abcdef")
+    for run in world.ops(OpKind.DISK2D, task_id):
+        world.finish(run, 0, error="cuFileRead failed")
+    assert world.final(task_id).status is KVStatus.FAILED
+    assert world.cached(SSD, "abcdef") == 6
+    assert not world.stats().totals.dropped_blocks
+    for _ in range(31):
+        assert load_from_ssd(world, {OpKind.DISK2H: 1.0}) is OpKind.DISK2H
+    assert load_from_ssd(world, {OpKind.DISK2D: 0.1}) is OpKind.DISK2D
+    assert load_from_ssd(world, {OpKind.DISK2D: 0.1}) is OpKind.DISK2D
+    world.check_nothing_is_held()
+
+
+def test_a_way_past_dram_that_hangs_is_left() -> None:
+    world = World(cpu=12, past_dram="auto", op_timeout_s=30.0)
+    world.put("abcdef")
+    world.finish_all()
+    for _ in range(4):
+        load_from_ssd(world, {OpKind.DISK2H: 1.0})
+    world.clear(CPU)
+    hanging = world.get("abcdef")
+    world.tick(31.0)
+    assert world.final(hanging).status is KVStatus.FAILED
+    task_id = world.get("abcdef")
+    assert {run.op.kind for run in world.ops(task_id=task_id)} == {OpKind.DISK2H}
+    world.finish_all()
+
+
+@pytest.mark.parametrize("is_first_bad", [True, False])
+def test_the_block_that_is_dropped_is_the_one_that_a_rank_calls_bad(is_first_bad: bool) -> None:
+    """Of two ranks, one fails at the first block, the other finds the third one bad."""
+    world = World(past_dram="always", chunk=6, load_ranks=(0, 1), store_ranks=(0, 1))
+    world.put("abcdef")
+    world.finish_all()
+    world.clear(CPU)
+    task_id = world.get("abcdef")
+    runs = world.ops(OpKind.DISK2D, task_id)
+    for is_bad in (is_first_bad, not is_first_bad):
+        if is_bad:
+            world.finish_bad(runs.pop(), num_ok=2)
+        else:
+            world.finish(runs.pop(), 0, error="cuFileRead failed")
+    assert world.final(task_id).status is KVStatus.FAILED
+    assert world.cached(SSD, "abcdef") == 6
+
+
+def load_slowly(world: World, kind: OpKind, count: int) -> None:
+    """Let SSD alone have a prompt, and load it again and again; each op takes a second."""
+    world.put("abcdef")
+    world.finish_all()
+    for _ in range(count):
+        world.clear(CPU)
+        task_id = world.get("abcdef")
+        while loads := world.ops(kind, task_id):
+            world.tick(1.0)
+            world.finish(loads[0])
+        world.finish_all()
+        assert world.final(task_id).num_ok == 6
+    world.clear(CPU)
+    world.engine.report_prefill(world.ids.session, 100.0)
+
+
+def test_loads_past_dram_that_are_slower_than_computing_are_not_made() -> None:
+    world = World(past_dram="always", keeps_on_host=False, skip_slow_loads=True)
+    load_slowly(world, OpKind.DISK2D, 4)
+    assert world.final(world.get("abcdef")).status is KVStatus.NOT_FOUND
+    assert world.stats().totals.skipped_blocks == {"ssd_slower_than_recompute": 6}
+
+
+def test_slow_loads_through_dram_do_not_speak_against_those_past_it() -> None:
+    world = World(cpu=12, past_dram="auto", skip_slow_loads=True)
+    load_slowly(world, OpKind.DISK2H, 2)
+    task_id = world.get("abcdef")
+    assert {run.op.kind for run in world.ops(task_id=task_id)} == {OpKind.DISK2D}
+    world.finish_all()

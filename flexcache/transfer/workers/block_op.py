@@ -33,7 +33,7 @@ class BlockOp:
         checksums: Those of the blocks that were written.
         ok: Which blocks were moved.
         names: Names of the blocks, if they are to be recorded.
-        bad_block: The first block that could not be moved.
+        bad_block: The first block at fault itself.
         is_void: Whether none of its blocks counts as moved, even if I/O in flight succeeds.
     """
 
@@ -117,15 +117,15 @@ class BlockOp:
         self.in_flight += 1
         return position
 
-    def end(self, position: int, problem: str | None = None) -> None:
-        """Record that a block was moved, or could not be."""
+    def end(self, position: int, problem: str | None = None, is_bad: bool = True) -> None:
+        """Record that a block was moved, or could not be: it is bad, or the way there failed."""
         self.in_flight -= 1
         if problem is None:
             self.ok[position] = True
             return
         where = f"{self.direction.value} of slot {self.slots[position]}"
         self.error = self.error or f"{where}: {problem}"
-        if self.bad_block is None or position < self.bad_block:
+        if is_bad and (self.bad_block is None or position < self.bad_block):
             self.bad_block = position
         self.dropped = True  # nothing after the gap is useful
 

@@ -15,7 +15,7 @@ from functools import partial
 from flexcache.logs import log_event
 from flexcache.storage.block_io import Direction
 from flexcache.transfer.workers.cufile import CuFile
-from flexcache.transfer.workers.direct_transfer import Transfer
+from flexcache.transfer.workers.direct_transfer import BAD_BLOCK_ERRORS, Transfer, Transferred
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class DeviceFiles:
     ) -> None:  # fmt: skip
         self._library = library
         self._address = address
-        self._ended: deque[tuple[Transfer, str | None]] = deque()
+        self._ended: deque[tuple[Transfer, Transferred]] = deque()
         self._closing: list[Callable[[], object]] = []
         self._handles: dict[int, int] = {}
         try:
@@ -60,25 +60,29 @@ class DeviceFiles:
         """Start to move a transfer's part of its file, at an offset of the memory."""
         self._threads.submit(self._run, transfer, offset)
 
-    def take_ended(self) -> list[tuple[Transfer, str | None]]:
-        """Return what has ended since the last call, each with its error, if any."""
+    def take_ended(self) -> list[tuple[Transfer, Transferred]]:
+        """Return what has ended since the last call, each with how it ended in the memory."""
         ended = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
-    def move(self, transfer: Transfer, offset: int) -> str | None:
-        """Move it now; return what went wrong, if anything did."""
+    def move(self, transfer: Transfer, offset: int) -> Transferred:
+        """Move it now."""
         is_read = transfer.direction is Direction.READ
         call = self._library.read if is_read else self._library.write
         handle = self._handles[transfer.fd]
         try:
             moved = call(handle, self._address, transfer.length, transfer.offset, offset)
         except OSError as error:
-            return error.strerror or str(error)
+            text, is_bad = error.strerror or str(error), error.errno in BAD_BLOCK_ERRORS
+            return Transferred(transfer.token, text, is_bad=is_bad)
         except Exception as error:  # whatever it is, it belongs to this transfer
-            return str(error)
-        return None if moved == transfer.length else f"{moved} of {transfer.length} bytes moved"
+            return Transferred(transfer.token, str(error))
+        if moved == transfer.length:
+            return Transferred(transfer.token, None)
+        text = f"{moved} of {transfer.length} bytes moved"
+        return Transferred(transfer.token, text, is_bad=True)
 
     def _run(self, transfer: Transfer, offset: int) -> None:
         self._ended.append((transfer, self.move(transfer, offset)))

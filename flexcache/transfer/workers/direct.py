@@ -2,8 +2,8 @@
 
     op --compute is done--> queue --begin--> DirectIO --read: verified, written: summed--> Done
 
-Part of `DeviceWorker`, which keeps ops behind their gates. A block that cannot be read, or whose
-checksum differs, ends the useful part of its op, as in the disk worker.
+Part of `DeviceWorker`, which keeps ops behind their gates. A block that was not moved ends the
+useful part of its op, as in the disk worker; it is called bad only if the file is at fault.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.block_op import BlockOp, BlockOpQueue
 from flexcache.transfer.workers.copier import Fence
 from flexcache.transfer.workers.direct_io import DirectIO
-from flexcache.transfer.workers.direct_transfer import Transfer
+from flexcache.transfer.workers.direct_transfer import Transfer, Transferred
 from flexcache.transfer.workers.permit import CopyPermit
 
 
@@ -99,17 +99,17 @@ class DirectOps:
         return done
 
     def _move(self) -> None:
-        for token, error, checksum in self._io.reap():
-            op, position = self._in_flight.pop(token)
-            op.checksums[position] = checksum
-            self._end(op, position, error)
+        for ended in self._io.reap():
+            op, position = self._in_flight.pop(ended.token)
+            op.checksums[position] = ended.checksum
+            self._end(op, position, ended)
         self._release()
         self._fill()
 
-    def _end(self, op: BlockOp, position: int, error: str | None) -> None:
-        op.end(position, error)
-        if error is not None and self._is_revoked(op):
-            op.fail(error)  # nothing is wrong with the block
+    def _end(self, op: BlockOp, position: int, ended: Transferred) -> None:
+        op.end(position, ended.error, ended.is_bad)
+        if ended.error is not None and self._is_revoked(op):
+            op.fail(ended.error)
 
     def _is_revoked(self, op: BlockOp) -> bool:
         self._permit.task_id = self._task_of[op.op_id]

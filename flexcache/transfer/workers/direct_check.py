@@ -40,7 +40,7 @@ def check_reads(files: DeviceFiles, fds: Sequence[int], checksum_of: ChecksumOf)
     for fd in fds:
         before = _read_page(fd)
         transfer = Transfer(0, 0, Direction.READ, fd, 0, PAGE_BYTES, _NOWHERE, _NOWHERE)
-        error = files.move(transfer, 0)
+        error = files.move(transfer, 0).error
         if error is not None:
             raise StorageError(error)
         page = _read_page(fd)

@@ -17,7 +17,7 @@ from flexcache.storage.block_io import Completion, Direction, Request
 from flexcache.storage.block_io.threads import ThreadedBlockIO
 from flexcache.storage.checksum import checksum
 from flexcache.transfer.workers.copy_cpu import Addresses, load_copy_runs
-from flexcache.transfer.workers.direct_transfer import Transfer, Transferred
+from flexcache.transfer.workers.direct_transfer import BAD_BLOCK_ERRORS, Transfer, Transferred
 from flexcache.transfer.workers.permit import CopyPermit
 
 
@@ -76,14 +76,16 @@ class CpuDirectIO:
     def _judge(self, transfer: Transfer, buffer: int, result: int) -> Transferred:
         token = transfer.token
         if result < 0:
-            return Transferred(token, os.strerror(-result))
+            is_bad = -result in BAD_BLOCK_ERRORS
+            return Transferred(token, os.strerror(-result), is_bad=is_bad)
         if result != transfer.length:
-            return Transferred(token, f"{result} of {transfer.length} bytes moved")
+            error = f"{result} of {transfer.length} bytes moved"
+            return Transferred(token, error, is_bad=True)
         found = checksum([self._bytes(transfer, buffer)])
         if transfer.direction is Direction.WRITE:
             return Transferred(token, None, found)
         if found != transfer.expected:
-            return Transferred(token, "checksum mismatch")
+            return Transferred(token, "checksum mismatch", is_bad=True)
         try:
             self._scatter(transfer, buffer)
         except TaskRevokedError as error:

@@ -122,11 +122,11 @@ class CudaDirectIO:
 
     def reap(self) -> list[Transferred]:
         arrived = []
-        for transfer, error in self._files.take_ended():
-            if error is None and transfer.direction is Direction.READ:
+        for transfer, moved in self._files.take_ended():
+            if moved.error is None and transfer.direction is Direction.READ:
                 arrived.append(transfer)
             else:
-                self._end(transfer, error)
+                self._end(transfer, moved.error, moved.is_bad)
         self._queue(arrived, self._sum_up)
         done = [batch for batch in self._batches if batch.done.query()]
         self._batches = [batch for batch in self._batches if batch not in done]
@@ -204,7 +204,7 @@ class CudaDirectIO:
             elif each == transfer.expected:
                 right.append(transfer)
             else:
-                self._end(transfer, "checksum mismatch")
+                self._end(transfer, "checksum mismatch", is_bad=True)
         self._queue(self._permitted(right), self._scatter)
 
     def _copy(self, transfers: Transfers, kind: OpKind) -> None:
@@ -243,10 +243,10 @@ class CudaDirectIO:
         for transfer in transfers:
             self._end(transfer, error)
 
-    def _end(self, transfer: Transfer, error: str | None = None) -> None:
+    def _end(self, transfer: Transfer, error: str | None = None, is_bad: bool = False) -> None:
         self._free.append(self._places.pop(transfer.token))
         found = self._checksums.pop(transfer.token, 0)
-        self._ended.append(Transferred(transfer.token, error, 0 if error else found))
+        self._ended.append(Transferred(transfer.token, error, 0 if error else found, is_bad))
 
     def _place(self, transfer: Transfer) -> int:
         return self._address + self._places[transfer.token]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,11 @@ import numpy.typing as npt
 from flexcache.storage.block_io import Direction
 
 Addresses = npt.NDArray[np.int64]
+
+BAD_BLOCK_ERRORS = frozenset(
+    {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ}
+)
+"""Errors of a read by which Linux says that the medium or the file system has lost the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +46,11 @@ class Transferred(NamedTuple):
     """How a transfer ended.
 
     Without an ``error`` all of it was moved, and bytes that were read have the expected checksum
-    and are in the KV tensors. ``checksum`` is that of the bytes written.
+    and are in the KV tensors. ``checksum`` is that of the bytes written. ``is_bad``: what the file
+    holds is at fault, not the way there.
     """
 
     token: int
     error: str | None
     checksum: int = 0
+    is_bad: bool = False
