@@ -30,7 +30,7 @@ from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.config import CacheConfig
-from flexcache.ids import BlockKey, TierName
+from flexcache.ids import BlockKey, OpKind, TierName
 from flexcache.replay.mooncake import hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
@@ -97,8 +97,8 @@ class Replay:
         ends_s = self._disk_free_s = max(self._disk_free_s, now) + num_blocks * SSD_S
         cost = self.cache.loads.cost
         assert cost is not None
-        cost.started(TierName.SSD, now)
-        self._at(ends_s, lambda then: cost.ended(TierName.SSD, then, num_blocks, then - now))
+        cost.started(OpKind.DISK2H, now)
+        self._at(ends_s, lambda then: cost.ended(OpKind.DISK2H, then, num_blocks, then - now))
         return ends_s
 
     def _begin(self, keys: EngineBlockKeys, now: float) -> None:

@@ -168,8 +168,8 @@ TIERS = (
 REMOTE_COST = (
     gauge(
         "load_bytes_per_second",
-        "Recent speed of loads from the tier (or 'SSD past DRAM'), by which FlexCache decides to load "
-        "or to recompute.",
+        "Recent speed of loads from the tier, or of those 'SSD past DRAM', by which FlexCache "
+        "decides to load or to recompute.",
         in_bytes(per(lambda cache: cache.load_cost or {}, lambda cost: cost.blocks_per_s)),
         "tier",
     ),

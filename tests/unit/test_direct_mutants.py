@@ -54,7 +54,7 @@ MUTANTS = [
            ", initializer=bind", "",
            on_io.test_blocks_are_written_with_their_checksums_and_read_back),
     Mutant("a short read counts", DeviceFiles, "move",
-           "None if moved == transfer.length else", "None if True else",
+           "if moved == transfer.length:", "if True:",
            on_io.test_a_file_that_ends_early_is_an_error_of_the_read),
 ]  # fmt: skip
 
