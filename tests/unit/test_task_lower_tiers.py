@@ -989,7 +989,7 @@ def test_a_way_past_dram_that_hangs_is_left() -> None:
 
 @pytest.mark.parametrize("is_first_bad", [True, False])
 def test_the_block_that_is_dropped_is_the_one_that_a_rank_calls_bad(is_first_bad: bool) -> None:
-    """Of two ranks, one fails at the first block, the other finds the third one bad."""
+    """One of two ranks fails at the first block; the other finds the third one bad."""
     world = World(past_dram="always", chunk=6, load_ranks=(0, 1), store_ranks=(0, 1))
     world.put("abcdef")
     world.finish_all()
