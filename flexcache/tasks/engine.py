@@ -177,9 +177,12 @@ class KVTaskEngine:
             owner, kind, keys, start, stop, retain_s, now, tail_at
         )
         task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
-        self.cache.sessions.used(session_id, keys, plan)
+        if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
+            self.cache.sessions.used(session_id, keys, plan)
         if kind is TaskKind.GET:
             task.early = self.cache.early.find(keys)
+        elif kind is TaskKind.PREFETCH and not plan.is_empty:
+            self.cache.early.begin(task_id, plan, keys, now)
         self._accounts.matched(task, keys, start, stop, retain_s, now)
         if not plan.is_empty:
             self._sessions.open(task)
@@ -210,7 +213,8 @@ class KVTaskEngine:
         return had_ended
 
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
-        """Stop what has not started. Idempotent. All ids are checked before any task is cancelled.
+        """Stop what has not started, and let go of what a prefetch has brought. Idempotent. All ids
+        are checked before any task is cancelled.
 
         Returns:
             Those that were never launched and have ended by this.
@@ -220,7 +224,10 @@ class KVTaskEngine:
             self._sessions.of(task_id).require_known(task_id)
         for task_id in to_cancel:
             task = self._sessions.tasks.get(task_id)
-            if task is None or task.state.is_cancelled:
+            if task is None:
+                self.cache.early.cancel(task_id)
+                continue
+            if task.state.is_cancelled:
                 continue
             task.cancel()
             self._accounts.cancelled(task)

@@ -110,8 +110,6 @@ class Matcher:
             tail_at += num_before if tail_at else 0
         plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
         plan.num_before = num_before
-        if kind is TaskKind.PREFETCH and not plan.is_empty:
-            self._cache.early.begin(plan, keys, now)
         return plan, keys, start, stop
 
     def _plan(
