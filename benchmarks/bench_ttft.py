@@ -1,5 +1,5 @@
-"""TTFT of the 136 M model: cold, from DRAM, from SSD; FlexCache beside vLLM's own offloading and,
-where environments of peers are named, LMCache.
+"""TTFT of the 136 M model: cold, from DRAM, from SSD; FlexCache with and without a DRAM tier,
+beside vLLM's own offloading and, where environments of peers are named, LMCache.
 
     python benchmarks/bench_ttft.py [--tokens 1000] [--rounds 5] [--venvs DIR] [--json FILE]
 
@@ -33,8 +33,12 @@ from venvs import peer_python
 
 from flexcache.bench.results import Case, Result, Unsupported
 
-OURS, PEER, LMCACHE = "FlexCache", "vLLM's own offloading", "LMCache"
-SYSTEMS = {OURS: "FlexCache", PEER: "offloading", LMCACHE: "LMCache"}
+OURS, SSD_ALONE = "FlexCache", "FlexCache without DRAM"
+PEER, LMCACHE = "vLLM's own offloading", "LMCache"
+SYSTEMS = {OURS: "FlexCache", SSD_ALONE: "FlexCache", PEER: "offloading", LMCACHE: "LMCache"}
+CHANGES: dict[str, dict[str, Any]] = {
+    SSD_ALONE: {"dram_gb": None, "more": {"num_cpu_blocks": 0}},
+}
 RUNS = ("cold", "DRAM", "SSD")
 BLOCK = 32
 CHUNKS = {"LMCache": 256}  # of tokens, that a system caches; for the others a block
@@ -85,7 +89,7 @@ def measure(
         for name in list(engines)[:: 1 if number % 2 else -1]:
             say(f"{length} tokens, round {number} of {rounds}: {name}")
             took, are_equal = measure_prompt(engines[name], tokens)
-            if not are_equal and name == OURS:
+            if not are_equal and SYSTEMS[name] == OURS:
                 raise AssertionError(f"{length} tokens: a hit changed the answer")
             seen[name].num_changed += not are_equal
             if number:
@@ -98,6 +102,8 @@ def figures(seen: dict[str, Seen], length: int, absent: str) -> Iterator[Result]
     """Each run of each system; ours and LMCache's beside vLLM's own, or why there is none."""
     for run in RUNS:
         for name, mine in seen.items():
+            if (run, name) == ("DRAM", SSD_ALONE):
+                continue
             notes = [f"{statistics.median(mine.ms[run]) / statistics.median(mine.ms['cold']):.2%} "
                      "of its cold run"] if run != "cold" else [absent]  # fmt: skip
             if run == "cold" and mine.num_changed:
@@ -121,9 +127,11 @@ def engine(name: str, work_dir: Path, venvs: Path | None, **changes: Any) -> Ite
     Raises:
         DidNotRun, Unsupported: Says why.
     """
-    directory, log = work_dir / SYSTEMS[name], work_dir / "engine.log"
+    directory, log = work_dir / name.replace(" ", "-"), work_dir / "engine.log"
     directory.mkdir()
-    settings = replace(Settings(SYSTEMS[name], "mid", str(directory), DRAM_GB), **changes)
+    settings = replace(
+        Settings(SYSTEMS[name], "mid", str(directory), DRAM_GB), **(CHANGES.get(name, {}) | changes)
+    )
     with ExitStack() as stack:
         python = sys.executable
         if name == LMCACHE:
@@ -151,7 +159,7 @@ def run(
             try:
                 engines[name] = stack.enter_context(engine(name, Path(work_dir), venvs))
             except (DidNotRun, Unsupported, RuntimeError) as error:
-                if name == OURS:
+                if SYSTEMS[name] == OURS:
                     raise
                 absent.append(f"{name} did not run: {error}")
         for length in lengths:

@@ -174,9 +174,9 @@ def _divide(
     worths = before
     if worths is None:
         worths = worth_by_age(np.tile(hazards.mean(0), (len(counts), 1))).tolist()
-    known = np.flatnonzero(counts >= _MIN_EXAMPLES)
-    means = np.stack([hazards[kinds == kind].mean(0) for kind in known])
-    for kind, of_kind in zip(known.tolist(), worth_by_age(means).tolist(), strict=True):
+    known = np.flatnonzero(counts >= _MIN_EXAMPLES).tolist()
+    means = np.array([hazards[kinds == kind].mean(0) for kind in known]).reshape(-1, NUM_BINS)
+    for kind, of_kind in zip(known, worth_by_age(means).tolist(), strict=True):
         worths[kind] = of_kind
     return classifier, worths
 

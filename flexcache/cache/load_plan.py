@@ -205,6 +205,8 @@ class LoadPlanner:
             self._add_direct_loads(plan, segments.pop(0))
         if segments:
             self._add_staged_loads(plan, keys, on_host, segments, stop)
+        if TierName.SSD not in plan.sources:  # the host tier had no room
+            plan.way = None
         plan.load_keys = keys.slice(plan.load_start, plan.stop)
 
     def _add_direct_loads(self, plan: Plan, segment: _Segment) -> None:

@@ -181,7 +181,7 @@ class Plan:
         self.let_go(host)
         self.stop, self.tail = self.start, None
         self.graph = TransferOpGraph()
-        self.sources = {}
+        self.sources, self.way = {}, None
 
 
 def chunks(start: int, stop: int, size: int) -> Iterator[range]:

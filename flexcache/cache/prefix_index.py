@@ -269,17 +269,24 @@ class PrefixIndex:
         """Make the matched blocks as recent as ``now``, or ``retain`` later. O(runs).
 
         Args:
-            outlook: Their kinds from now on; None to leave all of the kind of the last.
+            outlook: Their kinds from now on; None to give all the kind of the last.
         """
-        run, length = match.run, match.length
-        if run is None:
-            return
-        self._queue.now = max(self._queue.now, now)
-        due = now + retain
+        if match.run is not None:
+            self._queue.now = max(self._queue.now, now)
+            self._mark(match.run, match.length, now + retain, outlook)
+
+    def sort(self, match: PrefixMatch, outlook: Outlook) -> None:
+        """Set the kinds of those matched blocks that are as recent as the last. O(runs)."""
+        if match.run is not None:
+            self._mark(match.run, match.length, self.due(match), outlook)
+
+    def _mark(self, last: Run, length: int, due: float, outlook: Outlook | None) -> None:
+        """Set the kinds of blocks, and when they are due; not of those that are due later."""
+        run: Run | None = last
         if not self._has_kinds:
             outlook = _ONE_KIND
         elif outlook is None:
-            outlook = _like(run, length)
+            outlook = _like(last, length)
         while run is not None:
             num_seen = outlook.num_seen - run.depth
             if num_seen < length:

@@ -164,16 +164,14 @@ class Tier:
         """Count matched blocks as used now, or ``retain_s`` later.
 
         Args:
-            outlook: Their kinds from now on; None to leave them as they are.
+            outlook: Their kinds from now on; None to give all the kind of the last.
         """
         if match.run is not None:
             self.index.touch(match, self._tick(), retain_s, outlook)
 
     def sort(self, keys: BlockKeys, outlook: Outlook) -> None:
         """Note the kinds of a prompt's cached blocks; this does not make them more recent."""
-        match = self.index.match(keys)
-        if match.run is not None:
-            self.index.touch(match, self.index.due(match), outlook=outlook)
+        self.index.sort(self.index.match(keys), outlook)
 
     def num_in_flight(self, keys: BlockKeys, start: int, stop: int) -> int:
         """Return how many contiguous blocks from ``start`` on are in flight."""

@@ -26,7 +26,7 @@ class BackgroundJob:
     """``work`` runs on another thread; ``end`` is called with its error, as an event."""
 
     work: Callable[[], None]
-    end: Callable[[OSError | None], None]
+    end: Callable[[Exception | None], None]
 
 
 class BackgroundThread:
@@ -37,7 +37,7 @@ class BackgroundThread:
             refused job, on the caller's.
     """
 
-    def __init__(self, end: Callable[[BackgroundJob, OSError | None], None]) -> None:
+    def __init__(self, end: Callable[[BackgroundJob, Exception | None], None]) -> None:
         self._end = end
         self._waiting: queue.Queue[BackgroundJob | None] = queue.Queue(MAX_WAITING)
         self._thread: threading.Thread | None = None
@@ -81,10 +81,13 @@ class BackgroundThread:
                 log_event(logger, logging.ERROR, "aside_failed", exc_info=True)
 
 
-def error_of(work: Callable[[], None]) -> OSError | None:
-    """Run a piece of work; return its error, if any."""
+def error_of(work: Callable[[], None]) -> Exception | None:
+    """Run a piece of work; return its error, if any, and log one that is not the disk's."""
     try:
         work()
     except OSError as error:
+        return error
+    except Exception as error:  # who waits for its end must still hear of it
+        log_event(logger, logging.ERROR, "aside_failed", exc_info=True)
         return error
     return None

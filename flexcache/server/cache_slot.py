@@ -148,7 +148,7 @@ class CacheSlot:
         return None
 
 
-def _layout_cleared(clearing: Clearing, error: OSError | None) -> None:
+def _layout_cleared(clearing: Clearing, error: Exception | None) -> None:
     # Blocks that a restart brings back are under their own layout: not found, no harm.
     try:
         clearing.end(error)

@@ -357,5 +357,5 @@ def _has_data(message: ToServer) -> bool:
     return isinstance(message, Match) and not message.scratch_bytes
 
 
-def _end_study(forecaster: Forecaster, study: Study, error: OSError | None) -> None:
+def _end_study(forecaster: Forecaster, study: Study, error: Exception | None) -> None:
     forecaster.adopt(study)  # one that could not be run has learned nothing

@@ -126,7 +126,7 @@ class Requests:
         if not clearing.needs_work:
             return Answer(request.request_id, clearing.end(None))
 
-        def end(error: OSError | None) -> None:
+        def end(error: Exception | None) -> None:
             self._reply(caller, request, lambda: Answer(request.request_id, clearing.end(error)))
 
         self._outbox.begin(BackgroundJob(clearing.work, end))

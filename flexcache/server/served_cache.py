@@ -55,7 +55,7 @@ class Clearing:
         if self._pool is not None and self._withheld is not None:
             self._pool.erase(self._withheld.blocks)
 
-    def end(self, error: OSError | None) -> int:
+    def end(self, error: Exception | None) -> int:
         """How many blocks were dropped. Must be called once, with the error of ``work``.
 
         Raises:

@@ -325,7 +325,7 @@ class KVServer:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _end_job(self, job: BackgroundJob, error: OSError | None) -> None:
+    def _end_job(self, job: BackgroundJob, error: Exception | None) -> None:
         with self._changed:
             job.end(error)
             self._reactor.wake()

@@ -58,6 +58,9 @@ def test_each_change_of_state_is_logged_once(
             with cluster.server.session():
                 cluster.server.wait_for_change(0.05)
         cluster.manager.wait_ready(READY_S)
+        for client in cluster.clients:
+            client.close()
+        until(lambda: "rank_ended" in {event.name for event in events_in(caplog)})
     names = [event.name for event in events_in(caplog)]
     tiers = [(e.name, e.fields["tier"]) for e in events_in(caplog) if e.name.endswith("available")]
     assert tiers == [("tier_available", "SSD"), ("tier_unavailable", "SSD"),

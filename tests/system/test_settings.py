@@ -327,6 +327,7 @@ SCENARIOS = [
         "policies of the cache",
         lambda d: {
             **ssd(d), "eviction_policy": "lru", "priority_step_s": 60.0, "skip_slow_loads": False,
+            "early_load_share": 0.25,
         },
         comes_back_from("SSD"),
     ),

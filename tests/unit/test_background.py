@@ -26,7 +26,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.answers = threading.Event()
-        self.ended: list[tuple[int, OSError | None]] = []
+        self.ended: list[tuple[int, Exception | None]] = []
         self.thread = BackgroundThread(lambda job, error: job.end(error))
 
     def begin(self, number: int) -> None:
@@ -46,12 +46,13 @@ def disk() -> Iterator[Disk]:
     disk.thread.close()
 
 
-def test_jobs_run_in_order_and_one_that_raises_does_not_stop_the_others(disk: Disk) -> None:
+def test_jobs_run_and_end_in_order_also_one_that_raises(disk: Disk) -> None:
     for number in range(4):
         disk.begin(number)
     disk.answers.set()
     assert disk.thread.close()
-    assert disk.ended == [(0, None), (2, None), (3, None)]
+    assert [number for number, _ in disk.ended] == [0, 1, 2, 3]
+    assert [type(error) for _, error in disk.ended if error is not None] == [RuntimeError]
     assert disk.thread.close()
 
 

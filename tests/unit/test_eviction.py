@@ -17,6 +17,7 @@ from flexcache.cache.eviction_kinds import NUM_KINDS
 from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.tier import Tier
 from flexcache.config.cache import EVICTION_POLICIES
+from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, TierName
 
 Request = tuple[float, list[int]]
@@ -165,6 +166,24 @@ def test_a_study_that_failed_is_followed_by_another() -> None:
     assert studies > 10
 
 
+def test_shadows_are_not_checked_while_a_study_changes_them() -> None:
+    forecaster = Forecaster(512)
+    forecaster.ranking(300)
+    study = None
+    for now, numbers in conversations_among_one_shots(100):
+        keys = prompt_of(numbers)
+        forecaster.look_up(keys, now)
+        forecaster.store(keys, keys.num_blocks)
+        study = study or forecaster.begin_study()
+    assert study is not None
+    shadow = forecaster._guards[0]._lru.index
+    shadow._num_blocks += 1  # as halfway through an insertion
+    forecaster.check()
+    forecaster.adopt(study)
+    with pytest.raises(InternalError, match="counted"):
+        forecaster.check()
+
+
 class Backwards:
     """Ranks what was used last the lowest."""
 
@@ -223,6 +242,22 @@ def flip(forecaster: Forecaster) -> None:
         ranking.set_lru(not ranking.is_lru)
         ranking.set_worths([[float((kind * 7 + age * 5) % 11) for age in range(40)]
                             for kind in range(NUM_KINDS)])  # fmt: skip
+
+
+def test_to_sort_what_is_retained_does_not_end_the_retention_of_others() -> None:
+    tier = Tier(TierName.CPU, 3, Backwards())
+    prompts = [prompt_of([number]) for number in range(4)]
+    for now, retain_s in ((0.0, 600.0), (1.0, 60.0), (2.0, 0.0)):
+        tier.advance(now)
+        lease = tier.reserve(prompts[int(now)], 0, 1, None, retain_s)
+        tier.publish(lease, 1)
+        tier.release(lease)
+    tier.sort(prompts[0], Outlook(1, 1, 0))
+    tier.advance(4.0)
+    tier.use(tier.index.match(prompts[2]), None)
+    tier.release(tier.reserve(prompts[3], 0, 1))
+    there = [tier.index.match(keys).num_blocks for keys in prompts]
+    assert there == [1, 1, 0, 0], "what is not retained goes first"
 
 
 def test_every_configurable_policy_can_be_created() -> None:

@@ -106,6 +106,18 @@ def fitted_and_levels(seed: int) -> tuple[Hazards, Levels]:
     return fit_hazards(spells, NUM_LEVELS), spells.levels
 
 
+def test_kinds_are_made_of_prompts_that_are_all_alone_in_theirs() -> None:
+    """A fit needs 20 returns, which may be those of 20 kinds."""
+    fitted, _ = fitted_and_levels(1)
+    alone = np.array([[0, 0], [2, 1]], dtype=np.uint8)
+    before = make_kinds(fitted_and_levels(1), fitted_and_levels(2), None)
+    for earlier in (None, before):
+        kinds = make_kinds((fitted, alone), (fitted, alone), earlier)
+        assert np.shape(kinds.worths) == (NUM_KINDS, NUM_BINS)
+    assert kinds.worths == before.worths
+    assert kinds.front.kind((0, 0)) != kinds.front.kind((2, 1))
+
+
 def test_kinds_separate_what_returns_from_what_does_not_and_fronts_from_rears() -> None:
     kinds = make_kinds(fitted_and_levels(1), fitted_and_levels(2), None)
     age = bin_of(60.0)

@@ -935,3 +935,18 @@ def test_a_load_past_dram_that_is_cut_short_is_not_timed() -> None:
         world.cancel(task_id)
         world.finish_all()
     assert load_from_ssd(world, {OpKind.DISK2H: 1.0}) is OpKind.DISK2H
+
+
+def test_a_get_whose_blocks_on_ssd_find_no_room_in_dram_is_answered_with_the_others() -> None:
+    world = World(cpu=6, past_dram="auto")
+    world.put("abcdef")
+    world.finish_all()
+    world.clear(CPU)
+    world.put("ab")
+    world.finish_all()
+    world.put("wxyz")
+    task_id = world.get("abcdef")
+    assert world.ops(OpKind.D2H), "the rest of DRAM is still leased"
+    world.finish_all()
+    assert world.final(task_id).num_ok == 2
+    world.check_nothing_is_held()

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm.v1.kv_cache_layout", reason="vLLM before 0.32 has no such layouts")
 
+from vllm import envs
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.platforms import current_platform
@@ -70,7 +71,8 @@ def test_gpus_whose_kernels_want_heads_first_get_them_so(monkeypatch: pytest.Mon
 
 
 def test_the_users_choice_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBNHC")
+    # Not in the environment: vLLM reads it once in a process that has had an engine.
+    monkeypatch.setitem(vars(envs), "VLLM_KV_CACHE_LAYOUT", "LBNHC")
     assert resolve(config(OURS), ANY) == "LBNHC"
 
 
