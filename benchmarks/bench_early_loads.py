@@ -30,7 +30,7 @@ from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.config import CacheConfig
-from flexcache.ids import BlockKey, TierName
+from flexcache.ids import BlockKey, TaskId, TierName
 from flexcache.replay.mooncake import hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"

@@ -148,6 +148,12 @@ class TokenBlockKeys:
         self._probed[index] = key
         return key
 
+    def keep_tokens(self) -> None:
+        """Copy the tokens, unless they are read-only: keys are asked for after the caller's call,
+        when its array may hold another prompt."""
+        if not self._data.readonly:
+            self._data = memoryview(bytes(self._data))
+
     def packed(self, stop: int) -> tuple[int, memoryview]:
         return 0, self._data[: stop * self._bytes_per_block]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -125,7 +126,7 @@ class Stretches:
 
 
 class Snapshot(NamedTuple):
-    """Spells of the last visits: of their fronts and of their rears."""
+    """Spells of the last visits, oldest first: of their fronts and of their rears."""
 
     fronts: Spells
     rears: Spells
@@ -141,7 +142,7 @@ class History:
     def __init__(self, tokens_per_block: int) -> None:
         self.blocks_each = max(1, STRETCH_TOKENS // tokens_per_block)
         self._index = PrefixIndex()
-        self._visits: dict[float, Visit] = {}
+        self._visits: OrderedDict[float, Visit] = OrderedDict()
         self._now = 0.0
         self.num_visits = 0
         self._levels = bytearray(NUM_SPELLS * len(NUM_LEVELS))
@@ -165,7 +166,7 @@ class History:
         self.num_visits += 1
         self._visits[visit.time] = visit
         if len(self._visits) > MAX_VISITS:
-            del self._visits[next(iter(self._visits))]
+            self._visits.popitem(last=False)
         if match.run is not None:
             self._end_spells(match, visit.time)
             self._follow(visit, before, match)
@@ -208,25 +209,15 @@ class History:
         stretches = Stretches(keys, keys.num_blocks, self.blocks_each)
         return self._last_visit(self._index.match(stretches))
 
-    def num_shared(self, keys: BlockKeys) -> int:
-        """Return how many of a prompt's first blocks other prompts diverge behind."""
-        match = self._index.match(Stretches(keys, keys.num_blocks, self.blocks_each))
-        run, length = match.run, match.length
-        while run is not None:
-            shared = min(length, run.held_length)
-            if shared:
-                return (run.depth + shared) * self.blocks_each
-            length, run = run.parent_length, run.parent
-        return 0
-
     def snapshot(self) -> Snapshot:
         """Copy the spells of the last visits. O(spells), at C speed."""
         count = min(self.num_visits, NUM_SPELLS)
-        levels = np.frombuffer(bytes(self._levels), np.uint8).reshape(NUM_SPELLS, -1)[:count]
-        times = np.array(self._times[:count])
+        slots = (np.arange(count) + self.num_visits) % max(1, count)  # oldest first
+        levels = np.frombuffer(bytes(self._levels), np.uint8).reshape(NUM_SPELLS, -1)[slots]
+        times = np.array(self._times)[slots]
         spells = []
         for ends in (self._front_ends, self._rear_ends):
-            end = np.array(ends[:count])
+            end = np.array(ends)[slots]
             exists = ~np.isnan(end)
             lasted = np.minimum(end, self._now)[exists] - times[exists]
             returned = np.isfinite(end[exists])

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.block_keys import BlockKeys, TokenBlockKeys
 from flexcache.cache.eviction import Forecaster
 from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.journal import MEDIUM_OF, Journal, TierJournal
@@ -93,7 +93,7 @@ class Tiers:
         return self.forecaster.recall(keys)
 
     def settle(self) -> None:
-        """Record what was put off; look-ups do not wait for it."""
+        """Record what was put off, once those who looked up have their answers."""
         if self.forecaster is None:
             return
         for keys, stop, now in self._deferred:
@@ -106,6 +106,8 @@ class Tiers:
 
     def _defer(self, deferred: _Deferred) -> None:
         if self.forecaster is not None:
+            if isinstance(deferred.keys, TokenBlockKeys):
+                deferred.keys.keep_tokens()
             self._deferred.append(deferred)
             if len(self._deferred) > _MAX_DEFERRED:
                 self.settle()

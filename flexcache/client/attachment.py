@@ -106,5 +106,8 @@ def _open_direct(
             held.push(opened.pop_all())
             return DirectOps(layout, files.locate, segment.stride, io, permit)
     except NoDirectPathError as error:
-        log_event(logger, logging.INFO, "no_direct_path", reason=error, effect="SSD through DRAM")
+        level, effect = logging.INFO, "SSD through DRAM"
+        if ref.is_writable:  # there is no DRAM tier, only a staging pool
+            level, effect = logging.WARNING, "no more than eight chunks of a prompt are cached"
+        log_event(logger, level, "no_direct_path", reason=error, effect=effect)
         return None

@@ -2,7 +2,7 @@
 
 The cache is a `KVManager` in this process with meaningless KV tensors; the prompts are the trace's
 own block keys. The order of calls determines everything except what the cache decides by the
-clock: `lru` does not read it, `reuse` does.
+clock: `lru` does not read it, `density` does.
 
 A replay is traced too; the summaries of both traces are computed by the same code.
 """

@@ -15,7 +15,7 @@ import msgspec
 
 from flexcache.errors import NoDirectPathError
 from flexcache.storage.disk_pool import locate_slot
-from flexcache.storage.rank_lock import hold_as_rank
+from flexcache.storage.rank_lock import hold_as_rank, let_go_as_rank
 
 
 class DirectFilesRef(msgspec.Struct, frozen=True):
@@ -80,5 +80,6 @@ class DirectFiles:
     def close(self) -> None:
         """Release the files. Idempotent."""
         for fd in self.fds:
+            let_go_as_rank(fd)
             os.close(fd)
         self.fds = []

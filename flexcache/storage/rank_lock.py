@@ -6,20 +6,31 @@ then. So such ranks share a lock of another kind, which the next owner of the di
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import struct
 
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
+_UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Errors of file systems that know no such locks; so no rank can hold one there."""
 
 
 def hold_as_rank(fd: int) -> None:
-    """Hold the lock until the file is closed; it belongs to the descriptor's file description.
+    """Hold the lock until `let_go_as_rank`; it belongs to the descriptor's file description.
 
     Raises:
+        OSError: The file system has no such locks.
         BlockingIOError: A server is looking whether it is free.
     """
     _set(fd, fcntl.F_RDLCK)
+
+
+def let_go_as_rank(fd: int) -> None:
+    """Release the lock, if it is held, even if a forked child has the descriptor as well."""
+    with contextlib.suppress(OSError):
+        _set(fd, fcntl.F_UNLCK)
 
 
 def is_free_of_ranks(fd: int) -> bool:
@@ -28,6 +39,10 @@ def is_free_of_ranks(fd: int) -> bool:
         _set(fd, fcntl.F_WRLCK)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return True
     _set(fd, fcntl.F_UNLCK)
     return True
 

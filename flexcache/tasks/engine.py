@@ -297,7 +297,6 @@ class KVTaskEngine:
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and write what is due to tiers that are available again."""
-        self.cache.tiers.settle()
         while (late := self._deadlines.take_late_load(now)) is not None:
             task = self._sessions.tasks.get(late)
             if task is None or task.is_answered or not task.open_ops[OpKind.REMOTE2H]:

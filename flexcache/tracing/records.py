@@ -12,8 +12,8 @@ import msgspec
 
 from flexcache.ids import KVStatus, OpKind, TaskKind
 
-FORMAT = 1
-"""Incremented when an old reader would misread a new trace."""
+FORMAT = 2
+"""Incremented when an old reader would misread or refuse a new trace. 1: no ops past DRAM."""
 
 KEY_BYTES = 8
 
@@ -39,6 +39,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Identifies the trace, and the file within it.
 
     Attributes:
+        format: As `FORMAT`; only traces of format 1 do not name it.
         version: FlexCache's version.
         block_bytes: Size of one block over all ranks.
         capacities: Blocks of each tier; 0 for the remote store, which FlexCache does not limit.
@@ -48,7 +49,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         file: Number of the file, from 1.
     """
 
-    format: int = FORMAT
+    format: int = 1
     version: str = ""
     fingerprint: str = ""
     block_bytes: _Size

@@ -28,6 +28,7 @@ from flexcache.tasks.model import Task
 from flexcache.tracing.files import RotatingFiles
 from flexcache.tracing.keys import KeyWriter, PackedPrompt, shorten
 from flexcache.tracing.records import (
+    FORMAT,
     KEY_BYTES,
     SETTINGS,
     Cancelled,
@@ -59,6 +60,7 @@ def make_header(
     """Make the header of a trace that begins now."""
     settings = asdict(config)
     return TraceHeader(
+        format=FORMAT,
         version=__version__,
         fingerprint=fingerprint,
         block_bytes=block_bytes,

@@ -140,6 +140,12 @@ class Cluster:
         return sum(int(tier["leased"]) for tier in self.manager.stats()["tiers"].values())
 
 
+def ops(cluster: Cluster) -> dict[str, int]:
+    """Blocks that each kind of op has moved, if any."""
+    found = {kind: op["blocks"] for kind, op in cluster.manager.stats()["ops"].items()}
+    return {kind: blocks for kind, blocks in found.items() if blocks}
+
+
 def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, kill, running_cluster, until
+from cluster import Cluster, kill, ops, running_cluster, until
 from loop_disk import loop_disk
 from test_stopped_ranks import TOKENS as LONG
 from test_stopped_ranks import stored_prompt
@@ -19,12 +19,6 @@ from flexcache.storage.pool_directory import DATA_FILE
 
 TOKENS = np.arange(24 * 16)
 SOURCE, TARGET = list(range(24)), list(range(24, 48))
-
-
-def ops(cluster: Cluster) -> dict[str, int]:
-    """Blocks that each kind of op has moved, if any."""
-    found = {kind: op["blocks"] for kind, op in cluster.manager.stats()["ops"].items()}
-    return {kind: blocks for kind, blocks in found.items() if blocks}
 
 
 def indexed(cluster: Cluster, tier: str = "SSD") -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, running_cluster, until
+from cluster import ops, running_cluster, until
 from engine_memory import DeviceMemory, device_memory
 from fake_digests import FakeDigests
 from fake_gpu import Memory
@@ -30,12 +31,6 @@ def memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[DeviceMe
         monkeypatch.setitem(sys.modules, "flexcache.transfer.workers.digest_kernel", kernel)
         yield memory
         assert memory.gpu.num_files == 0
-
-
-def ops(cluster: Cluster) -> dict[str, int]:
-    """Blocks that each kind of op has moved, if any."""
-    found = {kind: op["blocks"] for kind, op in cluster.manager.stats()["ops"].items()}
-    return {kind: blocks for kind, blocks in found.items() if blocks}
 
 
 def test_ssd_alone_keeps_every_byte_of_a_gpu(memory: DeviceMemory, tmp_path: Path) -> None:
@@ -155,3 +150,6 @@ def test_a_machine_without_cufile_stages_blocks_in_dram(
         assert cluster.get(TOKENS, target).mask.sum() == capacity * 16
         assert cluster.read(target[:capacity]) == expected[: capacity * 3]
         assert "D2DISK" not in ops(cluster)
+    [warning] = [each for each in caplog.records if "no_direct_path" in each.getMessage()]
+    assert warning.levelno == logging.WARNING
+    assert "eight chunks of a prompt" in warning.getMessage()

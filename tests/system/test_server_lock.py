@@ -1,10 +1,11 @@
-"""Every use of a server's hub, task engine and outbox is under its lock."""
+"""Every use of a server's hub, task engine and outbox is under its lock, which answers wait for."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import threading
 import traceback
 import urllib.request
 from pathlib import Path
@@ -17,6 +18,8 @@ from ports import free_port
 from test_faults import TOKENS, until
 
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
+from flexcache.cache.block_keys import BlockKeys
+from flexcache.cache.eviction import Forecaster
 from flexcache.protocol.runtime import private_endpoint
 from flexcache.server.hub import Hub
 from flexcache.server.operator import open_http
@@ -103,3 +106,36 @@ def test_hub_engine_and_outbox_are_used_under_the_lock_only(
         client.close()
         server.shutdown()
     assert not watch.violations, "\n".join(f"{k}\n{v}" for k, v in watch.violations.items())
+
+
+def test_an_answer_does_not_wait_for_what_is_learned_from_its_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_answered, was_answered = threading.Event(), list[bool]()
+    look_up = Forecaster.look_up
+
+    def wait_and_look_up(forecaster: Forecaster, keys: BlockKeys, now: float) -> None:
+        if keys.num_blocks == 23:
+            was_answered.append(is_answered.wait(30))
+        look_up(forecaster, keys, now)
+
+    monkeypatch.setattr(Forecaster, "look_up", wait_and_look_up)
+    config = CacheConfig(num_cpu_blocks=48, endpoint=private_endpoint("learning"))
+    server = KVServer(config)
+    server.start()
+    model = ModelConfig("test", 3, 4, 32, torch.bfloat16)
+    client = KVTPClient(server.endpoint, engine_id="engine")
+    try:
+        with KVManager(model, config, engine_id="engine") as manager:
+            client.register_kv_caches(joined_kv(model, 16))
+            manager.wait_ready(60)
+            manager.wait([manager.put_async(TOKENS, TOKENS)[0]], 60, completely=True)
+            _, mask = manager.get_match(TOKENS[: 23 * 16])
+            is_answered.set()
+            assert mask.all(), "the client gave up"
+            until(lambda: was_answered)
+        assert was_answered == [True]
+    finally:
+        is_answered.set()
+        client.close()
+        server.shutdown()

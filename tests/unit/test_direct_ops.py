@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from flexcache.ids import OpKind
 from flexcache.storage.alignment import PAGE_BYTES, align_up
+from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, describe_kv_caches
 from flexcache.transfer.messages import (
     Done,
@@ -24,6 +26,8 @@ from flexcache.transfer.messages import (
     pack_ids,
     unpack_checksums,
 )
+from flexcache.transfer.workers.copy_cpu import CpuCopier
+from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.direct import DirectOps
 from flexcache.transfer.workers.direct_cpu import CpuDirectIO
 from flexcache.transfer.workers.permit import CopyPermit
@@ -197,6 +201,52 @@ def test_a_task_that_is_revoked_while_its_bytes_are_read_gets_none_of_them(world
     done = world.finish_one(op)
     assert (done.num_ok, done.bad_block) == (0, False)
     assert world.block(5) == before
+
+
+def test_a_store_whose_task_is_revoked_meanwhile_moved_nothing(world: World) -> None:
+    """Its blocks may have been used otherwise while they were gathered."""
+    op = world.execute(OpKind.D2DISK, [0], [0], task_id=7)
+    assert world.ops.advance() == []  # the write has begun
+    world.words[0] = 7
+    done = world.finish_one(op)
+    assert (done.num_ok, done.bad_block) == (0, False)
+    assert "revoked" in (done.error or "")
+
+
+def test_a_load_by_layer_that_would_come_past_dram_is_lost(world: World) -> None:
+    sums = world.write([0], [0])
+    before = world.block(5)
+    with HostSegment.create(world.length, 1) as segment:
+        segment.map()
+        copier = CpuCopier(CopyPermit(world.words))
+        worker = DeviceWorker([world.layout], segment, copier, direct=world.ops)
+        load = worker.load_by_layer(7, 1)
+        ids = [pack_ids(np.array([each], np.int64)) for each in (0, 5)]
+        packed = pack_checksums(np.array(sums, np.uint64))
+        worker.execute(Execute(1, OpKind.DISK2D, *ids, 7, gated=True, checksums=packed))
+        assert not load.wait_all(60)
+        assert worker.has_work
+        [done] = worker.advance()
+        assert (done.op_id, done.num_ok) == (1, 0)
+        assert "layers" in (done.error or "")
+        assert not worker.has_work
+        assert world.block(5) == before
+
+
+def test_a_kernel_without_huge_pages_goes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SmallPages(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    world = World(tmp_path / "slots", 4096)
+    world.fill(1)
+    sums = world.write([0], [0])
+    op = world.execute(OpKind.DISK2D, [0], [5], sums)
+    assert world.finish_one(op).num_ok == 1
+    world.close()
 
 
 def test_a_dropped_op_ends_with_what_was_moved(world: World) -> None:

@@ -10,12 +10,13 @@ from builders import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexcache.cache.block_keys import EngineBlockKeys
+from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys
 from flexcache.cache.eviction import Forecaster, Study, make_forecaster
 from flexcache.cache.eviction_guard import Guard, Seen
 from flexcache.cache.eviction_kinds import NUM_KINDS
 from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.tier import Tier
+from flexcache.cache.tiers import Tiers
 from flexcache.config.cache import EVICTION_POLICIES
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, TierName
@@ -182,6 +183,16 @@ def test_shadows_are_not_checked_while_a_study_changes_them() -> None:
     forecaster.adopt(study)
     with pytest.raises(InternalError, match="counted"):
         forecaster.check()
+
+
+def test_a_look_up_is_recorded_with_the_tokens_of_its_time() -> None:
+    forecaster, tokens = Forecaster(512), np.arange(2_048)
+    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
+    tiers.look_up(TokenBlockKeys(ROOT, tokens, 512))
+    tokens += 1  # the caller's array; the look-up is recorded later
+    tiers.settle()
+    assert forecaster.recall(TokenBlockKeys(ROOT, tokens, 512)) is None
+    assert forecaster.recall(TokenBlockKeys(ROOT, tokens - 1, 512)) is not None
 
 
 class Backwards:

@@ -136,14 +136,14 @@ def test_tokens_beyond_the_prompt_were_generated() -> None:
     assert (follow.num_seen, follow.num_returns) == (5, 1)
 
 
-def test_what_other_prompts_diverge_behind_is_shared() -> None:
+def test_spells_come_in_the_order_of_their_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction_history, "NUM_SPELLS", 20)
     history = History(512)
-    for at, word in enumerate(("sysabc", "sysabcd", "sysx", "sysxyz")):
-        history.look_up(keys_of_word(word), at)
-        history.store(keys_of_word(word), len(word))
-    assert history.num_shared(keys_of_word("sysabcd")) == 3
-    assert history.num_shared(keys_of_word("sysxyz")) == 3
-    assert history.num_shared(keys_of_word("other")) == 0
+    assert len(history.snapshot().rears.lasted) == 0
+    for number in range(1, 70):
+        history.look_up(keys_of_word(chr(1_000 + number)), number)
+        ages = [float(max(1e-3, number - at)) for at in range(max(1, number - 19), number + 1)]
+        assert history.snapshot().rears.lasted.tolist() == ages
 
 
 def test_the_past_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

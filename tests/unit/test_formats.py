@@ -18,14 +18,16 @@ import pytest
 import torch
 import xxhash
 from server_stats import SERVER_STATS
+from task_builders import World
 
 from flexcache.cache.block_keys import ENGINE_KEYS, EngineBlockKeys, make_root
 from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.tail_index import TAIL_FIRST, tail_keys
-from flexcache.config import KVGroup, ModelConfig
+from flexcache.config import CacheConfig, KVGroup, ModelConfig
 from flexcache.events.snapshot import Page, cursor_of, pack_request
-from flexcache.ids import BlockKey
+from flexcache.ids import BlockKey, OpKind
 from flexcache.protocol.messages import PROTOCOL_VERSION, Refused
+from flexcache.replay.reader import RecordedTrace
 from flexcache.server.hub import Hub
 from flexcache.server.hub_config import HubConfig
 from flexcache.storage.disk_pool import DiskPool
@@ -36,6 +38,7 @@ from flexcache.storage.remote.object_format import BlockCodec, object_name
 from flexcache.storage.shard_layouts import ShardLayouts
 from flexcache.storage.shards import Shards
 from flexcache.storage.slot_index import SlotIndex, make_records
+from flexcache.tracing.tracer import Tracer, make_header
 
 ROOT, KEY = b"r" * 16, b"k" * 16
 
@@ -142,6 +145,30 @@ def test_objects_of_another_format_have_other_names(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(object_format, "FORMAT_VERSION", version)
         names.add(object_name(ROOT, KEY))
     assert len(names) == 3
+
+
+# -- traces --------------------------------------------------------------------------------------
+
+
+def test_traces_are_format_2_and_older_readers_are_told(tmp_path: Path) -> None:
+    tiers = World().cache.tiers
+    config = CacheConfig(num_cpu_blocks=1, trace_dir=str(tmp_path))
+    header = make_header(config, tiers, fingerprint="model", block_bytes=4096)
+    Tracer(config, header).close()
+    [file] = tmp_path.iterdir()
+    assert file.read_bytes().startswith(b'{"format":2,')
+    assert RecordedTrace([file]).header.format == 2
+    ops = "H2D D2H DISK2H H2DISK REMOTE2H H2REMOTE DISK2D D2DISK COMMIT"
+    assert [kind.value for kind in OpKind] == ops.split()
+
+
+def test_traces_of_format_1_do_not_name_it_and_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "older.jsonl"
+    file.write_text('{"block_bytes":1,"tokens_per_block":1}\n'
+                    '{"type":"clear","time":1,"num_blocks":3}\n')  # fmt: skip
+    trace = RecordedTrace([file])
+    assert trace.header.format == 1
+    assert len(list(trace.records())) == 1
 
 
 # -- keys ----------------------------------------------------------------------------------------

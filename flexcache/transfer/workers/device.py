@@ -156,7 +156,10 @@ class DeviceWorker:
         if not is_open:
             self._parked.setdefault(message.task_id, []).append(message)
         elif message.kind.is_direct and self._direct is not None:
-            self._direct.execute(message, self._fence_of(message))
+            if self.end_layer_load(message.task_id):  # it comes block by block
+                self._direct.refuse(message.op_id, "a load past DRAM has no layers to wait for")
+            else:
+                self._direct.execute(message, self._fence_of(message))
         else:
             lane = Lane.of(message.kind, urgent=self._layer_load(message) is not None)
             self._queues[lane].append(message)

@@ -71,13 +71,17 @@ class DirectOps:
         try:
             op.check("GPU", self._layout.num_blocks)
         except ValueError as error:
-            self._refused.append(Done(op.op_id, 0, error=f"malformed op: {error}"))
+            self.refuse(op.op_id, f"malformed op: {error}")
             return
         self._ops[op.op_id], self._task_of[op.op_id] = op, message.task_id
         if after is None:
             self._queue.add(op)
         else:
             self._behind.append((op, after))
+
+    def refuse(self, op_id: int, reason: str) -> None:
+        """End an op that was not taken, with nothing moved."""
+        self._refused.append(Done(op_id, 0, error=reason))
 
     def drop(self, op_ids: Iterable[int]) -> None:
         """Move no more blocks of these ops. What is in flight ends first."""
@@ -108,8 +112,10 @@ class DirectOps:
 
     def _end(self, op: BlockOp, position: int, error: str | None) -> None:
         op.end(position, error)
-        if error is not None and self._is_revoked(op):
-            op.fail(error)  # nothing is wrong with the block
+        is_suspect = error is not None or op.direction is Direction.WRITE
+        if is_suspect and self._is_revoked(op):
+            # Nothing is wrong with the block read; one written may have been gathered too late.
+            op.fail(error or "its task was revoked")
 
     def _is_revoked(self, op: BlockOp) -> bool:
         self._permit.task_id = self._task_of[op.op_id]

@@ -6,6 +6,7 @@ tensors before it is verified, and none after its task was revoked.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ class CpuDirectIO:
         self._io = ThreadedBlockIO(depth)
         self._copy = load_copy_runs()
         memory = mmap.mmap(-1, depth * block_bytes)
-        memory.madvise(mmap.MADV_HUGEPAGE)  # a device takes one large piece faster than many pages
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)  # a device takes one large piece faster than many
         self._buffers = memoryview(memory)
         self._buffers_address = int(np.frombuffer(self._buffers, np.uint8).ctypes.data)
         self._free = list(range(depth))
