@@ -174,15 +174,13 @@ class KVTaskEngine:
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
         plan, keys, start, stop = self._matcher.plan(
-            owner, kind, keys, start, stop, retain_s, now, tail_at
+            owner, task_id, kind, keys, start, stop, retain_s, now, tail_at
         )
         task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
         if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
             self.cache.sessions.used(session_id, keys, plan)
         if kind is TaskKind.GET:
             task.early = self.cache.early.find(keys)
-        elif kind is TaskKind.PREFETCH and not plan.is_empty:
-            self.cache.early.begin(task_id, plan, keys, now)
         self._accounts.matched(task, keys, start, stop, retain_s, now)
         if not plan.is_empty:
             self._sessions.open(task)
@@ -213,8 +211,7 @@ class KVTaskEngine:
         return had_ended
 
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
-        """Stop what has not started, and let go of what a prefetch has brought. Idempotent. All ids
-        are checked before any task is cancelled.
+        """Stop what has not started; pin no prefetched blocks. Idempotent. Checks all ids first.
 
         Returns:
             Those that were never launched and have ended by this.
@@ -226,8 +223,7 @@ class KVTaskEngine:
             task = self._sessions.tasks.get(task_id)
             if task is None:
                 self.cache.early.cancel(task_id)
-                continue
-            if task.state.is_cancelled:
+            if task is None or task.state.is_cancelled:
                 continue
             task.cancel()
             self._accounts.cancelled(task)
