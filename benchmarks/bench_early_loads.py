@@ -30,7 +30,7 @@ from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.config import CacheConfig
-from flexcache.ids import BlockKey, OpKind, TierName
+from flexcache.ids import BlockKey, OpKind, TaskId, TierName
 from flexcache.replay.mooncake import hash_key, read_requests
 
 TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
@@ -108,7 +108,7 @@ class Replay:
         rate = 1 / COMPUTE_S
         plan = cache.loads.plan_prefetch(keys, 0, keys.num_blocks, rate, cache.early.room)
         num_below = plan.sources.get(TierName.SSD, 0)
-        cache.early.begin(plan, keys, now)
+        cache.early.begin(TaskId(next(self._order)), plan, keys, now)
         lands_s = self._read(num_below, now) if num_below else now
         if num_below:
             self._lands[keys.key(plan.stop - 1)] = lands_s

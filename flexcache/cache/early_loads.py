@@ -1,13 +1,13 @@
 """EarlyLoads: what is brought to DRAM before its request asks for it.
 
     begun --> moving --landed--> waiting --its get begins--> used: early; late, if it had to wait
-                |                   +--too old, cleared--> wasted
+                |                   +--too old, cancelled, cleared--> wasted
                 +--its get begins--> used: late
                 +--cancelled, failed--> wasted
 
 Landed blocks are pinned until their request asks, so neither other early loads nor new blocks evict
 them. They take at most a share of the tier: beyond it an early load gets what room is left, and the
-request's own get loads the rest. One load may always begin.
+request's own get loads the rest.
 
 Pure: no I/O, no clock.
 """
@@ -23,8 +23,9 @@ from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Tier
 from flexcache.errors import InternalError
-from flexcache.ids import BlockKey, RootId, TierName
+from flexcache.ids import BlockKey, RootId, TaskId, TierName
 
+_DEFAULT_SHARE = 0.5
 _MAX_OPEN = 64
 """Each get compares its prompt with all that are open."""
 
@@ -46,8 +47,9 @@ class EarlyLoadCounters:
 
 @dataclass(slots=True, eq=False)
 class EarlyLoad:
-    """Blocks of one prompt."""
+    """Blocks of one prompt, which a prefetch brings."""
 
+    task_id: TaskId
     root: RootId
     key: BlockKey
     """Key of the last block that it brings: a prompt that has it has all of them."""
@@ -68,13 +70,13 @@ class EarlyLoads:
 
     Args:
         host: The DRAM tier.
-        share: Share of it that they may take.
+        share: Share of it that they may take; 0 for half, where only callers begin them.
         ttl_s: How long landed blocks wait for their request.
     """
 
     def __init__(self, host: Tier, share: float, ttl_s: float) -> None:
         self._host = host
-        self._max_blocks = int(share * host.capacity)
+        self._max_blocks = max(1, int((share or _DEFAULT_SHARE) * host.capacity))
         self._ttl_s = ttl_s
         self._moving: dict[Plan, EarlyLoad] = {}
         self._landed: list[EarlyLoad] = []
@@ -94,19 +96,17 @@ class EarlyLoads:
     @property
     def room(self) -> int:
         """How many blocks the next one may bring."""
-        if not self.num_open:
-            return self._host.capacity
         return max(0, self._max_blocks - self._num_blocks) if self.num_open < _MAX_OPEN else 0
 
     # -- loads -----------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan, keys: BlockKeys, now: float) -> None:
+    def begin(self, task_id: TaskId, plan: Plan, keys: BlockKeys, now: float) -> None:
         """Follow a prefetch that was planned for a prompt."""
         num_below = plan.num_blocks - plan.sources.get(TierName.CPU, 0)
         if not num_below:
             return
         load = EarlyLoad(
-            keys.root, keys.key(plan.stop - 1), plan.stop, num_below, now + self._ttl_s
+            task_id, keys.root, keys.key(plan.stop - 1), plan.stop, num_below, now + self._ttl_s
         )
         self._moving[plan] = load
         self._num_blocks += num_below
@@ -123,7 +123,8 @@ class EarlyLoads:
             return
         self._num_blocks -= load.num_blocks
         if not num_landed:
-            self.counters.wasted += num_read
+            if not load.is_used:  # else it has been counted as late
+                self.counters.wasted += num_read
             return
         last = plan.load_keys[num_landed - 1]
         load.match = self._host.index.locate(plan.root, last)
@@ -138,6 +139,14 @@ class EarlyLoads:
             self._host.pin_tail(load.tail)
         self._landed.append(load)
         self._num_blocks += num_landed
+
+    def cancel(self, task_id: TaskId) -> None:
+        """Let go of what a prefetch has brought: its request has gone."""
+        for load in self._landed:
+            if load.task_id == task_id:
+                self._landed.remove(load)
+                self._waste(load)
+                return
 
     # -- gets ------------------------------------------------------------------------------------
 

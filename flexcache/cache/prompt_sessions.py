@@ -31,6 +31,7 @@ from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TaskKind
 
 _MAX_ENDS = 1 << 18
+_MAX_ENDS_OF_ONE = 1 << 12
 _MAX_ANONYMOUS_ENDS = 1 << 16
 _LINES = 4  # of prompts that a session continues in turn
 
@@ -70,6 +71,8 @@ class _PromptSession:
     ends: dict[End, _Reach] = field(default_factory=dict)
     """In the order in which they came."""
     is_over: bool = False
+    keep_until_s: float = 0.0
+    """When it returns, if a hint said so."""
 
     def floor(self, keys: BlockKeys, start: int) -> int:
         """Return the first block that the session has stored of a prompt, now from ``start`` on.
@@ -93,6 +96,7 @@ class PromptSessions:
     def __init__(self, tiers: Tiers, max_ends: int = _MAX_ENDS) -> None:
         self._tiers = tiers
         self._max_ends = max_ends
+        self._max_ends_of_one = min(max_ends, _MAX_ENDS_OF_ONE)
         self._sessions: OrderedDict[str, _PromptSession] = OrderedDict()
         self._anonymous: OrderedDict[End, None] = OrderedDict()
         self._users: dict[End, int] = {}
@@ -109,22 +113,26 @@ class PromptSessions:
         """Note the plan of a match: its end is the last block that is cached or will be. O(1)."""
         stop = plan.stop
         if session_id is None:
-            if self._sessions and stop:
+            if self._sessions and stop and plan.kind is not TaskKind.PREFETCH:  # perhaps a router's
                 self._add_anonymous((keys.root, keys.key(stop - 1)))
             return
         session = self._touch(session_id)
-        if session.is_over and plan.kind is TaskKind.GET:
-            session.is_over = False
-            self.counters.returned_sessions += 1
+        if plan.kind is TaskKind.GET:
+            self.counters.returned_sessions += session.is_over
+            session.is_over, session.keep_until_s = False, 0.0
         if stop:
             start = plan.start if plan.kind is TaskKind.PUT else stop
             self._add(session, (keys.root, keys.key(stop - 1)), stop, session.floor(keys, start))
 
     def put_ended(self, session_id: str | None) -> None:
-        """Note that a put has ended: a session may have been over before it had stored all."""
+        """Note that a put has ended: its session's hint may have come before it had stored all."""
         session = None if session_id is None else self._sessions.get(session_id)
-        if session is not None and session.is_over:
+        if session is None:
+            return
+        if session.is_over:
             self._retire(session)
+        elif (rest_s := session.keep_until_s - self._tiers.now) > 0:
+            self._keep(dict(islice(reversed(session.ends.items()), _LINES)), rest_s)
 
     def _touch(self, session_id: str) -> _PromptSession:
         session = self._sessions.get(session_id)
@@ -144,6 +152,11 @@ class PromptSessions:
         self._num_ends += 1
         while self._num_ends > self._max_ends and len(self._sessions) > 1:
             self._forget_oldest()
+        if len(session.ends) > self._max_ends_of_one:
+            for oldest in list(islice(session.ends, 1 + self._max_ends_of_one // 8)):
+                del session.ends[oldest]
+                self._release(oldest)
+                self._num_ends -= 1
 
     def _add_anonymous(self, end: End) -> None:
         if end in self._anonymous:
@@ -182,17 +195,21 @@ class PromptSessions:
             self.counters.unknown += 1
             return False
         if returns_in_s is not None and not over:
-            self._keep(session, returns_in_s)
+            session.keep_until_s = now + returns_in_s
+            self.counters.kept_blocks += self._keep(session.ends, returns_in_s)
         if over:
-            session.is_over = True
+            session.is_over, session.keep_until_s = True, 0.0
             self._retire(session)
         return True
 
-    def _keep(self, session: _PromptSession, for_s: float) -> None:
+    def _keep(self, ends: Mapping[End, _Reach], for_s: float) -> int:
+        """Keep what is cached up to these ends; return how many blocks of DRAM."""
+        num_kept = 0
         for tier in self._tiers:
-            for match in _longest_cached(tier.index, session.ends):
+            for match in _longest_cached(tier.index, ends):
                 tier.keep(match, for_s)
-                self.counters.kept_blocks += match.num_blocks if tier is self._tiers.host else 0
+                num_kept += match.num_blocks if tier is self._tiers.host else 0
+        return num_kept
 
     def _retire(self, session: _PromptSession) -> None:
         for tier in self._tiers:

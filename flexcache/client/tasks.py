@@ -127,11 +127,13 @@ class ClientTasks:
             return Extent(task.kind, task.num_blocks, task.tail_at)
 
     def cancel(self, task_ids: Iterable[int]) -> list[int]:
-        """End what was not launched; the tasks that the cache must cancel."""
+        """End what was not launched; the tasks that the cache must cancel. It keeps what a prefetch
+        has brought."""
         are_open = []
         with self._lock:
             for task_id, task in [(task_id, self._known(task_id)) for task_id in task_ids]:
-                if task.is_over:
+                has_brought = task.kind is TaskKind.PREFETCH and task.launched
+                if task.is_over and (self._is_closed or not has_brought):
                     continue
                 are_open.append(task_id)
                 if not task.launched:  # nothing moves: no need to wait for the answer

@@ -174,10 +174,11 @@ class KVTaskEngine:
         owner = self._sessions.of(task_id)
         owner.take_id(task_id)
         plan, keys, start, stop = self._matcher.plan(
-            owner, kind, keys, start, stop, retain_s, now, tail_at
+            owner, task_id, kind, keys, start, stop, retain_s, now, tail_at
         )
         task = Task(task_id, owner, plan, num_tokens, session_id=session_id)
-        self.cache.sessions.used(session_id, keys, plan)
+        if start < stop or kind is TaskKind.PUT:  # else it only looks the prompt up
+            self.cache.sessions.used(session_id, keys, plan)
         if kind is TaskKind.GET:
             task.early = self.cache.early.find(keys)
         self._accounts.matched(task, keys, start, stop, retain_s, now)
@@ -210,7 +211,7 @@ class KVTaskEngine:
         return had_ended
 
     def cancel(self, task_ids: Iterable[TaskId], now: float) -> list[TaskId]:
-        """Stop what has not started. Idempotent. All ids are checked before any task is cancelled.
+        """Stop what has not started; pin no prefetched blocks. Idempotent. Checks all ids first.
 
         Returns:
             Those that were never launched and have ended by this.
@@ -220,6 +221,8 @@ class KVTaskEngine:
             self._sessions.of(task_id).require_known(task_id)
         for task_id in to_cancel:
             task = self._sessions.tasks.get(task_id)
+            if task is None:
+                self.cache.early.cancel(task_id)
             if task is None or task.state.is_cancelled:
                 continue
             task.cancel()

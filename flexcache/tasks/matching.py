@@ -8,7 +8,7 @@ from flexcache.cache.direct_stores import DirectStores
 from flexcache.cache.layout_roots import LayoutRoots
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.ids import OpKind, TaskKind
+from flexcache.ids import OpKind, TaskId, TaskKind
 from flexcache.tasks.deadlines import load_patience_s
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
@@ -90,10 +90,10 @@ class Matcher:
         return early.awaits(keys, now, patience_s)
 
     def plan(
-        self, owner: Session, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
-        retain_s: float, now: float, tail_at: int,
+        self, owner: Session, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int,
+        stop: int, retain_s: float, now: float, tail_at: int,
     ) -> tuple[Plan, PromptKeys, int, int]:  # fmt: skip
-        """Plan for blocks ``[start, stop)`` of a prompt.
+        """Plan a task for blocks ``[start, stop)`` of a prompt.
 
         Returns:
             The plan, and what it is for: the keys and the blocks, those of the whole chain where
@@ -111,7 +111,7 @@ class Matcher:
         plan = self._plan(owner, kind, keys, start, stop, retain_s, tail_at)
         plan.num_before = num_before
         if kind is TaskKind.PREFETCH and not plan.is_empty:
-            self._cache.early.begin(plan, keys, now)
+            self._cache.early.begin(task_id, plan, keys, now)
         return plan, keys, start, stop
 
     def _plan(

@@ -23,6 +23,7 @@ TOKENS = np.arange(NUM_BLOCKS * 16)
 def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
     """A prompt is on SSD, and nowhere else."""
     settings: dict[str, object] = {"op_timeout_s": 600.0, "skip_slow_loads": False}
+    settings["match_ttl_s"] = 3600.0
     if request.param == "at a server":
         settings["endpoint"] = private_endpoint()
     with running_cluster([tmp_path], **settings) as cluster:  # type: ignore[arg-type]
@@ -57,6 +58,18 @@ def test_a_get_waits_for_an_early_load_and_then_finds_all_in_dram(cluster: Clust
     assert cluster.read(BLOCKS) == stored
     early = manager.stats()["early_loads"]
     assert early == {"open_blocks": 0, "early": 0, "late": NUM_BLOCKS, "wasted": 0}
+
+
+def test_what_has_landed_for_a_request_that_is_cancelled_is_let_go(cluster: Cluster) -> None:
+    manager = cluster.manager
+    prefetch = manager.prefetch_async(TOKENS)
+    manager.wait([prefetch], WAIT_S)
+    until(lambda: manager.stats()["early_loads"]["open_blocks"] == NUM_BLOCKS)
+    manager.cancel([prefetch])
+    until(lambda: manager.stats()["early_loads"]["open_blocks"] == 0)
+    assert manager.stats()["early_loads"]["wasted"] == NUM_BLOCKS
+    manager.cancel([prefetch])
+    assert cluster.get(TOKENS, BLOCKS).mask.all()
 
 
 def test_a_cancelled_early_load_keeps_nothing(cluster: Cluster) -> None:

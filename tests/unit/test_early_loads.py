@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from task_builders import World
 
-from flexcache.cache.early_loads import EarlyLoadCounters
+from flexcache.cache.early_loads import EarlyLoadCounters, EarlyLoads
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 
 TTL_S = 120.0
@@ -107,13 +108,47 @@ def test_a_cancelled_load_is_no_longer_moved_nor_kept() -> None:
     assert world.cached(CPU, "abcdef") == 0
 
 
+def test_what_has_landed_for_a_request_that_is_gone_is_kept_no_longer() -> None:
+    world = world_with("abcd")
+    task_id = prefetched(world, "abcd")
+    world.cancel(task_id)
+    assert counters(world) == EarlyLoadCounters(wasted=4)
+    world.check_nothing_is_held()
+    world.cancel(task_id)
+    assert counters(world) == EarlyLoadCounters(wasted=4)
+
+
+def test_a_load_that_was_asked_for_and_fails_is_counted_once() -> None:
+    world = world_with("abcd", chunk=1)
+    task_id = world.prefetch("abcd")
+    first, second, *_ = world.ops(OpKind.DISK2H, task_id)
+    world.get("abcd")
+    world.finish(second)
+    world.finish(first, 0, "broken")
+    world.finish_all()
+    assert world.final(task_id).num_ok == 0
+    assert counters(world) == EarlyLoadCounters(late=4)
+
+
 # -- what it may take -----------------------------------------------------------------------------
 
 
-def test_early_loads_take_half_of_dram_and_the_first_one_as_much_as_it_needs() -> None:
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_one_prompt_may_not_take_all_of_dram(share: float) -> None:
+    world = world_with("abcdefghijkl", cpu=12)
+    world.cache.early = EarlyLoads(world.cache.tiers.host, share, TTL_S)
+    prefetched(world, "abcdefghijkl")
+    most = 12 * (share or 0.5)
+    assert world.cached(CPU, "abcdefghijkl") == world.cache.early.num_blocks == most
+    world.put("mnopqr")
+    world.finish_all()
+    assert world.cached(CPU, "mnopqr") == 6, "the rest of DRAM is free for others"
+
+
+def test_early_loads_take_half_of_dram_together() -> None:
     world = world_with("abcdefgh", "ijkl", "mnop", cpu=12)
     prefetched(world, "abcdefgh")
-    assert world.cached(CPU, "abcdefgh") == 8
+    assert world.cached(CPU, "abcdefgh") == 6
     prefetched(world, "ijkl")
     assert world.cached(CPU, "ijkl") == 0
     world.get("abcdefgh")
@@ -252,10 +287,12 @@ class EarlyHistories(RuleBasedStateMachine):
         self.world.finish_all()
         self._note_ends()
 
-    @precondition(lambda self: self.moving)
+    @precondition(lambda self: self.moving or self.kept)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.world.cancel(data.draw(st.sampled_from(list(self.moving))))
+        task_id = data.draw(st.sampled_from([*self.moving, *self.kept]))
+        self.world.cancel(task_id)
+        self.kept.pop(task_id, None)
         self._note_ends()
 
     @rule(seconds=st.sampled_from([1.0, 50.0, 130.0]))

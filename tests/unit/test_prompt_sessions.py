@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import pytest
@@ -9,12 +10,14 @@ from builders import ROOT, keys_of, make_cache, prefixes, prompt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from task_builders import World
 
 from flexcache.cache.eviction_queue import RETIRED
 from flexcache.cache.prompt import check_hint
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
+from flexcache.ids import TaskKind, TierName
 
 ROOM = 2000
 """Nothing is evicted where the record must be exact."""
@@ -213,6 +216,55 @@ def test_a_session_that_returns_soon_is_kept_until_then() -> None:
     for word in ("yyx", "zzx"):
         served.ask("b", word)
     assert "x" not in served.cached(served.tiers[0])
+
+
+def test_a_put_that_ends_after_its_session_said_when_it_returns_is_kept_until_then() -> None:
+    served = Served(cpu=4)
+    served.get("a", "xx")
+    served.sessions.hint("a", False, 100.0, served.now)
+    served.put("a", "xx")
+    for word in ("yy", "zz", "yx", "zx"):
+        served.ask("b", word)
+    assert {"x", "xx"} <= served.cached(served.tiers[0])
+    assert served.get("a", "xx") == 2, "it has returned"
+    served.put("a", "xxy")
+    for word in ("yyy", "zzz"):
+        served.ask("b", word)
+    assert "xxy" not in served.cached(served.tiers[0]), "said of what was before"
+
+
+def test_what_one_session_may_have_remembered_is_limited() -> None:
+    served = Served()
+    sessions = PromptSessions(served.cache.tiers, max_ends=20)
+    served.cache.sessions = sessions
+    words = ["".join(word) for word in itertools.product("xyz", repeat=4)]
+    for word in words:
+        served.put("a", word)
+        sessions.check()
+    assert len(sessions._users) <= 20
+    served.over("a")
+    retired = served.retired(served.tiers[0])
+    assert words[-1] in retired, "the latest are remembered"
+    assert words[0] not in retired
+
+
+def test_a_question_or_a_prefetch_of_a_router_is_no_use_of_a_sessions_blocks() -> None:
+    world = World(cpu=20, ssd=40)
+    keys = world.placed("abcd")
+    stored = world.put("abcd")
+    sessions = world.cache.sessions
+    sessions.used("a", keys, world.tasks[stored].plan)
+    world.finish_all()
+    world.clear(TierName.CPU)
+    world.engine.match(world.ids.next(), TaskKind.GET, keys, 4, 4, 64, world.now)
+    world.prefetch("abcd")
+    world.finish_all()
+    sessions.hint("a", True, None, world.now)
+    assert sessions.counters.retired_blocks == 2 * 4, "in DRAM and on SSD"
+    world.get("abcd")
+    world.finish_all()
+    sessions.hint("a", True, None, world.now)
+    assert sessions.counters.retired_blocks == 2 * 4, "now another has used them"
 
 
 def test_the_least_recent_sessions_are_forgotten_when_there_are_too_many() -> None:

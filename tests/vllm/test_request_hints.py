@@ -43,6 +43,7 @@ def test_retention(hints: dict[str, Any], retention: dict[str, Any]) -> None:
     [({"session_id": "a"}, None), ({"session_over": True}, None),
      ({"session_id": "a", "session_over": False}, None),
      ({"session_id": "a", "session_over": True}, SessionEnd("a", True, None)),
+     ({"session_id": "a", "session_over": "false"}, None),
      ({"session_id": "a", "returns_in_s": 3}, SessionEnd("a", False, 3.0)),
      ({"session_id": "a", "returns_in_s": -3}, None),
      ({"session_id": "a", "returns_in_s": "soon"}, None),

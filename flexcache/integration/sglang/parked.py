@@ -113,8 +113,9 @@ class ParkedRequests:
             return ended == {} and now < parked.give_up_s
         prompt = self._cache.prompt(parked.keys, parked.parent_key)
         found = safely(
-            self._cache.manager.get_match_by_tier, look_up=now < parked.give_up_s, **prompt
-        )
+            self._cache.manager.get_match_by_tier, look_up=now < parked.give_up_s,
+            session_id=parked.session_id, **prompt,
+        )  # fmt: skip
         if found is None:
             return now < parked.give_up_s  # not answered yet, or failed
         task_id, mask, sources = found

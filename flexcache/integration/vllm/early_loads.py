@@ -55,6 +55,11 @@ class EarlyLoads:
         self._tasks: dict[str, int] = {}
         """Prefetches of requests that have not loaded yet."""
 
+    @property
+    def num_open(self) -> int:
+        """Loads whose requests have not loaded yet."""
+        return len(self._tasks)
+
     def arrived(self, request: Any) -> None:
         """Load for this request when there is room. Beyond a limit it is left to its get."""
         if self.is_on and len(self._waiting) < _MAX_WAITING:

@@ -174,7 +174,8 @@ class Gets:
         look_up = now - asked_s <= self._lookup_timeout_s  # steps may take longer
         found = self._cache.match(request, num_computed, num_tokens, look_up)
         record.asked_s = asked_s if found is NoMatch.UNDECIDED else None
-        self._has_store |= found is NoMatch.UNDECIDED
+        # What is on its way early delays an answer, too.
+        self._has_store |= found is NoMatch.UNDECIDED and not self.early_loads.num_open
         if isinstance(found, NoMatch):
             return None
         self.has_matched = True

@@ -51,7 +51,7 @@ def read_session_end(request: Any) -> SessionEnd | None:
     session_id = read_session_id(request)
     if session_id is None:
         return None
-    over = bool(_read(request, "session_over", bool))
+    over = _read(request, "session_over", _bool) or False
     returns_in_s = _read(request, "returns_in_s", _returns_in_s)
     if not over and returns_in_s is None:
         return None
@@ -81,6 +81,12 @@ def _between(kind: type[T], lowest: Any, highest: Any) -> Callable[[Any], T]:
         return value  # type: ignore[no-any-return]
 
     return convert
+
+
+def _bool(hint: Any) -> bool:
+    if not isinstance(hint, bool):
+        raise TypeError("must be true or false")
+    return hint
 
 
 def _session_id(hint: Any) -> str:

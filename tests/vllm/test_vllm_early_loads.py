@@ -11,7 +11,10 @@ from cluster import until
 from engines import Engine, make_prompt
 from vllm import SamplingParams
 
+from flexcache.config import CacheConfig
+from flexcache.integration.vllm.calls import NoMatch
 from flexcache.integration.vllm.early_loads import WINDOW, EarlyLoads
+from flexcache.integration.vllm.gets import Gets
 
 NUM_TOKENS = 640
 NUM_BLOCKS = NUM_TOKENS // 32
@@ -134,6 +137,27 @@ def test_a_request_that_vllm_has_no_room_for_is_loaded_for_once() -> None:
     assert [name for name, _ in calls.begun] == ["first", "behind"]
     assert calls.withdrawn == ["first", "behind"]
     early.check()
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_only_what_waits_for_a_store_is_looked_up_on_arrival(is_loading: bool) -> None:
+    looked_up: list[str] = []
+    cache = SimpleNamespace(
+        match=lambda *arguments: NoMatch.UNDECIDED,
+        prefetch=lambda *arguments: 1,
+        look_up=lambda request: looked_up.append(request.request_id),
+    )
+    tables = SimpleNamespace(has_groups=False, has_tails=False)
+    config = CacheConfig(num_cpu_blocks=8, endpoint="ipc:///none")
+    gets = Gets(cache, 32, tables, None, config, has_siblings=False)  # type: ignore[arg-type]
+    if is_loading:
+        gets.early_loads.is_on = True
+        gets.arrived(a_request("loaded for"))
+        gets.early_loads.begin()
+    asking = SimpleNamespace(request_id="asks", num_tokens=64, block_hashes=[])
+    assert gets.num_matched_tokens(asking, 0) == (None, False)
+    gets.arrived(a_request("next"))
+    assert looked_up == ([] if is_loading else ["next"])
 
 
 # -- a real engine --------------------------------------------------------------------------------
