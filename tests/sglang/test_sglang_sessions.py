@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cluster import until
 from sglang_engine import PAGE, TinyEngine, apart, prompt
 from sglang_linker import engine_with_linker, forget_gpu, linker_of, manager_of, settle
 
@@ -44,13 +45,54 @@ def check_sessions(ssd: str) -> None:
     assert request.rid in linker_of(engine).parking
     linker_of(engine).ended(request.rid)
     assert request.rid not in linker_of(engine).parking
-    engine.step_until(lambda: not manager_of(engine).stats()["tasks"]["running"])
-    after = manager_of(engine).stats()["early_loads"]
-    assert after["open_blocks"] == 0, "nothing is kept for a request that has gone"
-    assert after["early"] == early["early"]
+    until(lambda: not manager_of(engine).stats()["tasks"]["running"])
+    until(lambda: open_blocks(engine) == 0)
+    assert manager_of(engine).stats()["early_loads"]["early"] == early["early"]
+    engine.step_until(request.finished)
+
+    forget_gpu(engine, "CPU")
+    request = engine.add(shared + own)
+    until(lambda: linker_of(engine).is_ready(request.rid))
+    assert open_blocks(engine) > 0
+    linker_of(engine).ended(request.rid)
+    until(lambda: open_blocks(engine) == 0)
     engine.step_until(request.finished)
     settle(engine)
+
+    check_later_turns(engine)
     manager_of(engine).check()
+
+
+def open_blocks(engine: TinyEngine) -> int:
+    return int(manager_of(engine).stats()["early_loads"]["open_blocks"])
+
+
+def check_later_turns(engine: TinyEngine) -> None:
+    """All turns of a session are over with it, whether it is named by request or by SGLang."""
+    from sglang.srt.managers.io_struct import (
+        CloseSessionReqInput,
+        OpenSessionReqInput,
+        SessionParams,
+    )
+
+    engine.scheduler.open_session(
+        OpenSessionReqInput(capacity_of_str_len=10_000, session_id="opened")
+    )
+    for session_id, seed in (("named", 20), ("opened", 30)):
+        first, second = prompt(160, seed), prompt(160, seed + 1)
+        before = sessions(engine)["retired_blocks"]
+        if session_id == "named":
+            engine.generate(first, session_id=session_id)
+            forget_gpu(engine, "CPU")
+            engine.generate(first + second, session_id=session_id)
+            num_pages = (320 + 7) // PAGE
+        else:
+            engine.generate(first, session_params=SessionParams(id=session_id))
+            num_pages = (160 + 7) // PAGE
+        settle(engine)
+        engine.scheduler.close_session(CloseSessionReqInput(session_id=session_id))
+        num_retired = sessions(engine)["retired_blocks"] - before
+        assert num_retired == 2 * num_pages, f"{session_id}: in DRAM and on SSD"
 
 
 def test_sessions_are_known_by_name_and_over_when_they_are_closed(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ arrived --nothing below DRAM--> ready
    |
    +--the store is asked--> asked --answered, or too late--> ready, or:
    +--found below DRAM, faster than computing--> fetching --ended, or too late--> ready
+
+What has come is kept until the request is computed, or gone.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ class ParkedRequests:
         self._lookup_timeout_s = lookup_timeout_s
         self._fetch_timeout_s = fetch_timeout_s
         self._parked: dict[str, _Parked] = {}
+        self._ready: dict[str, int] = {}
+        """Prefetches of requests that wait no longer."""
         self.prefill_pages_per_s = 0.0
 
     def report_prefill(self, tokens_per_s: float) -> None:
@@ -86,24 +90,25 @@ class ParkedRequests:
             return True
         if self._advance(parked):
             return False
-        del self._parked[rid]  # what comes too late tells how slow the tier is
+        del self._parked[rid]
+        if parked.task_id is not None:  # what comes too late tells how slow the tier is
+            self._ready[rid] = parked.task_id
         return True
 
     def ended(self, rid: str) -> None:
-        """Forget a request, and bring nothing more for it."""
+        """Forget a request; bring nothing more for it, and pin nothing."""
         parked = self._parked.pop(rid, None)
-        if parked is not None and parked.task_id is not None:
-            safely(self._cache.manager.cancel, [parked.task_id])
+        task_id = self._ready.pop(rid, None) if parked is None else parked.task_id
+        if task_id is not None:
+            safely(self._cache.manager.cancel, [task_id])
 
     def is_busy(self) -> bool:
         """Return whether any request waits."""
         return bool(self._parked)
 
     def reset(self) -> None:
-        for parked in self._parked.values():
-            if parked.task_id is not None:
-                safely(self._cache.manager.cancel, [parked.task_id])
-        self._parked.clear()
+        for rid in [*self._parked, *self._ready]:
+            self.ended(rid)
 
     def _advance(self, parked: _Parked) -> bool:
         """Take the next step of a request, if it is due; return whether it still waits."""

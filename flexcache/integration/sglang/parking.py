@@ -100,6 +100,7 @@ def _batch_ended(result: object, scheduler: Any, batch: Any, *arguments: object)
     for request in batch.reqs if is_prefill else ():
         linker.release(request.rid)  # what was found and not needed
         linker.sessions.ended(request.rid)  # its offloads name their session
+        linker.parking.ended(request.rid)
     if linker.prefill_rate is None:
         return
     only_computed = is_prefill and not any(r.host_loaded_length for r in batch.reqs)

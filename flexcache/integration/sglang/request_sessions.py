@@ -19,7 +19,9 @@ class RequestSessions:
     def arrived(self, request: Any) -> None:
         """Note the session of a request: its ``session_id``, or the one that it is part of."""
         session = getattr(request, "session", None)
-        session_id = valid_session_id(request.session_id if session is None else session.session_id)
+        if session is not None:
+            request.session_id = session.session_id  # SGLang passes it on with what it offloads
+        session_id = valid_session_id(request.session_id)
         if session_id is not None:
             self._of[request.rid] = session_id
 
