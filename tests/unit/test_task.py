@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from task_builders import ENGINE, GATE_PATIENCE_S, OTHER, SESSION, World, keys_of
 
+from flexcache.cache.early_loads import EarlyLoads
 from flexcache.errors import InternalError
 from flexcache.ids import KVStatus, OpId, OpKind, TaskId, TaskKind, TaskState, TierName
 from flexcache.tasks.engine import KVTaskEngine
@@ -287,6 +288,7 @@ def a_get_from_both(**options: Any) -> tuple[World, TaskId]:
 
 def a_prefetch(**options: Any) -> tuple[World, TaskId]:
     world = world_with("abcde", on=[SSD], **options)
+    world.cache.early = EarlyLoads(world.cache.tiers.host, share=1.0, ttl_s=120.0)
     return world, world.match(TaskKind.PREFETCH, "abcde")
 
 
