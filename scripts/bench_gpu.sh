@@ -14,6 +14,10 @@
 #              pip download --no-deps --only-binary=:all: --python-version 3.12 \
 #                --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -d .whl msgspec pyzmq
 set -euo pipefail
+if [[ "${1:-}" == -* ]]; then
+  sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
+  exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$(mkdir -p "${1:-gpu-report}" && cd "${1:-gpu-report}" && pwd)
 python=${PYTHON:-python3}

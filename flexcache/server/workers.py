@@ -154,7 +154,10 @@ class WorkerPool:
         """Ask every worker to finish and wait for it; kill those that do not."""
         running = [worker for worker in self._workers.values() if worker.pid is not None]
         for worker in running:
-            self._send(worker.name, Stop())
+            if self._owner.is_up(worker.name):
+                self._send(worker.name, Stop())
+            else:  # it is starting: it has nothing to finish, and would not hear of it
+                worker.kill()
         for worker in running:
             self._end(worker, patience_s)
 

@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from cluster import READY_S, Cluster, running_cluster, until
 
+from flexcache import CacheConfig, KVManager, ModelConfig
 from flexcache.logs import LogEvent
 
 TOKENS_PER_BLOCK = 16
@@ -89,3 +91,13 @@ def test_a_store_that_is_lost_and_comes_back_is_logged_once(
     said = [name for name in names() if name.startswith(("breaker_", "tier_"))]
     lost = ["breaker_opened", "tier_unavailable"]
     assert said == ["tier_available", *lost, "breaker_closed", "tier_available"]
+
+
+def test_a_cache_that_is_closed_at_once_does_not_wait_for_its_disk_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker makes its imports, and would not hear of it for seconds."""
+    config = CacheConfig(num_cpu_blocks=8, num_ssd_blocks=8, ssd_cache_dirs=[str(tmp_path)])
+    with KVManager(ModelConfig("test", 3, 4, 32, torch.bfloat16), config):
+        pass
+    assert "worker_killed" not in {event.name for event in events_in(caplog)}
