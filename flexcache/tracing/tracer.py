@@ -7,6 +7,7 @@ full the trace ends, with one line in the log.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -229,6 +230,8 @@ class Tracer:
                 logger, logging.ERROR, "trace_ended", file=self._files.path, error=error,
                 effect="the cache continues untraced",
             )  # fmt: skip
+            with contextlib.suppress(OSError):
+                self._files.close()
         self._is_over = True
         self._num_abandoned = len(self._queue)
         self._queue.clear()
