@@ -37,7 +37,10 @@ def doctor(
         bool, typer.Option("--verify", help="Read every block and compare its checksum.")
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Erase torn records and, with --verify, those of bad blocks.")
+        bool,
+        typer.Option(
+            "--repair", help="Erase torn records and, with --verify, those of bad blocks."
+        ),
     ] = False,
     clear: Annotated[
         bool, typer.Option("--clear", help="Empty FlexCache's files in these directories.")
