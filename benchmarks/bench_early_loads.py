@@ -21,19 +21,18 @@ from typing import Annotated
 
 import search_path  # noqa: F401
 import typer
+from bench_write_policies import Request, read_trace, store
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.cache.block_keys import EngineBlockKeys, make_root
+from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.build import CacheSizes, build_cache
 from flexcache.cache.plan import Plan
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.config import CacheConfig
 from flexcache.ids import BlockKey, OpKind, TaskId, TierName
-from flexcache.replay.mooncake import hash_key, read_requests
 
-TRACE = Path(__file__).parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 BLOCK_BYTES = 512 * 131_072
 SSD_S = BLOCK_BYTES / 6e9
 DRAM_S = BLOCK_BYTES / 40e9
@@ -41,17 +40,8 @@ COMPUTE_S = 512 / 30_000
 SSD_PER_DRAM = 10
 SIZES = (1_000, 2_000, 5_000)
 WAITS = (0.0, 0.5, 2.0)
-ROOT = make_root("trace", (), "engine")
 
 console = Console(width=120)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt's full blocks."""
-
-    time_s: float
-    keys: EngineBlockKeys
 
 
 @dataclass(slots=True)
@@ -148,23 +138,7 @@ class Replay:
         self.total_s += stop * COMPUTE_S
         cache.publish_staging(load, on_ssd)
         cache.finish(load)
-        put = cache.stores.plan_put(keys, 0, stop)
-        if put.num_blocks == 0:
-            cache.finish(put)
-            put = cache.stores.plan_store(keys, stop)
-        cache.publish_staging(put, put.num_blocks)
-        for name, lease in put.stores.items():
-            cache.publish_store(put, name, len(lease))
-        cache.finish(put)
-
-
-def read_trace(path: Path) -> list[Request]:
-    """Read a trace; a prompt's last block, which is not full, is left out."""
-    return [
-        Request(request.time_s, EngineBlockKeys(ROOT, keys, len(keys)))
-        for request in read_requests(path)
-        if (keys := [hash_key(i) for i in request.hash_ids[: request.input_length // 512]])
-    ]
+        store(cache, keys)
 
 
 def replay(requests: Sequence[Request], size: int, wait_s: float, is_early: bool) -> Replay:
@@ -176,11 +150,11 @@ def replay(requests: Sequence[Request], size: int, wait_s: float, is_early: bool
 
 
 def main(
-    trace: Annotated[Path, typer.Option(help="In Mooncake's format, maybe gzipped.")] = TRACE,
+    trace: Annotated[Path, typer.Option(help="In Mooncake's format, maybe gzipped.")],
     size: Annotated[list[int], typer.Option(help="Blocks of DRAM.")] = list(SIZES),  # noqa: B006
     wait: Annotated[list[float], typer.Option(help="Seconds.")] = list(WAITS),  # noqa: B006
 ) -> None:
-    requests = read_trace(trace)
+    requests = [request for request in read_trace(trace) if request.keys.num_blocks]
     table = Table(title=f"{trace.name}: prefill time saved, of all")
     for column in ("DRAM blocks", "wait", "on demand", "early", "early / late / wasted blocks"):
         table.add_column(column, justify="right")

@@ -141,17 +141,22 @@ def replay_behind_dram(trace: list[Request], capacity: int, policy: str) -> Outc
         hits += load.num_blocks
         cache.publish_staging(load, len(load.staging) if load.staging else 0)
         cache.finish(load)
-        put = cache.stores.plan_put(keys, 0, stop)
-        if put.num_blocks == 0:  # DRAM has it all, the tier perhaps not
-            cache.finish(put)
-            put = cache.stores.plan_store(keys, stop)
-        cache.publish_staging(put, put.num_blocks)
-        for name, lease in put.stores.items():
-            cache.publish_store(put, name, len(lease))
-        cache.finish(put)
+        store(cache, keys)
         study(forecaster)
     cache.check()
     return Outcome(hits, tier.counters.stored_blocks)
+
+
+def store(cache: TieredCache, keys: EngineBlockKeys) -> None:
+    """Store a prompt in all tiers, at once."""
+    put = cache.stores.plan_put(keys, 0, keys.num_blocks)
+    if put.num_blocks == 0:  # DRAM has it all, a lower tier perhaps not
+        cache.finish(put)
+        put = cache.stores.plan_store(keys, keys.num_blocks)
+    cache.publish_staging(put, put.num_blocks)
+    for name, lease in put.stores.items():
+        cache.publish_store(put, name, len(lease))
+    cache.finish(put)
 
 
 def lru_hits(trace: list[Request], capacity: int) -> int:

@@ -4,7 +4,8 @@
     python examples/router_two_engines.py --model Qwen/Qwen3-0.6B
 
 Prints which engine took each turn, and how many tokens of its prompt the router expected there and
-the engine found. `--devices 0 1` gives each engine a GPU of its own.
+the engine found. `--devices 0 1` gives each engine a GPU of its own. The router listens on port
+8090, its control API and the engines on the seven after it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -41,13 +41,14 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--devices", nargs=2, help="CUDA_VISIBLE_DEVICES of each engine")
     parser.add_argument("--engine-args", default="", help="further arguments of `vllm serve`")
+    parser.add_argument("--port", type=int, default=8090, help="the first of eight (8090)")
     options = parser.parse_args()
     with ExitStack() as stack:
-        router = ["flexcache.cli", "router", "--port", str(port := free_port())]
-        router += ["--control-port", str(free_port())]
-        engines = []
+        port = options.port
+        router = ["flexcache.cli", "router", "--port", str(port), "--control-port", str(port + 1)]
+        engines = {}
         for number in range(2):
-            engine, events, replay = (free_port() for _ in range(3))
+            engine, events, replay = range(port + 2 + 3 * number, port + 5 + 3 * number)
             publisher = {
                 "enable_kv_cache_events": True,
                 "publisher": "zmq",
@@ -61,16 +62,15 @@ def main() -> None:
                 "--kv-events-config", json.dumps(publisher), *shlex.split(options.engine_args),
             ]  # fmt: skip
             device = {"CUDA_VISIBLE_DEVICES": options.devices[number]} if options.devices else {}
-            stack.enter_context(running(command, device))
             url = f"http://127.0.0.1:{engine}"
+            engines[url] = stack.enter_context(running(command, device))
             tcp = "tcp://127.0.0.1"
             router += ["--worker", url, "--events", f"{url}={tcp}:{events},{tcp}:{replay}"]
-            engines.append(url)
-        for url in engines:
-            wait_until(f"{url}/health")
-        stack.enter_context(running(router, {}))
-        wait_until(f"http://127.0.0.1:{port}/health")
-        talk(f"http://127.0.0.1:{port}", options.model, engines)
+        for url, process in engines.items():
+            wait_ready(url, process)
+        url = f"http://127.0.0.1:{port}"
+        wait_ready(url, stack.enter_context(running(router, {})))
+        talk(url, options.model, list(engines))
 
 
 def talk(url: str, model: str, engines: list[str]) -> None:
@@ -98,32 +98,27 @@ def talk(url: str, model: str, engines: list[str]) -> None:
 
 
 @contextmanager
-def running(module: list[str], environ: dict[str, str]) -> Iterator[None]:
+def running(module: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Run a module as a process until the block ends."""
     process = subprocess.Popen([sys.executable, "-m", *module], env={**os.environ, **environ})
     try:
-        yield
+        yield process
     finally:
         process.terminate()
         process.wait()
 
 
-def wait_until(url: str) -> None:
-    """Wait until a URL answers."""
+def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a server answers."""
     give_up = time.monotonic() + START_S
     while True:
-        with suppress(OSError), urllib.request.urlopen(url, timeout=10):
+        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=10):
             return
+        if process.poll() is not None:
+            sys.exit(f"the server of {url} ended with {process.returncode}")
         if time.monotonic() > give_up:
             sys.exit(f"{url} does not answer")
         time.sleep(0.5)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import Plan, block_names, chunks
+from flexcache.cache.put_plan import begin_put
 from flexcache.cache.tiers import Tiers
-from flexcache.ids import OpId, OpKind, TaskKind, TierName
+from flexcache.ids import OpId, OpKind, TierName
 
 
 class DirectStores:
@@ -49,22 +50,13 @@ class DirectStores:
             retain_s: The prompt counts as used this much later.
             is_recording: Whether the blocks must outlive this process.
         """
-        ssd = self.tier
-        cached = ssd.index.match(keys)
-        first = cached.num_blocks
-        first += ssd.num_in_flight(keys, first, stop)
-        plan = Plan(TaskKind.PUT, keys.root, first, first)
-        self._tiers.num_holders += 1
-        if first < stop:
-            plan.outlook = self._tiers.store(keys, stop)
-        else:
-            self._tiers.store_nothing(keys, stop)
-        ssd.use(cached, plan.outlook, retain_s)
+        plan, _ = begin_put(self._tiers, self.tier, keys, stop, retain_s)
+        first = plan.start
         if first >= stop:
             plan.start = plan.stop = stop
         elif start > first:
             plan.drop("prefix_not_cached", stop - start)
-        elif ssd.name in self._tiers.unavailable:
+        elif self.tier.name in self._tiers.unavailable:
             plan.drop("ssd_unavailable", stop - first)
         else:
             end = stop if self._admission is None else self._admission.admit(keys, stop, start)

@@ -15,6 +15,7 @@ from flexcache.cache.admission import Admission
 from flexcache.cache.block_keys import BlockKeys, EngineBlockKeys
 from flexcache.cache.plan import STORE_OP, Plan, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
+from flexcache.cache.put_plan import begin_put
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.store_backlog import StoreBacklog
 from flexcache.cache.tail_stores import TailStores
@@ -99,16 +100,8 @@ class StorePlanner:
             retain_s: In every tier the prompt counts as used this much later.
             tail_at: Store the tail behind this many blocks too, unless it is 0.
         """
-        cached = self._host.index.match(keys)
-        first = cached.num_blocks
-        first += self._host.num_in_flight(keys, first, stop)
-        plan = Plan(TaskKind.PUT, keys.root, first, first)
-        self._tiers.num_holders += 1
-        if first < stop:
-            plan.outlook = self._tiers.store(keys, stop)
-        else:
-            self._tiers.store_nothing(keys, stop)
-        self._host.use(cached, plan.outlook, retain_s)
+        plan, cached = begin_put(self._tiers, self._host, keys, stop, retain_s)
+        first = plan.start
         if self._shape is not None:
             plan.take_shape(self._shape)
         copies: list[_Copy] = []

@@ -175,7 +175,8 @@ class PoolDoctor:
         self, text: str, index: SlotIndex, index_fds: Sequence[int], slots: SlotIds
     ) -> None:
         if not self.repair:
-            self._say(Level.ERROR, text, "--verify --repair erases their records")
+            options = "--verify --repair" if self.verify else "--repair"
+            self._say(Level.ERROR, text, f"{options} erases their records")
             return
         with self._errors_told(f"{text} and could not be erased"):
             index.erase(slots)

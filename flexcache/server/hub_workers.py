@@ -25,9 +25,6 @@ class HubWorkers:
         assert self._hub.cache is not None  # there are no workers before
         return self._hub.cache.tasks
 
-    def is_up(self, worker: str) -> bool:
-        return self._hub.cache is not None and self._tasks.queries.is_up(worker)
-
     def worker_up(self, worker: str) -> None:
         self._tasks.executor_up(worker)
         self._hub.readiness.changed()

@@ -50,6 +50,8 @@ class WorkerSupervisor:
         self.restart_at: float | None = 0.0
         self.pidfd = -1
         self.identity = ""
+        self.is_ready = False
+        """Whether it has said that it serves."""
 
     @property
     def pid(self) -> int | None:
@@ -98,7 +100,7 @@ class WorkerSupervisor:
         code = self._process.wait()
         _close(self._process.stdin)
         os.close(self.pidfd)
-        self._process, self.pidfd, self.identity = None, -1, ""
+        self._process, self.pidfd, self.identity, self.is_ready = None, -1, "", False
         if now - self._started_s > _STABLE_AFTER_S:
             self._backoff_s = _FIRST_BACKOFF_S
         self._plan_restart(now)
@@ -136,7 +138,7 @@ class WorkerSupervisor:
         assert self._process.stdin is not None
         _close(self._process.stdin)
         os.close(self.pidfd)
-        self._process, self.pidfd = None, -1
+        self._process, self.pidfd, self.is_ready = None, -1, False
 
 
 def _close(pipe: IO[bytes]) -> None:

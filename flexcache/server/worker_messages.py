@@ -58,7 +58,8 @@ class WorkerMessages:
         worker = self._worker_of(sender)
         assert worker is not None
         match message:
-            case Ready(detail) if not self._owner.is_up(worker.name):
+            case Ready(detail) if not worker.is_ready:
+                worker.is_ready = True
                 log_event(
                     logger, logging.INFO, "worker_began", worker=worker.name, pid=worker.pid,
                     detail=detail,

@@ -15,9 +15,6 @@ class WorkerOwner(Protocol):
     def counters(self) -> Counter[str]:
         """Counts deaths and refused messages."""
 
-    def is_up(self, worker: str) -> bool:
-        """Whether a worker serves."""
-
     def worker_up(self, worker: str) -> None:
         """A worker serves from now on."""
 

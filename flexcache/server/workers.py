@@ -85,7 +85,7 @@ class WorkerPool:
 
     def missing(self) -> list[str]:
         """Workers that are not up."""
-        return [f"{name} worker" for name in self._workers if not self._owner.is_up(name)]
+        return [f"{name} worker" for name, w in self._workers.items() if not w.is_ready]
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class WorkerPool:
         """Ask every worker to finish and wait for it; kill those that do not."""
         running = [worker for worker in self._workers.values() if worker.pid is not None]
         for worker in running:
-            if self._owner.is_up(worker.name):
+            if worker.is_ready:
                 self._send(worker.name, Stop())
             else:  # it is starting: it has nothing to finish, and would not hear of it
                 worker.kill()

@@ -146,6 +146,22 @@ def ops(cluster: Cluster) -> dict[str, int]:
     return {kind: blocks for kind, blocks in found.items() if blocks}
 
 
+def load_by_layer(
+    cluster: Cluster, tokens: Sequence[int] | np.ndarray, blocks: Sequence[int]
+) -> list[bytes]:
+    """Load a prompt by layer; return its blocks, as in `Cluster.read`, each layer's as found when
+    the engine has waited for it."""
+    task_id, mask = cluster.manager.get_match(tokens)
+    assert mask.all()
+    cluster.manager.launch([task_id], [cluster.slots(blocks)], gated=True)
+    load = cluster.clients[0].load_by_layer(task_id, len(blocks))
+    found = []
+    for name, layer in cluster.kv[0].items():
+        assert load.wait_layer(name, 60)
+        found += [as_bytes(layer[block]) for block in blocks]
+    return found
+
+
 def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 

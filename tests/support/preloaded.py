@@ -6,6 +6,7 @@ that makes them starts no thread and no engine.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -13,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -87,31 +89,41 @@ def call(
     """Return what a module's function returns in a process of its own.
 
     Raises:
-        AssertionError: It failed; the text is its traceback.
+        AssertionError: It failed; the text is its traceback, or where each of its threads was
+            when its time was over.
     """
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = ForkedProcess(imports, environment, _report, theirs, function, arguments)
-    theirs.close()
-    try:
-        failure, result = ours.recv() if ours.poll(timeout_s) else ("no answer in time", None)
-        process.wait(0 if failure else _END_S)
-    except EOFError:
-        failure, result = f"the process ended with {process.wait(_END_S)}", None
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        with suppress(ProcessLookupError):  # what it has started, too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with tempfile.NamedTemporaryFile() as stacks:
+        process = ForkedProcess(
+            imports, environment, _report, theirs, stacks.name, timeout_s, function, arguments
+        )
+        theirs.close()
+        try:
+            failure, result = ours.recv()
+            process.wait(0 if failure else _END_S)
+        except EOFError:
+            failure = f"the process ended with {process.wait(_END_S)}\n{stacks.read().decode()}"
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):  # what it has started, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     assert not failure, failure
     return result
 
 
-def _report(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _report(
+    pipe: Connection, stacks: str, timeout_s: float, function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
+    file = open(stacks, "w")  # noqa: SIM115 (for as long as the process lives)
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=file)
     try:
         pipe.send(("", function(*arguments)))
     except BaseException:
         pipe.send((traceback.format_exc(), None))
+    faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # some engines' threads do not end by themselves

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,7 @@ def _sleep_during_a_load(engine: Engine, prompt: list[int]) -> dict[str, Any]:
     gpu.forget_copy_calls()
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm_engine.add_request("asleep", {"prompt_token_ids": prompt}, sampling)
-    while not gpu.copy_calls:
-        llm_engine.step()
+    _step(llm_engine, lambda _: bool(gpu.copy_calls))
     worker.unregister()
     for tensor in tensors:
         tensor.zero_()
@@ -122,9 +122,16 @@ def _sleep_during_a_load(engine: Engine, prompt: list[int]) -> dict[str, Any]:
     written = sum(int(tensor.count_nonzero()) for tensor in tensors)
     worker.restore()
     engine.manager.wait_ready(READY_S)
-    while not (ended := [output for output in llm_engine.step() if output.finished]):
-        pass
-    return {"tokens": list(ended[0].outputs[0].token_ids), "written": written}
+    [ended] = _step(llm_engine, lambda outputs: any(output.finished for output in outputs))
+    return {"tokens": list(ended.outputs[0].token_ids), "written": written}
+
+
+def _step(llm_engine: Any, is_over: Callable[[list[Any]], bool]) -> list[Any]:
+    """Run the engine's steps up to one that ends it; return that step's outputs."""
+    give_up = time.monotonic() + READY_S
+    while not is_over(outputs := llm_engine.step()):
+        assert time.monotonic() < give_up, "the engine does not get there"
+    return outputs
 
 
 @contextmanager

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, as_bytes, running_cluster, until
+from cluster import Cluster, load_by_layer, running_cluster, until
 from engine_memory import DeviceMemory, device_memory
-from fake_gpu import Memory
+from fake_gpu import FakeGpu, Memory
 from fake_torch_cuda import FakeStream
 
 from flexcache import KVStatus
@@ -61,6 +61,19 @@ def queue_step(memory: DeviceMemory, compute: FakeStream, cluster: Cluster) -> i
     return step
 
 
+def check_stored_with_step(gpu: FakeGpu, step: int, cluster: Cluster, task_id: int) -> None:
+    """Check that a put waits for the step, and stores what it writes."""
+    blocks = [0, 1, 2, 3]
+    until(lambda: gpu.copy_calls)
+    gpu.wait_quiet()
+    assert not cluster.manager.try_wait([task_id])
+    gpu.fire(step)
+    assert cluster.manager.wait([task_id], 60)[task_id].mask.all()
+    cluster.wipe(blocks)
+    assert cluster.get(np.arange(64), blocks).mask.all()
+    assert set(b"".join(cluster.read(blocks))) == {7}
+
+
 def test_a_gated_store_takes_what_the_queued_step_will_have_written(memory: DeviceMemory) -> None:
     gpu, torch_cuda = memory.gpu, memory.torch
     with running_cluster(memory=memory) as cluster:
@@ -72,14 +85,7 @@ def test_a_gated_store_takes_what_the_queued_step_will_have_written(memory: Devi
         with torch_cuda.stream(compute):
             step = queue_step(memory, compute, cluster)
             cluster.clients[0].open_gates([task_id])
-        until(lambda: gpu.copy_calls)
-        gpu.wait_quiet()
-        assert not cluster.manager.try_wait([task_id])
-        gpu.fire(step)
-        assert cluster.manager.wait([task_id], 60)[task_id].mask.all()
-        cluster.wipe(blocks)
-        assert cluster.get(tokens, blocks).mask.all()
-        assert set(b"".join(cluster.read(blocks))) == {7}
+        check_stored_with_step(memory.gpu, step, cluster, task_id)
 
 
 def test_a_store_without_a_gate_takes_what_is_queued_on_the_stream_of_the_engine(
@@ -92,14 +98,7 @@ def test_a_store_without_a_gate_takes_what_is_queued_on_the_stream_of_the_engine
         gpu.forget_copy_calls()
         step = queue_step(memory, compute, cluster)
         task_id, _ = cluster.manager.put_async(tokens, cluster.slots(blocks))
-        until(lambda: gpu.copy_calls)
-        gpu.wait_quiet()
-        assert not cluster.manager.try_wait([task_id])
-        gpu.fire(step)
-        assert cluster.manager.wait([task_id], 60)[task_id].mask.all()
-        cluster.wipe(blocks)
-        assert cluster.get(tokens, blocks).mask.all()
-        assert set(b"".join(cluster.read(blocks))) == {7}
+        check_stored_with_step(memory.gpu, step, cluster, task_id)
 
 
 def test_each_layer_has_arrived_when_the_engine_computes_with_it(memory: DeviceMemory) -> None:
@@ -110,14 +109,7 @@ def test_each_layer_has_arrived_when_the_engine_computes_with_it(memory: DeviceM
         cluster.put(tokens, blocks)
         for _ in range(3):
             cluster.wipe(blocks)
-            task_id, mask = cluster.manager.get_match(tokens)
-            assert mask.all()
-            cluster.manager.launch([task_id], [cluster.slots(blocks)], gated=True)
-            load = cluster.clients[0].load_by_layer(task_id, len(blocks))
-            for index, (name, layer) in enumerate(cluster.kv[0].items()):
-                assert load.wait_layer(name, 60)
-                found = [as_bytes(layer[block]) for block in blocks]
-                assert found == expected[index * len(blocks) :][: len(blocks)]
+            assert load_by_layer(cluster, tokens, blocks) == expected
 
 
 def test_a_device_that_is_lost_ends_its_tasks_and_leaves_the_cache_to_others(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, as_bytes, heads_first_kv, joined_kv, running_cluster
+from cluster import Cluster, heads_first_kv, joined_kv, load_by_layer, running_cluster
 from engine_memory import EngineMemory
 from stores import missing, s3_server
 from test_faults import until
@@ -189,14 +189,7 @@ def test_blocks_in_one_piece_come_back_from_every_tier_and_by_layer(
             assert cluster.get(tokens, blocks[::-1]).mask.all()
             assert cluster.read(blocks[::-1]) == expected
         cluster.wipe(blocks)
-        task_id, mask = cluster.manager.get_match(tokens)
-        assert mask.all()
-        cluster.manager.launch([task_id], [cluster.slots(blocks)], gated=True)
-        load = cluster.clients[0].load_by_layer(task_id, len(blocks))
-        for index, (name, layer) in enumerate(cluster.kv[0].items()):
-            assert load.wait_layer(name, 60)
-            found = [as_bytes(layer[block]) for block in blocks]
-            assert found == expected[index * len(blocks) :][: len(blocks)]
+        assert load_by_layer(cluster, tokens, blocks) == expected
 
 
 def test_blocks_in_one_piece_are_those_of_layers_apart(tmp_path: Path) -> None:

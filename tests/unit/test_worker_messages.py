@@ -32,6 +32,7 @@ class Worker:
     name: str
     identity: str
     pid: int | None = 1
+    is_ready: bool = False
 
 
 @dataclass

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from engines import ENGINE_ENV, MODELS
 from paths import ROOT
+from ports import free_range
 
 ENGINE_ARGS = {
     "enforce_eager": True, "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 4,
@@ -51,7 +52,7 @@ def test_conversations_return_to_the_engine_that_has_their_kv() -> None:
     )
     command = [
         sys.executable, ROOT / "examples" / "router_two_engines.py",
-        "--model", MODELS / "tiny", "--engine-args", options,
+        "--model", MODELS / "tiny", "--engine-args", options, "--port", str(free_range(8)),
     ]  # fmt: skip
     environment = {**os.environ, **ENGINE_ENV, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)

@@ -38,6 +38,7 @@ class BlockOp:
     """
 
     op_id: int
+    task_id: int
     direction: Direction
     slots: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
@@ -59,6 +60,7 @@ class BlockOp:
         src, dst = unpack_ids(message.src), unpack_ids(message.dst)
         return cls(
             message.op_id,
+            message.task_id,
             Direction.READ if is_read else Direction.WRITE,
             slots=src if is_read else dst,
             blocks=dst if is_read else src,

@@ -51,7 +51,6 @@ class DirectOps:
         self._io = io
         self._permit = permit
         self.failure: str | None = None
-        self._task_of: dict[int, int] = {}
         self._refused: list[Done] = []
         self._behind: list[tuple[BlockOp, Fence]] = []
         """Ops whose blocks the engine's compute may still use."""
@@ -73,7 +72,7 @@ class DirectOps:
         except ValueError as error:
             self.refuse(op.op_id, f"malformed op: {error}")
             return
-        self._ops[op.op_id], self._task_of[op.op_id] = op, message.task_id
+        self._ops[op.op_id] = op
         if after is None:
             self._queue.add(op)
         else:
@@ -98,7 +97,7 @@ class DirectOps:
             return []
         done, self._refused = self._refused, []
         for op in [op for op in self._ops.values() if op.is_over]:
-            del self._ops[op.op_id], self._task_of[op.op_id]
+            del self._ops[op.op_id]
             done.append(op.done())
         return done
 
@@ -118,7 +117,7 @@ class DirectOps:
             op.fail(ended.error or "its task was revoked")
 
     def _is_revoked(self, op: BlockOp) -> bool:
-        self._permit.task_id = self._task_of[op.op_id]
+        self._permit.task_id = op.task_id
         return self._permit.is_revoked
 
     def _release(self) -> None:
@@ -144,7 +143,7 @@ class DirectOps:
         [addresses] = self._layout.gpu_addresses(op.blocks[position : position + 1])
         is_read = op.direction is Direction.READ
         return Transfer(
-            token, self._task_of[op.op_id], op.direction, fd, offset, self._length,
+            token, op.task_id, op.direction, fd, offset, self._length,
             addresses, self._layout.sizes, int(op.expected[position]) if is_read else 0,
         )  # fmt: skip
 
@@ -154,8 +153,6 @@ class DirectOps:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        if self._ops.keys() != self._task_of.keys():
-            raise InternalError("the ops and their tasks disagree")
         if len(self._in_flight) > self._io.depth:
             raise InternalError(f"{len(self._in_flight)} blocks in flight, of {self._io.depth}")
         for op in self._ops.values():

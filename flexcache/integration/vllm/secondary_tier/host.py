@@ -227,9 +227,6 @@ class _Owner:
         self._tiers = tiers
         self.counters: Counter[str] = Counter()
 
-    def is_up(self, worker: str) -> bool:
-        return self._tiers.lanes.is_up(worker)
-
     def worker_up(self, worker: str) -> None:
         self._tiers.worker_up(worker)
 
