@@ -1,6 +1,6 @@
 """Seconds of prefill that a cache saves, with and without loads that begin while requests wait.
 
-    python benchmarks/bench_early_loads.py --trace ../shared/traces/conversation_trace.jsonl
+    python benchmarks/bench_early_loads.py --trace FILE
 
 Replays a trace through the real planners: DRAM and an SSD ten times its size. Each request waits
 ``--wait`` seconds before it is computed; its early load begins when it arrives. The SSD is
