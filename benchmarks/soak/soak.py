@@ -34,11 +34,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from soak_faults import Faults, FaultThread, Outage
 from soak_fleet import Fleet
-from soak_parts import Part, Use
+from soak_parts import Part, Use, answers
 from soak_users import Failure, Seen, Users, ask_all, conversations
 from stores import s3_server
 
 NUM_SESSIONS = 40
+LOOK_S = 15.0
+WARM_UP_LOOKS = 4
 
 
 def references(
@@ -74,22 +76,24 @@ def unexplained(failures: Sequence[Failure], outages: Sequence[Outage]) -> list[
 
 def show(
     console: Console, seen: Seen, thread: FaultThread, lost: Sequence[Failure], took_s: float,
-    uses: dict[str, list[Use]], parts: dict[str, Part],
+    uses: dict[str, list[Use]], parts: dict[str, Part], num_scrapes: int,
 ) -> None:  # fmt: skip
     waits = sorted(seen.waits_s) or [0.0]
     console.print(
         f"\n[b]{took_s / 60:.0f} minutes[/b]: {seen.num_answers:,} answers, "
         f"{seen.num_cached_tokens / max(1, seen.num_prompt_tokens):.0%} of their prompts cached; "
-        f"{len(seen.wrong)} wrong; {len(seen.failures)} failed while what they needed was away, "
-        f"{len(lost)} of them otherwise; waits: median {waits[len(waits) // 2]:.2f} s, "
-        f"longest {waits[-1]:.1f} s; {sum(thread.counts.values())} faults"
+        f"{len(seen.wrong)} wrong; {len(seen.failures)} failed, {len(lost)} of them while all "
+        f"that they needed was there; waits: median {waits[len(waits) // 2]:.2f} s, "
+        f"longest {waits[-1]:.1f} s; {sum(thread.counts.values())} faults; "
+        f"{num_scrapes:,} scrapes of /metrics"
     )
     for text in seen.wrong[:5]:
         console.print(f"wrong: {text}", markup=False)
     for failure in lost[:5]:
         console.print(f"failed: {failure}", markup=False)
-    table = Table("part", "starts", "MB at its start", "at its end", "files", "at its end")
-    for name, (first, *_, last) in uses.items():
+    table = Table("part", "starts", "MB a minute after", "at the end", "files", "at the end")
+    for name, found in uses.items():
+        first, last = found[min(WARM_UP_LOOKS, len(found) - 1)], found[-1]
         table.add_row(
             name, str(parts[name].num_starts), f"{first.memory_bytes / 1e6:.0f}",
             f"{last.memory_bytes / 1e6:.0f}", str(first.num_files), str(last.num_files),
@@ -102,19 +106,19 @@ def show(
 
 
 class Watch(threading.Thread):
-    """Notes what each part uses, from its latest start on."""
+    """Notes what each part uses, from its latest start on, and reads its metrics."""
 
-    def __init__(self, fleet: Fleet, interval_s: float) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         super().__init__(name="watch", daemon=True)
         self.uses: dict[str, list[Use]] = {}
         self.died: list[str] = []
+        self.num_scrapes = 0
         self.is_over = threading.Event()
         self._fleet = fleet
-        self._interval_s = interval_s
         self._starts: dict[str, int] = {}
 
     def run(self) -> None:
-        while not self.is_over.wait(self._interval_s):
+        while not self.is_over.wait(LOOK_S):
             self.look()
 
     def look(self) -> None:
@@ -125,6 +129,7 @@ class Watch(threading.Thread):
                 self._starts[name] = part.num_starts
                 self.uses[name] = []
             self.uses[name].append(part.use())
+        self.num_scrapes += sum(answers(f"{url}/metrics") for url in self._fleet.http.values())
 
 
 def main(
@@ -170,7 +175,7 @@ def main(
                 f"{len(seen.failures)} failed; {what}",
             )  # fmt: skip
 
-        watch = Watch(fleet, 15.0)
+        watch = Watch(fleet)
         watch.look()
         watch.start()
         with FaultThread(faults, fault_every, say) as thread:
@@ -180,7 +185,10 @@ def main(
         watch.look()
         progress.stop()
         lost = unexplained(crowd.seen.failures, faults.outages)
-        show(console, crowd.seen, thread, lost, time.monotonic() - began, watch.uses, fleet.parts)
+        show(
+            console, crowd.seen, thread, lost, time.monotonic() - began, watch.uses, fleet.parts,
+            watch.num_scrapes,
+        )  # fmt: skip
         if thread.error is not None:
             console.print(f"the faults ended: {thread.error}", markup=False)
         for name in watch.died:
@@ -203,6 +211,7 @@ def summary(
         "faults": thread.counts,
         "uses": {name: [vars(use) for use in uses] for name, uses in watch.uses.items()},
         "died": watch.died,
+        "scrapes": watch.num_scrapes,
     }
 
 

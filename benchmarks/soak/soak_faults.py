@@ -7,7 +7,6 @@ import json
 import random
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -133,7 +132,7 @@ class Faults:
         )  # fmt: skip
         with (
             self._outage(f"clear {tier} of {name}"),
-            contextlib.suppress(urllib.error.URLError, OSError),
+            contextlib.suppress(OSError),
             urllib.request.urlopen(request, timeout=30),
         ):
             pass

@@ -36,7 +36,6 @@ class Serving:
 
     Attributes:
         model: What it serves, and its name for the router.
-        quotas: Of its cache server.
     """
 
     name: str
@@ -95,7 +94,7 @@ class Fleet:
         """Of engines, by name."""
         self.parts: dict[str, Part] = {}
         self.http: dict[str, str] = {}
-        """Of cache servers, by their engine's name."""
+        """Of cache servers, by their engine's name, and of the router's control API."""
         self._directory = directory
         self._sglang_python = sglang_python
         self._remote_url = remote_url
@@ -123,6 +122,7 @@ class Fleet:
             "remote_url": f"{self._remote_url}", "http_endpoint": http, "kv_events": True,
             "kv_events_endpoint": f"tcp://{events}", "kv_events_replay_endpoint": f"tcp://{replay}",
             "skip_slow_loads": False, "op_timeout_s": 10.0, "log_format": "json",
+            "trace_dir": str(self._directory / f"traces-{serving.name}"), "trace_file_mb": 8,
             **({"kv_events_hashes": "int_first"} if serving.is_sglang else {}),
         }  # fmt: skip
         lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
@@ -195,7 +195,7 @@ class Fleet:
         file.write_text(f"shared_events = {json.dumps(shared_events)}\n" + "\n".join(workers))
         command = [sys.executable, "-m", "flexcache.cli", "router", "--config", str(file),
                    "--port", str(port), "--control-port", str(control)]  # fmt: skip
-        url = f"http://127.0.0.1:{port}"
+        url, self.http["router"] = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{control}"
         self.parts["router"] = Part(
             "router", command, f"{url}/health", self._directory / "router.log",
             {"PYTHONPATH": str(ROOT)},

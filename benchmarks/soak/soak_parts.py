@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,13 @@ class Use:
 
     memory_bytes: int
     num_files: int
+
+
+def answers(url: str) -> bool:
+    """Whether a GET succeeds."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        return True
+    return False
 
 
 class Part:
@@ -64,19 +70,11 @@ class Part:
     def wait_ready(self) -> None:
         """Wait until it answers, or raise what its log ends with."""
         give_up = time.monotonic() + READY_S
-        while not self.answers():
+        while not answers(self.url):
             if not self.is_running or time.monotonic() > give_up:
                 text = self._log.read_text(errors="replace")[-3000:]
                 raise RuntimeError(f"{self.name} does not come up:\n{text}")
             time.sleep(0.2)
-
-    def answers(self) -> bool:
-        with (
-            contextlib.suppress(urllib.error.URLError, OSError),
-            urllib.request.urlopen(self.url, timeout=5),
-        ):
-            return True
-        return False
 
     @property
     def is_running(self) -> bool:
