@@ -31,7 +31,7 @@ class Outage:
     """A time in which requests may fail.
 
     Attributes:
-        models: Whose requests may; empty: nobody's.
+        models: Whose requests may fail; empty: none may.
     """
 
     what: str

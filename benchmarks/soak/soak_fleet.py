@@ -91,10 +91,10 @@ class Fleet:
     ) -> None:
         self.servings = [s for s in ENGINES if sglang_python or not s.is_sglang]
         self.urls: dict[str, str] = {}
-        """Of engines, by name."""
+        """Addresses of engines, by name."""
         self.parts: dict[str, Part] = {}
         self.http: dict[str, str] = {}
-        """Of cache servers, by their engine's name, and of the router's control API."""
+        """Addresses of cache servers, by their engine's name, and of the router's control API."""
         self._directory = directory
         self._sglang_python = sglang_python
         self._remote_url = remote_url
