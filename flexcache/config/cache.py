@@ -84,6 +84,10 @@ class CacheConfig:
         "through DRAM. auto: if that was clearly faster, since it leaves nothing in DRAM (on CPUs: "
         "never).",
     )
+    ssd_compression: Literal["none", "zstd", "lz4"] = setting(
+        "none",
+        "Compression of blocks on SSD: none, zstd, lz4. Saves bandwidth and wear, not space.",
+    )
     ssd_write_policy: WritePolicy = setting(
         "write_through",
         "write_through: every block at once. write_back: when DRAM holds too many that the SSD "
@@ -361,6 +365,9 @@ def _check_policies(config: CacheConfig) -> None:
         if getattr(config, name) == "density" and config.eviction_policy != "density":
             hint = f"needs eviction_policy density, not {config.eviction_policy}"
             raise reject(name, "density", hint)
+    if config.ssd_compression != "none" and config.ssd_past_dram == "always":
+        hint = "what ssd_compression has packed is unpacked in DRAM: set it to auto or never"
+        raise reject("ssd_past_dram", "always", hint)
 
 
 def _check_without_dram(config: CacheConfig) -> None:
@@ -376,6 +383,9 @@ def _check_without_dram(config: CacheConfig) -> None:
         raise reject("ssd_write_policy", "write_back", "there is no DRAM tier to write back from")
     if config.ssd_past_dram == "never":
         raise reject("ssd_past_dram", "never", "there is no DRAM tier to load through")
+    if config.ssd_compression != "none":
+        hint = "without a DRAM tier, ranks write blocks to SSD themselves, and as they are"
+        raise reject("ssd_compression", config.ssd_compression, hint)
 
 
 def _check_ssd_directories(config: CacheConfig) -> None:
