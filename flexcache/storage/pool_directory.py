@@ -83,12 +83,14 @@ class PoolHeader:
         fields = page[: _HEADER.size].ljust(_HEADER.size, b"\0")
         if page[_HEADER.size :][: _CHECK.size] != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
             return None
-        _, version, pool_id, slot_bytes, *place, model, layout = _HEADER.unpack(fields)
+        _, version, pool_id, slot_bytes, directories, position, model, layout = _HEADER.unpack(
+            fields
+        )
         identity = None
         if layout != _UNKNOWN:
             text = page[_TEXT_OFFSET:].rstrip(b"\0").decode(errors="replace")
             identity = KVIdentity(model, layout, text)
-        return cls(pool_id, slot_bytes, *place, identity, version)
+        return cls(pool_id, slot_bytes, directories, position, identity, version)
 
 
 class PoolMismatchError(ConfigError):
