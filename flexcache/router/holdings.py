@@ -17,7 +17,7 @@ from flexcache.events.wire import EventBatch
 from flexcache.router.events import EventApplier
 from flexcache.router.index import KVIndexer
 from flexcache.router.load import FloatArray
-from flexcache.router.lookup import Found, WorkerTable, find
+from flexcache.router.lookup import Found, WorkerTable, find, holders_of_rank
 from flexcache.router.placements import (
     DEFAULT_BLOCK_SIZE,
     Expectations,
@@ -75,6 +75,9 @@ class Holdings:
         sources = {source.endpoint for spec in used for source in spec.sources}
         for gone in sorted(self._sources - sources):
             self.applier.forget(gone)
+        self.applier.on_disk.keep(
+            source.endpoint for spec in used if spec.cache_url for source in spec.sources
+        )
         self._guessed, self._sources, self._num_workers = guessed, sources, len(specs)
         self._has_guessed = any(guessed.values())
         self._table.set_workers(used, [guesses_about(spec.name) for spec in used])
@@ -130,6 +133,25 @@ class Holdings:
         if found is None:
             return np.zeros((len(Tier), self._num_workers))
         return np.array(self._table.matched(found.tokens), dtype=np.float64)
+
+    def disk_block(self, spec: WorkerSpec, found: Found) -> int | None:
+        """Return what a worker's cache calls the last block of a prompt that it has below DRAM;
+        None if that is unknown."""
+        deepest, holding = 0, None
+        for source in spec.sources:
+            holders = self.applier.holders(source.endpoint)
+            for holder in holders_of_rank(holders, spec.data_parallel_rank):
+                bit = self.index.holders.bit(holder)
+                if holder.tier is Tier.DISK and bit is not None and found.tokens[bit] > deepest:
+                    deepest, holding = int(found.tokens[bit]), holder
+        if holding is None:
+            return None
+        for size, keys in found.keys.items():
+            if deepest % size == 0 and deepest <= len(keys) * size:
+                name = self.applier.on_disk.find(holding, keys[deepest // size - 1])
+                if name is not None:
+                    return name
+        return None
 
     def placed(self, request_id: str, worker: str, found: Found | None, now: float) -> None:
         """Note that a request was sent to a worker."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
+from flexcache.events.published_names import PublishedBlock, PublishedNames
 from flexcache.events.publisher import KVEventPublisher
 
 _MAX_WAITING_TOKENS = 8 << 20  # some 300 MB
@@ -22,6 +23,9 @@ class ChangeFeed:
 
     def __init__(self, config: CacheConfig, publisher: KVEventPublisher | None) -> None:
         self._publisher = publisher
+        self._names: PublishedNames | None = None
+        if config.http_endpoint is not None:
+            self._names = PublishedNames(config.kv_events_hashes)
         self._is_taken = config.kv_events
         self._max_waiting = config.kv_events_queue
         self._waiting: deque[Sequence[Change]] = deque()
@@ -30,6 +34,8 @@ class ChangeFeed:
 
     def pass_on(self, changes: Sequence[Change]) -> None:
         """Queue changes for the publisher and for `take`."""
+        if self._names is not None:
+            self._names.apply(changes)
         if self._publisher is not None:
             self._publisher.publish(changes)
         if not self._is_taken:
@@ -49,6 +55,10 @@ class ChangeFeed:
         self._waiting.clear()
         self._num_tokens = 0
         return changes
+
+    def find(self, name: int) -> PublishedBlock | None:
+        """Return the block below DRAM that was published under this name."""
+        return None if self._names is None else self._names.find(name)
 
     def stats(self) -> dict[str, int]:
         report = {} if self._publisher is None else self._publisher.stats()
