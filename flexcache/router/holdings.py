@@ -29,6 +29,8 @@ from flexcache.router.workers import Tier, WorkerSpec
 
 Approximate = Literal["auto", "always", "never"]
 
+_WORTH_AN_EARLY_LOAD = 256
+"""Tokens; fewer are loaded, or computed, about as fast as a cache can be asked."""
 _NO_WORKER = WorkerSpec(name="", url="")
 
 
@@ -134,9 +136,17 @@ class Holdings:
             return np.zeros((len(Tier), self._num_workers))
         return np.array(self._table.matched(found.tokens), dtype=np.float64)
 
-    def disk_block(self, spec: WorkerSpec, found: Found) -> int | None:
-        """Return what a worker's cache calls the last block of a prompt that it has below DRAM;
-        None if that is unknown."""
+    def disk_block(self, spec: WorkerSpec, found: Found | None, num_tokens: int) -> int | None:
+        """Return what a worker's cache calls the last block of a prompt that it has below DRAM.
+
+        Args:
+            num_tokens: How much of the prompt is only there.
+
+        Returns:
+            None if it is unknown, or the cache is not to be asked for it.
+        """
+        if found is None or spec.cache_url is None or num_tokens < _WORTH_AN_EARLY_LOAD:
+            return None
         deepest, holding = 0, None
         for source in spec.sources:
             holders = self.applier.holders(source.endpoint)

@@ -37,8 +37,6 @@ from flexcache.router.workers import Tier, WorkerSpec, WorkerState
 
 _MAX_SESSIONS = 100_000
 _MAX_OTHERS = 8
-_WORTH_AN_EARLY_LOAD = 256
-"""Tokens; fewer are loaded, or computed, about as fast as a cache can be asked."""
 
 
 class WorkerScore(NamedTuple):
@@ -180,7 +178,7 @@ class KVRouter:
         found = self.holdings.find(request)
         prompt = self._prompt(request, found)
         pick, _ = self.dispatcher.choose(request.request_id, prompt, now, eligible)
-        decision = self._decision(request, prompt, pick, now, self._disk_block(prompt, pick, found))
+        decision = self._decision(request, prompt, pick, found, now)
         self._running[request.request_id] = _Running(
             pick.worker,
             request.num_tokens,
@@ -334,30 +332,22 @@ class KVRouter:
             last = self.fleet[name].number if name is not None and name in self.fleet else None
         return Prompt(request.num_tokens, self.holdings.matched(found), last)
 
-    def _disk_block(self, prompt: Prompt, pick: Pick, found: Found | None) -> int | None:
-        """Return the block up to which the chosen worker's cache should load; None for nothing."""
-        spec = self.fleet[self.fleet.name(pick.worker)].spec
-        if found is None or spec.cache_url is None:
-            return None
-        if _by_tier(prompt, pick.worker)[Tier.DISK] < _WORTH_AN_EARLY_LOAD:
-            return None
-        return self.holdings.disk_block(spec, found)
-
     def _decision(
-        self, request: RouteRequest, prompt: Prompt, pick: Pick, now: float, disk_block: int | None
+        self, request: RouteRequest, prompt: Prompt, pick: Pick, found: Found | None, now: float
     ) -> Decision:
-        others = pick.next_best(_MAX_OTHERS)
+        spec = self.fleet[self.fleet.name(pick.worker)].spec
+        matched = _by_tier(prompt, pick.worker)
         is_known = self.dispatcher.service_time.is_known
         # The request is part of the backlog by now.
         ttft_s = float(self.dispatcher.load.wait_s(now)[pick.worker]) if is_known else None
         return Decision(
-            worker=self.fleet.name(pick.worker),
-            others=tuple(self.fleet.name(number) for number in others),
+            worker=spec.name,
+            others=tuple(map(self.fleet.name, pick.next_best(_MAX_OTHERS))),
             num_tokens=request.num_tokens,
-            matched=_by_tier(prompt, pick.worker),
+            matched=matched,
             ttft_s=ttft_s,
             reason="load" if request.token_ids is None else pick.reason,
-            disk_block=disk_block,
+            disk_block=self.holdings.disk_block(spec, found, matched[Tier.DISK]),
         )
 
     def _ttft_s(self, prompt: Prompt, now: float) -> np.ndarray | None:

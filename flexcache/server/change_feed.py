@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
-from flexcache.events.published_names import PublishedBlock, PublishedNames
+from flexcache.events.published_names import PublishedNames
 from flexcache.events.publisher import KVEventPublisher
 
 _MAX_WAITING_TOKENS = 8 << 20  # some 300 MB
@@ -19,13 +19,17 @@ class ChangeFeed:
     Args:
         config: Has whether callers take changes, and how many batches may wait for them.
         publisher: A publisher that was started, if changes are published. Closed with the feed.
+        names: Follows what blocks are called, if they may be asked for by name.
     """
 
-    def __init__(self, config: CacheConfig, publisher: KVEventPublisher | None) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        publisher: KVEventPublisher | None,
+        names: PublishedNames | None = None,
+    ) -> None:
         self._publisher = publisher
-        self._names: PublishedNames | None = None
-        if config.http_endpoint is not None:
-            self._names = PublishedNames(config.kv_events_hashes)
+        self._names = names
         self._is_taken = config.kv_events
         self._max_waiting = config.kv_events_queue
         self._waiting: deque[Sequence[Change]] = deque()
@@ -55,10 +59,6 @@ class ChangeFeed:
         self._waiting.clear()
         self._num_tokens = 0
         return changes
-
-    def find(self, name: int) -> PublishedBlock | None:
-        """Return the block below DRAM that was published under this name."""
-        return None if self._names is None else self._names.find(name)
 
     def stats(self) -> dict[str, int]:
         report = {} if self._publisher is None else self._publisher.stats()

@@ -76,7 +76,7 @@ class Operator:
         if block_hash is None:
             prompt = _prompt(cache, token_ids, block_keys, namespace)
         else:
-            keys = self._find_published(low_64_bits(block_hash))
+            keys = self._find_published(cache, block_hash)
             if keys is None:
                 return 0
             num_tokens = keys.num_blocks * cache.config.tokens_per_block
@@ -101,13 +101,13 @@ class Operator:
         self._require_cache()
         return self._open_session().session_hint(session_id, over, returns_in_s)
 
-    def _find_published(self, name: int) -> IndexedKeys | None:
-        """Return the prefix that ends with a block below DRAM, by its name in KV events."""
-        block = self._server.find_published(name)
-        if block is None:
-            return None
+    def _find_published(self, cache: ServedCache, block_hash: int) -> IndexedKeys | None:
+        """Return the prefix that ends with a block below DRAM, by its hash in KV events."""
+        if cache.published is None:
+            raise ValueError("block_hash: this cache publishes no KV events")
         with self._server.session() as tasks:
-            return find_prefix(block.root, block.key, tasks.cache.tiers)
+            block = cache.published.find(low_64_bits(block_hash))
+            return None if block is None else find_prefix(*block, tasks.cache.tiers)
 
     def _open_session(self) -> LocalSession:
         with self._opening:

@@ -28,7 +28,6 @@ from typing import Any
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.errors import ClosedError
-from flexcache.events.published_names import PublishedBlock
 from flexcache.ids import SessionId, TaskId
 from flexcache.logs import log_event
 from flexcache.protocol.runtime import (
@@ -311,17 +310,6 @@ class KVServer:
         """What the tiers have stored and lost since the last call, with ``kv_events``."""
         with self._changed:
             return self._observers.take_changes()
-
-    def find_published(self, name: int) -> PublishedBlock | None:
-        """Return the block below DRAM that KV events call so.
-
-        Raises:
-            ValueError: None are recorded.
-        """
-        with self._changed:
-            if self._observers.feed is None:
-                raise ValueError("block_hash: this cache publishes no KV events")
-            return self._observers.feed.find(name)
 
     def _own_stats(self) -> ServerStats:
         return ServerStats(

@@ -20,7 +20,7 @@ LONG_S = 3600.0
 
 
 class Cache:
-    """A cache's HTTP API that answers as it is told to."""
+    """A cache's HTTP API with answers that a test sets."""
 
     def __init__(self) -> None:
         self.status = 202
