@@ -89,8 +89,8 @@ def main(
     eviction.VISITS_PER_FIT = VISITS_PER_FIT
     marks = [lineages // part for part in (16, 8, 4, 2, 1)]
     world, before = Lineages(capacity), private_mb(os.getpid())
-    started, taken, random = time.process_time(), [], np.random.default_rng(1)
-    now = 0.0
+    started, random = time.process_time(), np.random.default_rng(1)
+    now, taken = 0.0, list[tuple[float, float]]()
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("lineages", total=lineages)
         for number, turn in turns(lineages):
