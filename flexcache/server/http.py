@@ -5,7 +5,7 @@
     GET  /status           `KVManager.stats` as JSON
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
-    POST /cache/session    {"session_id": "..", "over": true, "returns_in_s": 20}, one or both
+    POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
 
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
 neither waits for the other. On loopback it answers only requests that name a loopback host (so a
@@ -23,7 +23,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -97,6 +97,9 @@ class Served(Protocol):
         """
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
     tier: str | None
 
@@ -104,7 +107,7 @@ class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
 class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Request with one of ``token_ids`` and ``block_keys``, the latter in hexadecimal."""
 
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     block_keys: list[str] | None = None
     namespace: list[str] = []
 
