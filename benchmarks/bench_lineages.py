@@ -38,7 +38,7 @@ from flexcache.ids import BlockKey, TaskKind, TierName
 TOKENS_PER_BLOCK = 512
 NEW_BLOCKS = 2
 TURNS = (1, 1, 1, 2)
-"""Of lineages, in turn."""
+"""How many turns lineages have, each the next of these."""
 OPEN_LINEAGES = 1_000
 """Lineages that begin before one of them goes on."""
 VISITS_PER_FIT = 10 * eviction.VISITS_PER_FIT
