@@ -19,7 +19,7 @@ from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
-from flexcache.config.cache import EVICTION_POLICIES
+from flexcache.config.tiers import EVICTION_POLICIES
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, TierName
 from flexcache.request_info import PromptDetail
