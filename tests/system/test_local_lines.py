@@ -71,8 +71,11 @@ def test_copies_do_not_wait_for_the_event_loop(
         cluster.manager.check()
 
 
-def test_the_loop_still_hears_of_what_a_report_has_it_do(tmp_path: Path) -> None:
-    with running_cluster([tmp_path]) as cluster:
+def test_the_loop_is_woken_for_what_a_report_has_it_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexcache.client.link._PING_INTERVAL_S", 2 * PATIENCE_S)
+    with running_cluster([tmp_path], client_timeout_s=20 * PATIENCE_S) as cluster:
         store_and_load(cluster, gated=False)
         assert cluster.manager.stats()["tiers"]["SSD"]["indexed"] == len(BLOCKS)
         expected = cluster.read(BLOCKS)
