@@ -59,6 +59,7 @@ def _hints(cache: CacheStats) -> Iterator[Sample]:
 def _hinted_blocks(cache: CacheStats) -> Iterator[Sample]:
     yield ("retired",), cache.sessions.retired_blocks
     yield ("kept",), cache.sessions.kept_blocks
+    yield ("fetched",), cache.sessions.fetched_blocks
 
 
 OPS = (
@@ -71,6 +72,12 @@ OPS = (
     ),
     counter("op_blocks", "Blocks that ops have moved.", _per_op(lambda op: op.blocks), "op"),
     counter("op_bytes", "Bytes that ops have moved.", _per_op(lambda op: op.bytes), "op"),
+    counter(
+        "op_device_bytes",
+        "Bytes that the disk worker has moved on the SSD, as they are there (`ssd_compression`).",
+        _per_op(lambda op: op.device_bytes),
+        "op",
+    ),
     counter(
         "op_busy_seconds",
         "Time in which at least one op of the kind was running; speed is bytes divided by it.",
@@ -151,7 +158,7 @@ SESSIONS = (
     ),
     counter(
         "session_hint_blocks",
-        "Blocks that hints were about: retired (first to be evicted) or kept.",
+        "Blocks that hints were about: retired (first to be evicted), kept, or fetched to DRAM.",
         from_cache(_hinted_blocks),
         "effect",
     ),
