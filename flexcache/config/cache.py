@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from flexcache.config import sources
 from flexcache.config.address import check_http_endpoint, server_of
+from flexcache.config.quotas import check_quotas
 from flexcache.config.remote_url import check_remote_url
 from flexcache.config.values import (
     Count,
@@ -140,6 +141,12 @@ class CacheConfig:
         "that promise the fewest hits per time kept, by the return times of similar prompts; LRU "
         "where that is no better.",
     )
+    quotas: str | None = setting(
+        None,
+        "What namespaces are sure of in DRAM and on SSD, as shares or bytes: "
+        "`team-a=50%,team-b=20GB/200GB,*=10%` (with a slash: DRAM/SSD; `*`: all others together). "
+        "What is unused may be borrowed, and is given back first.",
+    )
     endpoint: str | None = setting(
         None,
         "Address of a server that engines share, `ipc://PATH` or `tcp://HOST:PORT`. Unset: "
@@ -249,6 +256,7 @@ class CacheConfig:
         if self.endpoint is not None:  # possibly the address that an engine's manager hands out
             object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _check_sizes(self)
+        check_quotas(self.quotas, self.cpu_cache_gb, self.ssd_cache_gb)
         _check_policies(self)
         _check_ssd_directories(self)
         _check_without_dram(self)
