@@ -4,7 +4,7 @@
     team-b   |####----|           within its quota: its blocks stay
     others   |###|##              tenants that are not named, together
 
-Free room is anybody's. Once there is none, the tenant that is over its quota by most gives up
+Free room is for all. Once there is none, the tenant that is over its quota by most gives up
 blocks, by the tier's policy among its own. Blocks on their way count as theirs who asked for them.
 
 A root names its tenant (`block_keys.tenant_of`), so nothing is remembered per namespace.
@@ -60,7 +60,7 @@ class Quotas:
 
     def __init__(self, capacity: int, quotas: Mapping[str, int]) -> None:
         self._names = list(quotas)
-        # Blocks withheld from every plan are under no root: a tenant that is never over.
+        # Blocks withheld from every plan are under no root: their tenant is never over.
         self._quotas = [*quotas.values(), capacity]
         self._used = [0] * len(self._quotas)
         self._evicted = [0] * len(self._quotas)
@@ -71,7 +71,7 @@ class Quotas:
 
     @property
     def num_tenants(self) -> int:
-        """Numbers of tenants, with one for blocks that are nobody's."""
+        """Numbers of tenants, with one for blocks under no root."""
         return len(self._quotas)
 
     def tenant(self, root: RootId) -> int:

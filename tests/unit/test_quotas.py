@@ -249,7 +249,7 @@ def test_pinned_blocks_of_a_tenant_over_its_quota_are_not_waited_for() -> None:
     assert used(tier) == {"*": 0, "a": 3, "b": 3}
 
 
-def test_withheld_blocks_are_nobodys() -> None:
+def test_withheld_blocks_are_no_tenants() -> None:
     tier = tier_of(6, {"*": 2, "a": 4})
     store(tier, "xx", UNNAMED)
     withheld = tier.reserve_private(RootId(b""), tier.pool.num_free)
