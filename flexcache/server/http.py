@@ -5,6 +5,7 @@
     GET  /status           `KVManager.stats` as JSON
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
+                           or {"block_hash": 123}, the prompt's last block in KV events
     POST /cache/session    {"session_id": "..", "over": true, "returns_in_s": 20}, one or both
 
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
@@ -82,10 +83,11 @@ class Served(Protocol):
         token_ids: Sequence[int] | None,
         block_keys: Sequence[bytes] | None,
         namespace: Sequence[str] = (),
+        block_hash: int | None = None,
     ) -> int:
         """Start a prefetch; return how many blocks will be in DRAM.
 
-        Raises `ValueError` unless exactly one of keys and tokens is given, and is valid.
+        Raises `ValueError` unless exactly one of tokens, keys and hash is given, and is valid.
         """
 
     def session_hint(
@@ -102,10 +104,16 @@ class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Request with one of ``token_ids`` and ``block_keys``, the latter in hexadecimal."""
+    """Request with one of the first three.
+
+    Attributes:
+        block_keys: In hexadecimal.
+        block_hash: Of the last wanted block, as KV events have it; its low 64 bits suffice.
+    """
 
     token_ids: list[int] | None = None
     block_keys: list[str] | None = None
+    block_hash: int | None = None
     namespace: list[str] = []
 
 
@@ -256,7 +264,7 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
         keys = wanted.block_keys
         block_keys = None if keys is None else [bytes.fromhex(key) for key in keys]
         num_blocks = await run_in_threadpool(
-            server.prefetch, wanted.token_ids, block_keys, wanted.namespace
+            server.prefetch, wanted.token_ids, block_keys, wanted.namespace, wanted.block_hash
         )
         return _json({"blocks": num_blocks}, 202)
 

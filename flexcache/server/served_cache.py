@@ -12,9 +12,11 @@ from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.groups import UnitShape
 from flexcache.errors import ConfigError, StorageError
+from flexcache.events.published_names import PublishedNames
 from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.server.store import CacheStore, other_layout
+from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.kv_identity import KVIdentity
@@ -83,15 +85,18 @@ class ServedCache:
         shape: How the blocks of the model's groups fill the cache's.
         layouts: How the ranks that have registered lay out their shards.
         layout: How the ranks lay out the bytes of a block; None until it is known of all shards.
+        published: What KV events call its blocks, where these may be asked for by name.
 
     Raises:
         ConfigError: A size does not fit the model or the machine.
-        MissingDependencyError: The remote store needs a package that is not installed.
+        MissingDependencyError: The remote store or a compression needs a package that is not
+            installed.
     """
 
     def __init__(self, model: ModelConfig, config: CacheConfig, shards: Shards) -> None:
         self.model = model
         self.config = config
+        self.published: PublishedNames | None = None
         self.fingerprint = model.fingerprint(config.tokens_per_block)
         self.shape = UnitShape(model.groups, config.tokens_per_block)
         self.shards = shards
@@ -99,6 +104,8 @@ class ServedCache:
         sizes = CacheSizes.for_blocks(config, shards.block_bytes, shards.stored_bytes)
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
+        if config.ssd_compression != "none":
+            open_compressor(Codec[config.ssd_compression.upper()])
         check_pool_fits(
             shards.stored_bytes * sizes.num_host_blocks,
             in_control_group=config.hugepages != "reserved",  # those are not counted there
@@ -150,7 +157,7 @@ class ServedCache:
 
     def _restore(self, pool: DiskPool) -> None:
         started = time.monotonic()
-        report = self.tasks.restore(pool.load())
+        report = self.tasks.restore(self.store.load_slots())
         found = pool.identity
         if found is not None and report.num_restored and found.model == self._identity("").model:
             self.tasks.adopt_layout(found.layout, started)  # until a rank registers another one

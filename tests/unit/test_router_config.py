@@ -101,4 +101,8 @@ def test_every_setting_is_documented_and_secrets_are_marked() -> None:
     for row in rows:
         assert row.meaning.endswith(".")
         assert row.environment == "FLEXCACHE_ROUTER_" + row.name.upper()
-    assert [row.name for row in rows if row.is_secret] == ["api_keys", "control_token"]
+    assert [row.name for row in rows if row.is_secret] == [
+        "cache_token",
+        "api_keys",
+        "control_token",
+    ]
