@@ -144,4 +144,4 @@ def _only_group(group_blocks: GroupBlocks) -> BlockIds:
     blocks = as_slots(group_blocks[0])
     if len(blocks) and int(blocks.min()) < 0:
         raise ValueError("GPU blocks must not be negative")
-    return blocks.copy()  # the caller's array may change
+    return np.array(blocks)  # the caller's own may change
