@@ -127,6 +127,12 @@ class TierConfig:
         "that promise the fewest hits per time kept, by the return times of similar prompts; LRU "
         "where that is no better.",
     )
+    quotas: str | None = setting(
+        None,
+        "What namespaces are sure of in DRAM and on SSD, as shares or bytes: "
+        "`team-a=50%,team-b=20GB/200GB,*=10%` (with a slash: DRAM/SSD; `*`: all others together). "
+        "What is unused may be borrowed, and is given back first.",
+    )
 
     @property
     def has_cpu_tier(self) -> bool:
