@@ -31,6 +31,7 @@ from flexcache.cache.block_pool import BlockPool
 from flexcache.cache.eviction_queue import RETIRED, Outlook, Ranking
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.quotas import Quotas
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
@@ -114,18 +115,22 @@ class Tier:
     """Blocks of one tier; see the module for the life of a lease."""
 
     def __init__(
-        self, name: TierName, capacity: int, ranking: Ranking | None = None, bypasses: bool = False
-    ) -> None:
+        self, name: TierName, capacity: int, ranking: Ranking | None = None, bypasses: bool = False,
+        quotas: Quotas | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             ranking: What its blocks are worth; None for LRU.
             bypasses: Whether blocks are not stored if all that would be evicted is worth more.
+            quotas: Which of its blocks tenants are sure of; None if all share everything.
         """
         self.name = name
         self.pool = BlockPool(capacity)
-        self.index = PrefixIndex(ranking)
+        self.quotas = quotas
+        parts = (1, lambda root: 0) if quotas is None else (quotas.num_tenants, quotas.tenant)
+        self.index = PrefixIndex(ranking, *parts)
         self._bypasses = bypasses
-        self.tails = TailIndex()
+        self.tails = TailIndex(*parts)
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
@@ -183,6 +188,11 @@ class Tier:
             position += 1
         return position - start
 
+    def is_in_flight(self, root: RootId, key: BlockKey) -> bool:
+        """Whether a block is on its way."""
+        flight = self._flights.get(root)
+        return flight is not None and key in flight.owners
+
     def chain_to(self, root: RootId, key: BlockKey) -> list[BlockKey]:
         """Return the keys of all blocks up to ``key``, which is indexed or in flight.
 
@@ -206,7 +216,7 @@ class Tier:
 
     def reserve(
         self, keys: BlockKeys, start: int, stop: int, outlook: Outlook | None = None,
-        retain_s: float = 0.0,
+        retain_s: float = 0.0, hold_s: float | None = None,
     ) -> Lease:  # fmt: skip
         """Reserve blocks for ``[start, stop)`` of a prompt, as many from the front as possible.
 
@@ -215,18 +225,20 @@ class Tier:
         Args:
             outlook: Kinds of the prompt's blocks, if known.
             retain_s: Once published, they count as used this much later.
+            hold_s: Of blocks that are loaded early: how long they are held for each use. None is
+                evicted for them that is likely to be used sooner.
         """
         parent_key = keys.key(start - 1) if start else None
-        is_bypassed = self._bypasses and retain_s <= 0.0
+        below = math.inf
+        if hold_s is not None:
+            below = self._worth_of_hold(hold_s)
+        elif self._bypasses and retain_s <= 0.0 and outlook is not None:
+            below = self.index.ranking.bar(outlook)
         lease = self._reserve(
-            keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n),
-            outlook if is_bypassed else None,
-        )  # fmt: skip
+            keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n), below
+        )
         lease.outlook, lease.retain_s = outlook, retain_s
-        lease.is_refused = (
-            is_bypassed and outlook is not None and len(lease) < stop - start
-            and self.index.ranking.bar(outlook) < math.inf
-        )  # fmt: skip
+        lease.is_refused = len(lease) < stop - start and below < math.inf
         lease.first, lease.content = start, keys.content
         return lease
 
@@ -245,11 +257,11 @@ class Tier:
 
     def _reserve(
         self, root: RootId, parent_key: BlockKey | None, count: int,
-        first_keys: Callable[[int], Sequence[BlockKey]], outlook: Outlook | None = None,
+        first_keys: Callable[[int], Sequence[BlockKey]], below: float = math.inf,
     ) -> Lease:  # fmt: skip
         pin = self.index.locate(root, parent_key) if parent_key is not None else EMPTY_MATCH
         self.index.pin(pin)  # before anything is evicted to make room
-        blocks = self._allocate(count, outlook)
+        blocks = self._allocate(root, count, below)
         lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, parent_pin=pin)
         if len(blocks):
             flight = self._flights.setdefault(root, _Flight())
@@ -262,7 +274,7 @@ class Tier:
 
     def reserve_private(self, root: RootId, count: int) -> Lease:
         """Reserve up to ``count`` blocks as staging that will not be published."""
-        return Lease(root, None, (), self._allocate(count))
+        return Lease(root, None, (), self._allocate(root, count))
 
     def is_tail_in_flight(self, root: RootId, key: BlockKey, count: int) -> bool:
         """Whether the tail of ``count`` units behind the block ``key`` is in flight."""
@@ -347,8 +359,9 @@ class Tier:
 
     def clear(self) -> BlockIds:
         """Drop every unheld block; return their ids."""
-        freed = self._evict(self.capacity)
-        self.pool.give_back(freed)
+        tenants = range(1 if self.quotas is None else self.quotas.num_tenants)
+        freed = np.concatenate([self._evict(self.capacity, tenant=tenant) for tenant in tenants])
+        self._give_back(freed)
         return freed
 
     def stats(self) -> dict[str, int]:
@@ -362,7 +375,7 @@ class Tier:
         }
 
     def _drop(self, blocks: BlockIds) -> None:
-        self.pool.give_back(blocks)
+        self._give_back(blocks)
         self.counters.dropped_blocks += len(blocks)
 
     def _tick(self) -> float:
@@ -370,44 +383,82 @@ class Tier:
         self._now += _TICK_S
         return self._now
 
-    def _allocate(self, count: int, outlook: Outlook | None = None) -> BlockIds:
-        """Take free blocks, and evict as many as are missing; only such as are worth less than
-        those of a prompt with this outlook.
+    def _give_back(self, blocks: BlockIds) -> None:
+        self.pool.give_back(blocks)
+        if self.quotas is not None:
+            self.quotas.give_back(blocks)
 
+    def _worth_of_hold(self, hold_s: float) -> float:
+        """Return what blocks are worth that are held so long for each use: uses per second, or
+        under LRU, where age stands for the time to the next use, the time that long ago."""
+        if self.index.ranking.is_lru:
+            return self._now - hold_s
+        return 1.0 / max(hold_s, _TICK_S)
+
+    def _allocate(self, root: RootId, count: int, below: float = math.inf) -> BlockIds:
+        """Take free blocks, and evict as many as are missing, of those that are worth less than
+        ``below``.
 
         Evicted blocks are handed over directly: through the free stack they would cost twice as
         much.
         """
         num_free = min(count, self.pool.num_free)
         blocks = self.pool.take(num_free)
+        self._charge(root, blocks)
         if count > num_free:
             missing = count - num_free
-            below = math.inf if outlook is None else self.index.ranking.bar(outlook)
-            evicted = self._evict(missing, below)
-            self.counters.evicted_blocks += len(evicted)
-            if len(evicted) > missing:  # the rest of a tail
-                self.pool.give_back(evicted[missing:])
-                evicted = evicted[:missing]
+            if self.quotas is None:
+                evicted = self._take_from(0, missing, below)
+            else:
+                evicted = self._take_by_quota(self.quotas, root, missing, below)
             blocks = np.concatenate((blocks, evicted)) if num_free else evicted
         self._num_leased += len(blocks)
         return blocks
 
-    def _evict(self, count: int, below: float = math.inf) -> BlockIds:
-        """Remove ``count`` unheld blocks if possible, and a few more if the last are a tail's.
+    def _take_by_quota(self, quotas: Quotas, root: RootId, missing: int, below: float) -> BlockIds:
+        """Evict ``missing`` blocks for a root's tenant if possible, first of who is over its quota.
+
+        ``below`` decides between blocks of one tenant only: others get back what they are sure of.
+        """
+        tenant, spared, pieces = quotas.tenant(root), set[int](), [NO_BLOCKS]
+        while missing > 0 and (found := quotas.victim(tenant, missing, spared)) is not None:
+            victim, most = found
+            evicted = self._take_from(victim, most, below if victim == tenant else math.inf)
+            quotas.count_evicted(victim, len(evicted))
+            quotas.give_back(evicted)
+            quotas.take(tenant, evicted)
+            if len(evicted) < most:
+                spared.add(victim)
+            missing -= len(evicted)
+            pieces.append(evicted)
+        return np.concatenate(pieces)
+
+    def _take_from(self, tenant: int, count: int, below: float) -> BlockIds:
+        """Evict ``count`` blocks of a tenant if possible, and never more."""
+        evicted = self._evict(count, below, tenant)
+        self.counters.evicted_blocks += len(evicted)
+        if len(evicted) > count:  # the rest of a tail
+            self._give_back(evicted[count:])
+            evicted = evicted[:count]
+        return evicted
+
+    def _evict(self, count: int, below: float = math.inf, tenant: int = 0) -> BlockIds:
+        """Remove ``count`` unheld blocks of a tenant if possible, and a few more if the last are a
+        tail's.
 
         A tail goes before blocks that were used no earlier: without them it would be useless.
         """
         if not self.tails.num_tails:
-            return self.index.evict(count, below=below)
+            return self.index.evict(count, below=below, tenant=tenant)
         pieces: list[BlockIds] = []
         while count > 0:
-            due = self.tails.next_due()
-            pieces.append(self.index.evict(count, due, below))
+            due = self.tails.next_due(tenant)
+            pieces.append(self.index.evict(count, due, below, tenant))
             count -= len(pieces[-1])
             if due == math.inf:
                 break
             if count > 0:
-                pieces.append(self.tails.evict())
+                pieces.append(self.tails.evict(tenant))
                 count -= len(pieces[-1])
         return np.concatenate(pieces)
 
@@ -510,7 +561,7 @@ class Tier:
             self.unpin_tail(lease.tail)
         followers = self._land(lease)
         unpublished = lease.blocks[lease.num_published :]
-        self.pool.give_back(unpublished)
+        self._give_back(unpublished)
         self._num_leased -= len(unpublished)
         lease.blocks = NO_BLOCKS
         is_short = lease.num_published < len(lease.keys) and lease.tail is None
@@ -528,6 +579,7 @@ class Tier:
             parent = EMPTY_MATCH if run.parent is None else self.index.locate(run.root, run.parent)
             self.index.insert(parent, run.root, run.keys, run.blocks, self._tick())
             taken.append(run.blocks)
+            self._charge(run.root, run.blocks)
             for tell in self.on_stored:
                 tell(run.root, run.parent, run.keys, None, 0)
         self.pool.take_exactly(np.concatenate(taken))
@@ -544,7 +596,12 @@ class Tier:
             due = float(number) if prefix.run is None else self.index.due(prefix)
             self.tails.insert(tail, due)
             taken.append(tail.units)
+            self._charge(tail.root, tail.units)
         self.pool.take_exactly(np.concatenate(taken))
+
+    def _charge(self, root: RootId, blocks: BlockIds) -> None:
+        if self.quotas is not None:
+            self.quotas.take(self.quotas.tenant(root), blocks)
 
     def check(self) -> None:
         """Raise `InternalError` if ids were lost or a structure is broken. O(capacity)."""
@@ -552,6 +609,9 @@ class Tier:
         self.index.check()
         self.tails.check()
         self.check_counts()
+        if self.quotas is not None:
+            found = chain(self.index.blocks_by_root(), self.tails.units_by_root())
+            self.quotas.check(found, self.pool.free_ids())
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that ids were lost. O(1)."""

@@ -70,7 +70,7 @@ class TieredCache:
             tiers, op_ids, chunk_blocks, max_store_backlog, admissions or {}, write_back or {},
             shape,
         )  # fmt: skip
-        self.sessions = PromptSessions(tiers)
+        self.sessions = PromptSessions(tiers, load_cost)
         self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
         self.direct_stores: DirectStores | None = None
         """Plans puts past the host tier, if that only stages."""

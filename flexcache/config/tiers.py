@@ -117,13 +117,21 @@ class TierConfig:
         True, "Skip loads that the engine recomputes faster, judged by measured times of both."
     )
     early_load_share: Annotated[float, Meta(ge=0, le=0.75)] = setting(
-        0.5, "Share of DRAM for blocks loaded ahead of their requests; 0: none in vLLM.", "of DRAM"
+        0.5,
+        "Share of DRAM, at most 0.75, for blocks loaded ahead of their requests; 0: none in vLLM.",
+        "of DRAM",
     )
     eviction_policy: EvictionName = setting(
         "density",
         "For DRAM and SSD. lru: evicts the least recently used blocks. density: evicts the blocks "
         "that promise the fewest hits per time kept, by the return times of similar prompts; LRU "
         "where that is no better.",
+    )
+    quotas: str | None = setting(
+        None,
+        "What namespaces are sure of in DRAM and on SSD, as shares or bytes: "
+        "`team-a=50%,team-b=20GB/200GB,*=10%` (with a slash: DRAM/SSD; `*`: all others together). "
+        "What is unused may be borrowed, and is given back first.",
     )
 
     @property

@@ -6,7 +6,7 @@
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
                            or {"block_hash": 123}, the prompt's last block in KV events
-    POST /cache/session    {"session_id": "..", "over": true, "returns_in_s": 20}, one or both
+    POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
 
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
 neither waits for the other. On loopback it answers only requests that name a loopback host (so a
@@ -24,7 +24,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -99,6 +99,9 @@ class Served(Protocol):
         """
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
     tier: str | None
 
@@ -111,7 +114,7 @@ class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
         block_hash: Of the last wanted block, as KV events have it; its low 64 bits suffice.
     """
 
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     block_keys: list[str] | None = None
     block_hash: int | None = None
     namespace: list[str] = []

@@ -49,6 +49,16 @@ class TotalsStats(_Part, frozen=True, kw_only=True):
     ops: dict[str, OpStats]
 
 
+class QuotaStats(_Part, frozen=True, kw_only=True):
+    """A tenant's part of a tier, in blocks (`QuotaUse`)."""
+
+    quota: int
+    used: int
+    evicted: int
+    hit: int
+    missed: int
+
+
 class TierStats(_Part, frozen=True, kw_only=True):
     """Occupancy in blocks, and counts since startup."""
 
@@ -74,6 +84,8 @@ class TierStats(_Part, frozen=True, kw_only=True):
     refused_blocks: int | None = None
     dirty_blocks: int | None = None
     """Blocks that wait to be written back."""
+    quotas: dict[str, QuotaStats] | None = None
+    """By tenant, `*` for those that are not named; only for a tier with quotas."""
 
 
 class HistogramStats(_Part, frozen=True, kw_only=True):
@@ -147,6 +159,7 @@ class SessionStats(_Part, frozen=True, kw_only=True):
     unknown: int
     retired_blocks: int
     kept_blocks: int
+    fetched_blocks: int
     returned_sessions: int
 
 

@@ -221,11 +221,16 @@ def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpS
         ("/cache/clear", '{"tier": "\\ud800"}', ""),  # no character
         ("/cache/prefetch", '{"token_ids": [1.5]}', "token_ids"),
         ("/cache/prefetch", '{"token_ids": "abc"}', "token_ids"),
+        ("/cache/prefetch", f'{{"token_ids": [1, {2**70}]}}', "$.token_ids[1]"),
+        ("/cache/prefetch", '{"token_ids": [-1]}', "int` >= 0 - at `$.token_ids[0]"),
         ("/cache/prefetch", '{"block_keys": ["xy"]}', "hexadecimal"),
         ("/cache/prefetch", '{"block_hash": "ab"}', "block_hash"),
         ("/cache/prefetch", "[" * 100_000, ""),
         ("/cache/session", "{}", "session_id"),
         ("/cache/session", '{"session_id": "a", "over": 1}', "over"),
+        ("/cache/session", '{"session_id": "a", "returns_in_s": "20"}', "returns_in_s"),
+        ("/cache/session", '{"session_id": "a", "returns_in_s": true}', "returns_in_s"),
+        ("/cache/session", '{"session_id": "\\ud800", "over": true}', ""),
     ],
 )
 def test_a_bad_body_is_400_and_says_what_is_wrong(

@@ -24,6 +24,7 @@ TIER = {
     "capacity": 10, "free": 5, "indexed": 3, "leased": 2, "hit_blocks": 7, "miss_blocks": 1,
     "stored_blocks": 4, "evicted_blocks": 1, "dropped_blocks": 0, "read_bytes": 70,
     "written_bytes": 40, "available": 1,
+    "quotas": {"*": {"quota": 4, "used": 5, "evicted": 6, "hit": 7, "missed": 8}},
 }  # fmt: skip
 OPS = {"ops": 2, "failed_ops": 1, "blocks": 3, "bytes": 300, "seconds": 0.5}
 TIMES = {"bounds": [0.1, 1.0], "counts": [2, 3, 4], "sum": 12.5}
@@ -58,7 +59,7 @@ STATS: dict[str, Any] = {
     "load_decisions": {"SSD": {"load": 9, "recompute": 1}},
     "sessions": {
         "known": 3, "over": 1, "returning": 2, "unknown": 1, "retired_blocks": 7, "kept_blocks": 8,
-        "returned_sessions": 1,
+        "fetched_blocks": 4, "returned_sessions": 1,
     },
     "early_loads": {"open_blocks": 3, "early": 5, "late": 2, "wasted": 1},
     "load_cost": {"SSD": {"blocks_per_s": 50.0, "seconds_per_op": 0.01}},

@@ -1,5 +1,7 @@
-"""Hints in a request's ``kv_transfer_params``. They come from its sender: invalid ones are ignored.
+"""Hints in a request's ``kv_transfer_params``. They come from its sender: invalid ones are ignored,
+and logged.
 
+flexcache_namespace                                   whose quota it counts against
 flexcache_priority, flexcache_ttl_s                   how long to keep what it stores
 flexcache_session_id                                  whose prompt it is
 flexcache_session_over, flexcache_returns_in_s        how the session goes on after its end
@@ -18,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 _HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
+_LONGEST_NAMESPACE = 256
+
+_warned: set[str] = set()
 
 T = TypeVar("T")
 
@@ -41,6 +46,11 @@ def read_retention(request: Any) -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if hint is not None}
 
 
+def read_namespace(request: Any) -> str | None:
+    """Return the namespace in which the request's blocks are kept, if it names one."""
+    return _read(request, "namespace", _namespace)
+
+
 def read_session_id(request: Any) -> str | None:
     """Return the session that the request belongs to, if it says so."""
     return _read(request, "session_id", _session_id)
@@ -53,7 +63,9 @@ def read_session_end(request: Any) -> SessionEnd | None:
         return None
     over = _read(request, "session_over", _bool) or False
     returns_in_s = _read(request, "returns_in_s", _returns_in_s)
-    if not over and returns_in_s is None:
+    if over == (returns_in_s is not None):
+        if over:
+            _ignored(request, "session_over", "flexcache_returns_in_s says that it goes on")
         return None
     return SessionEnd(session_id, over, returns_in_s)
 
@@ -66,11 +78,18 @@ def _read(request: Any, name: str, convert: Callable[[Any], T]) -> T | None:
     try:
         return convert(hint)
     except (TypeError, ValueError, OverflowError) as error:
-        log_event(
-            logger, logging.DEBUG, "hint_ignored", request=request.request_id,
-            hint=f"flexcache_{name}", reason=error,
-        )  # fmt: skip
+        _ignored(request, name, error)
         return None
+
+
+def _ignored(request: Any, name: str, reason: object) -> None:
+    """Log a hint that makes no sense; the first of each name as a warning."""
+    level = logging.DEBUG if name in _warned else logging.WARNING
+    _warned.add(name)
+    log_event(
+        logger, level, "hint_ignored", request=request.request_id, hint=f"flexcache_{name}",
+        reason=reason,
+    )  # fmt: skip
 
 
 def _between(kind: type[T], lowest: Any, highest: Any) -> Callable[[Any], T]:
@@ -86,6 +105,13 @@ def _between(kind: type[T], lowest: Any, highest: Any) -> Callable[[Any], T]:
 def _bool(hint: Any) -> bool:
     if not isinstance(hint, bool):
         raise TypeError("must be true or false")
+    return hint
+
+
+def _namespace(hint: Any) -> str:
+    if not isinstance(hint, str) or not 0 < len(hint) <= _LONGEST_NAMESPACE:
+        raise ValueError(f"must be a string of 1 to {_LONGEST_NAMESPACE} characters")
+    hint.encode()
     return hint
 
 
