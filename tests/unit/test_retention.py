@@ -266,6 +266,14 @@ def test_what_was_written_too_long_ago_does_not_come_back() -> None:
     assert tier.num_indexed == 0
 
 
+def test_a_cache_finds_nothing_that_is_too_old_from_the_first_request_on() -> None:
+    records = np.concatenate([record("a", 0, 1), record("ab", 1, 2), record("x", 2, 3)])
+    world = World(ssd=8, retention_s=600.0)
+    world.engine.restore(records, np.array([900.0, 700.0, 500.0]), world.now)
+    assert world.stats().tiers["SSD"].indexed == 1
+    world.engine.cache.check()
+
+
 def test_generations_rise_and_are_times() -> None:
     wall_s = 1_760_000_000.0
     first = next_generation(0, wall_s)
