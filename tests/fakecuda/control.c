@@ -171,12 +171,13 @@ int fake_end_capture(Stream *stream) {
 static bool is_idle(const Stream *stream) { return !stream->first || faults.is_lost; }
 
 static void wait_for_all(bool (*is_done)(const Stream *)) {
+  Clock give_up = start_clock();
   pthread_mutex_lock(&the_lock);
   for (Stream *stream = streams; stream;) {
     if (is_done(stream)) {
       stream = stream->next;
     } else {
-      pthread_cond_wait(&changed, &the_lock);
+      wait_for_change(&give_up);
       stream = streams; /* others may have ended meanwhile */
     }
   }

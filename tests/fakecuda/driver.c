@@ -254,7 +254,8 @@ CUresult cuEventSynchronize(Event *event) {
   ENTER("cuEventSynchronize");
   UNLESS_CAPTURING();
   uint64_t version = event->recorded;
-  while (event->fired < version && !faults.is_lost) pthread_cond_wait(&changed, &the_lock);
+  Clock give_up = start_clock();
+  while (event->fired < version && !faults.is_lost) wait_for_change(&give_up);
   RETURN(faults.is_lost ? ILLEGAL_ADDRESS : OK);
 }
 

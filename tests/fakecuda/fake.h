@@ -17,9 +17,11 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 typedef int CUresult;
 typedef uint64_t CUdeviceptr;
+typedef struct timespec Clock; /* when a wait has been too long */
 
 enum {
   OK = 0,
@@ -35,6 +37,7 @@ enum {
 };
 
 enum { NUM_DEVICES = 4, FIRST_BUS = 0x3b, GLOBAL_MODE = 0, THREAD_LOCAL_MODE = 1 };
+enum { LONGEST_WAIT_S = 60 };
 
 typedef struct context {
   int device;
@@ -139,6 +142,8 @@ bool is_stream(const Stream *stream);
 void end_stream(Stream *stream);
 void enqueue(Stream *stream, Work work);
 void wait_idle(Stream *stream);
+Clock start_clock(void); /* of the calling thread's wait */
+void wait_for_change(const Clock *give_up); /* then the device is lost: a deadlock ends */
 bool is_stuck(const Stream *stream); /* nothing it has to do can be done now */
 bool is_in_flight(CUdeviceptr address, size_t size);
 bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size);

@@ -3,9 +3,9 @@
 #define _GNU_SOURCE
 #include "fake.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 pthread_mutex_t the_lock = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -213,8 +213,23 @@ bool is_stuck(const Stream *stream) {
   return is_frozen && (work->kind == COPY || work->kind == KERNEL_COPY);
 }
 
+Clock start_clock(void) {
+  Clock give_up;
+  clock_gettime(CLOCK_MONOTONIC, &give_up);
+  give_up.tv_sec += LONGEST_WAIT_S;
+  return give_up;
+}
+
+void wait_for_change(const Clock *give_up) {
+  if (pthread_cond_clockwait(&changed, &the_lock, CLOCK_MONOTONIC, give_up) != ETIMEDOUT) return;
+  note_violation("a call waited for %d s", LONGEST_WAIT_S);
+  faults.is_lost = true;
+  pthread_cond_broadcast(&changed);
+}
+
 void wait_idle(Stream *stream) {
-  while (stream->first && !faults.is_lost) pthread_cond_wait(&changed, &the_lock);
+  Clock give_up = start_clock();
+  while (stream->first && !faults.is_lost) wait_for_change(&give_up);
 }
 
 bool overlap(CUdeviceptr a, size_t a_size, CUdeviceptr b, size_t b_size) {

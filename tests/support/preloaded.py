@@ -99,7 +99,8 @@ def call(
         )
         theirs.close()
         try:
-            failure, result = ours.recv()
+            in_time = ours.poll(timeout_s + _END_S)
+            failure, result = ours.recv() if in_time else ("it did not begin in time", None)
             process.wait(0 if failure else _END_S)
         except EOFError:
             failure = f"the process ended with {process.wait(_END_S)}\n{stacks.read().decode()}"
