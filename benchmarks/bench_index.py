@@ -18,7 +18,7 @@ from flexcache.bench.results import Case, Result, sample, sample_beside
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
 from flexcache.cache.eviction import make_forecaster
 from flexcache.cache.tier import Lease, Tier
-from flexcache.config.cache import EVICTION_POLICIES
+from flexcache.config.tiers import EVICTION_POLICIES
 from flexcache.ids import TierName
 
 ROOT = make_root("bench", (), "engine")

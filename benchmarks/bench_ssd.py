@@ -22,7 +22,7 @@ from flexcache.bench.raw_disk import QUEUE_DEPTH, Fio, raw_disks
 from flexcache.bench.ssd import BLOCK_BYTES, ROOT, beside_raw, driven_workers
 from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
-from flexcache.config.cache import SSD_SYNCS
+from flexcache.config.tiers import SSD_SYNCS
 from flexcache.ids import TierName
 from flexcache.storage.block_io import open_block_io
 from flexcache.storage.disk_pool import DiskPool

@@ -31,6 +31,7 @@ from flexcache.storage.disk_pool import DiskPool, locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
 from flexcache.storage.slot_index import SlotIndex
+from flexcache.storage.slot_io import SlotIO
 from flexcache.transfer.messages import BlockNames, Execute, pack_ids, unpack_checksums
 from flexcache.transfer.workers.commit import GroupCommit
 from flexcache.transfer.workers.disk import DiskWorker
@@ -60,7 +61,8 @@ class DrivenWorker:
         def locate(slot: int) -> tuple[int, int]:
             return locate_slot(slot, pool.data_fds, pool.slot_bytes)
 
-        self._worker = DiskWorker(io, [segment], locate, index, self._commit)
+        slots = SlotIO(io, locate, pool.slot_bytes)
+        self._worker = DiskWorker(slots, [segment], index, self._commit)
 
     def run(self, direction: Direction) -> float:
         """Write, or read, every slot once; return GB/s."""

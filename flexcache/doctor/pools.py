@@ -12,17 +12,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
-import xxhash
+from typing import Any
 
 from flexcache.cache.restore import link, reaches_start
 from flexcache.cache.restore_tails import are_tails, whole_tails
 from flexcache.doctor.findings import Finding, Level
+from flexcache.errors import MissingDependencyError
+from flexcache.storage.checksum import checksum
+from flexcache.storage.compression import Codec
 from flexcache.storage.disk_pool import locate_slot
+from flexcache.storage.packed_slots import FULL, SlotPacker, filled_bytes
 from flexcache.storage.pool_directory import (
     DATA_FILE,
-    FORMAT_VERSION,
     INDEX_FILE,
     OLD_DATA_FILE,
     DirectoryInUseError,
@@ -86,6 +87,8 @@ class PoolDoctor:
             yield
         except OSError as error:
             self._say(Level.ERROR, f"{where}: {error.strerror or error}")
+        except MissingDependencyError as error:
+            self._say(Level.ERROR, f"{where}: {error}")
 
     def _say(self, level: Level, text: str, remedy: str = "") -> None:
         self.findings.append(Finding(level, text, remedy))
@@ -154,9 +157,9 @@ class PoolDoctor:
         contents = index.load(num_slots)
         self._say(
             Level.OK,
-            f"{name}: format {FORMAT_VERSION}, {len(parts)} of {header.num_directories} "
+            f"{name}: format {header.format}, {len(parts)} of {header.num_directories} "
             f"directories, {num_slots:,} slots of {header.slot_bytes:,} bytes, "
-            f"{len(contents.records):,} recorded",
+            f"{len(contents.records):,} recorded{_packed(contents.records)}",
         )
         if header.identity is not None:
             self._say(Level.OK, f"{name}: KV of {header.identity.text}")
@@ -211,15 +214,13 @@ class PoolDoctor:
         ]
         for directory in at_hand.values():
             directory.set_direct()  # read the device, not the kernel's page cache
-        slots = contents.records["slot"].tolist()
-        sums = dict(zip(slots, contents.records["checksum"].tolist(), strict=True))
-        with _page_aligned(header.slot_bytes) as buffer:
-            wrong = [
-                slot
-                for slot in self.progress(slots)
-                if _checksum(*locate_slot(slot, data_fds, header.slot_bytes), buffer) != sums[slot]
-            ]
-        return np.array(wrong, dtype=np.int64)
+        records = contents.records
+        with _page_aligned(header.slot_bytes) as room:
+            reader = _SlotReader(data_fds, header.slot_bytes, room)
+            positions = self.progress(range(len(records)))
+            wrong = [i for i in positions if not reader.is_right(records[i])]
+        slots: SlotIds = records["slot"][wrong]
+        return slots
 
 
 def _num_rows(index_fd: int) -> int:
@@ -232,11 +233,46 @@ def _page_aligned(size: int) -> Iterator[memoryview]:
         yield view
 
 
-def _checksum(fd: int, offset: int, buffer: memoryview) -> int | None:
-    """Return the checksum of a whole buffer; None if the bytes cannot be read."""
-    try:
-        if os.preadv(fd, [buffer], offset) != len(buffer):
-            return None
-    except OSError:
-        return None
-    return xxhash.xxh3_64_intdigest(buffer)
+class _SlotReader:
+    """Reads slots and compares them with their records.
+
+    Args:
+        room: Page-aligned memory of a slot's size.
+    """
+
+    def __init__(self, fds: Sequence[int], slot_bytes: int, room: memoryview) -> None:
+        self._fds, self._slot_bytes, self._room = fds, slot_bytes, room
+        self._block = memoryview(bytearray(slot_bytes))
+        self._packers: dict[Codec, SlotPacker] = {}
+
+    def is_right(self, record: Any) -> bool:
+        """Whether the slot can be read, and its block has the recorded checksum.
+
+        Raises:
+            MissingDependencyError: It is packed, and the codec's library is not installed.
+        """
+        fd, offset = locate_slot(int(record["slot"]), self._fds, self._slot_bytes)
+        filled = int(record["filled"])
+        block = self._room[: filled_bytes(filled, self._slot_bytes) if filled else None]
+        try:
+            if os.preadv(fd, [block], offset) != len(block):
+                return False
+            if filled:
+                self._packer(Codec(record["codec"])).unpack(block, [self._block])
+                block = self._block
+        except (OSError, ValueError):
+            return False
+        return checksum([block]) == int(record["checksum"])
+
+    def _packer(self, codec: Codec) -> SlotPacker:
+        if codec not in self._packers:
+            self._packers[codec] = SlotPacker(codec, self._slot_bytes)
+        return self._packers[codec]
+
+
+def _packed(records: Records) -> str:
+    """Describe how many blocks are packed, and how small."""
+    filled = records["filled"][records["filled"] > 0]
+    if not len(filled):
+        return ""
+    return f", {len(filled):,} of them packed into {filled.mean() / FULL:.0%} of their size"

@@ -72,6 +72,12 @@ OPS = (
     counter("op_blocks", "Blocks that ops have moved.", _per_op(lambda op: op.blocks), "op"),
     counter("op_bytes", "Bytes that ops have moved.", _per_op(lambda op: op.bytes), "op"),
     counter(
+        "op_device_bytes",
+        "Bytes that the disk worker has moved on the SSD, as they are there (`ssd_compression`).",
+        _per_op(lambda op: op.device_bytes),
+        "op",
+    ),
+    counter(
         "op_busy_seconds",
         "Time in which at least one op of the kind was running; speed is bytes divided by it.",
         _per_op(lambda op: op.seconds),

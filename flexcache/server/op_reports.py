@@ -11,6 +11,8 @@ def problem_of(done: Done) -> str | None:
     """Return why a report makes no sense."""
     if len(done.checksums) % CHECKSUM_BYTES:
         return f"{len(done.checksums)} bytes are not whole checksums"
+    if done.device_bytes < 0:
+        return f"{done.device_bytes} bytes on a device"
     return None
 
 
@@ -19,4 +21,5 @@ def pass_on(tasks: KVTaskEngine, executor: str, done: Done, now: float) -> None:
     tasks.op_done(
         executor, OpId(done.op_id), done.num_ok, now, error=done.error, bad_block=done.bad_block,
         checksums=unpack_checksums(done.checksums) if done.checksums else None,
+        device_bytes=done.device_bytes,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from flexcache.errors import ConfigError, StorageError
 from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.server.store import CacheStore, other_layout
+from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.kv_identity import KVIdentity
@@ -87,7 +88,8 @@ class ServedCache:
 
     Raises:
         ConfigError: A size does not fit the model or the machine.
-        MissingDependencyError: The remote store needs a package that is not installed.
+        MissingDependencyError: The remote store or a compression needs a package that is not
+            installed.
     """
 
     def __init__(self, model: ModelConfig, config: CacheConfig, shards: Shards) -> None:
@@ -100,6 +102,8 @@ class ServedCache:
         sizes = CacheSizes.for_blocks(config, shards.block_bytes, shards.stored_bytes)
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
+        if config.ssd_compression != "none":
+            open_compressor(Codec[config.ssd_compression.upper()])
         check_pool_fits(
             shards.stored_bytes * sizes.num_host_blocks,
             in_control_group=config.hugepages != "reserved",  # those are not counted there
@@ -151,7 +155,7 @@ class ServedCache:
 
     def _restore(self, pool: DiskPool) -> None:
         started = time.monotonic()
-        records = pool.load()
+        records = self.store.load_slots()
         ages = ages_s(records["generation"], time.time())
         report = self.tasks.restore(records, ages, started)
         found = pool.identity

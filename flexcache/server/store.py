@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+
+import numpy as np
 
 from flexcache.cache.build import CacheSizes
 from flexcache.config import CacheConfig
 from flexcache.errors import ConfigError
+from flexcache.logs import log_event
+from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.direct_files import DirectFilesRef
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.shards import Shards
+from flexcache.storage.slot_index import Records
 from flexcache.transfer.workers.disk import DiskWorkerConfig
 from flexcache.transfer.workers.remote import RemoteWorkerConfig
+
+logger = logging.getLogger(__name__)
 
 
 class CacheStore:
@@ -28,6 +36,8 @@ class CacheStore:
         segments: The host pool, shard by shard.
         disk_pool: The SSD tier's files; None without such a tier.
     """
+
+    _has_packed_slots = False
 
     def __init__(
         self,
@@ -67,10 +77,38 @@ class CacheStore:
             self.close()
             raise
 
+    def load_slots(self) -> Records:
+        """Return the records of the SSD tier's slots that can be used.
+
+        Raises:
+            ConfigError: An index cannot be read.
+            MissingDependencyError: Slots are packed by a codec whose library is not installed.
+        """
+        assert self.disk_pool is not None
+        records = self.disk_pool.load()
+        is_packed = records["filled"] > 0
+        if not is_packed.any():
+            return records
+        if not self._sizes.keeps_on_host or self._config.ssd_past_dram == "always":
+            log_event(
+                logger, logging.WARNING, "ssd_packed_blocks_not_used", blocks=int(is_packed.sum()),
+                reason="ranks read the SSD past DRAM, and only plain blocks",
+            )  # fmt: skip
+            return records[~is_packed]
+        for codec in np.unique(records["codec"][is_packed]).tolist():
+            open_compressor(Codec(codec))
+        self._has_packed_slots = True
+        return records
+
     def direct_files(self) -> DirectFilesRef | None:
-        """Return the files that ranks may move blocks to and from past the host pool, if any."""
-        pool = self.disk_pool
+        """Return the files that ranks may move blocks to and from past the host pool, if any.
+
+        None while blocks on SSD may be packed: the disk worker unpacks them, into DRAM.
+        """
+        pool, packs = self.disk_pool, self._config.ssd_compression != "none"
         if pool is None or self._config.ssd_past_dram == "never":
+            return None
+        if packs or self._has_packed_slots:
             return None
         has_dram = self._sizes.keeps_on_host
         is_choice = has_dram and self._config.ssd_past_dram == "auto"
@@ -121,6 +159,7 @@ class CacheStore:
             log_level=config.log_level,
             log_format=config.log_format,
             sync=config.ssd_sync,
+            compression=config.ssd_compression,
         )
 
     def remote_worker_config(self, endpoint: str, identity: str) -> RemoteWorkerConfig:

@@ -117,11 +117,15 @@ def _ops(cache: CacheStats, rates: Rates | None, width: int) -> RenderableType:
     def while_busy(_: str, op: OpStats) -> str:
         return f"{op.bytes / op.seconds / 1e9:.2f}" if op.seconds else "-"
 
+    def on_device(_: str, op: OpStats) -> str:
+        return f"{op.device_bytes / 1e9:,.2f}" if op.device_bytes else "-"
+
     columns: list[Column[OpStats]] = [
         Column("ops", entry_name, is_number=False),
         Column("GB/s now", now),
         Column("while busy", while_busy, 1),
         Column("GB", lambda _, op: f"{op.bytes / 1e9:,.2f}"),
+        Column("on SSD", on_device, 4),
         Column("count", number(lambda op: op.ops), 2),
         Column("blocks", number(lambda op: op.blocks), 3),
         Column("failed", number(lambda op: op.failed_ops)),

@@ -174,8 +174,11 @@ class DiskPool:
         identities = {None if header is None else header.identity for header in headers}
         self.identity = identities.pop() if len(identities) == 1 else None
         for position, header in enumerate(headers):
+            directory = self._directories[position]
             if header is None:
-                self._directories[position].create(self._header(self.pool_id, position))
+                directory.create(self._header(self.pool_id, position))
+            else:
+                directory.update(header)
 
     def _recognise(self, position: int) -> PoolHeader | None:
         """Return the directory's header; None if the directory is empty.

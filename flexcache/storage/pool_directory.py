@@ -21,7 +21,7 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -37,8 +37,10 @@ logger = logging.getLogger(__name__)
 
 DATA_FILE = "flexcache-ssd.slots"
 INDEX_FILE = "flexcache-ssd.index"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """docs/formats.md describes how readers handle other versions."""
+OLDEST_READABLE = 2
+"""All slots of this format are plain; a pool that is opened gets the current one."""
 OLD_DATA_FILE = "flexcache-ssd.data"
 """FlexCache 0.1's file: slots without a header or an index, useless once their owner is gone."""
 
@@ -62,6 +64,8 @@ class PoolHeader:
     position: int
     identity: KVIdentity | None = None
     """Identity of the KV in the slots; None until the first rank has registered."""
+    format: int = field(default=FORMAT_VERSION, compare=False)
+    """Format of the file that it was read from."""
 
     def page(self, magic: bytes) -> bytes:
         identity = self.identity or KVIdentity(_UNKNOWN, _UNKNOWN)
@@ -75,16 +79,18 @@ class PoolHeader:
 
     @classmethod
     def parse(cls, page: bytes) -> PoolHeader | None:
-        """Parse the header on a page of this format; None if its check fails."""
+        """Parse the header on a page of a readable format; None if its check fails."""
         fields = page[: _HEADER.size].ljust(_HEADER.size, b"\0")
         if page[_HEADER.size :][: _CHECK.size] != _CHECK.pack(xxhash.xxh3_64_intdigest(fields)):
             return None
-        _, _, pool_id, slot_bytes, num_directories, position, model, layout = _HEADER.unpack(fields)
+        _, version, pool_id, slot_bytes, directories, position, model, layout = _HEADER.unpack(
+            fields
+        )
         identity = None
         if layout != _UNKNOWN:
             text = page[_TEXT_OFFSET:].rstrip(b"\0").decode(errors="replace")
             identity = KVIdentity(model, layout, text)
-        return cls(pool_id, slot_bytes, num_directories, position, identity)
+        return cls(pool_id, slot_bytes, directories, position, identity, version)
 
 
 class PoolMismatchError(ConfigError):
@@ -170,7 +176,7 @@ class PoolDirectory:
         if not page:
             return None
         version = int.from_bytes(page[8:12], "little")
-        if version < FORMAT_VERSION:
+        if version < OLDEST_READABLE:
             log_event(
                 logger, logging.WARNING, "ssd_old_format", directory=self.path, file=name,
                 format=version,
@@ -187,6 +193,18 @@ class PoolDirectory:
         if header is None:
             raise PoolMismatchError(self.path, f"the header of {name} is damaged")
         return header
+
+    def update(self, header: PoolHeader) -> None:
+        """Give files of an older format the current one, durably. Their contents stay."""
+        data_header = replace(header, identity=None)
+        for fd, magic, page_header in (
+            (self.index_fd, _INDEX_MAGIC, header),
+            (self.data_fd, _DATA_MAGIC, data_header),
+        ):
+            page = page_header.page(magic)
+            if _first_page(fd) != page:
+                os.pwrite(fd, page, 0)
+                os.fsync(fd)
 
     def adopt(self, header: PoolHeader) -> None:
         """Replace the index's header with one that has another identity.

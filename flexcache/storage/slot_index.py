@@ -3,13 +3,14 @@
 A pool has an index file per directory, beside the data file. After a header page the record of slot
 `s` is row `s // n` of file `s % n`, like the slot's bytes in the data files:
 
-    | check 8 | generation 8 | checksum 8 | position 4 | key length 2 | parent length 2 |
-    | root 16 | key 40 | parent's key 40 |                                      little endian
+    | check 8 | generation 8 | checksum 8 | position 4 | key length 1 | codec 1 | parent length 1 |
+    | filled 1 | root 16 | key 40 | parent's key 40 |                           little endian
 
-A free slot's record is all zeros. A record is 128 bytes and so never crosses a sector; if it is
-torn all the same, or belongs to another pool or slot, its check reveals it. A record is trusted
-only once the slot's bytes match its checksum, which is verified when they are read: `load` reads no
-slot.
+Codec and filled are the form of the slot's bytes (`packed_slots`); zeros: the block as it is. The
+checksum is that of the block, in any form. A free slot's record is all zeros. A record is 128 bytes
+and so never crosses a sector; if it is torn all the same, or belongs to another pool or slot, its
+check reveals it. A record is trusted only once the slot's block matches its checksum, which is
+verified when it is read: `load` reads no slot.
 
 There is no log and nothing to compact: the index is as large as the pool, and loading it is one
 sequential read.
@@ -34,9 +35,9 @@ HEADER_BYTES = PAGE_BYTES
 """Bytes before the first record of an index file, and before the first slot of a data file."""
 
 _NAMES = [
-    ("generation", "<u8"), ("checksum", "<u8"), ("position", "<u4"), ("key_bytes", "<u2"),
-    ("parent_bytes", "<u2"), ("root", f"V{ROOT_BYTES}"), ("key", f"V{MAX_KEY_BYTES}"),
-    ("parent", f"V{MAX_KEY_BYTES}"),
+    ("generation", "<u8"), ("checksum", "<u8"), ("position", "<u4"), ("key_bytes", "u1"),
+    ("codec", "u1"), ("parent_bytes", "u1"), ("filled", "u1"), ("root", f"V{ROOT_BYTES}"),
+    ("key", f"V{MAX_KEY_BYTES}"), ("parent", f"V{MAX_KEY_BYTES}"),
 ]  # fmt: skip
 RECORD = np.dtype([("check", "<u8"), *_NAMES])
 """A record on disk. Keys are zero-padded to the size of their field."""
@@ -44,8 +45,13 @@ RECORD_BYTES = RECORD.itemsize
 SLOT_RECORD = np.dtype([("slot", "<i8"), *_NAMES])
 """A record that was read: its slot takes the place of its check."""
 
+FORM = np.dtype([("codec", "u1"), ("filled", "u1")])
+"""The form of a slot's bytes (`packed_slots`), a part of its record. All zeros: plain."""
+
 Records = npt.NDArray[Any]
 SlotIds = npt.NDArray[np.int64]
+SlotForms = npt.NDArray[Any]
+"""An array of `FORM`."""
 
 _CHUNK_ROWS = 1 << 16
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
@@ -119,6 +125,14 @@ class IndexContents:
     torn: SlotIds
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The highest generation in an index (0: it has no records), and the form of each slot."""
+
+    last_generation: int
+    forms: SlotForms
+
+
 class SlotIndex:
     """The records of a pool's slots, in its open index files.
 
@@ -183,10 +197,15 @@ class SlotIndex:
             torn.append(contents.torn)
         return IndexContents(np.concatenate(found), np.concatenate(torn))
 
-    def last_generation(self, num_slots: int) -> int:
-        """Return the highest generation among the sound records; 0 if there are none."""
-        chunks = (contents.records["generation"] for contents in self._chunks(num_slots))
-        return max((int(chunk.max()) for chunk in chunks if len(chunk)), default=0)
+    def survey(self, num_slots: int) -> Survey:
+        """Read what is needed to write and read slots, from the sound records."""
+        last_generation, forms = 0, np.zeros(num_slots, FORM)
+        for contents in self._chunks(num_slots):
+            records = contents.records
+            if len(records):
+                last_generation = max(last_generation, int(records["generation"].max()))
+                forms[records["slot"]] = records[list(FORM.names or ())]
+        return Survey(last_generation, forms)
 
     def _chunks(self, num_slots: int) -> Iterator[IndexContents]:
         for directory, fd in enumerate(self._fds):
@@ -235,6 +254,7 @@ class SlotIndex:
         sound = records["check"] == _checks(records, slots, self._pool_id)
         sound &= (key_bytes > 0) & (key_bytes <= MAX_KEY_BYTES) & (parent_bytes <= MAX_KEY_BYTES)
         sound &= (records["position"] == 0) == (parent_bytes == 0)
+        sound &= (records["codec"] == 0) == (records["filled"] == 0)
         in_use = _words(records).any(axis=1)
         found = records[sound].view(SLOT_RECORD)
         found["slot"] = slots[sound]

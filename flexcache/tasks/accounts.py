@@ -124,8 +124,8 @@ class Accounts:
         kind, num_ok, seconds = run.op.kind, run.num_ok, now - run.started_s
         num_bytes = 0 if kind is OpKind.COMMIT else num_ok * self._block_bytes
         num_wanted = len(run.op)
-        self.totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes)
-        run.task.owner.totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes)
+        for totals in (self.totals, run.task.owner.totals):
+            totals.ops[kind].ended(now, num_wanted, num_ok, num_bytes, run.device_bytes)
         self.op_seconds[kind].observe(seconds)
         self.op_bytes[kind].observe(num_bytes)
         if kind is OpKind.DISK2D and run.error is not None:

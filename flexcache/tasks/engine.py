@@ -288,16 +288,15 @@ class KVTaskEngine:
 
     def op_done(
         self, executor: str, op_id: OpId, num_ok: int, now: float, *, error: str | None = None,
-        bad_block: bool = False, checksums: Checksums | None = None,
+        bad_block: bool = False, checksums: Checksums | None = None, device_bytes: int = 0,
     ) -> None:  # fmt: skip
         """An executor has ended its part of an op with the first ``num_ok`` blocks moved.
 
-        Args:
-            bad_block: The block after these is unreadable or has wrong bytes.
-            checksums: Those of the blocks written, where the op wrote to a tier that verifies.
+        ``bad_block``: the next one is unreadable or has wrong bytes. ``checksums``: of the blocks
+        written to a tier that verifies. ``device_bytes``: what the SSD had to move.
         """
-        ended = self._executors.done(executor, op_id, num_ok, now, error, bad_block, checksums)
-        self._runner.settle(ended, now)
+        report = error, bad_block, checksums, device_bytes
+        self._runner.settle(self._executors.done(executor, op_id, num_ok, now, *report), now)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and write what is due to tiers that are available again."""

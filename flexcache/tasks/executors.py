@@ -170,6 +170,7 @@ class Executors:
         error: str | None,
         bad_block: bool,
         checksums: Checksums | None,
+        device_bytes: int = 0,
     ) -> list[OpRun]:
         """An executor has ended its part of an op."""
         run = self._running.get(op_id)
@@ -179,6 +180,7 @@ class Executors:
             covered = self._checksums.record(run.op, checksums)
             num_ok = num_ok if covered is None else min(num_ok, covered)
         num_ok = max(0, min(num_ok, len(run.op)))
+        run.device_bytes += device_bytes
         return self._reported(run, executor, num_ok, error, bad_block, now)
 
     def drop(self, task: Task) -> None:

@@ -175,6 +175,8 @@ class OpRun:
     bad_block: bool = False
     """Whether the block after the first ``num_ok`` is unreadable or has wrong bytes."""
     error: str | None = None
+    device_bytes: int = 0
+    """What the disk worker moved on the device."""
     store_failed: bool = False
     """Whether the remote store, not a single block, was at fault."""
 

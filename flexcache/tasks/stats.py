@@ -21,13 +21,18 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OpStats(_Part, frozen=True, kw_only=True):
-    """Ops of one kind since startup; ``seconds`` is the time in which at least one ran."""
+    """Ops of one kind since startup.
+
+    ``seconds``: the time in which at least one ran. ``device_bytes``: what the disk worker moved on
+    the device, which compression makes less than ``bytes``; 0 for ops of others.
+    """
 
     ops: int
     failed_ops: int
     blocks: int
     bytes: int
     seconds: float
+    device_bytes: int = 0
 
 
 class TotalsStats(_Part, frozen=True, kw_only=True):

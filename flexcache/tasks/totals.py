@@ -18,6 +18,7 @@ class OpTotals:
     failed_ops: int = 0
     blocks: int = 0
     bytes: int = 0
+    device_bytes: int = 0
     seconds: float = 0.0
     """Time during which at least one was running: bytes / seconds is what they reach together."""
     running: int = 0
@@ -26,7 +27,7 @@ class OpTotals:
     def stats(self) -> OpStats:
         return OpStats(
             ops=self.ops, failed_ops=self.failed_ops, blocks=self.blocks, bytes=self.bytes,
-            seconds=self.seconds,
+            device_bytes=self.device_bytes, seconds=self.seconds,
         )  # fmt: skip
 
     def started(self, now: float) -> None:
@@ -34,11 +35,14 @@ class OpTotals:
             self.busy_since_s = now
         self.running += 1
 
-    def ended(self, now: float, num_wanted: int, num_ok: int, num_bytes: int) -> None:
+    def ended(
+        self, now: float, num_wanted: int, num_ok: int, num_bytes: int, device_bytes: int = 0
+    ) -> None:
         self.ops += 1
         self.failed_ops += num_ok < num_wanted
         self.blocks += num_ok
         self.bytes += num_bytes
+        self.device_bytes += device_bytes
         self.running -= 1
         if self.running == 0:
             self.seconds += now - self.busy_since_s

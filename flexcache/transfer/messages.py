@@ -91,7 +91,8 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     """An op has ended with its first ``num_ok`` blocks moved.
 
     ``bad_block``: the next one could not be read or has wrong bytes. ``checksums``: those of the
-    written blocks, for a tier that verifies them on reading.
+    written blocks, for a tier that verifies them on reading. ``device_bytes``: what the disk worker
+    moved on the device, where blocks may be compressed.
     """
 
     op_id: int
@@ -99,6 +100,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     error: str | None = None
     bad_block: bool = False
     checksums: bytes = b""
+    device_bytes: int = 0
 
 
 def pack_ids(blocks: npt.NDArray[np.int64]) -> bytes:

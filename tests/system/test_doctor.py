@@ -77,7 +77,7 @@ def test_an_empty_directory_is_fine_and_stays_empty(tmp_path: Path) -> None:
 def test_a_pool_is_described(filled: Path) -> None:
     code, said = doctor(filled, "--verify")
     assert code == 0
-    assert "format 2, 1 of 1 directories, 12 slots of 8,192 bytes, 10 recorded" in said
+    assert "format 3, 1 of 1 directories, 12 slots of 8,192 bytes, 10 recorded" in said
     assert "10 blocks can be found, 0 cannot" in said
     assert "all recorded slots match their checksums" in said
 

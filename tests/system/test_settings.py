@@ -322,6 +322,15 @@ SCENARIOS = [
         },
         comes_back_from("SSD"),
     ),
+    *(
+        Scenario(
+            f"{method} on SSD",
+            lambda d, method=method: {**ssd(d), "ssd_compression": method},  # type: ignore[misc]
+            comes_back_from("SSD"),
+            package_is_missing(package),
+        )
+        for method, package in {"zstd": "zstandard", "lz4": "lz4"}.items()
+    ),
     Scenario(
         "SSD past DRAM",
         lambda d: {**ssd(d), "ssd_past_dram": "always"},

@@ -7,6 +7,7 @@ import os
 import select
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,9 +23,12 @@ from flexcache.storage.block_io import (
     Request,
     open_block_io,
 )
+from flexcache.storage.checksum import checksum
+from flexcache.storage.compression import Codec
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes
 from flexcache.storage.slot_index import SlotIndex
+from flexcache.storage.slot_io import SlotIO
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids, unpack_checksums
 from flexcache.transfer.workers.commit import GroupCommit
 from flexcache.transfer.workers.disk import DiskWorker
@@ -106,8 +110,9 @@ def worker(
     def locate(slot: int) -> tuple[int, int]:
         return bad_slots.get(slot, (data, slot * SLOT_BYTES))
 
-    yield DiskWorker(io, segments, locate, index, commit)
-    for closing in (io, io, commit, commit):
+    slots = SlotIO(io, locate, SLOT_BYTES)
+    yield DiskWorker(slots, segments, index, commit)
+    for closing in (slots, slots, commit, commit):
         closing.close()
     os.close(data)
     os.close(index_fd)
@@ -147,6 +152,110 @@ def test_a_block_that_finds_no_room_ends_its_op_and_the_others_go_on(worker: Dis
     assert done[1].num_ok == 1
     assert "No space left" in (done[1].error or "")
     assert (done[2].num_ok, done[2].error) == (2, None)
+
+
+@dataclass
+class PackingPool:
+    """Files of a pool, and disk workers on them, one after the other."""
+
+    data: int
+    index_fd: int
+    segments: list[HostSegment]
+
+    @contextmanager
+    def worker(self, codec: Codec) -> Iterator[DiskWorker]:
+        index = SlotIndex([self.index_fd], POOL_ID)
+        survey = index.survey(NUM_BLOCKS)
+        commit = GroupCommit([self.data], [self.index_fd], index, "group")
+        io = open_block_io("threads", 4)
+        slots = SlotIO(io, lambda s: (self.data, s * SLOT_BYTES), SLOT_BYTES, survey.forms, codec)
+        yield DiskWorker(slots, self.segments, index, commit, survey.last_generation)
+        slots.close()
+        commit.close()
+
+    def forms(self) -> list[tuple[int, int]]:
+        forms: list[tuple[int, int]] = SlotIndex([self.index_fd], POOL_ID).survey(4).forms.tolist()
+        return forms
+
+
+@pytest.fixture
+def packing_pool(segments: list[HostSegment], tmp_path: Path) -> Iterator[PackingPool]:
+    data, index_fd = (
+        os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("data", "index")
+    )
+    os.ftruncate(data, data_file_bytes(NUM_BLOCKS, SLOT_BYTES))
+    os.ftruncate(index_fd, index_file_bytes(NUM_BLOCKS))
+    for block in range(4):  # all but block 2 can be packed
+        if block != 2:
+            segments[0].block(block)[:] = bytes([block]) * BLOCK_BYTES
+            segments[1].block(block)[:] = bytes(BLOCK_BYTES)
+    yield PackingPool(data, index_fd, segments)
+    os.close(data)
+    os.close(index_fd)
+
+
+@pytest.mark.parametrize("codec", [Codec.ZSTD, Codec.LZ4])
+def test_packed_blocks_are_recorded_with_their_form_and_read_by_the_next_worker(
+    packing_pool: PackingPool, segments: list[HostSegment], codec: Codec
+) -> None:
+    expected = blocks_of(segments, range(4))
+    with packing_pool.worker(codec) as worker:
+        written = run(worker, store(1, range(4), range(4)))[1]
+    assert written.num_ok == 4
+    assert written.device_bytes == 3 * 4096 + SLOT_BYTES
+    forms = packing_pool.forms()
+    assert [number for number, _ in forms] == [codec, codec, 0, codec]
+    assert [filled > 0 for _, filled in forms] == [True, True, False, True]
+    with packing_pool.worker(Codec.NONE) as worker:
+        order_back = order(2, OpKind.DISK2H, range(4), range(8, 12), written.checksums)
+        read = run(worker, order_back)[2]
+    assert (read.num_ok, read.error, read.device_bytes) == (4, None, written.device_bytes)
+    assert blocks_of(segments, range(8, 12)) == expected
+
+
+def test_blocks_without_a_name_are_not_packed_since_no_record_would_say_so(
+    packing_pool: PackingPool, segments: list[HostSegment]
+) -> None:
+    with packing_pool.worker(Codec.ZSTD) as worker:
+        written = run(worker, order(1, OpKind.H2DISK, [0], [0]))[1]
+    with packing_pool.worker(Codec.ZSTD) as worker:
+        read = run(worker, order(2, OpKind.DISK2H, [0], [8], written.checksums))[2]
+    assert (read.num_ok, read.error) == (1, None)
+    assert blocks_of(segments, [8]) == blocks_of(segments, [0])
+
+
+def test_a_block_that_a_rank_wrote_over_a_packed_one_is_plain(
+    packing_pool: PackingPool, segments: list[HostSegment]
+) -> None:
+    with packing_pool.worker(Codec.ZSTD) as worker:
+        run(worker, store(1, [0], [3]))
+        os.pwrite(packing_pool.data, b"".join(blocks_of(segments, [2])), 3 * SLOT_BYTES)
+        sums = np.array([checksum(map(memoryview, blocks_of(segments, [2])))], np.uint64).tobytes()
+        names = BlockNames(ROOT, 0, b"", [b"other"])
+        assert run(worker, order(2, OpKind.COMMIT, [3], [3], sums, names))[2].num_ok == 1
+        assert packing_pool.forms()[3] == (0, 0)
+        assert run(worker, order(3, OpKind.DISK2H, [3], [9], sums))[3].num_ok == 1
+    assert blocks_of(segments, [9]) == blocks_of(segments, [2])
+
+
+def test_a_flipped_byte_of_a_packed_block_is_found_and_its_record_erased(
+    packing_pool: PackingPool,
+) -> None:
+    with packing_pool.worker(Codec.ZSTD) as worker:
+        sums = run(worker, store(1, [0, 1], [0, 1]))[1].checksums
+        packed = bytearray(os.pread(packing_pool.data, 64, SLOT_BYTES))
+        packed[12] ^= 1
+        os.pwrite(packing_pool.data, packed, SLOT_BYTES)
+        read = run(worker, order(2, OpKind.DISK2H, [0, 1], [8, 9], sums))[2]
+    assert (read.num_ok, read.bad_block) == (1, True)
+    assert [codec for codec, _ in packing_pool.forms()] == [Codec.ZSTD, 0, 0, 0]
+
+
+def test_a_slot_that_the_pool_does_not_have_is_refused(packing_pool: PackingPool) -> None:
+    with packing_pool.worker(Codec.ZSTD) as worker:
+        done = run(worker, store(1, [0], [NUM_BLOCKS]), store(2, [1], [1]))
+    assert "malformed op" in (done[1].error or "")
+    assert done[2].num_ok == 1
 
 
 MALFORMED = [
@@ -282,7 +391,8 @@ def bench(segments: list[HostSegment], request: pytest.FixtureRequest) -> Iterat
     io, files = ScriptedIO(), ScriptedFiles()
     index = SlotIndex([INDEX], POOL_ID, files)
     commit = GroupCommit([DATA], [INDEX], index, getattr(request, "param", "group"), files)
-    worker = DiskWorker(io, segments, lambda slot: (DATA, slot * SLOT_BYTES), index, commit)
+    slots = SlotIO(io, lambda slot: (DATA, slot * SLOT_BYTES), SLOT_BYTES)
+    worker = DiskWorker(slots, segments, index, commit)
     yield Bench(worker, io, files, commit)
     commit.close()
 

@@ -17,7 +17,7 @@ from flexcache.cache.eviction_kinds import NUM_KINDS
 from flexcache.cache.eviction_queue import Outlook
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
-from flexcache.config.cache import EVICTION_POLICIES
+from flexcache.config.tiers import EVICTION_POLICIES
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, TierName
 

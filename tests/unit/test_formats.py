@@ -48,15 +48,19 @@ HEADER_2 = bytes.fromhex(
     "466c657853534469020000000000000070707070707070707070707070707070000010000000000002000000"
     "0100000004ee436e0ebbb533bcfba3fcf40ae9bd64eb7599c0af9685efaf7b3569e22da20c2732c0f82a68c0"
 )
+HEADER_3 = bytes.fromhex(
+    "466c657853534469030000000000000070707070707070707070707070707070000010000000000002000000"
+    "0100000004ee436e0ebbb533bcfba3fcf40ae9bd64eb7599c0af9685efaf7b3569e22da269012708b3a8ca7e"
+)
 
 
-def test_the_header_of_ssd_files_is_format_2() -> None:
+def test_the_header_of_ssd_files_is_format_3() -> None:
     header = PoolHeader(b"p" * 16, 1 << 20, 2, 1, KVIdentity.of("model", "layout"))
     page = header.page(b"FlexSSDi")
-    assert page.startswith(HEADER_2)
+    assert page.startswith(HEADER_3)
     assert page[512:].rstrip(b"\0") == b"model as layout"
     assert PoolHeader.parse(page) == header
-    assert FORMAT_VERSION == 2
+    assert FORMAT_VERSION == 3
 
 
 def pool(path: Path) -> DiskPool:
@@ -85,6 +89,39 @@ def test_ssd_files_of_format_1_count_as_empty_and_are_recreated(
     finally:
         opened.close()
     assert PoolHeader.parse((tmp_path / INDEX_FILE).read_bytes()[:4096]) is not None
+
+
+def test_a_record_has_the_form_of_its_slot_between_the_lengths(tmp_path: Path) -> None:
+    records = make_records(ROOT, 7, b"parent", [KEY], np.array([5], np.uint64))
+    records["codec"], records["filled"], records["generation"] = 1, 171, 9
+    with (tmp_path / "index").open("w+b", buffering=0) as file:
+        SlotIndex([file.fileno()], b"p" * 16).write(np.array([0]), records)
+        content = (tmp_path / "index").read_bytes()[4096:]
+    assert content[8:36].hex() == "09000000000000000500000000000000070000001001" + "06ab" + "72" * 4
+    assert content[32:88] == ROOT + KEY.ljust(40, b"\0")
+
+
+def header_2(magic: bytes) -> bytes:
+    fields = struct.pack("<8sI4x16sQII32x", magic, 2, b"p" * 16, 8192, 1, 0)
+    return (fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))).ljust(4096, b"\0")
+
+
+def test_ssd_files_of_format_2_are_kept_and_get_the_current_one(tmp_path: Path) -> None:
+    """Their records have zeros where those of format 3 have the form: all slots are plain."""
+    (tmp_path / DATA_FILE).write_bytes(header_2(b"FlexSSDd") + bytes(4 * 8192))
+    (tmp_path / INDEX_FILE).write_bytes(header_2(b"FlexSSDi") + bytes(4 * 128))
+    record = make_records(ROOT, 0, b"", [KEY], np.array([5], np.uint64))
+    assert record.tobytes()[28:32] == struct.pack("<HH", len(KEY), 0)
+    with (tmp_path / INDEX_FILE).open("r+b") as file:
+        SlotIndex([file.fileno()], b"p" * 16).write(np.array([3]), record)
+    for _ in range(2):
+        opened = pool(tmp_path)
+        found = opened.load()
+        opened.close()
+        assert opened.pool_id == b"p" * 16
+        assert found[["slot", "checksum", "codec", "filled"]].tolist() == [(3, 5, 0, 0)]
+    for name in (DATA_FILE, INDEX_FILE):
+        assert (tmp_path / name).read_bytes()[8:12] == struct.pack("<I", 3)
 
 
 def test_slots_of_format_1_beside_a_current_index_count_as_empty(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ One thread does it all, in an order that a seed decides, so every round can be h
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -30,28 +31,33 @@ from flexcache.cache.tier import Lease, Tier
 from flexcache.ids import OpKind, RootId, TierName
 from flexcache.storage.block_io import BlockIO, Completion, Direction, Request
 from flexcache.storage.checksum import checksum
+from flexcache.storage.compression import Codec
 from flexcache.storage.disk_pool import DiskPool, locate_slot
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.packed_slots import SlotPacker, filled_bytes
 from flexcache.storage.pool_directory import (
     DATA_FILE,
     INDEX_FILE,
     data_file_bytes,
     index_file_bytes,
 )
-from flexcache.storage.slot_index import SlotIndex
+from flexcache.storage.slot_index import FORM, SlotIndex
+from flexcache.storage.slot_io import SlotIO
 from flexcache.transfer.messages import BlockNames, Done, Execute, pack_ids
 from flexcache.transfer.workers.commit import GroupCommit
 from flexcache.transfer.workers.disk import DiskWorker
 
 ROOT = RootId(b"root of a model!")
-NUM_SLOTS, SLOT_BYTES, NUM_HOST_BLOCKS = 24, 4096, 16
+NUM_SLOTS, SLOT_BYTES, NUM_HOST_BLOCKS = 24, 8192, 16
 SECTOR = 512
 NUM_ROUNDS = settings().max_examples * 3 // 2
 
 
 @cache
 def content(key: bytes) -> bytes:
-    return random.Random(key).randbytes(SLOT_BYTES)
+    """Return a block's bytes; those of some blocks repeat, so that they can be packed."""
+    num_repeats = 4 if sum(key) % 3 else 1
+    return random.Random(key).randbytes(SLOT_BYTES // num_repeats) * num_repeats
 
 
 @dataclass(frozen=True)
@@ -161,20 +167,21 @@ class DeviceIO(BlockIO):
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.in_flight: list[tuple[int, int]] = []
+        self.in_flight: list[tuple[int, int, int]] = []
         self.completions: list[Completion] = []
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             assert request.direction is Direction.WRITE
-            number = self.device.begin(request.fd, request.offset, b"".join(request.pieces))
-            self.in_flight.append((request.token, number))
+            data = b"".join(request.pieces)
+            number = self.device.begin(request.fd, request.offset, data)
+            self.in_flight.append((request.token, number, len(data)))
 
     def complete(self, rng: random.Random) -> None:
-        token, number = self.in_flight.pop(rng.randrange(len(self.in_flight)))
+        token, number, num_bytes = self.in_flight.pop(rng.randrange(len(self.in_flight)))
         failed = self.device.may_fail()
         self.device.end(number, "failed" if failed else "written")
-        self.completions.append(Completion(token, -errno.EIO if failed else SLOT_BYTES))
+        self.completions.append(Completion(token, -errno.EIO if failed else num_bytes))
 
     def reap(self) -> list[Completion]:
         reaped, self.completions = self.completions, []
@@ -205,13 +212,16 @@ class SteppedExecutor(Executor):
         self.waiting.append(run)
         return future
 
+    def step(self) -> None:
+        self.waiting.pop(0)()
+
 
 class Machine:
     """A tier and its disk worker over a simulated device, with as much activity as possible."""
 
     def __init__(
         self, pool_id: bytes, images: dict[int, bytes], segment: HostSegment, sync: str,
-        rng: random.Random,
+        rng: random.Random, codec: Codec,
     ) -> None:  # fmt: skip
         self.rng = rng
         self.segment = segment
@@ -223,9 +233,12 @@ class Machine:
         data_fds, index_fds = fds[: len(fds) // 2], fds[len(fds) // 2 :]
         index = SlotIndex(index_fds, pool_id, self.device)
         self.commit = GroupCommit(data_fds, index_fds, index, sync, self.device, self.executor)
-        self.worker = DiskWorker(
-            self.io, [segment], lambda s: locate_slot(s, data_fds, SLOT_BYTES), index, self.commit
-        )
+        self.packing = SteppedExecutor()
+        self.slots = SlotIO(
+            self.io, lambda s: locate_slot(s, data_fds, SLOT_BYTES), SLOT_BYTES,
+            np.zeros(NUM_SLOTS, FORM), codec, self.packing,
+        )  # fmt: skip
+        self.worker = DiskWorker(self.slots, [segment], index, self.commit)
         self.leases: dict[int, tuple[Lease, list[int]]] = {}
         self.free_host_blocks = list(range(NUM_HOST_BLOCKS))
         self.num_ops = 0
@@ -235,13 +248,15 @@ class Machine:
         while self.num_ops < num_ops:
             self.step()
         self.commit.close()
+        self.slots.close()
 
     def step(self) -> None:
         steps = [self.start_op, self.answer]
         if self.io.in_flight:
             steps += [lambda: self.io.complete(self.rng)] * 3
-        if self.executor.waiting:
-            steps.append(lambda: self.executor.waiting.pop(0)())
+        for executor in (self.executor, self.packing):
+            if executor.waiting:
+                steps.append(executor.step)
         self.rng.choice(steps)()
 
     def start_op(self) -> None:
@@ -317,10 +332,12 @@ class Template:
 
 @dataclass
 class Survivors:
-    """What a server finds after the cut: blocks whose bytes pass, and how many do not."""
+    """What a server finds after the cut: blocks whose bytes pass, how many of them were packed, and
+    how many do not pass."""
 
     served: dict[bytes, bytes]
-    num_bad: int
+    num_packed: int = 0
+    num_bad: int = 0
 
 
 def survivors(pool: DiskPool) -> Survivors:
@@ -328,25 +345,38 @@ def survivors(pool: DiskPool) -> Survivors:
     tier = Tier(TierName.SSD, NUM_SLOTS)
     restore_tier(tier, records)
     tier.check()
-    sums = dict(zip(records["slot"].tolist(), records["checksum"].tolist(), strict=True))
-    found = Survivors({}, 0)
+    by_slot = {int(record["slot"]): record for record in records}
+    found = Survivors({})
     for run in tier.index._runs.values():
         for key, slot in zip(run.keys, run.blocks.tolist(), strict=True):
             fd, offset = locate_slot(slot, pool.data_fds, SLOT_BYTES)
-            data = os.pread(fd, SLOT_BYTES, offset)
-            if checksum([memoryview(data)]) == sums[slot]:
+            data = block_of(os.pread(fd, SLOT_BYTES, offset), by_slot[slot])
+            if checksum([memoryview(data)]) == by_slot[slot]["checksum"]:
                 found.served[key] = data
+                found.num_packed += bool(by_slot[slot]["filled"])
             else:
                 found.num_bad += 1
     return found
 
 
+def block_of(slot: bytes, record: Any) -> bytes:
+    """Return a slot's block; nothing if it cannot be unpacked."""
+    if not record["filled"]:
+        return slot
+    block = bytearray(SLOT_BYTES)
+    with contextlib.suppress(ValueError):
+        packed = memoryview(slot)[: filled_bytes(int(record["filled"]), SLOT_BYTES)]
+        SlotPacker(Codec(record["codec"]), SLOT_BYTES).unpack(packed, [memoryview(block)])
+    return bytes(block)
+
+
 def one_round(
-    seed: int, template: Template, segment: HostSegment, sync: str, with_faults: bool
-) -> tuple[Survivors, dict[bytes, int]]:
+    seed: int, template: Template, segment: HostSegment, sync: str, with_faults: bool,
+    codec: Codec = Codec.NONE,
+) -> tuple[Survivors, dict[bytes, int]]:  # fmt: skip
     """Write, cut, start again; return what is there and what was promised."""
     rng = random.Random(seed)
-    machine = Machine(template.pool_id, template.images, segment, sync, rng)
+    machine = Machine(template.pool_id, template.images, segment, sync, rng, codec)
     if with_faults:
         machine.device.may_fail = lambda: rng.random() < 0.08
     machine.run(num_ops=rng.randint(1, 30))
@@ -376,20 +406,23 @@ def segment() -> Any:
     made.close()
 
 
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
 @pytest.mark.parametrize("with_faults", [False, True])
 def test_after_any_cut_what_was_promised_is_there_and_nothing_is_wrong(
-    with_faults: bool, templates: list[Template], segment: HostSegment
+    codec: Codec, with_faults: bool, templates: list[Template], segment: HostSegment
 ) -> None:
-    num_promised = 0
+    num_promised = num_packed = 0
     for seed in range(NUM_ROUNDS):
         template = templates[seed % len(templates)]
-        found, promised = one_round(seed, template, segment, "group", with_faults)
+        found, promised = one_round(seed, template, segment, "group", with_faults, codec)
         for key, data in found.served.items():
             assert data == content(key), f"seed {seed}: wrong bytes for {key!r}"
         lost = promised.keys() - found.served.keys()
         assert not lost, f"seed {seed}: {sorted(lost)} had been promised"
         num_promised += len(promised)
+        num_packed += found.num_packed
     assert num_promised > NUM_ROUNDS  # the rounds were about something
+    assert bool(num_packed) == (codec is not Codec.NONE)
 
 
 def test_without_syncs_a_cut_loses_blocks_but_never_serves_wrong_ones(

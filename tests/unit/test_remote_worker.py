@@ -522,7 +522,7 @@ def test_a_frame_that_claims_more_than_the_block_is_refused() -> None:
     pytest.importorskip("lz4")
     import lz4.frame
 
-    from flexcache.storage.remote.compression import Codec, open_compressor
+    from flexcache.storage.compression import Codec, open_compressor
 
     bombs = {
         Codec.ZSTD: zstandard.compress(bytes(10**7)),

@@ -69,7 +69,7 @@ def test_records_come_back_with_their_slots(fds: list[int]) -> None:
     assert found["key"][0] == np.void(b"block 4".ljust(MAX_KEY_BYTES, b"\0"))
     assert found["key_bytes"].tolist() == [7] * 6
     assert found["parent"][0] == np.void(b"block 3".ljust(MAX_KEY_BYTES, b"\0"))
-    assert index.last_generation(NUM_SLOTS) == 14
+    assert index.survey(NUM_SLOTS).last_generation == 14
 
 
 def test_keys_that_end_in_zeros_keep_their_length(fds: list[int]) -> None:
@@ -89,7 +89,7 @@ def test_an_erased_slot_is_free_and_not_torn(fds: list[int]) -> None:
     contents = index.load(NUM_SLOTS)
     assert sorted(contents.records["slot"].tolist()) == [5, 7]
     assert len(contents.torn) == 0
-    assert SlotIndex(fds, POOL_ID).last_generation(NUM_SLOTS) == 3
+    assert SlotIndex(fds, POOL_ID).survey(NUM_SLOTS).last_generation == 3
 
 
 def test_slots_beyond_the_capacity_or_the_file_are_not_loaded(fds: list[int]) -> None:
@@ -136,7 +136,7 @@ def test_garbage_never_passes_for_a_record(fds: list[int]) -> None:
     contents = SlotIndex(fds, POOL_ID).load(NUM_SLOTS)
     assert len(contents.records) == 0
     assert len(contents.torn) == NUM_SLOTS
-    assert SlotIndex(fds, POOL_ID).last_generation(NUM_SLOTS) == 0
+    assert SlotIndex(fds, POOL_ID).survey(NUM_SLOTS).last_generation == 0
 
 
 @given(
@@ -159,7 +159,7 @@ def test_the_last_write_of_a_slot_counts(num_directories: int, writes: list[list
             generation += len(slots)
         found = index.load(31).records
         assert dict(zip(found["slot"].tolist(), found["generation"].tolist(), strict=True)) == model
-        assert index.last_generation(31) == max(model.values(), default=0)
+        assert index.survey(31).last_generation == max(model.values(), default=0)
     finally:
         for fd in fds:
             os.close(fd)
@@ -226,7 +226,9 @@ def test_pages_that_cannot_be_read_are_torn_and_the_others_come_back(
         assert set(contents.torn.tolist()) == lost
         assert set(contents.records["slot"].tolist()) == set(range(200)) - lost
         assert set(index.in_use(num_slots).tolist()) == set(range(200)) | lost
-        assert index.last_generation(num_slots) == max({0, *range(1, 201)} - {s + 1 for s in lost})
+        assert index.survey(num_slots).last_generation == max(
+            {0, *range(1, 201)} - {s + 1 for s in lost}
+        )
     finally:
         os.close(fd)
 

@@ -23,8 +23,8 @@ import xxhash
 
 from flexcache.errors import FlexCacheError, MissingDependencyError
 from flexcache.storage.checksum import checksum
+from flexcache.storage.compression import Codec, Compressor, open_compressor
 from flexcache.storage.remote.base import Parts, first_bytes, gather, num_bytes_of, scatter
-from flexcache.storage.remote.compression import Codec, Compressor, open_compressor
 
 MAGIC = b"FlexCa\r\n"
 FORMAT_VERSION = 2

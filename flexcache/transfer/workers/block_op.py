@@ -33,6 +33,7 @@ class BlockOp:
         checksums: Those of the blocks that were written.
         ok: Which blocks were moved.
         names: Names of the blocks, if they are to be recorded.
+        device_bytes: What its I/O has moved on the device.
         bad_block: The first block at fault itself.
         is_void: Whether none of its blocks counts as moved, even if I/O in flight succeeds.
     """
@@ -48,6 +49,7 @@ class BlockOp:
     names: BlockNames | None = None
     next_block: int = 0
     in_flight: int = 0
+    device_bytes: int = 0
     dropped: bool = False
     bad_block: int | None = None
     is_void: bool = False
@@ -139,6 +141,7 @@ class BlockOp:
             error=self.error,
             bad_block=self.bad_block == num_ok,
             checksums=b"" if self.direction is Direction.READ else pack_checksums(self.checksums),
+            device_bytes=self.device_bytes,
         )
 
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -26,12 +25,14 @@ import numpy.typing as npt
 
 from flexcache.ids import OpKind
 from flexcache.logs import log_event
-from flexcache.storage.block_io import BlockIO, Direction, Request, open_block_io
+from flexcache.storage.block_io import Direction, open_block_io
 from flexcache.storage.checksum import checksum
+from flexcache.storage.compression import Codec
 from flexcache.storage.disk_pool import locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
-from flexcache.storage.slot_index import Records, SlotIndex, make_records
+from flexcache.storage.slot_index import FORM, Records, SlotIndex, make_records
+from flexcache.storage.slot_io import SlotIO, SlotRequest
 from flexcache.storage.write_times import next_generation
 from flexcache.transfer.messages import (
     Done,
@@ -51,13 +52,13 @@ logger = logging.getLogger(__name__)
 
 
 class DiskWorker:
-    """Keeps a block I/O engine full with the blocks of the current ops.
+    """Keeps the device busy with the blocks of the current ops.
 
     A block that cannot be read, or whose checksum differs, ends the useful part of its op: the
     blocks after it could not be used. Not thread-safe.
 
     Args:
-        locate: Returns the data file and offset of a slot.
+        slots: Reads and writes the slots.
         index: Records the blocks.
         commit: Makes blocks and records durable.
         last_generation: The highest generation in the index.
@@ -65,16 +66,14 @@ class DiskWorker:
 
     def __init__(
         self,
-        io: BlockIO,
+        slots: SlotIO,
         segments: Sequence[HostSegment],
-        locate: Callable[[int], tuple[int, int]],
         index: SlotIndex,
         commit: GroupCommit,
         last_generation: int = 0,
     ) -> None:
-        self._io = io
+        self._slots = slots
         self._segments = segments
-        self._locate = locate
         self._index = index
         self._commit = commit
         self._last_generation = last_generation
@@ -101,9 +100,12 @@ class DiskWorker:
         try:
             op = _op_of(message)
             op.check("host", self._segments[0].num_blocks)
+            self._slots.check(op.slots)
         except ValueError as error:
             self._refused.append(Done(message.op_id, 0, error=f"malformed op: {error}"))
             return
+        if message.kind is OpKind.COMMIT:
+            self._slots.make_plain(op.slots)
         self._moving[op.op_id] = op
         self._queue.add(op)
         if op.direction is Direction.WRITE and op.has_more:
@@ -135,7 +137,7 @@ class DiskWorker:
         slots, records = [], []
         for op in self._written:
             try:
-                records.append(_records_of(op))
+                records.append(self._records_of(op))
             except ValueError as error:
                 op.fail(str(error))
                 refused.append(op)
@@ -177,17 +179,19 @@ class DiskWorker:
             self._index.erase(slots)
 
     def _fill(self) -> None:
-        started: list[tuple[BlockOp, int, Request]] = []
-        while len(self._in_flight) < self._io.depth:
+        started: list[tuple[BlockOp, int, SlotRequest]] = []
+        while len(self._in_flight) < self._slots.depth:
             op = self._queue.next()
             if op is None:
                 break
             position, token = op.begin_next(), next(self._tokens)
-            fd, offset = self._locate(int(op.slots[position]))
-            request = Request(token, op.direction, fd, offset, self._pieces(op, position))
+            # what is not recorded is plain, so that a new worker can read it
+            slot, may_pack = int(op.slots[position]), op.names is not None
+            pieces = self._pieces(op, position)
+            request = SlotRequest(token, op.direction, slot, pieces, may_pack)
             self._in_flight[token] = (op, position)
             started.append((op, position, request))
-        self._io.submit([request for _, _, request in started])
+        self._slots.submit([request for _, _, request in started])
         for op, position, request in started:  # checksum while the device is busy writing
             if op.direction is Direction.WRITE:
                 op.checksums[position] = checksum(request.pieces)
@@ -199,18 +203,25 @@ class DiskWorker:
     def _take_in(self) -> list[tuple[BlockOp, int]]:
         """Process completions; return the blocks that were read and must still be verified."""
         blocks_read = []
-        size = sum(segment.stride for segment in self._segments)
-        for completion in self._io.reap():
-            op, position = self._in_flight.pop(completion.token)
-            if completion.result < 0:
-                self._end(op, position, os.strerror(-completion.result))
-            elif completion.result != size:
-                self._end(op, position, f"{completion.result} of {size} bytes moved")
-            elif op.direction is Direction.READ:
+        for moved in self._slots.reap():
+            op, position = self._in_flight.pop(moved.token)
+            op.device_bytes += moved.num_bytes
+            if moved.problem is None and op.direction is Direction.READ:
                 blocks_read.append((op, position))
             else:
-                self._end(op, position)
+                self._end(op, position, moved.problem)
         return blocks_read
+
+    def _records_of(self, op: BlockOp) -> Records:
+        names, count = op.names, op.num_ok
+        assert names is not None
+        records = make_records(
+            names.root, names.first, names.parent, names.keys[:count], op.checksums[:count]
+        )
+        forms = self._slots.forms_of(op.slots[:count])
+        if forms is not None:
+            records[list(FORM.names or ())] = forms
+        return records
 
     def _verify(self, op: BlockOp, position: int) -> None:
         is_right = checksum(self._pieces(op, position)) == int(op.expected[position])
@@ -238,14 +249,6 @@ def _is_to_be_recorded(op: BlockOp) -> bool:
     return op.direction is Direction.WRITE and op.names is not None and op.num_ok > 0
 
 
-def _records_of(op: BlockOp) -> Records:
-    names, count = op.names, op.num_ok
-    assert names is not None
-    return make_records(
-        names.root, names.first, names.parent, names.keys[:count], op.checksums[:count]
-    )
-
-
 class DiskWorkerConfig(WorkerConfig, frozen=True):
     """The configuration of the process, on the first line of its standard input."""
 
@@ -257,6 +260,7 @@ class DiskWorkerConfig(WorkerConfig, frozen=True):
     io_engine: str
     queue_depth: int
     sync: str = "group"
+    compression: str = "none"
 
 
 def main() -> None:
@@ -271,18 +275,20 @@ def main() -> None:
     def locate(slot: int) -> tuple[int, int]:
         return locate_slot(slot, config.data_fds, config.slot_bytes)
 
-    generation = index.last_generation(config.num_slots)
-    worker = DiskWorker(io, segments, locate, index, commit, generation)
+    survey = index.survey(config.num_slots)
+    codec = Codec[config.compression.upper()]
+    slots = SlotIO(io, locate, config.slot_bytes, survey.forms, codec)
+    worker = DiskWorker(slots, segments, index, commit, survey.last_generation)
     serve(
         config,
-        f"{io.name}, depth {io.depth}",
+        f"{io.name}, depth {slots.depth}, compression {config.compression}",
         Execute | Drop,
         worker.take,
         worker.advance,
         lambda: worker.is_idle,
-        [io.fileno(), commit.fileno()],
+        [*slots.filenos(), commit.fileno()],
     )
-    io.close()
+    slots.close()
     commit.close()
 
 

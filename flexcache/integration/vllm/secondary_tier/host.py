@@ -36,6 +36,7 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.remote import check_packages
 from flexcache.storage.shards import Shards
+from flexcache.storage.slot_index import Records
 from flexcache.tasks.checksums import SlotChecksums
 from flexcache.tasks.instructions import DISK, REMOTE
 from flexcache.transfer.messages import Done, LookedUp, unpack_checksums
@@ -195,7 +196,8 @@ class TierHost:
         }
         checksums = SlotChecksums(num_slots)
         if ssd is not None and self._store.disk_pool is not None:
-            _restore(ssd, checksums, self._store.disk_pool, identity, config)
+            records = self._store.load_slots()
+            _restore(ssd, checksums, self._store.disk_pool, records, identity, config)
         lanes = Lanes(timeouts, memory.stride, checksums, self._instructions)
         max_storing = max(1, memory.num_blocks // 2)
         return ChunkTiers(root, ssd, presence, lanes, checksums, max_storing)
@@ -208,15 +210,16 @@ def _refuse_limits(config: CacheConfig) -> None:
 
 
 def _restore(
-    ssd: Tier, checksums: SlotChecksums, pool: DiskPool, identity: KVIdentity, config: CacheConfig
-) -> None:
+    ssd: Tier, checksums: SlotChecksums, pool: DiskPool, records: Records, identity: KVIdentity,
+    config: CacheConfig,
+) -> None:  # fmt: skip
     """Index what the files hold already.
 
     Raises:
         ConfigError: They hold chunks of this model in another layout, and ``ssd_on_mismatch`` is
             ``refuse``.
     """
-    records, found = pool.load(), pool.identity
+    found = pool.identity
     if found is not None and found.model == identity.model and found != identity and len(records):
         if config.ssd_on_mismatch == "refuse":
             raise other_layout(config, len(records), found, identity)

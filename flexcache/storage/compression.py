@@ -13,7 +13,7 @@ _ZSTD_LEVEL = 1  # KV hardly compresses: the lowest level gains all there is to 
 
 
 class Codec(IntEnum):
-    """Codecs, by their number in an object's header."""
+    """Codecs, by their number in an object's header and in a slot's record."""
 
     NONE = 0
     ZSTD = 1

@@ -1,0 +1,239 @@
+"""I/O on slots: whole blocks in the caller's memory, plain or packed on the device.
+
+Packing takes longer than the device does, so it runs on threads:
+
+    write    pieces --pack--> room --I/O--> front of the slot
+    read     pieces <-unpack- room <--I/O-- front of the slot
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from flexcache.storage.block_io import BlockIO, Completion, Direction, Request
+from flexcache.storage.compression import Codec
+from flexcache.storage.packed_slots import SlotPacker, filled_bytes
+from flexcache.storage.slot_index import SlotForms, SlotIds
+
+_MOST_THREADS = 8
+_MOST_ROOM_BYTES = 256 << 20  # of all packed blocks on their way
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """A block to be read or written; its ``pieces`` are as those of a `Request`.
+
+    ``may_pack``: whether it may be written packed.
+    """
+
+    token: int
+    direction: Direction
+    slot: int
+    pieces: Sequence[memoryview]
+    may_pack: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMoved:
+    """Result of a request: the bytes that its I/O had to move, and what failed, if anything."""
+
+    token: int
+    num_bytes: int
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class _Move:
+    """A request on its way, and the form that its slot has or gets.
+
+    Attributes:
+        room: Memory for the packed block, if it may be packed.
+    """
+
+    request: SlotRequest
+    codec: int = Codec.NONE
+    filled: int = 0
+    room: memoryview | None = None
+    problem: str | None = None
+
+
+class SlotIO:
+    """Reads slots of every form, and writes them packed by one codec. Not thread-safe.
+
+    Args:
+        io: Moves the bytes. Closed with this object.
+        locate: Returns the data file and offset of a slot.
+        slot_bytes: Size of a slot.
+        forms: Form of each slot, which is kept up to date. None: all are plain, and stay so.
+        codec: Packs what is written. Needs ``forms``.
+        executor: Packs and unpacks, instead of threads.
+
+    Attributes:
+        depth: Requests that may be unfinished at a time.
+
+    Raises:
+        MissingDependencyError: The codec's library is not installed.
+    """
+
+    def __init__(
+        self,
+        io: BlockIO,
+        locate: Callable[[int], tuple[int, int]],
+        slot_bytes: int,
+        forms: SlotForms | None = None,
+        codec: Codec = Codec.NONE,
+        executor: Executor | None = None,
+    ) -> None:
+        if codec is not Codec.NONE:
+            SlotPacker(codec, slot_bytes)  # refused now rather than on a thread
+        self._io = io
+        self._locate = locate
+        self._slot_bytes = slot_bytes
+        self._forms = forms
+        self._codec = codec
+        self._moves: dict[int, _Move] = {}
+        self._rooms: list[memoryview] = []
+        self._packers = threading.local()
+        self._worked: deque[_Move] = deque()
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        num_threads = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
+        self._executor = executor or ThreadPoolExecutor(
+            num_threads, thread_name_prefix="flexcache-pack"
+        )
+        self.depth = io.depth
+        if codec is not Codec.NONE or (forms is not None and forms["filled"].any()):
+            self.depth = min(io.depth, max(2 * num_threads, _MOST_ROOM_BYTES // slot_bytes))
+
+    def check(self, slots: SlotIds) -> None:
+        """Raise `ValueError` unless there are such slots, as far as their number is known."""
+        if self._forms is not None and (slots >= len(self._forms)).any():
+            raise ValueError(f"a slot is not one of {len(self._forms)}")
+
+    def forms_of(self, slots: SlotIds) -> SlotForms | None:
+        """Return the forms of slots; None: all slots are plain."""
+        return None if self._forms is None else self._forms[slots]
+
+    def make_plain(self, slots: SlotIds) -> None:
+        """Note that a rank has written these slots, plain."""
+        if self._forms is not None:
+            self._forms[slots] = (Codec.NONE, 0)
+
+    def submit(self, requests: Sequence[SlotRequest]) -> None:
+        """Start requests. The caller keeps no more than ``depth`` unfinished."""
+        ready = []
+        for request in requests:
+            move = self._moves[request.token] = _Move(request)
+            if request.direction is Direction.READ:
+                self._look_up_form(move)
+            elif self._codec is not Codec.NONE and request.may_pack:
+                move.room = self._take_room()
+                self._executor.submit(self._work, self._pack, move)
+                continue
+            ready.append(self._io_of(move))
+        self._io.submit(ready)
+
+    def reap(self) -> list[SlotMoved]:
+        """Return what was moved since the last call. Never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        moved, packed = [], []
+        while self._worked:
+            move = self._worked.popleft()
+            if move.request.direction is Direction.READ:
+                moved.append(self._end(move))
+            else:
+                packed.append(self._io_of(move))
+        self._io.submit(packed)
+        for completion in self._io.reap():
+            move = self._moves[completion.token]
+            move.problem = _problem_of(completion, self._num_bytes(move))
+            if move.request.direction is Direction.READ and move.filled and not move.problem:
+                self._executor.submit(self._work, self._unpack, move)
+            else:
+                moved.append(self._end(move))
+        return moved
+
+    def filenos(self) -> list[int]:
+        """Return descriptors, one of which is readable when `reap` has something to do."""
+        return [self._io.fileno(), self._event]
+
+    def close(self) -> None:
+        """Wait for what is unfinished and release all resources. Idempotent."""
+        if self._event >= 0:
+            self._executor.shutdown(wait=True)
+            self._io.close()
+            os.close(self._event)
+            self._event = -1
+
+    def _look_up_form(self, move: _Move) -> None:
+        if self._forms is None:
+            return
+        codec, filled = self._forms[move.request.slot].tolist()
+        if filled:
+            move.codec, move.filled, move.room = codec, filled, self._take_room()
+
+    def _io_of(self, move: _Move) -> Request:
+        """Make the I/O of a move; a slot that is written has its new form from here on."""
+        request, pieces = move.request, move.request.pieces
+        if self._forms is not None and request.direction is Direction.WRITE:
+            self._forms[request.slot] = (move.codec, move.filled)
+        if move.filled:
+            assert move.room is not None
+            pieces = [move.room[: self._num_bytes(move)]]
+        return Request(request.token, request.direction, *self._locate(request.slot), pieces)
+
+    def _num_bytes(self, move: _Move) -> int:
+        return filled_bytes(move.filled, self._slot_bytes) if move.filled else self._slot_bytes
+
+    def _end(self, move: _Move) -> SlotMoved:
+        del self._moves[move.request.token]
+        if move.room is not None:
+            self._rooms.append(move.room)
+        return SlotMoved(move.request.token, self._num_bytes(move), move.problem)
+
+    def _take_room(self) -> memoryview:
+        return self._rooms.pop() if self._rooms else memoryview(mmap.mmap(-1, self._slot_bytes))
+
+    # -- on the threads --------------------------------------------------------------------------
+
+    def _work(self, job: Callable[[_Move], None], move: _Move) -> None:
+        try:
+            job(move)
+        except Exception as error:  # whatever it is, it belongs to one block
+            move.problem = str(error) or type(error).__name__
+        self._worked.append(move)
+        os.eventfd_write(self._event, 1)
+
+    def _pack(self, move: _Move) -> None:
+        assert move.room is not None
+        filled = self._packer(self._codec).pack(move.request.pieces, move.room)
+        if filled:
+            move.codec, move.filled = self._codec, filled
+
+    def _unpack(self, move: _Move) -> None:
+        assert move.room is not None
+        packed = move.room[: self._num_bytes(move)]
+        self._packer(Codec(move.codec)).unpack(packed, move.request.pieces)
+
+    def _packer(self, codec: Codec) -> SlotPacker:
+        """Return this thread's packer of a codec."""
+        mine: dict[Any, SlotPacker] = self._packers.__dict__
+        if codec not in mine:
+            mine[codec] = SlotPacker(codec, self._slot_bytes)
+        return mine[codec]
+
+
+def _problem_of(completion: Completion, num_bytes: int) -> str | None:
+    if completion.result < 0:
+        return os.strerror(-completion.result)
+    if completion.result != num_bytes:
+        return f"{completion.result} of {num_bytes} bytes moved"
+    return None
