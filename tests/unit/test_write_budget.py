@@ -157,6 +157,18 @@ def test_a_tail_is_written_whole_or_not_at_all() -> None:
         world.cache.check()
 
 
+def test_a_tail_that_no_burst_pays_for_is_written_once_the_budget_is_full() -> None:
+    world = TailWorld(WINDOWS, cpu=40, ssd=40, write_blocks_per_s=0.1)  # one unit at once
+    ssd, found = world.cache.tiers.by_name[SSD], []
+    for _ in range(4):
+        world.put("ab", tail_at=2)
+        world.finish_all()
+        found.append((ssd.index.num_blocks, ssd.tails.num_tails))
+        world.now += 10.0
+        world.engine.tick(world.now)
+    assert found == [(1, 0), (2, 0), (2, 1), (2, 1)]
+
+
 # Write-backs
 
 
@@ -169,7 +181,7 @@ def test_a_write_back_waits_for_the_limit_and_goes_on_by_itself() -> None:
     assert 0 < first <= 4
     assert "ssd_write_throttled" not in world.stats().totals.dropped_blocks
     due = world.engine.next_deadline()
-    assert due is not None and due > world.now
+    assert due == pytest.approx(world.now + 10.0)  # when there is room for the next four
     world.tick(due - world.now)
     world.finish_all()
     assert first < written(world) <= 8
