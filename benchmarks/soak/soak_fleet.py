@@ -1,0 +1,203 @@
+"""What the soak runs: two vLLM engines and an SGLang engine, a cache server for each model and
+engine, a store, and the router in front.
+
+One of the vLLM engines has a model with sliding windows; the SGLang engine and the other one serve
+the same model, so that the router chooses between them. A cache server serves one model and one
+engine's layout, so there are three.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from api_server import SERVER
+from engine_systems import FLEXCACHE
+from engines import ENGINE_ENV
+from make_models import make_model
+from paths import MODELS, ROOT, SUPPORT
+from ports import free_port
+from soak_parts import Part
+
+BLOCK = 32
+PAGE = 16
+MAX_TOKENS = 2048
+GPU_TOKENS = 4096
+DTYPE = "float32"  # in 16 bits a hit may round to other tokens, with any cache
+
+
+@dataclass(frozen=True)
+class Serving:
+    """An engine of the soak.
+
+    Attributes:
+        model: What it serves, and its name for the router.
+    """
+
+    name: str
+    model: str
+    is_sglang: bool = False
+
+
+ENGINES = (
+    Serving("vllm", "tiny"),
+    Serving("vllm-hybrid", "hybrid"),
+    Serving("sglang", "tiny", is_sglang=True),
+)
+
+
+def vllm_command(serving: Serving, port: int, more: Sequence[str] = ()) -> list[str]:
+    return [
+        sys.executable, "-m", SERVER, "--model", str(make_model(MODELS, serving.model)),
+        "--served-model-name", serving.model, "--host", "127.0.0.1", "--port", str(port),
+        "--enforce-eager", "--dtype", DTYPE, "--max-model-len", str(MAX_TOKENS),
+        "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(24 << 20),
+        "--enable-prompt-tokens-details",
+        *(() if serving.model == "hybrid" else ("--block-size", str(BLOCK))), *more,
+    ]  # fmt: skip
+
+
+def sglang_command(
+    serving: Serving, python: Path, port: int, more: Sequence[str] = ()
+) -> list[str]:
+    return [
+        str(python), "-m", "sglang.launch_server",
+        "--model-path", str(make_model(MODELS, serving.model)),
+        "--served-model-name", serving.model, "--host", "127.0.0.1", "--port", str(port),
+        "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+        "--dtype", DTYPE, "--page-size", str(PAGE), "--max-total-tokens", str(GPU_TOKENS),
+        "--max-running-requests", "8", "--context-length", str(MAX_TOKENS),
+        "--disable-overlap-schedule", "--grammar-backend", "none", "--skip-server-warmup",
+        "--enable-cache-report", "--watchdog-timeout", "600", "--log-level", "warning", *more,
+    ]  # fmt: skip
+
+
+class Fleet:
+    """All parts, by name.
+
+    Args:
+        sglang_python: Of SGLang's environment; None leaves SGLang out.
+        remote_url: Of the store.
+        small_disk: Directory of a file system that is smaller than the SSD tier in it, for one
+            of the servers; None gives it one that is not.
+    """
+
+    def __init__(
+        self, directory: Path, sglang_python: Path | None, remote_url: str, small_disk: Path | None
+    ) -> None:
+        self.servings = [s for s in ENGINES if sglang_python or not s.is_sglang]
+        self.urls: dict[str, str] = {}
+        """Addresses of engines, by name."""
+        self.parts: dict[str, Part] = {}
+        self.http: dict[str, str] = {}
+        """Addresses of cache servers, by their engine's name, and of the router's control API."""
+        self._directory = directory
+        self._sglang_python = sglang_python
+        self._remote_url = remote_url
+        workers, shared_events = [], []
+        for number, serving in enumerate(self.servings):
+            ssd = directory / f"ssd-{serving.name}"
+            if small_disk is not None and number == 0:
+                ssd = small_disk / "ssd"
+            shared_events.append(self._add_server(serving, ssd))
+            workers.append(self._add_engine(serving))
+        self.router_url = self._add_router(workers, shared_events)
+
+    def reference(self, serving: Serving) -> Part:
+        """Return an engine like this one, without a cache."""
+        port = free_port()
+        log = self._directory / f"{serving.name}-alone.log"
+        return self._engine_part(f"{serving.name} alone", serving, port, log, (), ())
+
+    def _add_server(self, serving: Serving, ssd: Path) -> str:
+        """Returns the addresses of its events, as the router wants them."""
+        events, replay, http = (f"127.0.0.1:{free_port()}" for _ in range(3))
+        file = self._directory / f"{serving.name}.toml"
+        settings = {
+            "cpu_cache_gb": 0.06, "ssd_cache_gb": 0.16, "ssd_cache_dirs": [str(ssd)],
+            "remote_url": f"{self._remote_url}", "http_endpoint": http, "kv_events": True,
+            "kv_events_endpoint": f"tcp://{events}", "kv_events_replay_endpoint": f"tcp://{replay}",
+            "skip_slow_loads": False, "op_timeout_s": 10.0, "log_format": "json",
+            "trace_dir": str(self._directory / f"traces-{serving.name}"), "trace_file_mb": 8,
+            **({"kv_events_hashes": "int_first"} if serving.is_sglang else {}),
+        }  # fmt: skip
+        lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+        file.write_text("\n".join(lines) + "\n")
+        command = [sys.executable, "-m", "flexcache.cli", "server", "--config", str(file),
+                   "--endpoint", self._endpoint(serving)]  # fmt: skip
+        name = f"cache of {serving.name}"
+        self.http[serving.name] = f"http://{http}"
+        self.parts[name] = Part(
+            name, command, f"http://{http}/healthz", self._directory / f"{name}.log",
+            {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        return f"tcp://{events},tcp://{replay}"
+
+    def _endpoint(self, serving: Serving) -> str:
+        return f"ipc://{self._directory}/{serving.name}.sock"
+
+    def _add_engine(self, serving: Serving) -> str:
+        """Returns the router's table of it."""
+        port, events, replay = (free_port() for _ in range(3))
+        extra = {"endpoint": self._endpoint(serving), "skip_slow_loads": False}
+        publisher = {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
+        for_vllm = (
+            "--kv-transfer-config",
+            json.dumps({
+                **FLEXCACHE, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": extra,
+            }),
+            "--kv-events-config",
+            json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", **publisher}),
+        )  # fmt: skip
+        for_sglang = (
+            "--enable-unified-cache-external-linker",
+            "--unified-cache-external-linker-backend", "dynamic",
+            "--unified-cache-external-linker-config",
+            json.dumps({
+                "linker": "FlexCacheLinker", "linker_module_path": "flexcache.integration.sglang",
+                "linker_extra_config": extra,
+            }),
+            "--kv-events-config", json.dumps({"publisher": "zmq", **publisher}),
+        )  # fmt: skip
+        log = self._directory / f"{serving.name}.log"
+        self.parts[serving.name] = self._engine_part(
+            serving.name, serving, port, log, for_vllm, for_sglang
+        )
+        self.urls[serving.name] = url = f"http://127.0.0.1:{port}"
+        pair = f"tcp://127.0.0.1:{events},tcp://127.0.0.1:{replay}"
+        return f'[[workers]]\nurl = "{url}"\nevents = ["{pair}"]\n'
+
+    def _engine_part(
+        self, name: str, serving: Serving, port: int, log: Path,
+        for_vllm: Sequence[str], for_sglang: Sequence[str],
+    ) -> Part:  # fmt: skip
+        health = f"http://127.0.0.1:{port}/health"
+        paths = [str(SUPPORT), str(ROOT)]
+        if not serving.is_sglang:
+            environment = {**ENGINE_ENV, "PYTHONPATH": os.pathsep.join(paths)}
+            return Part(name, vllm_command(serving, port, for_vllm), health, log, environment)
+        assert self._sglang_python is not None
+        from sglang_engine import ENVIRONMENT, STAND_INS
+
+        environment = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0",
+                       "PYTHONPATH": os.pathsep.join([str(STAND_INS), *paths])}  # fmt: skip
+        command = sglang_command(serving, self._sglang_python, port, for_sglang)
+        return Part(name, command, health, log, environment)
+
+    def _add_router(self, workers: Sequence[str], shared_events: Sequence[str]) -> str:
+        port, control = free_port(), free_port()
+        file = self._directory / "router.toml"
+        file.write_text(f"shared_events = {json.dumps(shared_events)}\n" + "\n".join(workers))
+        command = [sys.executable, "-m", "flexcache.cli", "router", "--config", str(file),
+                   "--port", str(port), "--control-port", str(control)]  # fmt: skip
+        url, self.http["router"] = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{control}"
+        self.parts["router"] = Part(
+            "router", command, f"{url}/health", self._directory / "router.log",
+            {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        return url
