@@ -184,10 +184,7 @@ class StorePlanner:
         return None
 
     def throttled_until(self, name: TierName) -> float | None:
-        """Return until when dirty blocks that are due wait for the budget of their tier.
-
-        None if they do not wait for it.
-        """
+        """Return until when dirty blocks that are due wait for their tier's budget, if they do."""
         late = self._write_back.get(name)
         prompt = None if late is None else late.dirty.peek()
         return None if prompt is None else self._backlog.affordable_at(name, len(prompt.keys))

@@ -22,6 +22,7 @@ from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.restore import Records, RestoreReport, Seconds, restore_tier
 from flexcache.cache.store_plan import StorePlanner
 from flexcache.cache.tail_index import TAIL_FIRST, last_tail_key
 from flexcache.cache.tiers import Tiers
@@ -136,6 +137,18 @@ class TieredCache:
         if plan.num_reserved or plan.stores:  # else it writes nothing below
             self.stores.release(plan)
         self.tiers.num_holders -= 1
+
+    def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
+        """Index the blocks of SSD slots that outlived the last process (`restore_tier`).
+
+        Args:
+            ages_s: How long ago each record was written; it is dropped if that was too long.
+        """
+        ssd = self.tiers.by_name[TierName.SSD]
+        self.tiers.advance(now)
+        report = restore_tier(ssd, records, now - ages_s)
+        ssd.expire_all(now)
+        return report
 
     def tick(self, now: float) -> None:
         """Let time pass: blocks expire, and budgets of writes grow."""

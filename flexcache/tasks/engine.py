@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.plan import Plan
-from flexcache.cache.restore import Records, RestoreReport, Seconds, restore_tier
+from flexcache.cache.restore import Records, RestoreReport, Seconds
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import (
@@ -253,17 +253,9 @@ class KVTaskEngine:
             self._cancel_unanswered(self._sessions.of_engines(), now)
 
     def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
-        """Index what the SSD tier was found to hold at startup (`DiskPool.load`).
-
-        Args:
-            ages_s: How long ago each record was written.
-        """
+        """Index what the SSD tier was found to hold at startup, written this long ago."""
         self._checksums.restore(records)
-        ssd = self.cache.tiers.by_name[TierName.SSD]
-        self.cache.tiers.advance(now)
-        report = restore_tier(ssd, records, now - ages_s)
-        ssd.expire_all(now)
-        return report
+        return self.cache.restore(records, ages_s, now)
 
     def executor_up(self, executor: str, is_direct: bool = False) -> None:
         """An executor serves, GPU to SSD too if ``is_direct``. Waiting ops start in `tick`."""
