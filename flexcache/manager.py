@@ -59,21 +59,23 @@ class _WholeCache:
     def session_hint(
         self, session_id: str, *, over: bool = False, returns_in_s: float | None = None
     ) -> None:
-        """Say how a user's session goes on. A hint: nothing is moved, pinned or lost by it.
+        """Say how a user's session goes on: it is over, or it returns. Nothing is lost by a hint.
 
         An unknown session is counted, not an error: its blocks may all be evicted.
 
         Args:
             session_id: As its gets and puts name it.
             over: It is over: what no other session has used is evicted first.
-            returns_in_s: It goes on in about so many seconds; prefer to keep its blocks until then.
+            returns_in_s: It goes on in about this many seconds, 0 to 86,400: prefer to keep its
+                blocks until then, and have those of its last prompt in DRAM by then.
 
         Raises:
-            ValueError: An argument is out of range.
+            ValueError: An argument is out of range, or not exactly one of the two is given.
             ServerLostError: The cache is shared and its server is away.
         """
         check_hint(session_id, over, returns_in_s)
-        self._client.session_hint(session_id, over, returns_in_s)
+        seconds = None if returns_in_s is None else float(returns_in_s)
+        self._client.session_hint(session_id, over, seconds)
 
     def clear(self, tier: str) -> int:
         """Drop the unused blocks of one tier (`CPU`, `SSD`, `REMOTE`); return how many.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from flexcache.cache.block_keys import EngineBlockKeys, PromptKeys
 from flexcache.cache.tier import Tier
-from flexcache.ids import BlockKey
+from flexcache.ids import BlockKey, RootId
 
 
 class ChainKeys:
@@ -50,6 +50,20 @@ class ChainKeys:
         return EngineBlockKeys(self.root, self.slice(0, stop), stop).packed(stop)
 
 
+class IndexedKeys(EngineBlockKeys):
+    """Keys that come from a tier's index, so their root has its place under a layout already."""
+
+    __slots__ = ()
+
+    @property
+    def root(self) -> RootId:
+        return self.prompt_root
+
+    @root.setter
+    def root(self, _: RootId) -> None:
+        """Leave the root where it is."""
+
+
 def find_chain(keys: PromptKeys, tiers: Iterable[Tier]) -> ChainKeys | None:
     """Complete a continuation, whose root must be placed, from the first tier with its parent.
 
@@ -60,4 +74,14 @@ def find_chain(keys: PromptKeys, tiers: Iterable[Tier]) -> ChainKeys | None:
         before = tier.chain_to(keys.root, keys.parent_key)
         if before:
             return ChainKeys(before, keys)
+    return None
+
+
+def find_prefix(root: RootId, key: BlockKey, tiers: Iterable[Tier]) -> IndexedKeys | None:
+    """Return the prefix that ends with a block, from the first tier that has it, indexed or in
+    flight; None if there is none. O(blocks), at C speed."""
+    for tier in tiers:
+        keys = tier.chain_to(root, key)
+        if keys:
+            return IndexedKeys(root, keys, len(keys))
     return None

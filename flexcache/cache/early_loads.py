@@ -5,9 +5,14 @@
                 +--its get begins--> used: late
                 +--cancelled, failed--> wasted
 
-Landed blocks are pinned until their request asks, so neither other early loads nor new blocks evict
-them. They take at most a share of the tier: beyond it an early load gets what room is left, and the
-request's own get loads the rest.
+Blocks have landed when they and all before them are in DRAM: those that continue a load of another
+prompt wait for it. Landed blocks are pinned until their request asks, so neither other early loads
+nor new blocks evict them. What DRAM had of the prompt before is kept, without a pin, for as long as
+requests usually take to ask.
+
+Early loads take at most a share of the tier: beyond it an early load gets what room is left, and
+the request's own get loads the rest. They evict only what is worth less than they are lately, in
+uses per time held.
 
 Pure: no I/O, no clock.
 """
@@ -18,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flexcache.cache.block_keys import BlockKeys
-from flexcache.cache.plan import Plan
+from flexcache.cache.plan import EarlyTerms, Plan
 from flexcache.cache.prefix_index import EMPTY_MATCH, PrefixMatch
 from flexcache.cache.tail_index import Tail
 from flexcache.cache.tier import Tier
@@ -28,6 +33,9 @@ from flexcache.ids import BlockKey, RootId, TaskId, TierName
 _DEFAULT_SHARE = 0.5
 _MAX_OPEN = 64
 """Each get compares its prompt with all that are open."""
+_KEEP = 0.9  # weight of the past, per load
+_FIRST_HOLD_S = 1.0  # assumed until the first loads have ended
+_LEAST_USED = 0.01
 
 
 @dataclass(slots=True)
@@ -50,19 +58,50 @@ class EarlyLoad:
     """Blocks of one prompt, which a prefetch brings."""
 
     task_id: TaskId
+    plan: Plan
     root: RootId
     key: BlockKey
     """Key of the last block that it brings: a prompt that has it has all of them."""
     stop: int
     """Blocks of the prompt up to there."""
     num_blocks: int
+    begun_s: float
     until_s: float
     match: PrefixMatch = EMPTY_MATCH
     tail: Tail | None = None
     has_landed: bool = False
-    ask_until_s: float | None = None
-    """Its request has asked while it was on its way, and may wait until then."""
+    asked_s: float | None = None
+    """When its request first asked, if it was on its way then."""
+    ask_until_s: float = 0.0
+    """How long that request may wait for it."""
     is_used: bool = False
+
+
+class _Experience:
+    """How long requests have lately waited before they asked, and DRAM has held what was loaded."""
+
+    def __init__(self) -> None:
+        self.wait_s = 0.0
+        self._held_s = _FIRST_HOLD_S
+        self._used = 1.0
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds for which a load is held, per load that is used."""
+        return self._held_s / self._used
+
+    def asked(self, wait_s: float) -> None:
+        self.wait_s = _KEEP * self.wait_s + (1 - _KEEP) * wait_s
+
+    def used(self, held_s: float) -> None:
+        self._add(held_s, 1.0)
+
+    def wasted(self, held_s: float) -> None:
+        self._add(held_s, 0.0)
+
+    def _add(self, held_s: float, used: float) -> None:
+        self._held_s = _KEEP * self._held_s + (1 - _KEEP) * held_s
+        self._used = max(_KEEP * self._used + (1 - _KEEP) * used, _LEAST_USED)
 
 
 class EarlyLoads:
@@ -79,72 +118,91 @@ class EarlyLoads:
         self._max_blocks = max(1, int((share or _DEFAULT_SHARE) * host.capacity))
         self._ttl_s = ttl_s
         self._moving: dict[Plan, EarlyLoad] = {}
+        self._behind: list[EarlyLoad] = []
+        """Those that have been read, behind blocks that are still on their way."""
         self._landed: list[EarlyLoad] = []
         """The oldest first."""
         self._num_blocks = 0
+        self._experience = _Experience()
         self.counters = EarlyLoadCounters()
 
     @property
     def num_open(self) -> int:
-        return len(self._moving) + len(self._landed)
+        return len(self._moving) + len(self._behind) + len(self._landed)
 
     @property
     def num_blocks(self) -> int:
         """Blocks that are on their way or wait for their request."""
         return self._num_blocks
 
-    @property
-    def room(self) -> int:
-        """How many blocks the next one may bring."""
-        return max(0, self._max_blocks - self._num_blocks) if self.num_open < _MAX_OPEN else 0
+    def terms(self) -> EarlyTerms:
+        """Return what the next one may take."""
+        room = max(0, self._max_blocks - self._num_blocks) if self.num_open < _MAX_OPEN else 0
+        return EarlyTerms(room, self._experience.wait_s, self._experience.hold_s)
 
     # -- loads -----------------------------------------------------------------------------------
 
     def begin(self, task_id: TaskId, plan: Plan, keys: BlockKeys, now: float) -> None:
         """Follow a prefetch that was planned for a prompt."""
-        num_below = plan.num_blocks - plan.sources.get(TierName.CPU, 0)
+        num_there = plan.sources.get(TierName.CPU, 0)
+        if num_there:
+            there = self._host.index.locate(keys.root, keys.key(plan.start + num_there - 1))
+            self._host.keep(there, min(self._experience.hold_s, self._ttl_s))
+        num_below = plan.num_blocks - num_there
         if not num_below:
             return
-        load = EarlyLoad(
-            task_id, keys.root, keys.key(plan.stop - 1), plan.stop, num_below, now + self._ttl_s
-        )
-        self._moving[plan] = load
+        self._moving[plan] = EarlyLoad(
+            task_id, plan, keys.root, keys.key(plan.stop - 1), plan.stop, num_below, now,
+            now + self._ttl_s,
+        )  # fmt: skip
         self._num_blocks += num_below
 
     def ended(self, plan: Plan, num_landed: int, num_read: int, now: float) -> None:
-        """Keep what has landed of a prefetch, whose plan is finished, for its request.
+        """Keep what a prefetch, whose plan is finished, has brought for its request.
 
         Args:
-            num_landed: Blocks that can be found now.
+            num_landed: Blocks that can be found, once all before them have landed.
             num_read: Blocks that were read.
         """
         load = self._moving.pop(plan, None)
         if load is None:
             return
         self._num_blocks -= load.num_blocks
+        if load.is_used:
+            return  # it has been counted as late
         if not num_landed:
-            if not load.is_used:  # else it has been counted as late
-                self.counters.wasted += num_read
+            self.counters.wasted += num_read
             return
-        last = plan.load_keys[num_landed - 1]
-        load.match = self._host.index.locate(plan.root, last)
-        if load.is_used or load.match.run is None:
-            return
-        load.key, load.stop, load.num_blocks = last, plan.load_start + num_landed, num_landed
-        load.has_landed, load.until_s = True, now + self._ttl_s
-        self._host.pin(load.match)
-        if plan.tail is not None:
-            load.tail = self._host.tails.find(plan.root, plan.tail.key)
-        if load.tail is not None:
-            self._host.pin_tail(load.tail)
-        self._landed.append(load)
+        load.key, load.stop = plan.load_keys[num_landed - 1], plan.load_start + num_landed
+        load.num_blocks = num_landed
         self._num_blocks += num_landed
+        self._behind.append(load)
+        self.settle(now)
 
-    def cancel(self, task_id: TaskId) -> None:
+    def settle(self, now: float) -> None:
+        """Keep the loads that were behind others which have landed now. A task has ended."""
+        for load in self._behind.copy():
+            load.match = self._host.index.locate(load.root, load.key)
+            if load.match.run is None and self._host.is_in_flight(load.root, load.key):
+                continue
+            self._behind.remove(load)
+            if load.match.run is None:  # what it builds on has not come
+                self._num_blocks -= load.num_blocks
+                self.counters.wasted += load.num_blocks
+                continue
+            load.has_landed, load.until_s = True, now + self._ttl_s
+            self._host.pin(load.match)
+            if load.plan.tail is not None:
+                load.tail = self._host.tails.find(load.root, load.plan.tail.key)
+            if load.tail is not None:
+                self._host.pin_tail(load.tail)
+            self._landed.append(load)
+
+    def cancel(self, task_id: TaskId, now: float) -> None:
         """Let go of what a prefetch has brought: its request has gone."""
-        for load in self._landed:
+        for load in [*self._behind, *self._landed]:
             if load.task_id == task_id:
-                self._landed.remove(load)
+                self._experience.wasted(now - load.begun_s)
                 self._waste(load)
                 return
 
@@ -152,48 +210,64 @@ class EarlyLoads:
 
     def find(self, keys: BlockKeys) -> list[EarlyLoad]:
         """Return the loads for a prompt that its get makes use of, if it is launched."""
-        return [load for load in self._open() if _is_of(load, keys)] if self.num_open else []
+        if not self.num_open:
+            return []
+        return [load for load in (*self._under_way(), *self._landed) if _is_of(load, keys)]
 
-    def awaits(self, keys: BlockKeys, now: float, patience_s: float) -> bool:
-        """Whether a get should wait for what is on its way for its prompt, no longer than
+    def awaited(self, keys: BlockKeys, now: float, patience_s: float) -> list[EarlyLoad]:
+        """Return the loads on their way that a get for a prompt should wait for, no longer than
         ``patience_s`` from its first question on."""
-        moving = [load for load in self._moving.values() if _is_of(load, keys)]
-        for load in moving:
-            if load.ask_until_s is None:
-                load.ask_until_s = now + patience_s
-        return any(now < load.ask_until_s for load in moving if load.ask_until_s is not None)
+        awaited = []
+        for load in self._under_way():
+            if not _is_of(load, keys):
+                continue
+            if load.asked_s is None:
+                load.asked_s, load.ask_until_s = now, now + patience_s
+                self._experience.asked(now - load.begun_s)
+            if now < load.ask_until_s:
+                awaited.append(load)
+        return awaited
 
     def is_overdue(self, keys: BlockKeys, now: float) -> bool:
         """Whether a get has waited in vain: computing is faster than reading the blocks again."""
         return any(
-            load.ask_until_s is not None and load.ask_until_s <= now and _is_of(load, keys)
-            for load in self._moving.values()
+            load.asked_s is not None and load.ask_until_s <= now and _is_of(load, keys)
+            for load in self._under_way()
         )
 
-    def use(self, loads: list[EarlyLoad]) -> None:
+    def use(self, loads: list[EarlyLoad], now: float) -> None:
         """Note that the get for which they were found begins; it has pins of its own."""
         for load in loads:
-            if load.is_used or not (load.has_landed or load in self._moving.values()):
+            is_open = load.has_landed or load in self._behind or load.plan in self._moving
+            if load.is_used or not is_open:
                 continue
             load.is_used = True
-            if load.has_landed and load.ask_until_s is None:
+            self._experience.used(now - load.begun_s)
+            if load.asked_s is None:
+                self._experience.asked(now - load.begun_s)
+            if load.has_landed and load.asked_s is None:
                 self.counters.early += load.num_blocks
             else:
                 self.counters.late += load.num_blocks
-            if load.has_landed:
-                self._landed.remove(load)
-                self._let_go(load)
+            self._let_go(load)
 
-    def _open(self) -> Iterator[EarlyLoad]:
+    def _under_way(self) -> Iterator[EarlyLoad]:
         yield from self._moving.values()
-        yield from self._landed
+        yield from self._behind
 
     def _let_go(self, load: EarlyLoad) -> None:
-        self._num_blocks -= load.num_blocks
+        """Keep its blocks no longer, if they have been read."""
+        if load in self._behind:
+            self._behind.remove(load)
+        elif load.has_landed:
+            self._landed.remove(load)
+            self._host.unpin(load.match)
+            if load.tail is not None:
+                self._host.unpin_tail(load.tail)
+        else:
+            return
         load.has_landed = False
-        self._host.unpin(load.match)
-        if load.tail is not None:
-            self._host.unpin_tail(load.tail)
+        self._num_blocks -= load.num_blocks
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -204,12 +278,13 @@ class EarlyLoads:
     def expire(self, now: float) -> None:
         """Let go of blocks that no request has asked for in time."""
         while self._landed and self._landed[0].until_s <= now:
-            self._waste(self._landed.pop(0))
+            self._experience.wasted(now - self._landed[0].begun_s)
+            self._waste(self._landed[0])
 
     def forget(self) -> None:
         """Let go of all that has landed: the tier is to be cleared."""
         while self._landed:
-            self._waste(self._landed.pop())
+            self._waste(self._landed[-1])
 
     def _waste(self, load: EarlyLoad) -> None:
         self.counters.wasted += load.num_blocks
@@ -217,10 +292,12 @@ class EarlyLoads:
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold."""
-        if self._num_blocks != sum(load.num_blocks for load in self._open()):
+        if self._num_blocks != sum(load.num_blocks for load in (*self._under_way(), *self._landed)):
             raise InternalError("blocks of early loads are miscounted")
         if any(load.match.run is None or not load.has_landed for load in self._landed):
             raise InternalError("an early load has landed and is not pinned")
+        if any(not self._host.is_in_flight(load.root, load.key) for load in self._behind):
+            raise InternalError("an early load waits for nothing")
 
 
 def _is_of(load: EarlyLoad, keys: BlockKeys) -> bool:

@@ -14,6 +14,7 @@ Pure: the caller passes the time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexcache.ids import OpKind, TierName
@@ -44,6 +45,9 @@ class LoadCost:
 
     def __init__(self) -> None:
         self._lanes: dict[OpKind, _Lane] = {}
+        self.blocks_ahead: Callable[[OpKind, bool], int] = lambda kind, is_early: 0
+        """How many blocks are loaded before those of a new load by an op of this kind: of one that
+        a request waits for, or of an early one."""
 
     def started(self, kind: OpKind, now: float) -> None:
         """Record that an op has started."""
@@ -70,23 +74,32 @@ class LoadCost:
         lane.ops += 1
         lane.measured_s = now
 
-    def seconds(self, kind: OpKind, num_blocks: int, now: float) -> float | None:
-        """Estimate how long a load of this many blocks takes; None if unknown."""
+    def seconds(
+        self, kind: OpKind, num_blocks: int, now: float, is_early: bool = False
+    ) -> float | None:
+        """Estimate how long it is until a new load of this many blocks ends; None if unknown."""
         lane = self._lanes.get(kind)
         if lane is None or lane.ops < _MIN_OPS or now - lane.measured_s > _STALE_AFTER_S:
             return None
         if lane.blocks < 0.5:  # nothing arrives: the breaker handles that
             return None
+        num_blocks += self.blocks_ahead(kind, is_early)
         return max(lane.op_s, num_blocks * lane.busy_s / lane.blocks)
 
-    def pays(self, kind: OpKind, num_blocks: int, prefill_blocks_per_s: float, now: float) -> bool:
+    def pays(
+        self, kind: OpKind, num_blocks: int, prefill_blocks_per_s: float, now: float,
+        wait_s: float | None = None,
+    ) -> bool:  # fmt: skip
         """Whether the load is likely to be faster than recomputing the blocks.
 
         Args:
             prefill_blocks_per_s: Speed of the engine; 0 if unknown.
+            wait_s: Of an early load: how long its request is likely to wait before it asks.
         """
-        seconds = self.seconds(kind, num_blocks, now)
-        return seconds is None or seconds * prefill_blocks_per_s <= num_blocks
+        seconds = self.seconds(kind, num_blocks, now, wait_s is not None)
+        if seconds is None:
+            return True
+        return (seconds - (wait_s or 0.0)) * prefill_blocks_per_s <= num_blocks
 
     def report(self) -> dict[OpKind, dict[str, float]]:
         """Return the last measured blocks per second and seconds per op of each kind."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.load_cost import LoadCost, why_recomputed
 from flexcache.cache.load_ways import LoadWays, Way
-from flexcache.cache.plan import LOAD_OP, Plan, block_names, chunks
+from flexcache.cache.plan import LOAD_OP, EarlyTerms, Plan, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tail_loads import TailLoads
@@ -95,7 +95,7 @@ class LoadPlanner:
 
     def plan_prefetch(
         self, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float = 0.0,
-        room: int | None = None,
+        terms: EarlyTerms | None = None,
     ) -> Plan:  # fmt: skip
         """Plan to load the cached part of blocks ``[start, stop)`` to the host tier.
 
@@ -104,7 +104,7 @@ class LoadPlanner:
 
         Args:
             prefill_blocks_per_s: As for `plan_get`.
-            room: At most this many blocks are loaded; None: as many as fit.
+            terms: What it may take; None: as many blocks as fit.
         """
         have = self._host.index.match(keys).num_blocks
         if awaited := self._host.num_in_flight(keys, have, stop):
@@ -112,9 +112,9 @@ class LoadPlanner:
             start = min(max(start, have), stop)
         if start > have:
             stop = start
-        if room is not None:
-            stop = min(stop, max(start, have) + room)
-        plan = Plan(TaskKind.PREFETCH, keys.root, start, start)
+        if terms is not None:
+            stop = min(stop, max(start, have) + terms.num_blocks)
+        plan = Plan(TaskKind.PREFETCH, keys.root, start, start, terms=terms)
         self._fill(plan, keys, start, stop, prefill_blocks_per_s)
         return plan
 
@@ -127,7 +127,8 @@ class LoadPlanner:
         prefill_blocks_per_s: float = 0.0,
     ) -> None:
         self._tiers.num_holders += 1
-        self._tiers.look_up(keys)
+        if plan.kind is TaskKind.GET:  # what is loaded early is looked up by its get
+            self._tiers.look_up(keys)
         if self._shape is not None:
             plan.take_shape(self._shape)
         if self.tails is None:
@@ -192,16 +193,19 @@ class LoadPlanner:
     ) -> bool:
         """Whether blocks are loaded, not recomputed; chooses the way of those on SSD."""
         if not plan.may_go_direct or name is not TierName.SSD:
-            return self._pays(LOAD_OP[name], num_blocks, prefill_blocks_per_s)
+            wait_s = None if plan.terms is None else plan.terms.wait_s
+            return self._pays(LOAD_OP[name], num_blocks, prefill_blocks_per_s, wait_s)
         for way in self.ways.choose():
             if self._pays(_SSD_LOAD[way], num_blocks, prefill_blocks_per_s):
                 plan.way = way
                 return True
         return False
 
-    def _pays(self, kind: OpKind, num_blocks: int, prefill_blocks_per_s: float) -> bool:
+    def _pays(
+        self, kind: OpKind, num_blocks: int, rate: float, wait_s: float | None = None
+    ) -> bool:
         cost = self.cost
-        return cost is None or cost.pays(kind, num_blocks, prefill_blocks_per_s, self._tiers.now)
+        return cost is None or cost.pays(kind, num_blocks, rate, self._tiers.now, wait_s)
 
     def _add_loads(
         self,
@@ -243,7 +247,11 @@ class LoadPlanner:
         before += self._host.num_in_flight(keys, before, begin)
         attaches = begin <= before
         if attaches and not self._host.num_in_flight(keys, begin, begin + 1):
-            plan.staging = self._host.reserve(keys, begin, stop, self._tiers.recall(keys))
+            hold_s = None if plan.terms is None else plan.terms.hold_s
+            outlook = self._tiers.recall(keys)
+            plan.staging = self._host.reserve(keys, begin, stop, outlook, hold_s=hold_s)
+            if plan.staging.is_refused:
+                plan.skipped[plan.staging.why_short("host")] = stop - begin - len(plan.staging)
         else:  # another task is loading them, or only the engine has the blocks before them
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
         staged = plan.staging.blocks.copy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_queue import Outlook
@@ -19,6 +20,20 @@ from flexcache.transfer.messages import BlockNames
 
 LOAD_OP = {TierName.SSD: OpKind.DISK2H, TierName.REMOTE: OpKind.REMOTE2H}
 STORE_OP = {TierName.SSD: OpKind.H2DISK, TierName.REMOTE: OpKind.H2REMOTE}
+
+
+class EarlyTerms(NamedTuple):
+    """What an early load may take.
+
+    Attributes:
+        num_blocks: At most this many are loaded.
+        wait_s: How long its request is likely to wait before it asks.
+        hold_s: How long DRAM holds its blocks for each use that is made of them, on average.
+    """
+
+    num_blocks: int
+    wait_s: float
+    hold_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +90,7 @@ class Plan:
         outlook: Kinds of a put's blocks, if they matter.
         may_go_direct: Whether the engine's ranks also move blocks between GPU and SSD past DRAM.
         way: How such a get loads its blocks from SSD, if there are any.
+        terms: What a prefetch may take; None without limits.
     """
 
     kind: TaskKind
@@ -103,6 +119,7 @@ class Plan:
     outlook: Outlook | None = None
     may_go_direct: bool = False
     way: Way | None = None
+    terms: EarlyTerms | None = None
 
     @property
     def num_blocks(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,15 +185,25 @@ def check_session_id(session_id: object) -> None:
         raise ValueError(
             f"a session_id must be a string of 1 to {MAX_SESSION_ID_LENGTH} characters"
         )
+    try:
+        session_id.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair: it fits no message
+        raise ValueError(f"session_id = {session_id!r}: {error.reason}") from None
 
 
-def check_hint(session_id: object, over: object, returns_in_s: float | None) -> None:
-    """Raise `ValueError` unless this is a hint about a session."""
+def check_hint(session_id: object, over: object, returns_in_s: object) -> None:
+    """Raise `ValueError` unless this is a hint about a session: one of the two, not both."""
     check_session_id(session_id)
     if not isinstance(over, bool):
         raise ValueError(f"over = {over!r}: must be True or False")
-    if returns_in_s is not None and not 0 <= returns_in_s <= LONGEST_RETURN_S:
-        raise ValueError(f"returns_in_s = {returns_in_s}: must be 0 to {LONGEST_RETURN_S:g} s")
+    if over == (returns_in_s is not None):
+        raise ValueError("say either over=True or returns_in_s, the seconds until it goes on")
+    if over:
+        return
+    if isinstance(returns_in_s, bool) or not isinstance(returns_in_s, Real):
+        raise ValueError(f"returns_in_s = {returns_in_s!r}: must be a number of seconds")
+    if not 0 <= float(returns_in_s) <= LONGEST_RETURN_S:
+        raise ValueError(f"returns_in_s = {returns_in_s}: must be 0 to {LONGEST_RETURN_S:,.0f} s")
 
 
 def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:

@@ -194,6 +194,11 @@ class Tier:
             position += 1
         return position - start
 
+    def is_in_flight(self, root: RootId, key: BlockKey) -> bool:
+        """Whether a block is on its way."""
+        flight = self._flights.get(root)
+        return flight is not None and key in flight.owners
+
     def chain_to(self, root: RootId, key: BlockKey) -> list[BlockKey]:
         """Return the keys of all blocks up to ``key``, which is indexed or in flight.
 
@@ -217,7 +222,7 @@ class Tier:
 
     def reserve(
         self, keys: BlockKeys, start: int, stop: int, outlook: Outlook | None = None,
-        retain_s: float = 0.0,
+        retain_s: float = 0.0, hold_s: float | None = None,
     ) -> Lease:  # fmt: skip
         """Reserve blocks for ``[start, stop)`` of a prompt, as many from the front as possible.
 
@@ -226,18 +231,20 @@ class Tier:
         Args:
             outlook: Kinds of the prompt's blocks, if known.
             retain_s: Once published, they count as used this much later.
+            hold_s: Of blocks that are loaded early: how long they are held for each use. None is
+                evicted for them that is likely to be used sooner.
         """
         parent_key = keys.key(start - 1) if start else None
-        is_bypassed = self._bypasses and retain_s <= 0.0
+        below = math.inf
+        if hold_s is not None:
+            below = self._worth_of_hold(hold_s)
+        elif self._bypasses and retain_s <= 0.0 and outlook is not None:
+            below = self.index.ranking.bar(outlook)
         lease = self._reserve(
-            keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n),
-            outlook if is_bypassed else None,
-        )  # fmt: skip
+            keys.root, parent_key, stop - start, lambda n: keys.slice(start, start + n), below
+        )
         lease.outlook, lease.retain_s = outlook, retain_s
-        lease.is_refused = (
-            is_bypassed and outlook is not None and len(lease) < stop - start
-            and self.index.ranking.bar(outlook) < math.inf
-        )  # fmt: skip
+        lease.is_refused = len(lease) < stop - start and below < math.inf
         lease.first, lease.content = start, keys.content
         return lease
 
@@ -256,11 +263,11 @@ class Tier:
 
     def _reserve(
         self, root: RootId, parent_key: BlockKey | None, count: int,
-        first_keys: Callable[[int], Sequence[BlockKey]], outlook: Outlook | None = None,
+        first_keys: Callable[[int], Sequence[BlockKey]], below: float = math.inf,
     ) -> Lease:  # fmt: skip
         pin = self.index.locate(root, parent_key) if parent_key is not None else EMPTY_MATCH
         self.index.pin(pin)  # before anything is evicted to make room
-        blocks = self._allocate(count, outlook)
+        blocks = self._allocate(count, below)
         lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, parent_pin=pin)
         if len(blocks):
             flight = self._flights.setdefault(root, _Flight())
@@ -406,10 +413,16 @@ class Tier:
         self._now += _TICK_S
         return self._now
 
-    def _allocate(self, count: int, outlook: Outlook | None = None) -> BlockIds:
-        """Take free blocks, and evict as many as are missing; only such as are worth less than
-        those of a prompt with this outlook.
+    def _worth_of_hold(self, hold_s: float) -> float:
+        """Return what blocks are worth that are held so long for each use: uses per second, or
+        under LRU, where age stands for the time to the next use, the time that long ago."""
+        if self.index.ranking.is_lru:
+            return self._now - hold_s
+        return 1.0 / max(hold_s, _TICK_S)
 
+    def _allocate(self, count: int, below: float = math.inf) -> BlockIds:
+        """Take free blocks, and evict as many as are missing, of those that are worth less than
+        ``below``.
 
         Evicted blocks are handed over directly: through the free stack they would cost twice as
         much.
@@ -418,7 +431,6 @@ class Tier:
         blocks = self.pool.take(num_free)
         if count > num_free:
             missing = count - num_free
-            below = math.inf if outlook is None else self.index.ranking.bar(outlook)
             evicted = self._evict(missing, below)
             self.counters.evicted_blocks += len(evicted)
             if len(evicted) > missing:  # the rest of a tail

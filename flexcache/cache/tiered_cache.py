@@ -75,7 +75,7 @@ class TieredCache:
             tiers, op_ids, chunk_blocks, max_store_backlog, write_budgets or {}, admissions or {},
             write_back or {}, shape,
         )  # fmt: skip
-        self.sessions = PromptSessions(tiers)
+        self.sessions = PromptSessions(tiers, load_cost)
         self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
         self.direct_stores: DirectStores | None = None
         """Plans puts past the host tier, if that only stages."""
@@ -156,10 +156,9 @@ class TieredCache:
         self.tiers.expire(now)
 
     def next_deadline(self) -> float | None:
-        """When something is due: to `tick`, or to `stores` or `early`."""
+        """When something is due: to `tick`, or for `stores` to write back."""
         times = [tier.next_expiry for tier in self.tiers]
         times += [self.stores.throttled_until(tier.name) for tier in self.tiers.lower]
-        times.append(self.early.next_deadline())
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> dict[str, dict[str, int]]:

@@ -25,7 +25,9 @@ def doctor(
     config: Annotated[
         Path | None, typer.Option(help="Settings of a server or an engine (.toml, .json, .yaml).")
     ] = None,
-    block_size: Annotated[int | None, typer.Option(help="vLLM's --block-size, if set.")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's --block-size, if set.")
+    ] = None,
     kv_transfer_config: Annotated[
         str | None,
         typer.Option(help="vLLM's --kv-transfer-config, as JSON; its extra config is settings."),

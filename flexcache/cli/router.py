@@ -26,6 +26,10 @@ def router(
             help="URL=ENDPOINT[,REPLAY] of an engine's KV events; * as URL for a shared cache."
         ),
     ] = None,
+    cache: Annotated[
+        list[str] | None,
+        typer.Option(help="URL=CACHE_URL, FlexCache's HTTP API; * as URL for a shared cache."),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="Settings (.toml, .json, .yaml).")] = None,
     host: Annotated[str | None, typer.Option(help="Address that clients connect to.")] = None,
     port: Annotated[int | None, typer.Option(help="Port that clients connect to.")] = None,
@@ -61,7 +65,7 @@ def router(
     if context.invoked_subcommand is not None:
         return
     given: dict[str, Any] = {
-        "workers": worker, "events": events, "host": host, "port": port,
+        "workers": worker, "events": events, "caches": cache, "host": host, "port": port,
         "control_host": control_host, "control_port": control_port, "proxies": proxies,
         "gateway_host": gateway_host, "gateway_port": gateway_port,
         "policy": policy, "tokenizer": tokenizer, "api_key_file": api_key_file,

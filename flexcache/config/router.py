@@ -18,9 +18,9 @@ from flexcache.config.address import is_loopback
 from flexcache.config.values import Count, Megabytes, Seconds, parse, reject, setting
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
-_LISTS = ("workers", "events", "allowed_workers", "api_keys", "peers")
+_LISTS = ("workers", "events", "caches", "allowed_workers", "api_keys", "peers")
 _ANY_ADDRESS = {"0.0.0.0", "::"}
-_LISTING = ("workers", "shared_events")
+_LISTING = ("workers", "shared_events", "shared_cache_url")
 """Keys of a file that list workers, in tables. They are read again when the file changes."""
 
 
@@ -39,17 +39,26 @@ class RouterConfig:
         "Engines: `http://HOST:PORT`, or `http+dns://NAME:PORT` and "
         "`http+k8s://SERVICE.NAMESPACE:PORT` for all addresses of a name or service; with "
         "`,data_parallel_size=N` each of N ranks. In a file: tables `[[workers]]` with `url`, "
-        "`data_parallel_size`, `events`, `shared_events`.",
+        "`data_parallel_size`, `events`, `shared_events`, `cache_url`.",
     )
     events: Sequence[str] = setting(
         (),
         "Publishers of KV events: `URL=ENDPOINT[,REPLAY]` for an engine's, `*=ENDPOINT[,REPLAY]` "
         "for a cache that all engines share.",
     )
+    caches: Sequence[str] = setting(
+        (),
+        "HTTP API of FlexCache, which the router asks to load a prompt's blocks from SSD or remote "
+        "store as soon as it has chosen an engine: `URL=http://HOST:PORT` for an engine's, "
+        "`*=http://HOST:PORT` for a cache that all engines share.",
+    )
+    cache_token: str | None = setting(
+        None, "Bearer token of the caches (their `http_token`).", is_secret=True
+    )
     worker_file: str | None = setting(
         None,
-        "File with tables `[[workers]]` and `shared_events`, read again when it changes. Unset: "
-        "the file of the settings, if it has them.",
+        "File with tables `[[workers]]`, `shared_events` and `shared_cache_url`, read again when "
+        "it changes. Unset: the file of the settings, if it has them.",
     )
     allowed_workers: Sequence[str] = setting(
         (),
@@ -211,11 +220,12 @@ def _check_ports(config: RouterConfig) -> None:
 
 
 def _check_access(config: RouterConfig) -> None:
-    token = config.control_token
-    if token is not None and not (token and all("!" <= character <= "~" for character in token)):
-        allowed = "must be visible ASCII characters, no spaces; one at least"
-        raise reject("control_token", "...", allowed)
-    if token is None and not is_loopback(config.control_host):
+    for name in ("control_token", "cache_token"):
+        token = getattr(config, name)
+        if token is not None and not (token and all("!" <= each <= "~" for each in token)):
+            allowed = "must be visible ASCII characters, no spaces; one at least"
+            raise reject(name, "...", allowed)
+    if config.control_token is None and not is_loopback(config.control_host):
         raise reject("control_host", config.control_host, "beyond loopback set control_token")
     if (config.tls_cert is None) != (config.tls_key is None):
         raise reject("tls_cert", config.tls_cert, "set both tls_cert and tls_key, or neither")

@@ -44,8 +44,11 @@ def read_layers(
         ConfigError: The file cannot be read.
     """
     env = os.environ if environ is None else environ
-    path = path or env.get(prefix + "CONFIG")
-    file = read_file(path, prefix + "CONFIG") if path else {}
+    variable = prefix + "CONFIG"
+    if path:
+        file = read_file(path, "settings file")
+    else:
+        file = read_file(env[variable], variable) if env.get(variable) else {}
     return file, read_environment(env, prefix)
 
 

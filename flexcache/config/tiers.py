@@ -126,7 +126,9 @@ class TierConfig:
         True, "Skip loads that the engine recomputes faster, judged by measured times of both."
     )
     early_load_share: Annotated[float, Meta(ge=0, le=0.75)] = setting(
-        0.5, "Share of DRAM for blocks loaded ahead of their requests; 0: none in vLLM.", "of DRAM"
+        0.5,
+        "Share of DRAM, at most 0.75, for blocks loaded ahead of their requests; 0: none in vLLM.",
+        "of DRAM",
     )
     eviction_policy: EvictionName = setting(
         "density",

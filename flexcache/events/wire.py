@@ -98,10 +98,14 @@ def low_64_bits(block_hash: BlockHash) -> int:
 _HASH_BYTES = 8
 
 
-def _last_integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
+def _ends(keys: Sequence[BlockKey]) -> tuple[int, ...]:
     """Return the last bytes of each key as big-endian integers, in one pass."""
     ends = b"".join([key[-_HASH_BYTES:].rjust(_HASH_BYTES, b"\0") for key in keys])
-    return list(struct.unpack(f">{len(keys)}Q", ends))
+    return struct.unpack(f">{len(keys)}Q", ends)
+
+
+def _last_integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
+    return list(_ends(keys))
 
 
 def _first_integers(keys: Sequence[BlockKey]) -> list[BlockHash]:
@@ -115,6 +119,17 @@ _HASHES: Mapping[str, Callable[[Sequence[BlockKey]], list[BlockHash]]] = {
     "int_first": _first_integers,
     "bytes": list,
 }
+
+
+def names_of(keys: Sequence[BlockKey], hashes: str) -> list[int]:
+    """Return the low 64 bits of the hashes under which blocks are published.
+
+    Args:
+        hashes: As for `describe`.
+    """
+    if hashes == "int_first":
+        return [low_64_bits(each) for each in _first_integers(keys)]
+    return list(_ends(keys))
 
 
 def describe(change: Change, hashes: str) -> Event:

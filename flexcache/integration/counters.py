@@ -23,7 +23,7 @@ COUNTERS = {
     "ssd_written_bytes": "Bytes written to SSD.",
     "remote_read_bytes": "Bytes read from the remote store.",
     "remote_written_bytes": "Bytes written to the remote store.",
-    "skipped_blocks": "Blocks that were cached but not loaded, because computing them is faster.",
+    "skipped_blocks": "Blocks cached and not loaded: computing is faster, or DRAM is full.",
     "failed_loads": "Loads that did not load all of their blocks.",
     "dropped_blocks": "Blocks that could not be stored, for any reason.",
 }

@@ -59,6 +59,7 @@ def _hints(cache: CacheStats) -> Iterator[Sample]:
 def _hinted_blocks(cache: CacheStats) -> Iterator[Sample]:
     yield ("retired",), cache.sessions.retired_blocks
     yield ("kept",), cache.sessions.kept_blocks
+    yield ("fetched",), cache.sessions.fetched_blocks
 
 
 OPS = (
@@ -157,7 +158,7 @@ SESSIONS = (
     ),
     counter(
         "session_hint_blocks",
-        "Blocks that hints were about: retired (first to be evicted) or kept.",
+        "Blocks that hints were about: retired (first to be evicted), kept, or fetched to DRAM.",
         from_cache(_hinted_blocks),
         "effect",
     ),

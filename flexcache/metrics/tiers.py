@@ -30,7 +30,7 @@ _WHY_DROPPED = (
                      "unavailable", "bad_block", "never_written")
     ),
 )  # fmt: skip
-_WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute")
+_WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute", "host_worth_less")
 
 
 def _per_tier(value: Callable[[TierStats], float]) -> Reader:

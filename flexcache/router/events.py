@@ -17,6 +17,7 @@ from flexcache.events.wire import (
     EventBatch,
     low_64_bits,
 )
+from flexcache.router.disk_names import DiskNames
 from flexcache.router.holders import Holder
 from flexcache.router.index import IndexPart, KVIndexer
 from flexcache.router.keys import Space, chain_of, pack, pack_extra_keys
@@ -80,6 +81,7 @@ class EventApplier:
             ``group`` is not one of full attention, there are too many ``block_size``s, or the
             event is ``malformed``.
         unknown_media: Media that were ignored.
+        on_disk: What sources call their blocks below DRAM, where that is needed.
     """
 
     def __init__(self, index: KVIndexer) -> None:
@@ -88,6 +90,7 @@ class EventApplier:
         self.blocks: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
         self.unknown_media: set[str] = set()
+        self.on_disk = DiskNames()
         self._names: dict[int, BlockNames] = {}
         """By block size."""
         self._holders: dict[str, set[Holder]] = {}
@@ -252,7 +255,7 @@ class EventApplier:
             if block_size < 1 or len(self._names) >= _MAX_SIZES:
                 self.ignored["malformed" if block_size < 1 else "block_size"] += 1
                 return None
-            table = self._names[block_size] = BlockNames(self.index)
+            table = self._names[block_size] = BlockNames(self.index, on_disk=self.on_disk)
         self._sizes.setdefault(source, block_size)
         return table
 
@@ -306,7 +309,7 @@ class EventApplier:
                 self._note_holders(part)
             case SizePart():
                 if part.block_size not in self._names:
-                    self._names[part.block_size] = BlockNames(self.index)
+                    self._names[part.block_size] = BlockNames(self.index, on_disk=self.on_disk)
                 self._names[part.block_size].restore(part.part)
                 if isinstance(part.part, IndexPart):
                     self._note_holders(part.part)
@@ -318,6 +321,7 @@ class EventApplier:
     def check(self) -> None:
         """Raise `InternalError` if index and names disagree with themselves."""
         self.index.check()
+        self.on_disk.check()
         for names in self._names.values():
             names.check()
 

@@ -17,7 +17,7 @@ from flexcache.events.wire import EventBatch
 from flexcache.router.events import EventApplier
 from flexcache.router.index import KVIndexer
 from flexcache.router.load import FloatArray
-from flexcache.router.lookup import Found, WorkerTable, find
+from flexcache.router.lookup import Found, WorkerTable, find, holders_of_rank
 from flexcache.router.placements import (
     DEFAULT_BLOCK_SIZE,
     Expectations,
@@ -29,6 +29,8 @@ from flexcache.router.workers import Tier, WorkerSpec
 
 Approximate = Literal["auto", "always", "never"]
 
+_WORTH_AN_EARLY_LOAD = 256
+"""Tokens; fewer are loaded, or computed, about as fast as a cache can be asked."""
 _NO_WORKER = WorkerSpec(name="", url="")
 
 
@@ -75,6 +77,9 @@ class Holdings:
         sources = {source.endpoint for spec in used for source in spec.sources}
         for gone in sorted(self._sources - sources):
             self.applier.forget(gone)
+        self.applier.on_disk.keep(
+            source.endpoint for spec in used if spec.cache_url for source in spec.sources
+        )
         self._guessed, self._sources, self._num_workers = guessed, sources, len(specs)
         self._has_guessed = any(guessed.values())
         self._table.set_workers(used, [guesses_about(spec.name) for spec in used])
@@ -130,6 +135,33 @@ class Holdings:
         if found is None:
             return np.zeros((len(Tier), self._num_workers))
         return np.array(self._table.matched(found.tokens), dtype=np.float64)
+
+    def disk_block(self, spec: WorkerSpec, found: Found | None, num_tokens: int) -> int | None:
+        """Return what a worker's cache calls the last block of a prompt that it has below DRAM.
+
+        Args:
+            num_tokens: How much of the prompt is only there.
+
+        Returns:
+            None if it is unknown, or the cache is not to be asked for it.
+        """
+        if found is None or spec.cache_url is None or num_tokens < _WORTH_AN_EARLY_LOAD:
+            return None
+        deepest, holding = 0, None
+        for source in spec.sources:
+            holders = self.applier.holders(source.endpoint)
+            for holder in holders_of_rank(holders, spec.data_parallel_rank):
+                bit = self.index.holders.bit(holder)
+                if holder.tier is Tier.DISK and bit is not None and found.tokens[bit] > deepest:
+                    deepest, holding = int(found.tokens[bit]), holder
+        if holding is None:
+            return None
+        for size, keys in found.keys.items():
+            if deepest % size == 0 and deepest <= len(keys) * size:
+                name = self.applier.on_disk.find(holding, keys[deepest // size - 1])
+                if name is not None:
+                    return name
+        return None
 
     def placed(self, request_id: str, worker: str, found: Found | None, now: float) -> None:
         """Note that a request was sent to a worker."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +83,7 @@ class WorkerTable:
         for sources, rank in self._workers:
             row: dict[Tier, list[int]] = {tier: [] for tier in Tier}
             for source in sources:
-                for holder in _of_rank(by_source.get(source, []), rank):
+                for holder in holders_of_rank(by_source.get(source, []), rank):
                     bit = holders.bit(holder)
                     assert bit is not None
                     row[holder.tier].append(bit)
@@ -92,7 +92,8 @@ class WorkerTable:
         self._columns = {tier: _padded(rows[tier]) for tier in Tier}
 
 
-def _of_rank(holders: Sequence[Holder], rank: int | None) -> Sequence[Holder]:
+def holders_of_rank(holders: Collection[Holder], rank: int | None) -> Collection[Holder]:
+    """Return those holders of a source that supply a data-parallel rank."""
     ranks = {holder.rank for holder in holders} - {None}
     if rank is None or len(ranks) < 2:
         return holders

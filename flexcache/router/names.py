@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from flexcache.errors import InternalError
+from flexcache.router.disk_names import DiskNames
 from flexcache.router.holders import Holder
 from flexcache.router.index import IndexPart, KVIndexer
 from flexcache.router.keys import KeyChain
@@ -65,12 +66,19 @@ class BlockNames:
         index: Where the holders of blocks are noted once their keys are known.
         max_waiting: Holdings with unknown keys at most; further ones are refused.
         max_loose: Blocks with tokens and an unknown parent at most; the oldest are dropped.
+        on_disk: Follows the names of blocks below DRAM, where those are needed.
     """
 
     def __init__(
-        self, index: KVIndexer, *, max_waiting: int = 1_000_000, max_loose: int = 100_000
+        self,
+        index: KVIndexer,
+        *,
+        max_waiting: int = 1_000_000,
+        max_loose: int = 100_000,
+        on_disk: DiskNames | None = None,
     ) -> None:
         self._index = index
+        self._on_disk = DiskNames() if on_disk is None else on_disk
         self._shards: list[dict[int, int]] = [{} for _ in range(_NUM_SHARDS)]
         self.num_names = 0
         """Not counting those that stand for another block at one holder."""
@@ -124,15 +132,17 @@ class BlockNames:
 
     def stored_by_name(self, holder: Holder, names: Sequence[int]) -> None:
         """Note that a holder has blocks of which only names are told."""
-        known, unknown = [], []
+        known, keys, unknown = [], [], []
         for name in names:
             key = self.key(holder, name)
             if key is None:
                 unknown.append(name)
             else:
-                known.append(key)
+                known.append(name)
+                keys.append(key)
         if known:
-            self._index.stored(holder, known)
+            taken = self._index.stored(holder, keys)
+            self._on_disk.stored(holder, known[:taken], keys)
         if unknown:
             self.waiting.stored(holder, unknown)
 
@@ -151,6 +161,7 @@ class BlockNames:
                 keys.append(key)
         if unknown:
             self.waiting.removed(holder, unknown)
+        self._on_disk.removed(holder, keys)
         gone = set(self._index.removed(holder, keys))
         if gone:
             for name, key in zip(known, keys, strict=True):
@@ -162,11 +173,13 @@ class BlockNames:
     def forget(self, holder: Holder) -> None:
         """Drop what only concerns a holder whose blocks the index forgets."""
         self.waiting.forget(holder)
+        self._on_disk.forget(holder)
         self._own.pop(holder, None)
         self._has_stale = True
 
     def _learn(self, holder: Holder, names: Sequence[int], keys: Sequence[int]) -> None:
-        """Note the keys of names."""
+        """Note the keys of names of blocks that a holder has."""
+        self._on_disk.stored(holder, names, keys)
         shards, own = self._shards, self._own.get(holder)
         for name, key in zip(names, keys, strict=False):
             shard = shards[name >> _SHIFT & _MASK]

@@ -9,6 +9,7 @@ import msgspec
 from flexcache.errors import FlexCacheError
 from flexcache.router.stats import RouterStats
 from flexcache.router.workers import WorkerState
+from flexcache.transfer.breaker import BreakerState
 
 _ENOUGH_REQUESTS = 20
 """Before these, shares say nothing."""
@@ -38,6 +39,9 @@ def find_trouble(stats: RouterStats) -> Iterator[str]:
     yield from _of_workers(stats)
     yield from _of_sources(stats)
     yield from _of_predictions(stats)
+    for url, cache in stats.caches.items():
+        if cache.circuit != BreakerState.CLOSED:
+            yield f"Cache {url} takes no early loads: {cache.failure}"
     if stats.index.blocks >= stats.index.max_blocks:
         yield "The index is full and misses blocks that engines hold: raise max_blocks."
     if stats.tokens is not None:

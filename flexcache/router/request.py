@@ -45,6 +45,8 @@ class Decision:
         matched: Tokens that each tier supplies; a token counts for the fastest tier that has it.
         ttft_s: Predicted time to the first token; None before the service time is known.
         reason: Why: ``cost``, ``tie``, ``only_one``, ``load`` (tokens unknown), or a policy's own.
+        disk_block: What the worker's cache calls the last block that it has on SSD or remote store
+            only; None if that is unknown, or too little is there.
     """
 
     worker: str
@@ -53,6 +55,7 @@ class Decision:
     matched: Mapping[Tier, int]
     ttft_s: float | None
     reason: str
+    disk_block: int | None = None
 
     @property
     def matched_tokens(self) -> int:

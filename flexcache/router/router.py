@@ -178,7 +178,7 @@ class KVRouter:
         found = self.holdings.find(request)
         prompt = self._prompt(request, found)
         pick, _ = self.dispatcher.choose(request.request_id, prompt, now, eligible)
-        decision = self._decision(request, prompt, pick, now)
+        decision = self._decision(request, prompt, pick, found, now)
         self._running[request.request_id] = _Running(
             pick.worker,
             request.num_tokens,
@@ -332,18 +332,22 @@ class KVRouter:
             last = self.fleet[name].number if name is not None and name in self.fleet else None
         return Prompt(request.num_tokens, self.holdings.matched(found), last)
 
-    def _decision(self, request: RouteRequest, prompt: Prompt, pick: Pick, now: float) -> Decision:
-        others = pick.next_best(_MAX_OTHERS)
+    def _decision(
+        self, request: RouteRequest, prompt: Prompt, pick: Pick, found: Found | None, now: float
+    ) -> Decision:
+        spec = self.fleet[self.fleet.name(pick.worker)].spec
+        matched = _by_tier(prompt, pick.worker)
         is_known = self.dispatcher.service_time.is_known
         # The request is part of the backlog by now.
         ttft_s = float(self.dispatcher.load.wait_s(now)[pick.worker]) if is_known else None
         return Decision(
-            worker=self.fleet.name(pick.worker),
-            others=tuple(self.fleet.name(number) for number in others),
+            worker=spec.name,
+            others=tuple(map(self.fleet.name, pick.next_best(_MAX_OTHERS))),
             num_tokens=request.num_tokens,
-            matched=_by_tier(prompt, pick.worker),
+            matched=matched,
             ttft_s=ttft_s,
             reason="load" if request.token_ids is None else pick.reason,
+            disk_block=self.holdings.disk_block(spec, found, matched[Tier.DISK]),
         )
 
     def _ttft_s(self, prompt: Prompt, now: float) -> np.ndarray | None:

@@ -59,7 +59,7 @@ def listing_of(config: RouterConfig) -> tuple[Listing, WorkerFile | None]:
         hint = "name an engine with --worker or in a file, or allow some to be added"
         raise reject("workers", (), hint)
     file = None if config.worker_file is None else WorkerFile(config.worker_file)
-    return parse_options(config.workers, config.events), file
+    return parse_options(config.workers, config.events, config.caches), file
 
 
 def routing_of(config: RouterConfig) -> KVRouter:
@@ -76,6 +76,12 @@ def routing_of(config: RouterConfig) -> KVRouter:
         max_requests=config.max_requests_per_worker,
         max_wait_s=config.max_wait_s,
     )
+
+
+def cache_headers(config: RouterConfig) -> dict[str, str]:
+    """Return the header with the caches' token, if they have one."""
+    token = config.cache_token
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def engine_headers(config: RouterConfig) -> dict[str, str]:

@@ -169,6 +169,21 @@ class SourceStats(_Part, frozen=True, kw_only=True):
     bad_batches: int
 
 
+class CacheStats(_Part, frozen=True, kw_only=True):
+    """Early loads that a cache was asked for, as requests were placed before it."""
+
+    circuit: str
+    """A `BreakerState`: while it is not closed, the cache gets only trials."""
+    running: int
+    """Calls without an answer."""
+    results: dict[str, int]
+    """Calls ``accepted`` and ``failed``; not made: ``busy`` (too many open), ``circuit``."""
+    tokens: int
+    """In calls that were accepted."""
+    failure: str
+    """How the last call failed; empty if it did not."""
+
+
 class TokenizerStats(_Part, frozen=True, kw_only=True):
     """Conversion of requests to token ids."""
 
@@ -239,6 +254,8 @@ class RouterStats(_Part, frozen=True, kw_only=True):
     process: ProcessStats | None = None
     sources: dict[str, SourceStats] = {}
     """By endpoint."""
+    caches: dict[str, CacheStats] = {}
+    """By URL."""
     tokens: TokenizerStats | None = None
     queue: QueueStats | None = None
     proxy: ProxyStats | None = None

@@ -38,12 +38,14 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         url: Base URL, without a path.
         data_parallel_rank: Sent as ``X-data-parallel-rank``; None: the engine has one rank.
         sources: Publishers of the blocks that this worker can use.
+        cache_url: HTTP API of its cache, without a path; None: it is not asked for anything.
     """
 
     name: str
     url: str
     data_parallel_rank: int | None = None
     sources: tuple[EventSource, ...] = ()
+    cache_url: str | None = None
 
 
 class WorkerState(str, Enum):

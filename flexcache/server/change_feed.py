@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from flexcache.cache.journal import Change, Stored
 from flexcache.config import CacheConfig
+from flexcache.events.published_names import PublishedNames
 from flexcache.events.publisher import KVEventPublisher
 
 _MAX_WAITING_TOKENS = 8 << 20  # some 300 MB
@@ -18,10 +19,17 @@ class ChangeFeed:
     Args:
         config: Has whether callers take changes, and how many batches may wait for them.
         publisher: A publisher that was started, if changes are published. Closed with the feed.
+        names: Follows what blocks are called, if they may be asked for by name.
     """
 
-    def __init__(self, config: CacheConfig, publisher: KVEventPublisher | None) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        publisher: KVEventPublisher | None,
+        names: PublishedNames | None = None,
+    ) -> None:
         self._publisher = publisher
+        self._names = names
         self._is_taken = config.kv_events
         self._max_waiting = config.kv_events_queue
         self._waiting: deque[Sequence[Change]] = deque()
@@ -30,6 +38,8 @@ class ChangeFeed:
 
     def pass_on(self, changes: Sequence[Change]) -> None:
         """Queue changes for the publisher and for `take`."""
+        if self._names is not None:
+            self._names.apply(changes)
         if self._publisher is not None:
             self._publisher.publish(changes)
         if not self._is_taken:

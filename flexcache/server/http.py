@@ -5,7 +5,8 @@
     GET  /status           `KVManager.stats` as JSON
     POST /cache/clear      {"tier": "SSD"}, or null for all
     POST /cache/prefetch   {"token_ids": [..]} or {"block_keys": [hex, ..]}, and a "namespace": [..]
-    POST /cache/session    {"session_id": "..", "over": true, "returns_in_s": 20}, one or both
+                           or {"block_hash": 123}, the prompt's last block in KV events
+    POST /cache/session    {"session_id": ".."} with "over": true or "returns_in_s": 20
 
 The API has its own event loop, on a daemon thread; it calls the server on further threads, so that
 neither waits for the other. On loopback it answers only requests that name a loopback host (so a
@@ -23,7 +24,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -82,10 +83,11 @@ class Served(Protocol):
         token_ids: Sequence[int] | None,
         block_keys: Sequence[bytes] | None,
         namespace: Sequence[str] = (),
+        block_hash: int | None = None,
     ) -> int:
         """Start a prefetch; return how many blocks will be in DRAM.
 
-        Raises `ValueError` unless exactly one of keys and tokens is given, and is valid.
+        Raises `ValueError` unless exactly one of tokens, keys and hash is given, and is valid.
         """
 
     def session_hint(
@@ -97,15 +99,24 @@ class Served(Protocol):
         """
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class ClearRequest(msgspec.Struct, forbid_unknown_fields=True):
     tier: str | None
 
 
 class PrefetchRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Request with one of ``token_ids`` and ``block_keys``, the latter in hexadecimal."""
+    """Request with one of the first three.
 
-    token_ids: list[int] | None = None
+    Attributes:
+        block_keys: In hexadecimal.
+        block_hash: Of the last wanted block, as KV events have it; its low 64 bits suffice.
+    """
+
+    token_ids: list[TokenId] | None = None
     block_keys: list[str] | None = None
+    block_hash: int | None = None
     namespace: list[str] = []
 
 
@@ -256,7 +267,7 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
         keys = wanted.block_keys
         block_keys = None if keys is None else [bytes.fromhex(key) for key in keys]
         num_blocks = await run_in_threadpool(
-            server.prefetch, wanted.token_ids, block_keys, wanted.namespace
+            server.prefetch, wanted.token_ids, block_keys, wanted.namespace, wanted.block_hash
         )
         return _json({"blocks": num_blocks}, 202)
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from flexcache.cache.journal import Change
 from flexcache.config import CacheConfig
+from flexcache.events.published_names import PublishedNames
 from flexcache.events.publisher import KVEventPublisher
 from flexcache.logs import log_event
 from flexcache.server.change_feed import ChangeFeed
@@ -55,7 +56,9 @@ class Observers:
             publisher = None
             if config.kv_events_endpoint is not None:
                 publisher = self._start("KV events", lambda: self._open_publisher(cache))
-            self.feed = ChangeFeed(config, publisher)
+            if config.http_endpoint is not None:
+                cache.published = PublishedNames(config.kv_events_hashes)
+            self.feed = ChangeFeed(config, publisher, cache.published)
         if config.trace_dir is not None:
             self._tracer = self._start("trace", lambda: self._open_tracer(cache))
             cache.tasks.recorder = self._tracer

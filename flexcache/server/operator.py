@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flexcache.cache.continuation import IndexedKeys, find_prefix
 from flexcache.cache.prompt import Prompt, PromptMaker, check_hint
 from flexcache.errors import RegistrationError
+from flexcache.events.wire import low_64_bits
 from flexcache.ids import MAX_KEY_BYTES, TaskKind
 from flexcache.request_info import PromptDetail
 from flexcache.server.local_session import LocalSession
@@ -53,21 +55,32 @@ class Operator:
         token_ids: Sequence[int] | None,
         block_keys: Sequence[bytes] | None,
         namespace: str | Sequence[str] | None = None,
+        block_hash: int | None = None,
     ) -> int:
         """Bring what lower tiers have of a prompt to DRAM. Does not wait for it.
 
         Args:
-            token_ids: The prompt; or instead ``block_keys``, as its engine hashes it.
+            token_ids: The prompt; or instead ``block_keys``, as its engine hashes it; or
+                ``block_hash``, by which KV events named its last block below DRAM.
 
         Returns:
             How many of its blocks will be in DRAM.
 
         Raises:
-            ValueError: Not exactly one of the two is given, or it makes no sense.
+            ValueError: Not exactly one of the three is given, or it makes no sense.
             RegistrationError: The model is not known yet.
         """
         cache = self._require_cache()
-        prompt = _prompt(cache, token_ids, block_keys, namespace)
+        if sum(each is not None for each in (token_ids, block_keys, block_hash)) != 1:
+            raise ValueError("give one of token_ids, block_keys and block_hash")
+        if block_hash is None:
+            prompt = _prompt(cache, token_ids, block_keys, namespace)
+        else:
+            keys = self._find_published(cache, block_hash)
+            if keys is None:
+                return 0
+            num_tokens = keys.num_blocks * cache.config.tokens_per_block
+            prompt = Prompt(keys, 0, keys.num_blocks, num_tokens)
         session = self._open_session()
         task = session.match(TaskKind.PREFETCH, prompt)
         assert task is not None  # it may wait
@@ -87,6 +100,14 @@ class Operator:
         check_hint(session_id, over, returns_in_s)
         self._require_cache()
         return self._open_session().session_hint(session_id, over, returns_in_s)
+
+    def _find_published(self, cache: ServedCache, block_hash: int) -> IndexedKeys | None:
+        """Return the prefix that ends with a block below DRAM, by its hash in KV events."""
+        if cache.published is None:
+            raise ValueError("block_hash: this cache publishes no KV events")
+        with self._server.session() as tasks:
+            block = cache.published.find(low_64_bits(block_hash))
+            return None if block is None else find_prefix(*block, tasks.cache.tiers)
 
     def _open_session(self) -> LocalSession:
         with self._opening:
@@ -109,8 +130,6 @@ def _prompt(
     namespace: str | Sequence[str] | None,
 ) -> Prompt:
     """A prompt as it comes by HTTP: lists of anything."""
-    if (token_ids is None) == (block_keys is None):
-        raise ValueError("give either token_ids or block_keys")
     size = cache.config.tokens_per_block
     detail = PromptDetail.NOTHING if token_ids is None else PromptDetail.TOKENS
     maker = PromptMaker(cache.fingerprint, size, lambda: detail)

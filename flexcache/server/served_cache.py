@@ -12,6 +12,7 @@ from flexcache.cache.tiers import Tiers
 from flexcache.config import CacheConfig, ModelConfig
 from flexcache.config.groups import UnitShape
 from flexcache.errors import ConfigError, StorageError
+from flexcache.events.published_names import PublishedNames
 from flexcache.ids import TierName
 from flexcache.logs import log_event
 from flexcache.server.store import CacheStore, other_layout
@@ -85,6 +86,7 @@ class ServedCache:
         shape: How the blocks of the model's groups fill the cache's.
         layouts: How the ranks that have registered lay out their shards.
         layout: How the ranks lay out the bytes of a block; None until it is known of all shards.
+        published: What KV events call its blocks, where these may be asked for by name.
 
     Raises:
         ConfigError: A size does not fit the model or the machine.
@@ -95,6 +97,7 @@ class ServedCache:
     def __init__(self, model: ModelConfig, config: CacheConfig, shards: Shards) -> None:
         self.model = model
         self.config = config
+        self.published: PublishedNames | None = None
         self.fingerprint = model.fingerprint(config.tokens_per_block)
         self.shape = UnitShape(model.groups, config.tokens_per_block)
         self.shards = shards

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from flexcache.router.stats import RouterStats, SourceStats, WorkerStats
+from flexcache.router.stats import CacheStats, RouterStats, SourceStats, WorkerStats
 from flexcache.router.workers import Tier, WorkerState
 from flexcache.status.tables import (
     Column,
@@ -21,6 +21,7 @@ from flexcache.status.tables import (
     titled,
 )
 from flexcache.tasks.stats import HistogramStats
+from flexcache.transfer.breaker import BreakerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,9 @@ def render(stats: RouterStats, rates: RouterRates | None, width: int) -> Group:
         rates: Changes since the previous reading; None if unknown.
         width: Characters per line.
     """
-    tables = (_workers(stats, width), _sources(stats.sources, width))
+    tables = (
+        _workers(stats, width), _sources(stats.sources, width), _caches(stats.caches, width),
+    )  # fmt: skip
     return Group(
         _title(stats),
         *(Text(f"! {sentence}", "yellow") for sentence in stats.trouble),
@@ -133,6 +136,25 @@ def _sources(sources: Mapping[str, SourceStats], width: int) -> Table | None:
         Column("restarts", number(lambda source: source.restarts), 2),
     ]
     return table_of(columns, sources, width)
+
+
+def _caches(caches: Mapping[str, CacheStats], width: int) -> Table | None:
+    def state(_: str, cache: CacheStats) -> Text:
+        is_asked = cache.circuit == BreakerState.CLOSED
+        return Text("asked", "green") if is_asked else Text("failing", "red")
+
+    def dropped(cache: CacheStats) -> int:
+        return cache.results.get("busy", 0) + cache.results.get("circuit", 0)
+
+    columns: list[Column[CacheStats]] = [
+        Column("cache", entry_name, is_number=False),
+        Column("state", state, is_number=False),
+        Column("early loads", number(lambda cache: cache.results.get("accepted", 0))),
+        Column("tokens", number(lambda cache: cache.tokens), 2),
+        Column("failed", number(lambda cache: cache.results.get("failed", 0))),
+        Column("not asked", number(dropped), 1),
+    ]
+    return table_of(columns, caches, width)
 
 
 def _requests(stats: RouterStats, rates: RouterRates | None) -> Iterator[Text]:

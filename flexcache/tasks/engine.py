@@ -32,6 +32,7 @@ from flexcache.ids import (
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.checksums import Checksums, SlotChecksums
 from flexcache.tasks.deadlines import TaskDeadlines
+from flexcache.tasks.early_tasks import EarlyTasks
 from flexcache.tasks.executors import Executors
 from flexcache.tasks.instructions import REMOTE, Instruction
 from flexcache.tasks.lookups import RemoteLookUps
@@ -98,6 +99,7 @@ class KVTaskEngine:
             cache, self._sessions, self._executors, self._lookups, self._instructions,
             max_open_tasks,
         )  # fmt: skip
+        self._early = EarlyTasks(cache, self._sessions, self._matcher, self._runner)
         self._deadlines = TaskDeadlines(match_ttl_s, remote_timeout_s)
         self.queries = TaskQueries(
             cache, self._sessions, self._executors, self._accounts, self._deadlines,
@@ -154,9 +156,8 @@ class KVTaskEngine:
         return self._matcher.look_up(kind, keys, stop, now)
 
     def awaits_load(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
-        """Whether a get that can wait should ask again a little later (`EarlyLoads`)."""
-        owner = self._sessions.get(session)
-        return owner is not None and self._matcher.awaits_load(owner, keys, stop, now)
+        """Whether a get that can wait should ask again a little later (`EarlyTasks`)."""
+        return self._early.awaits(session, keys, stop, now)
 
     def match(
         self, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
@@ -222,7 +223,7 @@ class KVTaskEngine:
         for task_id in to_cancel:
             task = self._sessions.tasks.get(task_id)
             if task is None:
-                self.cache.early.cancel(task_id)
+                self.cache.early.cancel(task_id, now)
             if task is None or task.state.is_cancelled:
                 continue
             task.cancel()
@@ -308,12 +309,12 @@ class KVTaskEngine:
             self._sessions.tasks[unlaunched].errors.append(reason)
             self.cancel([unlaunched], now)
         self._runner.expire(now)
-        self.cache.early.expire(now)
+        self._early.tick(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
         times = [self._deadlines.next(), self._executors.next_deadline()]
-        times.append(self.cache.next_deadline())
+        times += [self.cache.next_deadline(), self._early.next_deadline()]
         if self._lookups is not None:
             times.append(self._lookups.next_deadline(self._executors.is_up(REMOTE)))
         return min((time for time in times if time is not None), default=None)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from flexcache.cache.tiers import Tiers
 from flexcache.errors import InternalError
-from flexcache.ids import OpId, TaskId, TierName
+from flexcache.ids import OpId, OpKind, TaskId, TaskKind, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.availability import Availability
 from flexcache.tasks.checksums import Checksums, SlotChecksums
@@ -37,7 +37,7 @@ from flexcache.tasks.model import OpRun, Task
 from flexcache.tasks.routes import LOAD_TIER, LOWER_TIER, WORKER_OF, WORKERS
 from flexcache.tasks.stats import QueueStats
 from flexcache.transfer.breaker import CircuitBreaker
-from flexcache.transfer.fair_queue import FairQueue
+from flexcache.transfer.fair_queue import FairQueue, Urgency
 from flexcache.transfer.graph import TransferOp
 
 _MAX_OPS_AT_ONCE = 8  # given to a worker: enough to keep it busy, few enough that a read need not
@@ -54,6 +54,8 @@ class _WorkerLane:
     timeout_s: float
     queue: FairQueue[tuple[Task, TransferOp]] = field(default_factory=FairQueue)
     num_running: int = 0
+    blocks_loading: int = 0
+    """Blocks of the loads that it was given."""
 
 
 class Executors:
@@ -155,11 +157,23 @@ class Executors:
         if worker is None:
             self._give(task, op, now)
         else:
-            lane, is_load = self._lanes[worker], op.kind in LOAD_TIER
-            lane.queue.add(op.op_id, (task, op), owner=task.owner.session, is_load=is_load)
+            lane = self._lanes[worker]
+            lane.queue.add(
+                op.op_id, (task, op), owner=task.owner.session, urgency=_urgency(task, op),
+                num_blocks=len(op),
+            )  # fmt: skip
             task.waiting.add(op.op_id)
             self._fill(lane, now)
         return None
+
+    def blocks_ahead(self, kind: OpKind, is_early: bool) -> int:
+        """Return how many blocks a worker loads before those of a new load, early or not. O(1)."""
+        worker = WORKER_OF.get(kind)
+        if worker is None:
+            return 0  # past DRAM
+        lane = self._lanes[worker]
+        num_early = lane.queue.num_blocks(Urgency.EARLY) if is_early else 0
+        return lane.blocks_loading + lane.queue.num_blocks(Urgency.NEEDED) + num_early
 
     def done(
         self,
@@ -227,6 +241,7 @@ class Executors:
             task, op = waiting
             task.waiting.discard(op.op_id)
             lane.num_running += 1
+            lane.blocks_loading += len(op) if op.kind in LOAD_TIER else 0
             self._give(task, op, now)
 
     def _give(self, task: Task, op: TransferOp, now: float) -> None:
@@ -274,6 +289,7 @@ class Executors:
         if op.kind in WORKER_OF:
             lane = self._lanes[executor]
             lane.num_running -= 1
+            lane.blocks_loading -= len(op) if op.kind in LOAD_TIER else 0
             self._fill(lane, now)
             if executor == REMOTE:
                 return [run, *self._judge_store(run, now)]
@@ -321,11 +337,24 @@ class Executors:
         direct = (run.op for run in self._running.values() if run.op.kind.is_direct)
         if self._direct_blocks != sum(map(len, direct)):
             raise InternalError(f"{self._direct_blocks} blocks are counted between GPU and SSD")
+        for worker, lane in self._lanes.items():
+            lane.queue.check()
+            given = [
+                run.op for run in self._running.values() if WORKER_OF.get(run.op.kind) == worker
+            ]
+            if lane.blocks_loading != sum(len(op) for op in given if op.kind in LOAD_TIER):
+                raise InternalError(f"{lane.blocks_loading} blocks are counted at {worker}")
         for op_id, run in self._running.items():
             if not run.waiting_for:
                 raise InternalError(f"op {op_id} runs without an executor")
             if run.task.task_id not in open_tasks:
                 raise InternalError(f"op {op_id} runs for a task that has ended")
+
+
+def _urgency(task: Task, op: TransferOp) -> Urgency:
+    if op.kind not in LOAD_TIER:
+        return Urgency.STORE
+    return Urgency.EARLY if task.plan.kind is TaskKind.PREFETCH else Urgency.NEEDED
 
 
 def _undone(task: Task, op: TransferOp, error: str) -> OpRun:

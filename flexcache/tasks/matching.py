@@ -5,8 +5,9 @@ from __future__ import annotations
 from flexcache.cache.block_keys import BlockKeys, PromptKeys
 from flexcache.cache.continuation import ChainKeys, find_chain
 from flexcache.cache.direct_stores import DirectStores
+from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.layout_roots import LayoutRoots
-from flexcache.cache.plan import Plan
+from flexcache.cache.plan import EarlyTerms, Plan
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TaskId, TaskKind
 from flexcache.tasks.deadlines import load_patience_s
@@ -45,6 +46,8 @@ class Matcher:
         self._instructions = instructions
         self._max_open_tasks = max_open_tasks
         self._roots = LayoutRoots()
+        if cache.loads.cost is not None:
+            cache.loads.cost.blocks_ahead = executors.blocks_ahead
 
     def adopt_layout(self, layout: bytes) -> bool:
         """Keep blocks under this layout from now on; whether it is another one."""
@@ -77,17 +80,17 @@ class Matcher:
             return None
         return lookups.look_up(keys, stop, now, self._instructions, tails or ())
 
-    def awaits_load(self, owner: Session, keys: PromptKeys, stop: int, now: float) -> bool:
-        """Whether a get should ask again a little later, since what it needs is being loaded early.
+    def awaited(self, owner: Session, keys: PromptKeys, stop: int, now: float) -> list[EarlyLoad]:
+        """Return the early loads for which a get should ask again a little later.
 
         It waits no longer than computing its blocks would take.
         """
         early = self._cache.early
         if not early.num_open or keys.parent_key is not None:
-            return False
+            return []
         self._roots.place(keys)
         patience_s = load_patience_s(stop, owner.prefill_blocks_per_s, _LONGEST_WAIT_S)
-        return early.awaits(keys, now, patience_s)
+        return early.awaited(keys, now, patience_s)
 
     def plan(
         self, owner: Session, task_id: TaskId, kind: TaskKind, keys: PromptKeys, start: int,
@@ -114,6 +117,17 @@ class Matcher:
             self._cache.early.begin(task_id, plan, keys, now)
         return plan, keys, start, stop
 
+    def plan_return(self, keys: BlockKeys, now: float) -> Plan:
+        """Plan to load a prompt of a session that returns soon, which keys name as tiers do."""
+        self._cache.tiers.advance(now)
+        rate = self._sessions.highest_prefill_rate
+        return self._cache.loads.plan_prefetch(keys, 0, keys.num_blocks, rate, self._terms())
+
+    def _terms(self) -> EarlyTerms:
+        """Return what an early load may take; nothing where DRAM is no tier."""
+        terms = self._cache.early.terms()
+        return terms if self._cache.direct_stores is None else terms._replace(num_blocks=0)
+
     def _plan(
         self, owner: Session, kind: TaskKind, keys: PromptKeys, start: int, stop: int,
         retain_s: float, tail_at: int,
@@ -128,9 +142,8 @@ class Matcher:
                 keys, start, stop, owner.prefill_blocks_per_s, self._may_go_direct(owner)
             )
         if kind is TaskKind.PREFETCH:
-            room = 0 if self._cache.direct_stores is not None else self._cache.early.room
             rate = owner.prefill_blocks_per_s
-            return self._cache.loads.plan_prefetch(keys, start, stop, rate, room)
+            return self._cache.loads.plan_prefetch(keys, start, stop, rate, self._terms())
         if (direct := self._direct_stores(owner)) is not None:
             is_recording = self._cache.stores.is_recording
             return direct.plan_put(keys, start, stop, retain_s, is_recording)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import Plan
 from flexcache.cache.tail_index import TAIL_FIRST
 from flexcache.cache.tiered_cache import TieredCache
@@ -61,7 +62,7 @@ class TaskRunner:
 
     def run(self, task: Task, now: float) -> None:
         """Start a task whose graph is complete."""
-        self._cache.early.use(task.early)
+        self._cache.early.use(task.early, now)
         self._submit(task, now)
         self.follow(now)
         if not task.plan.graph.ops:  # a prefetch of what the host tier has
@@ -70,6 +71,17 @@ class TaskRunner:
     def store(self, plan: Plan, now: float) -> None:
         """Carry out a plan on the cache's own account."""
         self._submit_store(plan, now)
+        self.follow(now)
+
+    def load_early(self, plan: Plan, keys: BlockKeys, now: float) -> None:
+        """Carry out a prefetch on the cache's own account."""
+        task = self._sessions.internal_task(plan)
+        self._cache.early.begin(task.task_id, plan, keys, now)
+        if not plan.graph.ops:
+            self._cache.finish(plan)
+            return
+        self._sessions.open(task)
+        self._submit(task, now)
         self.follow(now)
 
     def stop(self, task: Task, now: float) -> None:
@@ -171,6 +183,7 @@ class TaskRunner:
         task.moved.setdefault(op.kind, {})[op.first] = 0 if task.ignores(op) else ended.num_ok
         task.open_ops[op.kind] -= 1
         self._publish_what_is_whole(task, op.kind)
+        self._cache.early.settle(now)
         is_over = not task.open_ops.total()
         if op.kind.touches_gpu:
             is_due = not task.gpu_ops_open and not task.state.is_overdue
@@ -208,6 +221,7 @@ class TaskRunner:
             self._cache.sessions.put_ended(task.session_id)
         elif task.plan.kind is TaskKind.PREFETCH:
             self._end_early_load(task, now)
+        self._cache.early.settle(now)
         result, was_overdue = task.result(is_final=True), task.state.is_overdue
         task.end(result.status)
         self._accounts.ended(task, result)

@@ -131,6 +131,11 @@ class TaskSessions:
         """How fast the engine computes, for load or recompute."""
         self._sessions[session].prefill_blocks_per_s = blocks_per_s
 
+    @property
+    def highest_prefill_rate(self) -> float:
+        """Blocks per second of the engine that computes fastest; 0 if none has said."""
+        return max(session.prefill_blocks_per_s for session in self._sessions.values())
+
     def set_disputed(self, engine: str, is_disputed: bool) -> None:
         (self._disputed.add if is_disputed else self._disputed.discard)(engine)
 

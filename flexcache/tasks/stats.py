@@ -150,6 +150,7 @@ class SessionStats(_Part, frozen=True, kw_only=True):
     unknown: int
     retired_blocks: int
     kept_blocks: int
+    fetched_blocks: int
     returned_sessions: int
 
 

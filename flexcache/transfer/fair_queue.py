@@ -1,61 +1,114 @@
 """Queue of ops for an executor that several engines share.
 
-Loads go before stores, but a store gets every fourth turn; within a class the engines take turns,
-and each engine's ops are served first come, first served. Everything is O(1) per op.
+Loads that requests wait for go first, then those that are early, then stores; but a store gets
+every fourth turn. Within a class the engines take turns, and each engine's ops are served first
+come, first served. Everything is O(1) per op.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Generic, TypeVar
 
+from flexcache.errors import InternalError
 from flexcache.ids import OpId
 
 Item = TypeVar("Item")
 _EAGER_LOADS = 3
 
 
+class Urgency(Enum):
+    """Class of an op.
+
+    Attributes:
+        NEEDED: A load that a request waits for.
+        EARLY: A load ahead of its request.
+        STORE: A write.
+    """
+
+    NEEDED = auto()
+    EARLY = auto()
+    STORE = auto()
+
+
+_LOADS_FIRST = (Urgency.NEEDED, Urgency.EARLY, Urgency.STORE)
+_STORES_FIRST = (Urgency.STORE, Urgency.NEEDED, Urgency.EARLY)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting(Generic[Item]):
+    item: Item
+    urgency: Urgency
+    num_blocks: int
+
+
 class FairQueue(Generic[Item]):
     """Waiting ops by class and by owner."""
 
     def __init__(self) -> None:
-        self._loads: OrderedDict[int, deque[OpId]] = OrderedDict()
-        self._stores: OrderedDict[int, deque[OpId]] = OrderedDict()
-        self._items: dict[OpId, Item] = {}
+        self._queues: dict[Urgency, OrderedDict[int, deque[OpId]]] = {
+            urgency: OrderedDict() for urgency in Urgency
+        }
+        """Those of ops that were discarded are skipped later."""
+        self._waiting: dict[OpId, _Waiting[Item]] = {}
+        self._num_blocks = dict.fromkeys(Urgency, 0)
         self._loads_since_store = 0
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._waiting)
 
-    def add(self, op_id: OpId, item: Item, *, owner: int, is_load: bool) -> None:
-        self._items[op_id] = item
-        (self._loads if is_load else self._stores).setdefault(owner, deque()).append(op_id)
+    def num_blocks(self, urgency: Urgency) -> int:
+        """Return how many blocks the waiting ops of a class have together."""
+        return self._num_blocks[urgency]
+
+    def add(
+        self, op_id: OpId, item: Item, *, owner: int, urgency: Urgency, num_blocks: int = 1
+    ) -> None:
+        self._waiting[op_id] = _Waiting(item, urgency, num_blocks)
+        self._num_blocks[urgency] += num_blocks
+        self._queues[urgency].setdefault(owner, deque()).append(op_id)
 
     def discard(self, op_id: OpId) -> None:
         """Remove an op that should no longer run."""
-        self._items.pop(op_id, None)
+        self._pop(op_id)
 
     def next(self) -> Item | None:
         """Remove and return the op whose turn it is."""
-        store_first = self._loads_since_store >= _EAGER_LOADS
-        first, second = self._loads, self._stores
-        for queue in (second, first) if store_first else (first, second):
-            item = self._take(queue)
+        is_stores_turn = self._loads_since_store >= _EAGER_LOADS
+        for urgency in _STORES_FIRST if is_stores_turn else _LOADS_FIRST:
+            item = self._take(urgency)
             if item is not None:
-                is_load = queue is self._loads
+                is_load = urgency is not Urgency.STORE
                 self._loads_since_store = self._loads_since_store + 1 if is_load else 0
                 return item
         return None
 
-    def _take(self, queue: OrderedDict[int, deque[OpId]]) -> Item | None:
+    def check(self) -> None:
+        """Raise `InternalError` if the blocks are miscounted. O(ops)."""
+        counted = dict.fromkeys(Urgency, 0)
+        for waiting in self._waiting.values():
+            counted[waiting.urgency] += waiting.num_blocks
+        if counted != self._num_blocks:
+            raise InternalError(f"blocks that wait for a worker are miscounted: {counted}")
+
+    def _pop(self, op_id: OpId) -> _Waiting[Item] | None:
+        waiting = self._waiting.pop(op_id, None)
+        if waiting is not None:
+            self._num_blocks[waiting.urgency] -= waiting.num_blocks
+        return waiting
+
+    def _take(self, urgency: Urgency) -> Item | None:
+        queue = self._queues[urgency]
         while queue:
-            owner, waiting = next(iter(queue.items()))
-            item = None
-            while waiting and item is None:
-                item = self._items.pop(waiting.popleft(), None)
+            owner, op_ids = next(iter(queue.items()))
+            taken: _Waiting[Item] | None = None
+            while op_ids and taken is None:
+                taken = self._pop(op_ids.popleft())
             del queue[owner]
-            if waiting:  # the owner's next turn comes after those of all others
-                queue[owner] = waiting
-            if item is not None:
-                return item
+            if op_ids:  # the owner's next turn comes after those of all others
+                queue[owner] = op_ids
+            if taken is not None:
+                return taken.item
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flexcache.router.stats import (
     CachedTokensStats,
+    CacheStats,
     IndexStats,
     PeerStats,
     ProcessStats,
@@ -22,6 +23,7 @@ from flexcache.tasks.stats import HistogramStats
 A, B = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 SOURCE_A, SOURCE_B = "tcp://10.0.0.1:5557", "tcp://10.0.0.2:5557"
 SHARED = "tcp://10.0.0.9:5560"
+CACHE_A, CACHE_B = "http://10.0.0.1:9470", "http://10.0.0.2:9470"
 
 
 def histogram(*counts: int, total: float = 1.0) -> HistogramStats:
@@ -63,6 +65,17 @@ def make_source(**changes: object) -> SourceStats:
         "bad_batches": 9,
     } | changes
     return SourceStats(**source)  # type: ignore[arg-type]
+
+
+def make_cache(**changes: object) -> CacheStats:
+    cache = {
+        "circuit": "closed",
+        "running": 45,
+        "results": {"accepted": 46, "failed": 47, "busy": 48, "circuit": 49},
+        "tokens": 50_000,
+        "failure": "",
+    } | changes
+    return CacheStats(**cache)  # type: ignore[arg-type]
 
 
 def make_routing() -> RoutingStats:
@@ -144,6 +157,10 @@ def make_stats(**changes: object) -> RouterStats:
             SOURCE_A: make_source(),
             SOURCE_B: make_source(is_connected=False, is_silent=True, last_batch_age_s=None),
             SHARED: make_source(batches=901),
+        },
+        "caches": {
+            CACHE_A: make_cache(),
+            CACHE_B: make_cache(circuit="half_open", failure="no answer within 2 s"),
         },
         "tokens": TokenizerStats(
             requests={"ids": 1, "local": 90, "render": 7, "unknown": 2},

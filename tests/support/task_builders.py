@@ -573,7 +573,7 @@ class World:
         if op.kind in NAMED and (op.kind not in RECORDED or self.cache.stores.is_recording):
             self._check_names(op)
         if info is None:  # the cache's own
-            assert op.kind in (OpKind.H2DISK, OpKind.H2REMOTE)
+            assert not op.kind.touches_gpu
             assert not run.gated
         else:
             assert run.gated == (info.gated and op.kind.touches_gpu)

@@ -436,6 +436,24 @@ def test_events_of_an_added_worker_come_from_its_host(
     assert narrow_router.call("POST", "/workers", body)[0] == status
 
 
+@pytest.mark.parametrize(
+    ("cache_url", "status"),
+    [
+        ("http://10.1.2.3:9470", 201),
+        ("https://{host}:9470/", 201),
+        ("http://169.254.169.254:9470", 403),
+        ("http://10.1.2.3:9470@169.254.169.254:80", 400),
+        ("http://10.1.2.3:9470/cache/clear", 400),
+        ("tcp://10.1.2.3:9470", 400),
+    ],
+)
+def test_the_cache_of_an_added_worker_is_on_its_host(
+    narrow_router: RouterProcess, cache_url: str, status: int
+) -> None:
+    body = {"url": "http://10.1.2.3:8000", "cache_url": cache_url}
+    assert narrow_router.call("POST", "/workers", body)[0] == status
+
+
 @pytest.fixture(scope="module")
 def narrow_router() -> Iterator[RouterProcess]:
     """A router that takes workers of one network only."""

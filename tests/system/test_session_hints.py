@@ -49,7 +49,7 @@ def test_a_session_that_is_over_makes_room_for_those_that_go_on(cluster: Cluster
     sessions = manager.stats()["sessions"]
     assert sessions == {
         "known": 4, "over": 2, "returning": 0, "unknown": 1, "retired_blocks": NUM_BLOCKS,
-        "kept_blocks": 0, "returned_sessions": 1,
+        "kept_blocks": 0, "fetched_blocks": 0, "returned_sessions": 1,
     }  # fmt: skip
 
 
@@ -71,6 +71,13 @@ def test_wrong_hints_are_refused_and_change_nothing(tmp_path: Path) -> None:
             cluster.manager.session_hint("", over=True)
         with pytest.raises(ValueError, match="returns_in_s"):
             cluster.manager.session_hint("a", returns_in_s=-1)
-        with pytest.raises(ValueError, match="session_id"):
-            cluster.manager.get_match(tokens_of(0), session_id="x" * 300)
+        with pytest.raises(ValueError, match="either over"):
+            cluster.manager.session_hint("a")
+        with pytest.raises(ValueError, match="either over"):
+            cluster.manager.session_hint("a", over=True, returns_in_s=3)
+        with pytest.raises(ValueError, match="number of seconds"):
+            cluster.manager.session_hint("a", returns_in_s="20")  # type: ignore[arg-type]
+        for session_id, why in (("x" * 300, "session_id"), ("\ud800", "surrogate")):
+            with pytest.raises(ValueError, match=why):
+                cluster.manager.get_match(tokens_of(0), session_id=session_id)
         assert cluster.manager.stats()["sessions"] == before

@@ -120,7 +120,7 @@ def test_settings_that_would_be_refused_are_shown_with_the_reason(
 def test_a_file_that_cannot_be_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run(monkeypatch, "--config", "/not/there.json")
     assert result.exit_code == 1
-    assert "cannot be read" in result.output
+    assert "settings file = " in result.output and "cannot be read" in result.output
 
 
 @pytest.mark.parametrize("endpoint", ["somewhere", "ipc://relative.sock", "tcp://10.0.0.1:5570"])

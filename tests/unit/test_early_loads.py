@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from task_builders import World
 
 from flexcache.cache.early_loads import EarlyLoadCounters, EarlyLoads
+from flexcache.cache.session_returns import SessionReturns
 from flexcache.ids import KVStatus, OpKind, TaskId, TaskKind, TierName
 
 TTL_S = 120.0
@@ -153,6 +156,7 @@ def test_early_loads_take_half_of_dram_together() -> None:
     assert world.cached(CPU, "ijkl") == 0
     world.get("abcdefgh")
     world.finish_all()
+    world.tick(10)
     prefetched(world, "ijkl")
     prefetched(world, "mnop")
     assert (world.cached(CPU, "ijkl"), world.cached(CPU, "mnop")) == (4, 2)
@@ -188,6 +192,247 @@ def test_two_requests_of_one_prompt_are_loaded_for_once() -> None:
     world.finish_all()
     assert world.cached(CPU, "abcdef") == 6
     assert world.final(second).num_ok == 2
+
+
+def test_nothing_that_is_likely_to_be_used_sooner_is_evicted_for_it() -> None:
+    world = world_with("abcd", cpu=12)
+    for text in ("ghijkl", "mnopqr"):
+        world.put(text)
+        world.finish_all()
+    task_id = prefetched(world, "abcd")
+    assert world.tasks[task_id].plan.is_empty
+    assert world.cached(CPU, "abcd") == 0, "all in DRAM was used a moment ago"
+    assert world.stats().totals.skipped_blocks == {"host_worth_less": 4}
+    world.tick(10)
+    world.get("mnopqr")
+    world.finish_all()
+    prefetched(world, "abcd")
+    assert world.cached(CPU, "abcd") == 4
+    assert world.cached(CPU, "ghijkl") == 2
+
+
+def test_the_longer_loads_are_held_in_vain_the_less_they_may_evict() -> None:
+    world = world_with("abcd", "wxyz", cpu=12)
+    first = world.cache.early.terms()
+    prefetched(world, "abcd")
+    world.get("abcd")
+    used_soon = world.cache.early.terms().hold_s
+    assert used_soon < first.hold_s
+    for _ in range(3):
+        prefetched(world, "wxyz")
+        world.tick(TTL_S)
+        world.clear(CPU)
+    wasted = world.cache.early.terms()
+    assert wasted.hold_s > 10 * used_soon
+    assert wasted.wait_s == 0.0, "of requests that did ask"
+    for text in ("ghijkl", "mnopqr"):
+        world.put(text)
+        world.finish_all()
+    world.tick(10)
+    assert world.tasks[prefetched(world, "abcd")].plan.is_empty
+
+
+def test_what_dram_has_of_a_prompt_is_kept_until_its_request_asks() -> None:
+    world = World(cpu=8, ssd=40)
+    for text in ("abcd", "wxyz"):
+        world.put(text)
+        world.finish_all()
+    world.tick(10)
+    prefetched(world, "abcd")
+    world.tick(0.5)
+    world.get("wxyz")
+    world.finish_all()
+    world.put("ghij")
+    world.finish_all()
+    assert (world.cached(CPU, "abcd"), world.cached(CPU, "wxyz")) == (4, 0)
+    world.check_nothing_is_held()
+
+
+# -- what goes first ------------------------------------------------------------------------------
+
+
+def reads_at_work(world: World) -> list[TaskId]:
+    return [run.task_id for run in world.ops(OpKind.DISK2H)]
+
+
+def test_reads_that_requests_wait_for_go_before_early_ones() -> None:
+    long, short = "abcdefghijkl", "xyz"
+    world = world_with(long, short, cpu=40, ssd=60, chunk=1)
+    early = world.prefetch(long)
+    needed = world.get(short)
+    at_work = reads_at_work(world)
+    assert set(at_work) == {early}, "the worker was given some before"
+    while needed not in reads_at_work(world):
+        world.finish(world.ops(OpKind.DISK2H)[0])
+    assert reads_at_work(world) == [early] * (len(at_work) - 1) + [needed]
+
+
+def test_a_request_that_comes_loads_what_has_not_begun() -> None:
+    text = "abcdefghijkl"
+    world = world_with(text, cpu=40, ssd=60, chunk=1)
+    early = world.prefetch(text)
+    at_work = world.ops(OpKind.DISK2H)
+    assert awaits(world, text + "z")
+    assert awaits(world, text + "z")
+    for run in at_work:
+        world.finish(run)
+    assert not world.ops(OpKind.DISK2H), "the rest is not read early any more"
+    assert world.final(early).num_ok == len(at_work) < len(text)
+    assert not awaits(world, text + "z")
+    task_id = world.get(text)
+    sources = {CPU: len(at_work), SSD: len(text) - len(at_work)}
+    assert world.tasks[task_id].plan.sources == sources
+    assert counters(world) == EarlyLoadCounters(late=len(at_work))
+    world.finish_all()
+    assert world.cached(CPU, text) == len(text)
+
+
+def test_a_request_does_not_wait_for_what_has_not_begun_at_all() -> None:
+    world = world_with("abcdefgh", "xyz", cpu=40, ssd=60, chunk=1)
+    world.prefetch("abcdefgh")
+    behind = world.prefetch("xyz")
+    assert not world.ops(OpKind.DISK2H, behind), "the worker has enough to do"
+    assert not awaits(world, "xyz")
+    world.tick()
+    assert world.final(behind).num_ok == 0
+    assert world.tasks[world.get("xyz")].plan.sources == {SSD: 3}
+    world.finish_all()
+    world.check_nothing_is_held()
+
+
+# -- loads behind other loads ---------------------------------------------------------------------
+
+
+def test_a_load_that_continues_another_counts_when_both_have_landed() -> None:
+    world = world_with("abcdef", cpu=20)
+    world.prefetch("abcdxy")
+    behind = world.prefetch("abcdef")
+    (run,) = world.ops(OpKind.DISK2H, behind)
+    world.finish(run)
+    assert world.final(behind).num_ok == 2
+    assert world.cached(CPU, "abcdef") == 0
+    assert awaits(world, "abcdef"), "it has been read, and cannot be found"
+    assert world.cache.early.num_blocks == 6
+    world.finish_all()
+    assert not awaits(world, "abcdef")
+    for text in ("ghijkl", "mnopqr", "stuvwx", "GHIJKL"):
+        world.put(text)
+        world.finish_all()
+    assert world.cached(CPU, "abcdef") == 6, "both are kept for their requests"
+    world.get("abcdef")
+    assert counters(world) == EarlyLoadCounters(late=6), "it had asked before"
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_load_behind_one_that_fails_is_wasted(is_cancelled: bool) -> None:
+    world = world_with("abcdef", cpu=20)
+    before = world.prefetch("abcdxy")
+    behind = world.prefetch("abcdef")
+    (run,) = world.ops(OpKind.DISK2H, behind)
+    world.finish(run)
+    if is_cancelled:
+        world.cancel(behind)
+        assert counters(world) == EarlyLoadCounters(wasted=2)
+    else:
+        for run in world.ops(OpKind.DISK2H, before):
+            world.finish(run, 0, "broken")
+        assert counters(world) == EarlyLoadCounters(wasted=2)
+        assert world.cache.early.num_open == 0
+    world.finish_all()
+    world.engine.check()
+
+
+# -- sessions that return -------------------------------------------------------------------------
+
+
+def returning(world: World, returns_in_s: float) -> None:
+    """Have a session say that it goes on, all of whose blocks have left DRAM."""
+    keys = world.placed("abcd")
+    put = world.put("abcd")
+    world.cache.sessions.used("a", keys, world.tasks[put].plan)
+    world.finish_all()
+    world.clear(CPU)
+    assert world.cache.sessions.hint("a", False, returns_in_s, world.now)
+
+
+def test_what_a_session_needs_is_in_dram_when_it_returns() -> None:
+    world = World(cpu=20, ssd=40, match_ttl_s=TTL_S)
+    returning(world, 20.0)
+    world.tick(16.0)
+    assert not world.ops()
+    deadline = world.engine.next_deadline()
+    assert deadline is not None
+    assert deadline <= world.now + 1.0, "nothing else need happen meanwhile"
+    world.tick(1.5)
+    assert sum(len(run.op) for run in world.ops(OpKind.DISK2H)) == 4
+    world.finish_all()
+    assert world.cached(CPU, "abcd") == 4
+    assert world.cache.sessions.counters.fetched_blocks == 4
+    world.tick(3.0)
+    world.get("abcdef")
+    assert counters(world) == EarlyLoadCounters(early=4)
+    world.finish_all()
+    world.check_nothing_is_held()
+
+
+def test_large_prompts_are_fetched_earlier() -> None:
+    world = world_with("uvwxyz", cpu=20, ssd=40, chunk=1, skip_slow_loads=True)
+    world.get("uvwxyz")
+    while runs := world.ops(OpKind.DISK2H):
+        world.tick(2.0)
+        world.finish(runs[0])
+    world.finish_all()
+    returning(world, 20.0)  # 4 blocks, 2 s each
+    world.tick(3.9)
+    assert not world.ops()
+    world.tick(0.5)
+    assert world.ops(OpKind.DISK2H)
+    world.finish_all()
+
+
+@pytest.mark.parametrize("what", ["came back", "is over", "returns later", "cleared"])
+def test_nothing_is_fetched_for_a_session_that_has_said_something_else(what: str) -> None:
+    world = World(cpu=20, ssd=40)
+    returning(world, 20.0)
+    sessions = world.cache.sessions
+    if what == "came back":
+        task_id = world.match(TaskKind.GET, "abcd")
+        sessions.used("a", world.placed("abcd"), world.tasks[task_id].plan)
+        world.cancel(task_id)
+    elif what == "cleared":
+        world.clear(SSD)
+    else:
+        over = what == "is over"
+        sessions.hint("a", over, None if over else 1000.0, world.now)
+    world.tick(30.0)
+    assert not world.ops()
+    world.check_nothing_is_held()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab!"), st.sampled_from("xyz"), st.floats(0, 9)), max_size=99
+    )
+)
+def test_sessions_are_fetched_for_at_the_last_time_that_was_set(steps: list) -> None:
+    returns, times, now = SessionReturns(), dict[str, float](), 0.0
+    for act, session_id, seconds in steps:
+        if act == "a":
+            returns.expect(session_id, now + seconds)
+            times[session_id] = now + seconds
+        elif act == "!":
+            returns.forget(session_id)
+            times.pop(session_id, None)
+        else:
+            now += seconds
+            due = {name for name, time in times.items() if time <= now}
+            taken = set(iter(partial(returns.take_due, now), None))
+            assert taken == due
+            times = {name: time for name, time in times.items() if name not in due}
+        returns.check()
+        deadline = returns.next_deadline()
+        assert not times or (deadline is not None and deadline <= min(times.values()))
+        assert len(returns._heap) <= 2 * len(times) + 64
 
 
 # -- requests that ask too soon -------------------------------------------------------------------

@@ -40,6 +40,7 @@ class PlayedServer:
     def __init__(self) -> None:
         self.missing: list[str] = []
         self.prefetched: list[tuple[Any, Any, Any]] = []
+        self.named: list[int] = []
         self.hints: list[tuple[str, bool, float | None]] = []
         self.cleared: list[str | None] = []
         self.failure: Exception | None = None
@@ -71,8 +72,12 @@ class PlayedServer:
         token_ids: Sequence[int] | None,
         block_keys: Sequence[bytes] | None,
         namespace: Sequence[str] = (),
+        block_hash: int | None = None,
     ) -> int:
-        self.prefetched.append((token_ids, block_keys, namespace))
+        if block_hash is None:
+            self.prefetched.append((token_ids, block_keys, namespace))
+        else:
+            self.named.append(block_hash)
         return 2
 
     def session_hint(
@@ -188,6 +193,8 @@ def test_prompts_are_prefetched_by_tokens_or_by_keys(
     by_tokens = {"token_ids": [1, 2, 3], "namespace": ["tenant"]}
     assert post(service, "/cache/prefetch", by_tokens) == (202, {"blocks": 2})
     assert post(service, "/cache/prefetch", {"block_keys": ["00ff", "Ab01"]})[0] == 202
+    assert post(service, "/cache/prefetch", {"block_hash": (1 << 64) - 1}) == (202, {"blocks": 2})
+    assert server.named == [(1 << 64) - 1]
     assert server.prefetched == [
         ([1, 2, 3], None, ["tenant"]),
         (None, [b"\x00\xff", b"\xab\x01"], []),
@@ -214,10 +221,16 @@ def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpS
         ("/cache/clear", '{"tier": "\\ud800"}', ""),  # no character
         ("/cache/prefetch", '{"token_ids": [1.5]}', "token_ids"),
         ("/cache/prefetch", '{"token_ids": "abc"}', "token_ids"),
+        ("/cache/prefetch", f'{{"token_ids": [1, {2**70}]}}', "$.token_ids[1]"),
+        ("/cache/prefetch", '{"token_ids": [-1]}', "int` >= 0 - at `$.token_ids[0]"),
         ("/cache/prefetch", '{"block_keys": ["xy"]}', "hexadecimal"),
+        ("/cache/prefetch", '{"block_hash": "ab"}', "block_hash"),
         ("/cache/prefetch", "[" * 100_000, ""),
         ("/cache/session", "{}", "session_id"),
         ("/cache/session", '{"session_id": "a", "over": 1}', "over"),
+        ("/cache/session", '{"session_id": "a", "returns_in_s": "20"}', "returns_in_s"),
+        ("/cache/session", '{"session_id": "a", "returns_in_s": true}', "returns_in_s"),
+        ("/cache/session", '{"session_id": "\\ud800", "over": true}', ""),
     ],
 )
 def test_a_bad_body_is_400_and_says_what_is_wrong(

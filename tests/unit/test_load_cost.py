@@ -45,6 +45,17 @@ def test_latency_decides_where_little_is_loaded() -> None:
     assert cost.pays(REMOTE, 1000, 10.0, now)
 
 
+def test_what_is_read_before_counts_too() -> None:
+    cost, now = measured(SSD, blocks=8, seconds=0.1)  # 80 blocks/s
+    ahead = {False: 160, True: 400}
+    cost.blocks_ahead = lambda kind, is_early: ahead[is_early]
+    assert cost.seconds(SSD, 80, now) == pytest.approx(3.0)
+    assert cost.pays(SSD, 80, 26.0, now)
+    assert not cost.pays(SSD, 80, 27.0, now)
+    assert not cost.pays(SSD, 80, 26.0, now, wait_s=0.0)
+    assert cost.pays(SSD, 80, 26.0, now, wait_s=3.0), "its request waits longer than the queue"
+
+
 def test_ops_side_by_side_count_together() -> None:
     cost, now = LoadCost(), 0.0
     for _ in range(10):

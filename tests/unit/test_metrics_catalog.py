@@ -59,7 +59,7 @@ STATS: dict[str, Any] = {
     "load_decisions": {"SSD": {"load": 9, "recompute": 1}},
     "sessions": {
         "known": 3, "over": 1, "returning": 2, "unknown": 1, "retired_blocks": 7, "kept_blocks": 8,
-        "returned_sessions": 1,
+        "fetched_blocks": 4, "returned_sessions": 1,
     },
     "early_loads": {"open_blocks": 3, "early": 5, "late": 2, "wasted": 1},
     "load_cost": {"SSD": {"blocks_per_s": 50.0, "seconds_per_op": 0.01}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 
+import numpy as np
 import pytest
 from builders import ROOT, keys_of, make_cache, prefixes, prompt
 from hypothesis import settings
@@ -280,9 +281,20 @@ def test_the_least_recent_sessions_are_forgotten_when_there_are_too_many() -> No
 
 
 @pytest.mark.parametrize(
-    "hint", [("", True, None), ("x" * 257, True, None), (7, True, None), ("a", 1, None),
-             ("a", False, -1.0), ("a", False, float("nan")), ("a", False, 1e9)],
+    ("hint", "why"),
+    [(("", True, None), "session_id must"), (("x" * 257, True, None), "session_id must"),
+     ((7, True, None), "session_id must"), (("half \ud83d", True, None), "surrogate"),
+     (("a", 1, None), "over = 1"), (("a", "yes", None), "over = 'yes'"),
+     (("a", False, None), "either over"), (("a", True, 3.0), "either over"),
+     (("a", False, "20"), "number of seconds"), (("a", False, True), "number of seconds"),
+     (("a", False, -1.0), "0 to 86,400"), (("a", False, float("nan")), "0 to 86,400"),
+     (("a", False, 86_400.5), "0 to 86,400"), (("a", False, 1 << 70), "0 to 86,400")],
 )  # fmt: skip
-def test_a_hint_that_makes_no_sense_is_refused(hint: tuple[object, object, float | None]) -> None:
-    with pytest.raises(ValueError, match=r"session_id|over|returns_in_s"):
+def test_a_hint_that_makes_no_sense_is_refused(hint: tuple[object, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         check_hint(*hint)
+
+
+@pytest.mark.parametrize("seconds", [0, 86_400, 0.5, np.float32(2), np.int64(3)])
+def test_any_number_of_seconds_up_to_a_day_is_a_hint(seconds: object) -> None:
+    check_hint("\U0001f600", False, seconds)

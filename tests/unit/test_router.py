@@ -309,3 +309,124 @@ def test_the_time_to_the_first_token_is_predicted_once_it_was_learned() -> None:
     assert stats.routing.service_time.is_learned
     assert sum(stats.routing.ttft.actual_s.counts) > 20
     router.check()
+
+
+# -- what a cache is asked to load -----------------------------------------------------------------
+
+
+def with_cache(name: str, rank: int | None = None) -> WorkerSpec:
+    return WorkerSpec(
+        name=name,
+        url=f"http://{name}",
+        data_parallel_rank=rank,
+        sources=(EventSource(f"tcp://{name}"), EventSource(CACHE)),
+        cache_url="http://cache:9470",
+    )
+
+
+def asked_block(router: KVRouter, sent: RouteRequest) -> int | None:
+    """Return the block that a cache would be asked for, as if no request was running."""
+    decision = router.choose(sent, 0.0)
+    assert decision is not None
+    router.first_token(sent.request_id, 0.1)
+    router.ended(sent.request_id, 0.2)
+    router.check()
+    return decision.disk_block
+
+
+def names_in(batch: EventBatch) -> list[object]:
+    (event,) = batch.events
+    assert isinstance(event, BlockStored)
+    return list(event.block_hashes)
+
+
+def test_a_cache_is_asked_for_the_last_block_that_is_only_below_dram() -> None:
+    router = KVRouter()
+    router.set_workers([with_cache("a")])
+    below = stored(PROMPT, "STORAGE")
+    assert asked_block(router, request([*PROMPT, 1])) is None
+    router.apply(CACHE, below)
+    assert asked_block(router, request([*PROMPT, 1])) == names_in(below)[-1]
+    assert asked_block(router, request([*PROMPT[: 17 * BLOCK], 1])) == names_in(below)[16]
+    router.apply(CACHE, removed(below, 18))
+    assert asked_block(router, request([*PROMPT, 1])) == names_in(below)[17]
+    router.lost(CACHE)
+    assert asked_block(router, request([*PROMPT, 1])) is None
+
+
+def test_little_below_dram_is_left_to_the_engine() -> None:
+    router = KVRouter()
+    router.set_workers([with_cache("a")])
+    below = stored(PROMPT, "STORAGE")
+    router.apply(CACHE, below)
+    assert asked_block(router, request([*PROMPT[: 15 * BLOCK], 1])) is None
+    router.apply("tcp://a", stored(PROMPT[: 4 * BLOCK]))
+    assert asked_block(router, request([*PROMPT, 1])) == names_in(below)[-1]
+    router.apply(CACHE, stored(PROMPT[: 5 * BLOCK], "CPU"))
+    assert asked_block(router, request([*PROMPT, 1])) is None
+
+
+def test_what_the_router_cannot_know_is_not_asked_for() -> None:
+    router = KVRouter()
+    router.set_workers([with_cache("a")])
+    below = stored(PROMPT, "STORAGE")
+    router.apply(CACHE, below)
+    prompt = [*PROMPT, 1]
+    assert asked_block(router, request(prompt, cache_salt="mine")) is None
+    assert asked_block(router, request(prompt, adapter="lora")) is None
+    assert asked_block(router, request(None)) is None
+    # A worker whose cache is not named, and one whose blocks are guessed.
+    router.set_workers([worker("a", CACHE)])
+    assert asked_block(router, request(prompt)) is None
+    router = KVRouter(approximate="always")
+    router.set_workers([with_cache("a")])
+    router.apply(CACHE, below)
+    assert asked_block(router, request(prompt)) is None
+    assert asked_block(router, request(prompt)) is None
+
+
+def test_blocks_that_a_cache_restored_without_tokens_are_asked_for_once_these_are_known() -> None:
+    router = KVRouter()
+    router.set_workers([with_cache("a")])
+    below = stored(PROMPT, "STORAGE")
+    names = names_in(below)
+    bare = BlockStored(list(names), None, [], BLOCK, None, "STORAGE", None)  # type: ignore[arg-type]
+    router.apply(CACHE, EventBatch(0.0, [bare]))
+    assert asked_block(router, request([*PROMPT, 1])) is None
+    in_dram = stored(PROMPT, "CPU")
+    router.apply(CACHE, in_dram)
+    router.apply(CACHE, removed(in_dram, 0))
+    assert asked_block(router, request([*PROMPT, 1])) == names[-1]
+
+
+def test_each_cache_is_asked_by_its_own_name() -> None:
+    """Engines with seeds of their own name equal blocks differently."""
+    router = KVRouter()
+    specs = [
+        WorkerSpec(
+            name=name,
+            url=f"http://{name}",
+            sources=(EventSource(f"tcp://{name}"),),
+            cache_url=f"http://{name}:9470",
+        )
+        for name in ("a", "b")
+    ]
+    router.set_workers(specs)
+    told = {name: stored(PROMPT, "STORAGE", seed=at) for at, name in enumerate("ab")}
+    for name, batch in told.items():
+        router.apply(f"tcp://{name}", batch)
+    for name, batch in told.items():
+        decision = router.choose(request([*PROMPT, 1], name), 0.0, only=[name])
+        assert decision is not None
+        assert decision.disk_block == names_in(batch)[-1]
+
+
+def test_a_request_that_follows_at_once_asks_for_nothing_again() -> None:
+    router = KVRouter()
+    router.set_workers([with_cache("a")])
+    router.apply(CACHE, stored(PROMPT, "STORAGE"))
+    first = router.choose(request([*PROMPT, 1], "first"), 0.0)
+    second = router.choose(request([*PROMPT, 1], "second"), 0.001)
+    assert first is not None and second is not None
+    assert first.disk_block is not None
+    assert second.disk_block is None

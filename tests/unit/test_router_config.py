@@ -87,12 +87,12 @@ def test_ports_may_be_equal_on_different_addresses() -> None:
     RouterConfig(port=0, control_port=0)
 
 
-def test_a_bad_file_is_refused_by_the_routers_variable(tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_by_its_name(tmp_path: Path) -> None:
     file = tmp_path / "router.toml"
-    with pytest.raises(ConfigError, match=r"FLEXCACHE_ROUTER_CONFIG = .*cannot be read"):
+    with pytest.raises(ConfigError, match=r"settings file = .*router.toml.*cannot be read"):
         RouterConfig.load(str(file), {})
     file.write_text("broken = [")
-    with pytest.raises(ConfigError, match=r"FLEXCACHE_ROUTER_CONFIG = .*cannot be parsed"):
+    with pytest.raises(ConfigError, match=r"settings file = .*router.toml.*cannot be parsed"):
         RouterConfig.load(None, {"FLEXCACHE_ROUTER_CONFIG": str(file)})
 
 
@@ -101,4 +101,8 @@ def test_every_setting_is_documented_and_secrets_are_marked() -> None:
     for row in rows:
         assert row.meaning.endswith(".")
         assert row.environment == "FLEXCACHE_ROUTER_" + row.name.upper()
-    assert [row.name for row in rows if row.is_secret] == ["api_keys", "control_token"]
+    assert [row.name for row in rows if row.is_secret] == [
+        "cache_token",
+        "api_keys",
+        "control_token",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,47 @@ def test_events_belong_to_the_worker_that_they_name_and_shared_ones_to_all() -> 
     first, second = listing.specs()
     assert first.sources == (EventSource("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558"), shared)
     assert second.sources == (shared,)
+
+
+def test_caches_belong_to_the_worker_that_they_name_and_a_shared_one_to_the_others() -> None:
+    listing = parse_options(
+        [A, f"{B},data_parallel_size=2"],
+        [],
+        [f"{A}=http://10.0.0.7:9470/", "*=http://{host}:9471"],
+    )
+    assert [spec.cache_url for spec in listing.specs()] == [
+        "http://10.0.0.7:9470", "http://10.0.0.8:9471", "http://10.0.0.8:9471",
+    ]  # fmt: skip
+    table = {
+        "workers": [{"url": A}, {"url": B, "cache_url": "https://{host}:9470"}],
+        "shared_cache_url": "http://10.0.0.9:9470",
+    }
+    assert [spec.cache_url for spec in parse_table(table).specs()] == [
+        "http://10.0.0.9:9470", "https://10.0.0.8:9470",
+    ]  # fmt: skip
+    joined = parse_options([A], []).joined(parse_table(table))
+    assert [spec.cache_url for spec in joined.specs()] == [
+        "http://10.0.0.9:9470", "https://10.0.0.8:9470",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cache", "problem"),
+    [
+        ("http://10.0.0.7:9470", "must be URL=CACHE_URL"),
+        (f"{B}=http://10.0.0.7:9470", "is no --worker"),
+        (f"{A}=tcp://10.0.0.7:9470", "SCHEME://HOST:PORT"),
+        (f"{A}=http+dns://caches:9470", "must be http://HOST:PORT"),
+        (f"{A}=http://10.0.0.7:9470/cache/prefetch", "must have no path"),
+    ],
+)
+def test_a_malformed_cache_is_refused_by_name(cache: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"--cache.*{re.escape(problem)}"):
+        parse_options([A], [], [cache])
+    _, _, url = cache.rpartition("=")
+    if url != "http://10.0.0.7:9470":
+        with pytest.raises(ConfigError, match="cache_url"):
+            parse_table({"workers": [{"url": A, "cache_url": url}]})
 
 
 def test_each_rank_is_a_worker_with_ports_of_its_own_and_a_cache_is_shared() -> None:

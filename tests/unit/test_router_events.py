@@ -547,6 +547,8 @@ def test_sglang_clears_its_host_pool_with_its_gpu() -> None:
 
 SOURCES = ("a", "b", "c")
 SEED = {"a": "", "b": "", "c": "of its own"}
+ASKED = ("a", "c")
+"""Sources whose blocks below DRAM are asked for by name."""
 some_source = st.sampled_from(SOURCES)
 some_medium = st.sampled_from(["GPU", "CPU", "STORAGE"])
 some_path = st.lists(st.integers(0, 1), min_size=1, max_size=5)
@@ -559,6 +561,8 @@ class EventsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.applier = EventApplier(KVIndexer())
+        self.applier.on_disk.keep(ASKED)
+        self.has_all_names = True
         self.chain = KeyChain(Space(1))
         self.told: dict[tuple[str, str], set[tuple[int, ...]]] = {}
 
@@ -612,7 +616,8 @@ class EventsMachine(RuleBasedStateMachine):
         for part in self.applier.snapshot():
             data = msgspec.msgpack.encode(part)
             applier.restore(msgspec.msgpack.decode(data, type=SnapshotPart))
-        self.applier = applier
+        applier.on_disk.keep(ASKED)
+        self.applier, self.has_all_names = applier, False
 
     @rule()
     def tell_all(self) -> None:
@@ -651,6 +656,20 @@ class EventsMachine(RuleBasedStateMachine):
             table = self.applier._names.get(1)
             waiting = table.waiting.num_held(Holder(source, TIER_OF[medium])) if table else 0
             assert len(indexed) + waiting == len(paths)
+
+    @invariant()
+    def knows_what_caches_call_their_blocks(self) -> None:
+        on_disk = self.applier.on_disk
+        num_known = 0
+        for (source, medium), paths in self.told.items():
+            holder, indexed = Holder(source, TIER_OF[medium]), self.indexed(source, medium)
+            for path in paths:
+                name = on_disk.find(holder, self.key(path))
+                num_known += name is not None
+                assert name in (None, name_of(path, SEED[source]))
+                if source in ASKED and medium == "STORAGE" and self.has_all_names:
+                    assert (name is not None) == (self.key(path) in indexed)
+        assert num_known == len(on_disk)
 
 
 TestEvents = EventsMachine.TestCase

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_stats import SHARED, SOURCE_A, SOURCE_B, A, B, make_stats, make_worker
+from router_stats import CACHE_A, CACHE_B, SHARED, SOURCE_A, SOURCE_B, A, B, make_stats, make_worker
 
 from flexcache.metrics import catalog as server_metrics
 from flexcache.metrics.metric import MetricType
@@ -20,6 +20,7 @@ from flexcache.router.stats import RouterStats
 UNSHOWN = {
     "workers.*.url", "workers.*.sources", "process.pid", "process.address",
     "tokens.models.a-model chat", "tokens.reasons.a-model chat", "peers.*.last_batch_age_s",
+    "caches.*.failure",
 }  # fmt: skip
 """Statistics for people and programs that are not metrics."""
 
@@ -117,6 +118,10 @@ def test_values_and_labels() -> None:
     assert found[key("held_blocks", source=SOURCE_A, tier="disk")] == 0
     assert found[key("source_silent", source=SOURCE_B)] == 1
     assert key("source_last_batch_age_seconds", source=SOURCE_B) not in found
+    assert found[key("early_loads_total", cache=CACHE_A, result="accepted")] == 46
+    assert found[key("early_loads_total", cache=CACHE_A, result="busy")] == 48
+    assert found[key("early_load_tokens_total", cache=CACHE_A)] == 50_000
+    assert found[key("cache_circuit", cache=CACHE_B, state="half_open")] == 1
     assert found[key("build_info", version="1.2.3")] == 1
 
 

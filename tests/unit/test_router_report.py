@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 from router_stats import (
+    CACHE_A,
     SOURCE_A,
     A,
     B,
+    make_cache,
     make_index,
     make_routing,
     make_source,
@@ -37,6 +39,7 @@ def well(**changes: Any) -> RouterStats:
     parts = {
         "workers": {A: make_worker(), B: make_worker(state="draining")},
         "sources": {SOURCE_A: make_source()},
+        "caches": {CACHE_A: make_cache()},
         "routing": replace(make_routing(), cached_tokens=counts),
     }
     return make_stats(**parts | changes)
@@ -91,6 +94,7 @@ PEER = PeerStats(is_up=False, requests=0, batches=0, gaps=0, last_batch_age_s=No
         ({"index": replace(make_index(), max_blocks=make_index().blocks)}, "index is full"),
         ({"tokens": replace(TOKENS, requests={"local": 9, "unknown": 11})}, "11 of 20 prompts"),
         ({"proxy": replace(PROXY, processes=0)}, "No proxy process"),
+        ({"caches": {CACHE_A: make_cache(circuit="open", failure="gone")}}, "early loads: gone"),
         ({"peers": {"a-peer": PEER}}, "Router a-peer is away"),
     ],
 )

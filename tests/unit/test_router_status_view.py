@@ -9,7 +9,17 @@ import pytest
 from control_pages import ControlPages, serving
 from ports import free_port
 from rich.console import Console
-from router_stats import SHARED, SOURCE_B, A, B, make_routing, make_stats, make_worker
+from router_stats import (
+    CACHE_A,
+    CACHE_B,
+    SHARED,
+    SOURCE_B,
+    A,
+    B,
+    make_routing,
+    make_stats,
+    make_worker,
+)
 from typer.testing import CliRunner
 
 from flexcache.cli.main import app
@@ -40,6 +50,8 @@ def test_engines_publishers_and_accuracy() -> None:
     assert row(text, B)[1:3] == ["draining", "1"]
     assert row(text, SHARED)[1:] == ["follows", "901", "0", "s", "4", "6", "1", "2"]
     assert row(text, SOURCE_B)[1:3] == ["not", "connected"]
+    assert row(text, CACHE_A)[1:] == ["asked", "46", "50,000", "47", "97"]
+    assert row(text, CACHE_B)[1] == "failing"
     assert "decisions: cost 80, tie 15, load 5" in text
     assert "prompt tokens found: 65.0%, gpu 50.0%, dram 12.0%, disk 3.0%" in text
     assert "60 of 78 predictions right, predicted 65.4%, reported 63.5%, not reported 12" in text

@@ -30,7 +30,7 @@ from flexcache.protocol.messages import ModelSpec
 from flexcache.protocol.scratch import Scratch
 from flexcache.tasks.ids import TaskIds, epoch_of, id_before, make_session, session_of
 from flexcache.tasks.instructions import MatchedTask, TaskResult
-from flexcache.transfer.fair_queue import FairQueue
+from flexcache.transfer.fair_queue import FairQueue, Urgency
 
 # -- the queue for the disk ----------------------------------------------------------------------
 
@@ -39,7 +39,8 @@ def fill(queue: FairQueue[str], owner: int, loads: int, stores: int, first: int)
     for number in range(loads + stores):
         is_load = number < loads
         name = f"{'load' if is_load else 'store'} of {owner}"
-        queue.add(OpId(first + number), name, owner=owner, is_load=is_load)
+        urgency = Urgency.NEEDED if is_load else Urgency.STORE
+        queue.add(OpId(first + number), name, owner=owner, urgency=urgency)
 
 
 def test_engines_take_turns_whatever_each_has_waiting() -> None:
@@ -60,15 +61,29 @@ def test_loads_go_first_but_a_store_gets_every_fourth_turn() -> None:
     assert queue.next() is None
 
 
-@given(st.lists(st.tuples(st.sampled_from("ald"), st.integers(0, 3), st.booleans()), max_size=60))
+def test_early_loads_wait_for_those_that_are_needed() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.add(OpId(1), "early", owner=1, urgency=Urgency.EARLY, num_blocks=5)
+    queue.add(OpId(2), "needed", owner=1, urgency=Urgency.NEEDED, num_blocks=7)
+    queue.add(OpId(3), "store", owner=1, urgency=Urgency.STORE)
+    assert [queue.num_blocks(urgency) for urgency in Urgency] == [7, 5, 1]
+    assert [queue.next() for _ in range(4)] == ["needed", "early", "store", None]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("aald"), st.integers(0, 3), st.sampled_from(Urgency)),
+        max_size=60,
+    )
+)
 def test_each_op_gets_its_turn_once_unless_it_was_discarded(steps: list) -> None:
     queue: FairQueue[int] = FairQueue()
-    waiting: dict[int, tuple[int, bool]] = {}
+    waiting: dict[int, tuple[int, Urgency]] = {}
     served: list[int] = []
-    for number, (act, owner, is_load) in enumerate(steps):
+    for number, (act, owner, urgency) in enumerate(steps):
         if act == "a":
-            queue.add(OpId(number), number, owner=owner, is_load=is_load)
-            waiting[number] = (owner, is_load)
+            queue.add(OpId(number), number, owner=owner, urgency=urgency)
+            waiting[number] = (owner, urgency)
         elif act == "d" and waiting:
             gone = min(waiting)
             queue.discard(OpId(gone))
@@ -79,9 +94,14 @@ def test_each_op_gets_its_turn_once_unless_it_was_discarded(steps: list) -> None
             if item is not None:
                 # Of its owner's ops of its class it is the first.
                 assert item == min(n for n, key in waiting.items() if key == waiting[item])
+                if waiting[item][1] is Urgency.EARLY:
+                    assert Urgency.NEEDED not in {urgency for _, urgency in waiting.values()}
                 del waiting[item]
                 served.append(item)
+        queue.check()
         assert len(queue) == len(waiting)
+        for each in Urgency:
+            assert queue.num_blocks(each) == [u for _, u in waiting.values()].count(each)
     while (item := queue.next()) is not None:
         del waiting[item]
         served.append(item)

@@ -79,6 +79,7 @@ def figures(**changes: Any) -> dict[str, Any]:
             "unknown": 0,
             "retired_blocks": 0,
             "kept_blocks": 0,
+            "fetched_blocks": 0,
             "returned_sessions": 0,
         },
         "workers": {"disk": 77},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flexcache.integration.vllm import request_hints
 from flexcache.integration.vllm.request_hints import (
     SessionEnd,
     read_retention,
@@ -48,7 +50,22 @@ def test_retention(hints: dict[str, Any], retention: dict[str, Any]) -> None:
      ({"session_id": "a", "returns_in_s": -3}, None),
      ({"session_id": "a", "returns_in_s": "soon"}, None),
      ({"session_id": "x" * 300, "session_over": True}, None),
+     ({"session_id": "a", "returns_in_s": 86_401}, None),
+     ({"session_id": "a", "session_over": True, "returns_in_s": 3}, None),
+     ({"session_id": "\ud800", "session_over": True}, None),
      ({"session_id": 7, "session_over": True}, None)],
 )  # fmt: skip
 def test_the_end_of_a_session(hints: dict[str, Any], end: SessionEnd | None) -> None:
     assert read_session_end(request_with(**hints)) == end
+
+
+def test_what_is_ignored_is_logged_once_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    request_hints._warned.clear()
+    for seconds in (-3, "soon"):
+        read_session_end(request_with(session_id="a", returns_in_s=seconds))
+    read_session_end(request_with(session_id="a", session_over=True, returns_in_s=3))
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert "hint=flexcache_returns_in_s" in warnings[0]
+    assert "0 to 86,400 s" in warnings[0]
+    assert "hint=flexcache_session_over" in warnings[1]

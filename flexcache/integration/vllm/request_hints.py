@@ -1,4 +1,5 @@
-"""Hints in a request's ``kv_transfer_params``. They come from its sender: invalid ones are ignored.
+"""Hints in a request's ``kv_transfer_params``. They come from its sender: invalid ones are ignored,
+and logged.
 
 flexcache_priority, flexcache_ttl_s                   how long to keep what it stores
 flexcache_session_id                                  whose prompt it is
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
+
+_warned: set[str] = set()
 
 T = TypeVar("T")
 
@@ -53,7 +56,9 @@ def read_session_end(request: Any) -> SessionEnd | None:
         return None
     over = _read(request, "session_over", _bool) or False
     returns_in_s = _read(request, "returns_in_s", _returns_in_s)
-    if not over and returns_in_s is None:
+    if over == (returns_in_s is not None):
+        if over:
+            _ignored(request, "session_over", "flexcache_returns_in_s says that it goes on")
         return None
     return SessionEnd(session_id, over, returns_in_s)
 
@@ -66,11 +71,18 @@ def _read(request: Any, name: str, convert: Callable[[Any], T]) -> T | None:
     try:
         return convert(hint)
     except (TypeError, ValueError, OverflowError) as error:
-        log_event(
-            logger, logging.DEBUG, "hint_ignored", request=request.request_id,
-            hint=f"flexcache_{name}", reason=error,
-        )  # fmt: skip
+        _ignored(request, name, error)
         return None
+
+
+def _ignored(request: Any, name: str, reason: object) -> None:
+    """Log a hint that makes no sense; the first of each name as a warning."""
+    level = logging.DEBUG if name in _warned else logging.WARNING
+    _warned.add(name)
+    log_event(
+        logger, level, "hint_ignored", request=request.request_id, hint=f"flexcache_{name}",
+        reason=reason,
+    )  # fmt: skip
 
 
 def _between(kind: type[T], lowest: Any, highest: Any) -> Callable[[Any], T]:

@@ -6,7 +6,8 @@
     GET    /decisions              events as they happen (server-sent events)
     GET    /dump                   the index: one `IndexPart` per line, as JSON
     GET    /workers                what is known of each
-    POST   /workers                {"url": ..., "data_parallel_size": 1, "events": [...]}
+    POST   /workers                {"url": ..., "data_parallel_size": 1, "events": [...],
+                                    "cache_url": ...}
     DELETE /workers?worker=NAME    the name, or the URL for all ranks
     POST   /workers/drain          {"worker": NAME, "draining": true}
     GET    /ui/                    live page
@@ -32,7 +33,13 @@ from flexcache.router.control.bodies import Draining, as_json, read
 from flexcache.router.control.selection import SelectionApi
 from flexcache.router.decider.service import DeciderService
 from flexcache.router.decisions import to_server_sent
-from flexcache.router.discovery.listing import WorkerEntry, WorkerUrl, parse_source
+from flexcache.router.discovery.listing import (
+    WorkerEntry,
+    WorkerUrl,
+    bracketed,
+    parse_cache_url,
+    parse_source,
+)
 from flexcache.router.metrics.catalog import CATALOG
 from flexcache.router.report import to_json
 from flexcache.router.stats import RouterStats
@@ -173,8 +180,8 @@ class ControlApi:
             if not self._is_allowed(str(url)):
                 raise web.HTTPForbidden(text=f"{url} is not in allowed_workers")
             if not _are_of(url.host, entry):
-                raise web.HTTPForbidden(text="events must be published on the worker's host")
-            specs = entry.specs(url, self._service.discovery.listing.shared_events)
+                raise web.HTTPForbidden(text="events and cache_url must be on the worker's host")
+            specs = self._service.discovery.listing.specs_of(entry, url)
         except ConfigError as error:
             raise web.HTTPBadRequest(text=str(error)) from None
         self._service.roster.add(specs)
@@ -205,8 +212,14 @@ class ControlApi:
 
 
 def _are_of(host: str, entry: WorkerEntry) -> bool:
-    """Whether all publishers of a worker are on its host: no caller can have the router connect to
-    an address of its own choice."""
+    """Whether all publishers of a worker, and its cache, are on its host: no caller can have the
+    router connect to an address of its own choice."""
     sources = [parse_source(text, host) for text in (*entry.events, *entry.shared_events)]
     endpoints = [each for source in sources for each in (source.endpoint, source.replay) if each]
-    return all(each.startswith("tcp://") and urlsplit(each).hostname == host for each in endpoints)
+    if entry.cache_url is not None:
+        endpoints.append(parse_cache_url(entry.cache_url, bracketed(host)))
+    allowed = ("tcp", "http", "https")
+    return all(
+        address.scheme in allowed and address.hostname == host
+        for address in map(urlsplit, endpoints)
+    )

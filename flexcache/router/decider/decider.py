@@ -92,6 +92,7 @@ class Decider:
     Attributes:
         observer: Is notified of the life of requests.
         on_answer: Called with each complete answer to a prompt whose tokens are known.
+        on_decision: Called with each decision; must return at once.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Decider:
         self._engine_headers = dict(engine_headers or {})
         self.observer: LifeObserver | None = None
         self.on_answer: AnswerObserver | None = None
+        self.on_decision: Callable[[Decision], None] | None = None
         self._num_without_worker = 0
         self._waits_s = Histogram(_WAITS_S)
         self._is_reading = True
@@ -198,6 +200,9 @@ class Decider:
             expires_s=None if lease_s is None else now + lease_s,
         )  # fmt: skip
         self._note_begin(request.request_id)
+        if self.on_decision is not None:
+            with _logged("on_decision"):
+                self.on_decision(decision)
         if self.watchers:
             self.watchers.publish(_decided(request, decision, now - arrived_s, attempt))
         return decision

@@ -18,19 +18,21 @@ from flexcache.logs import log_event
 from flexcache.router.decider.decider import Decider
 from flexcache.router.decider.health import Probe
 from flexcache.router.decider.line import WaitingLine
+from flexcache.router.decider.prefetches import Prefetches
 from flexcache.router.decider.prober import Capacity, Prober
 from flexcache.router.decider.roster import Roster
 from flexcache.router.discovery.discovery import Discovery
 from flexcache.router.feed import Feed
 from flexcache.router.link.messages import ProxyCounters, RunningRequest
 from flexcache.router.link.server import LinkServer
-from flexcache.router.settings import engine_headers, listing_of, routing_of
+from flexcache.router.request import Decision
+from flexcache.router.settings import cache_headers, engine_headers, listing_of, routing_of
 from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
 from flexcache.router.sync.follower import Follower
 from flexcache.router.sync.publisher import SNAPSHOT_S, LifePublisher
 from flexcache.router.tokens import Tokenizers
 from flexcache.router.waiting import is_set_within
-from flexcache.router.workers import WorkerSpec
+from flexcache.router.workers import Tier, WorkerSpec
 from flexcache.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -78,10 +80,13 @@ class DeciderService:
             engine_headers=self.engine_headers,
         )  # fmt: skip
         self.decider.on_answer = self._answered
+        self.decider.on_decision = self._decided
         self.discovery = Discovery(listing, self.roster.set_listed, file=file)
         self._feed: Feed | None = None
         self._prober: Prober | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._prefetches: Prefetches | None = None
+        self._cache_session: aiohttp.ClientSession | None = None
         self._link_endpoint = link
         self._link: LinkServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,6 +116,8 @@ class DeciderService:
         self._follower.start()
         await self.tokenizers.start()
         self._feed = Feed(self.routing, asyncio.get_running_loop())
+        self._cache_session = aiohttp.ClientSession(headers=cache_headers(self.config))
+        self._prefetches = Prefetches(self._cache_session)
         self._session = aiohttp.ClientSession(headers=self.engine_headers)
         self._prober = Prober(
             self._session,
@@ -150,6 +157,10 @@ class DeciderService:
             await self._prober.close()
             await self._session.close()
             self._prober = None
+        if self._prefetches is not None and self._cache_session is not None:
+            await self._prefetches.close()
+            await self._cache_session.close()
+            self._prefetches = None
         if self._feed is not None:
             await self._feed.close()
             self._feed = None
@@ -159,7 +170,9 @@ class DeciderService:
 
     def _workers_changed(self, specs: tuple[WorkerSpec, ...]) -> None:
         assert self._prober is not None and self._feed is not None
+        assert self._prefetches is not None
         urls = self.roster.urls
+        self._prefetches.follow(filter(None, (spec.cache_url for spec in specs)))
         self._prober.follow(urls)
         self.tokenizers.set_engines(dict.fromkeys(urls, self.engine_headers))
         try:
@@ -193,6 +206,15 @@ class DeciderService:
                     self.routing.set_capacity(
                         spec.name, capacity.num_gpu_blocks, capacity.block_size
                     )
+
+    def _decided(self, decision: Decision) -> None:
+        """Have the cache of the chosen worker begin to load, before the request arrives there."""
+        if decision.disk_block is None or self._prefetches is None:
+            return
+        cache_url = self.roster.spec(decision.worker).cache_url
+        if cache_url is not None:
+            num_tokens = decision.matched[Tier.DISK]
+            self._prefetches.begin(cache_url, decision.disk_block, num_tokens)
 
     def _answered(
         self, worker: str, num_tokens: int, predicted_tokens: int, cached_tokens: int | None
@@ -256,6 +278,7 @@ class DeciderService:
                 ready=self.is_ready, address=self._address,
             ),
             sources={} if self._feed is None else self._feed.stats(),
+            caches={} if self._prefetches is None else self._prefetches.stats(),
             tokens=self.tokenizers.stats(),
             queue=self.decider.queue_stats(),
             proxy=self._proxy_stats(),

@@ -128,7 +128,7 @@ class Discovery:
         found = {spec.name: spec for spec in listing.specs()}
         for (entry, url), addresses in self._addresses.items():
             for address in addresses:
-                for spec in entry.specs(url.member(address), listing.shared_events):
+                for spec in listing.specs_of(entry, url.member(address)):
                     found.setdefault(spec.name, spec)
         specs = tuple(found.values())
         if specs != self._published:

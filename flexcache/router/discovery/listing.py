@@ -6,9 +6,9 @@ A URL names one engine, or a group whose members are looked up and change:
     http+dns://NAME:PORT                    every address of a DNS name (a headless service)
     http+k8s://SERVICE.NAMESPACE:PORT       every ready endpoint of a Kubernetes service
 
-Events are given as ``ENDPOINT`` or ``ENDPOINT,REPLAY``; ``{host}`` stands for the worker's host.
-Data-parallel ranks of vLLM publish on ports of their own, PORT + rank; a cache that the ranks share
-has one endpoint.
+Events are given as ``ENDPOINT`` or ``ENDPOINT,REPLAY``, a cache's HTTP API as ``http://HOST:PORT``;
+``{host}`` stands for the worker's host. Data-parallel ranks of vLLM publish on ports of their own,
+PORT + rank; a cache that the ranks share has one endpoint.
 """
 
 from __future__ import annotations
@@ -84,45 +84,56 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         data_parallel_size: Ranks of each engine.
         events: Publishers of an engine; those of rank R are R ports further.
         shared_events: Publishers of caches that the ranks of an engine share.
+        cache_url: HTTP API of the engine's cache, which the router asks to load early.
     """
 
     url: str
     data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     events: tuple[str, ...] = ()
     shared_events: tuple[str, ...] = ()
+    cache_url: str | None = None
 
-    def specs(self, url: WorkerUrl, shared: Iterable[str] = ()) -> tuple[WorkerSpec, ...]:
+    def specs(
+        self, url: WorkerUrl, shared: Iterable[str] = (), shared_cache_url: str | None = None
+    ) -> tuple[WorkerSpec, ...]:
         """Return the workers of one engine, one for each rank.
 
         Args:
             url: The engine's.
             shared: Publishers of caches that all workers share.
+            shared_cache_url: HTTP API of the cache that they share.
 
         Raises:
-            ConfigError: Events are malformed.
+            ConfigError: Events or the cache's URL are malformed.
         """
         host, base = bracketed(url.host), str(url)
+        cache_url = self.cache_url or shared_cache_url
+        if cache_url is not None:
+            cache_url = parse_cache_url(cache_url, host)
         common = [parse_source(text, host) for text in (*self.shared_events, *shared)]
         own = [parse_source(text, host) for text in self.events]
         if self.data_parallel_size == 1:
-            return (WorkerSpec(name=base, url=base, sources=unique([*own, *common])),)
+            sources = unique([*own, *common])
+            return (WorkerSpec(name=base, url=base, sources=sources, cache_url=cache_url),)
         return tuple(
             WorkerSpec(
                 name=f"{base}#{rank}",
                 url=base,
                 data_parallel_rank=rank,
                 sources=unique([*(of_rank(source, rank) for source in own), *common]),
+                cache_url=cache_url,
             )
             for rank in range(self.data_parallel_size)
         )
 
 
 class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A list of workers. As a file: ``[[workers]]`` and ``shared_events``.
+    """A list of workers. As a file: ``[[workers]]``, ``shared_events`` and ``shared_cache_url``.
 
     Attributes:
         workers: Engines and groups.
         shared_events: Publishers of caches that all of them share.
+        shared_cache_url: HTTP API of the cache of those that name none of their own.
 
     Raises:
         ConfigError: A URL or an endpoint is malformed, or a worker is listed twice.
@@ -130,6 +141,7 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     workers: tuple[WorkerEntry, ...] = ()
     shared_events: tuple[str, ...] = ()
+    shared_cache_url: str | None = None
 
     def __post_init__(self) -> None:
         seen: set[WorkerUrl] = set()
@@ -139,14 +151,15 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if url in seen:
                 raise reject(name, entry.url, "is listed twice")
             seen.add(url)
-            entry.specs(url, self.shared_events)
+            self.specs_of(entry, url)
 
     def joined(self, other: Listing) -> Listing:
         """Return the entries of both; of a URL in both, the entry of this listing."""
         known = {url for _, url in self._urls()}
         added = (entry for entry, url in other._urls() if url not in known)
         shared = dict.fromkeys((*self.shared_events, *other.shared_events))
-        return Listing((*self.workers, *added), tuple(shared))
+        cache_url = self.shared_cache_url or other.shared_cache_url
+        return Listing((*self.workers, *added), tuple(shared), cache_url)
 
     def specs(self) -> tuple[WorkerSpec, ...]:
         """Return the workers whose addresses are listed, without those of groups."""
@@ -154,8 +167,16 @@ class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             spec
             for entry, url in self._urls()
             if not url.group
-            for spec in entry.specs(url, self.shared_events)
+            for spec in self.specs_of(entry, url)
         )
+
+    def specs_of(self, entry: WorkerEntry, url: WorkerUrl) -> tuple[WorkerSpec, ...]:
+        """Return the workers of one engine, with what all share.
+
+        Raises:
+            ConfigError: See `WorkerEntry.specs`.
+        """
+        return entry.specs(url, self.shared_events, self.shared_cache_url)
 
     def groups(self) -> tuple[tuple[WorkerEntry, WorkerUrl], ...]:
         """Return the entries whose members must be looked up."""
@@ -169,13 +190,16 @@ LISTING_KEYS = Listing.__struct_fields__
 """Keys of a settings file that belong to the listing."""
 
 
-def parse_options(workers: Sequence[str], events: Sequence[str]) -> Listing:
-    """Parse the options ``--worker`` and ``--events``.
+def parse_options(
+    workers: Sequence[str], events: Sequence[str], caches: Sequence[str] = ()
+) -> Listing:
+    """Parse the options ``--worker``, ``--events`` and ``--cache``.
 
     Args:
         workers: ``URL`` or ``URL,data_parallel_size=N``.
         events: ``URL=ENDPOINT[,REPLAY]``, each rank R ports further; with ``URL#*`` of a cache that
             the ranks of this engine share; with ``*`` of a cache that all workers share.
+        caches: ``URL=CACHE_URL``; with ``*`` the cache that all workers share.
 
     Raises:
         ConfigError: One is malformed, or is for a worker that is not listed.
@@ -189,23 +213,44 @@ def parse_options(workers: Sequence[str], events: Sequence[str]) -> Listing:
         entries[key] = WorkerEntry(url=key, data_parallel_size=_parse_size(text, rest))
     shared: list[str] = []
     for text in events:
-        target, separator, source = text.partition("=")
-        if not separator:
-            raise reject("--events", text, "must be URL=ENDPOINT[,REPLAY] or *=ENDPOINT[,REPLAY]")
+        target, source = _parse_assignment("--events", text, "ENDPOINT[,REPLAY]")
         parse_source(source, "host", "--events")
         if target == "*":
             shared.append(source)
             continue
         url = target.removesuffix("#*")
-        key = str(WorkerUrl.parse(url, "--events"))
-        if key not in entries:
-            close = closest(key, entries)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise reject("--events", text, f"{key} is no --worker{hint}")
+        key = _key_of("--events", text, url, entries)
         field = "events" if url == target else "shared_events"
         entry = entries[key]
         entries[key] = msgspec.structs.replace(entry, **{field: (*getattr(entry, field), source)})
-    return Listing(tuple(entries.values()), tuple(shared))
+    shared_cache_url = None
+    for text in caches:
+        target, cache_url = _parse_assignment("--cache", text, "CACHE_URL")
+        parse_cache_url(cache_url, "host", "--cache")
+        if target == "*":
+            shared_cache_url = cache_url
+            continue
+        key = _key_of("--cache", text, target, entries)
+        entries[key] = msgspec.structs.replace(entries[key], cache_url=cache_url)
+    return Listing(tuple(entries.values()), tuple(shared), shared_cache_url)
+
+
+def _parse_assignment(option: str, text: str, form: str) -> tuple[str, str]:
+    """Parse ``URL=VALUE`` or ``*=VALUE``."""
+    target, separator, value = text.partition("=")
+    if not separator:
+        raise reject(option, text, f"must be URL={form} or *={form}")
+    return target, value
+
+
+def _key_of(option: str, text: str, url: str, entries: Mapping[str, WorkerEntry]) -> str:
+    """Return the listed worker that an option is for."""
+    key = str(WorkerUrl.parse(url, option))
+    if key not in entries:
+        close = closest(key, entries)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise reject(option, text, f"{key} is no --worker{hint}")
+    return key
 
 
 def _parse_size(text: str, rest: str) -> int:
@@ -246,6 +291,22 @@ def parse_source(text: str, host: str, name: str = "events") -> EventSource:
         allowed = "must be ENDPOINT or ENDPOINT,REPLAY, each tcp://HOST:PORT or ipc://PATH"
         raise reject(name, text, allowed)
     return EventSource(*endpoints)
+
+
+def parse_cache_url(text: str, host: str, name: str = "cache_url") -> str:
+    """Parse the address of a cache's HTTP API.
+
+    Args:
+        host: What ``{host}`` stands for.
+        name: Of the setting, for the error.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    url = WorkerUrl.parse(text.replace("{host}", host), name)
+    if url.group:
+        raise reject(name, text, "must be http://HOST:PORT or https://HOST:PORT")
+    return str(url)
 
 
 def _is_endpoint(text: str) -> bool:

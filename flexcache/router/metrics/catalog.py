@@ -1,8 +1,8 @@
 """Catalog of a router's metrics: name, meaning, and where the statistics have the value.
 
 Names begin with ``flexcache_router_``. Labels are reasons and states known in advance, and the
-names of workers, sources and peers, which come from the router's configuration or discovery:
-nothing from a request becomes a label.
+names of workers, sources, caches and peers, which come from the router's configuration or
+discovery: nothing from a request becomes a label.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flexcache.metrics.metric import Metric
+from flexcache.router.metrics.caches import CACHES
 from flexcache.router.metrics.feed import INDEX, SOURCES
 from flexcache.router.metrics.requests import PROCESSES, REQUESTS
 from flexcache.router.metrics.routing import DECISIONS, WORKERS
@@ -20,6 +21,7 @@ SECTIONS: Mapping[str, Sequence[Metric[RouterStats]]] = {
     "Router: workers": WORKERS,
     "Router: index": INDEX,
     "Router: sources of events": SOURCES,
+    "Router: early loads": CACHES,
     "Router: requests": REQUESTS,
     "Router: processes and peers": PROCESSES,
 }

@@ -15,7 +15,7 @@ from flexcache.server.outbox import WorkerInstruction
 from flexcache.tasks.checksums import SlotChecksums
 from flexcache.tasks.instructions import ReplaceExecutor, RunOp
 from flexcache.tasks.routes import LOAD_TIER, WORKER_OF
-from flexcache.transfer.fair_queue import FairQueue
+from flexcache.transfer.fair_queue import FairQueue, Urgency
 from flexcache.transfer.graph import TransferOp
 
 _SLOWEST_BYTES_PER_S = 1e8
@@ -87,7 +87,8 @@ class Lanes:
         """Start ops as their turn comes. Their workers must be up."""
         for op in ops:
             queue = self._lanes[WORKER_OF[op.kind]].queue
-            queue.add(op.op_id, op, owner=_ONE_OWNER, is_load=op.kind in LOAD_TIER)
+            urgency = Urgency.NEEDED if op.kind in LOAD_TIER else Urgency.STORE
+            queue.add(op.op_id, op, owner=_ONE_OWNER, urgency=urgency)
         for worker in dict.fromkeys(WORKER_OF[op.kind] for op in ops):
             self._fill(worker, now)
 

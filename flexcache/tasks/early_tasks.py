@@ -1,0 +1,59 @@
+"""EarlyTasks: loads that begin before, or instead of waiting for, a get.
+
+    prefetch --its request comes--> what has not begun is left to the get
+    a session said when it returns --shortly before--> its last prompt is loaded
+
+A state machine without I/O.
+"""
+
+from __future__ import annotations
+
+from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.tiered_cache import TieredCache
+from flexcache.ids import SessionId, TierName
+from flexcache.tasks.matching import Matcher
+from flexcache.tasks.runner import TaskRunner
+from flexcache.tasks.sessions import TaskSessions
+
+
+class EarlyTasks:
+    """Follows the cache's `EarlyLoads` and `SessionReturns` with tasks."""
+
+    def __init__(
+        self, cache: TieredCache, sessions: TaskSessions, matcher: Matcher, runner: TaskRunner
+    ) -> None:
+        self._cache = cache
+        self._sessions = sessions
+        self._matcher = matcher
+        self._runner = runner
+
+    def awaits(self, session: SessionId, keys: PromptKeys, stop: int, now: float) -> bool:
+        """Whether a get that can wait should ask again a little later.
+
+        What has not begun to move is left to the get, which moves blocks on as they come.
+        """
+        owner = self._sessions.get(session)
+        if owner is None:
+            return False
+        for load in self._matcher.awaited(owner, keys, stop, now):
+            task = self._sessions.tasks.get(load.task_id)
+            if task is not None and task.waiting:
+                task.errors.append("its request has come, and loads the rest")
+                self._runner.end_unstarted(task, now)
+        return bool(self._matcher.awaited(owner, keys, stop, now))
+
+    def tick(self, now: float) -> None:
+        """Let go of what was loaded in vain, and load for sessions that return."""
+        self._cache.early.expire(now)
+        sessions = self._cache.sessions
+        while (keys := sessions.take_returning(now)) is not None:
+            plan = self._matcher.plan_return(keys, now)
+            num_below = plan.num_blocks - plan.sources.get(TierName.CPU, 0)
+            sessions.counters.fetched_blocks += num_below
+            self._runner.load_early(plan, keys, now)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do at the earliest."""
+        sessions = self._cache.sessions
+        times = (self._cache.early.next_deadline(), sessions.returns.next_deadline())
+        return min((time for time in times if time is not None), default=None)

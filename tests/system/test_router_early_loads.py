@@ -1,0 +1,129 @@
+"""A router has a real cache load from SSD what a request needs before the engine asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp", reason="the proxy needs the extra `router`")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from cluster import Cluster, ops, running_cluster
+from fake_openai_engine import FakeEngine
+from ports import free_port, free_ports
+from router_process import Ended, RouterProcess, complete, until
+
+NUM_BLOCKS = 24
+TOKENS = np.arange(1000, 1000 + NUM_BLOCKS * 16)
+BLOCKS = list(range(NUM_BLOCKS))
+PROMPT = [*TOKENS.tolist(), 7]
+TOKEN = "cache-token"
+
+
+def ask(router: RouterProcess) -> Ended:
+    return asyncio.run(complete(router.url, PROMPT))
+
+
+@contextlib.contextmanager
+def caching(directory: Path, port: int) -> Iterator[tuple[Cluster, str]]:
+    """Run a cache with a prompt on SSD only; its publisher, too."""
+    endpoint, replay = (f"tcp://127.0.0.1:{each}" for each in free_ports(2))
+    with running_cluster(
+        [directory], http_endpoint=str(port), http_token=TOKEN,
+        kv_events_endpoint=endpoint, kv_events_replay_endpoint=replay,
+    ) as cluster:  # fmt: skip
+        cluster.put(TOKENS, BLOCKS)
+        cluster.server.clear("CPU")
+        yield cluster, f"--events=*={endpoint},{replay}"
+
+
+def finds(router: RouterProcess, engine: FakeEngine, tier: str) -> bool:
+    """Whether the router knows that a tier has all of the prompt."""
+    found = router.post("/query", {"token_ids": PROMPT})["workers"].get(engine.url, {})
+    return bool(found.get(tier) == NUM_BLOCKS * 16)
+
+
+def calls(router: RouterProcess, cache: str) -> dict[str, int]:
+    results: dict[str, int] = router.stats()["caches"][cache]["results"]
+    return results
+
+
+@pytest.mark.parametrize("proxies", [0, 1], ids=["one process", "a proxy"])
+def test_blocks_on_ssd_are_in_dram_when_the_engine_asks(tmp_path: Path, proxies: int) -> None:
+    port = free_port()
+    cache = f"http://127.0.0.1:{port}"
+    with (
+        caching(tmp_path, port) as (cluster, events),
+        FakeEngine() as engine,
+        RouterProcess(
+            [engine], events, f"--cache=*={cache}", proxies=proxies, cache_token=TOKEN
+        ) as router,
+    ):
+        until(lambda: finds(router, engine, "disk"))
+        before = ops(cluster).get("DISK2H", 0)
+        assert ask(router).is_whole
+        until(lambda: cluster.manager.stats()["ended_tasks"].get("prefetch_success") == 1)
+        assert ops(cluster)["DISK2H"] == before + NUM_BLOCKS
+        assert cluster.get(TOKENS, BLOCKS).mask.all()
+        assert ops(cluster)["DISK2H"] == before + NUM_BLOCKS
+        assert cluster.manager.stats()["early_loads"]["early"] == NUM_BLOCKS
+        assert calls(router, cache) == {"accepted": 1}
+        assert router.stats()["caches"][cache]["tokens"] == NUM_BLOCKS * 16
+        assert f'early_load_tokens_total{{cache="{cache}"}} 384' in router.get("/metrics")
+
+        # It is in DRAM now: there is nothing to ask for.
+        until(lambda: finds(router, engine, "cpu"))
+        assert ask(router).is_whole
+        assert calls(router, cache) == {"accepted": 1}
+
+
+def test_a_cache_without_the_right_token_is_not_asked_for_long(tmp_path: Path) -> None:
+    port = free_port()
+    cache = f"http://127.0.0.1:{port}"
+    with (
+        caching(tmp_path, port) as (cluster, events),
+        FakeEngine() as engine,
+        RouterProcess([engine], events, f"--cache={engine.url}={cache}") as router,
+    ):
+        until(lambda: finds(router, engine, "disk"))
+
+        def has_given_up() -> bool:
+            assert ask(router).is_whole
+            return bool(router.stats()["caches"][cache]["circuit"] != "closed")
+
+        until(has_given_up)
+        assert any("status 401" in sentence for sentence in router.stats()["trouble"])
+        assert "prefetch_success" not in cluster.manager.stats()["ended_tasks"]
+
+
+def test_requests_are_answered_while_a_cache_is_silent_and_when_it_is_gone(tmp_path: Path) -> None:
+    """At first it takes connections and says nothing."""
+    port = free_port()
+    with (
+        caching(tmp_path, port) as (_, events),
+        socket.create_server(("127.0.0.1", 0)) as stopped,
+        FakeEngine() as engine,
+    ):
+        cache = f"http://127.0.0.1:{stopped.getsockname()[1]}"
+        with RouterProcess([engine], events, f"--cache=*={cache}") as router:
+            until(lambda: finds(router, engine, "disk"))
+            while router.stats()["caches"][cache]["circuit"] == "closed":
+                assert ask(router).is_whole
+            assert calls(router, cache)["failed"] >= 4
+            assert "no answer" in router.stats()["caches"][cache]["failure"]
+            stopped.close()  # gone for good
+            num_left_out = calls(router, cache).get("circuit", 0)
+
+            def is_left_alone() -> bool:
+                assert ask(router).is_whole
+                return calls(router, cache).get("circuit", 0) > num_left_out
+
+            until(is_left_alone)
+            assert router.stop() == 0
