@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import gc
 import heapq
+import itertools
 import tracemalloc
 from collections.abc import Iterable, Iterator
 from functools import partial
+from random import Random
 
 import numpy as np
 
 from flexcache.bench.results import Case, Result, sample, sample_beside
 from flexcache.cache.block_keys import EngineBlockKeys, make_root
-from flexcache.cache.eviction import make_forecaster
+from flexcache.cache.eviction import DensityRanking, make_forecaster
+from flexcache.cache.eviction_queue import Outlook
+from flexcache.cache.eviction_returns import NUM_BINS
+from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Lease, Tier
 from flexcache.config.tiers import EVICTION_POLICIES
 from flexcache.ids import TierName
@@ -28,6 +33,9 @@ TURN_BLOCKS = 16
 ALLOCATED = 4
 _ALLOCATE_LIMIT_US = 20
 _BYTES_LIMIT = 300
+_LEAF_S = 0.01
+"""Seconds between two uses of leaves."""
+_ROUNDS = 1_000
 _POLICY = "density"
 
 
@@ -36,7 +44,7 @@ def cases(thorough: bool) -> list[Case]:
     sizes = (10_000, 100_000, 1_000_000, *((10_000_000,) if thorough else ()))
     turns = (1, 10, 100, 500)
     return [
-        *(Case(f"allocate and evict, {n:,} leaves", partial(_allocate, n)) for n in leaves),
+        *(Case(f"use, allocate and evict, {n:,} leaves", partial(_leaves, n)) for n in leaves),
         *(Case(f"index of {n:,} blocks", partial(_steps, n)) for n in sizes),
         *(Case(f"conversation of {n} turns", partial(_conversation, n)) for n in turns),
         *(Case(f"memory of the index, {p}", partial(_memory, p)) for p in EVICTION_POLICIES),
@@ -56,11 +64,11 @@ def _tier(capacity: int, policy: str = _POLICY) -> Tier:
     return Tier(TierName.CPU, capacity, ranking)
 
 
-def _store(tier: Tier, keys: EngineBlockKeys) -> int:
+def _store(tier: Tier, keys: EngineBlockKeys, outlook: Outlook | None = None) -> int:
     """Look a prompt up and store what is missing; how much was there."""
     there = tier.match(keys).num_blocks
     if there < keys.num_blocks:
-        lease = tier.reserve(keys, there, keys.num_blocks)
+        lease = tier.reserve(keys, there, keys.num_blocks, outlook)
         tier.publish(lease, len(lease))
         tier.release(lease)
     return there
@@ -71,37 +79,68 @@ def _expect(is_right: bool, what: str) -> None:
         raise AssertionError(what)
 
 
-def _allocate(num_leaves: int) -> Iterator[Result]:
-    """With a full tier of prompts of one block: each allocation evicts as many leaves."""
+def _leaves(num_leaves: int) -> Iterator[Result]:
+    """A full tier of prompts of one block: one is used, and each allocation evicts as many leaves.
+
+    Under `density` the leaves are of all kinds, at random, and so is what these are worth.
+    """
     for policy in EVICTION_POLICIES:
-        tier = _tier(num_leaves, policy)
+        tier, random = _tier(num_leaves, policy), Random(num_leaves)
+        ranking = tier.index.ranking
+        if isinstance(ranking, DensityRanking):
+            worths = [[random.random() for _ in range(NUM_BINS)] for _ in range(ranking.num_kinds)]
+            ranking.set_worths([sorted(of_kind, reverse=True) for of_kind in worths])
+            ranking.set_lru(False)
+        times = itertools.count(0.0, _LEAF_S)
         for number in range(num_leaves):
-            _store(tier, _prompt(number, 1))
+            tier.advance(next(times))
+            _store(tier, _prompt(number, 1), _any_kind(random, ranking.num_kinds))
         _expect(tier.index.num_blocks == num_leaves, "the tier is not full")
+        prompts = iter([_prompt(random.randrange(num_leaves), 1) for _ in range(2 * _ROUNDS)])
+
+        def use() -> PrefixMatch:
+            tier.advance(next(times))  # noqa: B023
+            return tier.match(next(prompts), _any_kind(random, ranking.num_kinds))  # noqa: B023
+
+        used = sample(use, lambda match: _expect(match.num_blocks == 1, "a leaf is gone"), _ROUNDS)
+        yield Result(f"use a leaf, {policy}", "us", used)
         leases: list[Lease] = []
         queue = [(float(number), number) for number in range(num_leaves)]
         table = dict.fromkeys((_prompt(number, 1).key(0) for number in range(num_leaves)), 0)
         keys = iter(list(table))
+        pinned = tier.match(_prompt(0, 1))
+        tier.pin(pinned)
 
         def evict_plainly() -> None:
             for _ in range(ALLOCATED):
                 heapq.heappop(queue)  # noqa: B023
                 del table[next(keys)]  # noqa: B023
 
-        rounds = min(200, num_leaves // ALLOCATED // 2)
-        times, bound = sample_beside(
-            partial(tier.reserve_private, ROOT, ALLOCATED), evict_plainly, leases.append, rounds
-        )
+        def keep(lease: Lease) -> None:
+            leases.append(lease)  # noqa: B023
+            tier.advance(next(times))  # noqa: B023
+            tier.use(pinned, None)  # noqa: B023
+
+        allocated, bound = sample_beside(
+            partial(tier.reserve_private, ROOT, ALLOCATED), evict_plainly, keep,
+            min(_ROUNDS, num_leaves // ALLOCATED // 2),
+        )  # fmt: skip
         _expect(all(len(lease) == ALLOCATED for lease in leases), "an allocation fell short")
-        for number in range(num_leaves - ALLOCATED, num_leaves):
-            _expect(tier.match(_prompt(number, 1)).num_blocks == 1, "the newest leaf is gone")
+        evicted = tier.counters.evicted_blocks
+        _expect(evicted == ALLOCATED * len(leases), "more was evicted than allocated")
+        tier.unpin(pinned)
         for lease in leases:
             tier.release(lease)
         tier.check()
         yield Result(
-            f"allocate {ALLOCATED} blocks, full tier, {policy}", "us", times, bound,
+            f"allocate {ALLOCATED} blocks, full tier, {policy}", "us", allocated, bound,
             "heap and dict", limit=_ALLOCATE_LIMIT_US,
         )  # fmt: skip
+
+
+def _any_kind(random: Random, num_kinds: int) -> Outlook:
+    kind = random.randrange(num_kinds)
+    return Outlook(kind, kind, 0)
 
 
 def _steps(num_blocks: int) -> Iterator[Result]:

@@ -188,7 +188,7 @@ class Forecaster:
         num_seen = visit.num_seen * self.history.blocks_each
         if self._kinds is None:
             return Outlook(0, 0, num_seen)
-        levels = visit.levels()
+        levels = visit.noted_levels
         return Outlook(self._kinds.front.kind(levels), self._kinds.rear.kind(levels), num_seen)
 
     def check(self) -> None:

@@ -49,8 +49,8 @@ class Visit:
     """A look-up of a prompt. Lengths are in stretches, and times in seconds."""
 
     __slots__ = (
-        "gap", "generated", "is_shown", "is_stored", "length", "line", "mean_gap", "num_branches",
-        "num_returns", "num_seen", "number", "time",
+        "gap", "generated", "is_shown", "is_stored", "length", "line", "mean_gap", "noted_levels",
+        "num_branches", "num_returns", "num_seen", "number", "time",
     )  # fmt: skip
 
     def __init__(self, number: int, time: float, length: int, num_seen: int) -> None:
@@ -72,6 +72,8 @@ class Visit:
         self.is_stored = False
         self.is_shown = False
         """Whether the guards have seen it."""
+        self.noted_levels = b""
+        """`levels` of its look-up, or of when it was stored."""
 
     @property
     def num_new(self) -> int:
@@ -274,9 +276,10 @@ class History:
         self._note_levels(visit)
 
     def _note_levels(self, visit: Visit) -> None:
+        visit.noted_levels = bytes(visit.levels())
         if visit.number >= self.num_visits - NUM_SPELLS:
             first = visit.number % NUM_SPELLS * len(NUM_LEVELS)
-            self._levels[first : first + len(NUM_LEVELS)] = bytes(visit.levels())
+            self._levels[first : first + len(NUM_LEVELS)] = visit.noted_levels
 
     def _insert(
         self, parent: PrefixMatch, root: RootId, keys: list[BlockKey], time: float

@@ -10,7 +10,7 @@ Pure. Not thread-safe.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.eviction_returns import (
-    BINS_PER_OCTAVE,
     HIGH,
     LOW,
     NUM_BINS,
@@ -39,7 +38,7 @@ _GRID = (16, 16, 24)
 """Steps of the grid in the three ranges of age."""
 _MIN_EXAMPLES = 3
 """Prompts of a kind, from which on its worth is its own and not that of the fit before."""
-_BINS_BEFORE_ONE_SECOND = 1 - round(math.log2(HIGH[0])) * BINS_PER_OCTAVE
+_EDGES: list[float] = HIGH[:-1].tolist()
 
 
 class _Axis(NamedTuple):
@@ -183,6 +182,4 @@ def _divide(
 
 def bin_of(age: float) -> int:
     """Return the bin of an age."""
-    if age <= HIGH[0]:
-        return 0
-    return min(int(math.log2(age) * BINS_PER_OCTAVE + _BINS_BEFORE_ONE_SECOND), NUM_BINS - 1)
+    return bisect_right(_EDGES, age)

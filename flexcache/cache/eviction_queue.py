@@ -8,7 +8,8 @@ all, and then falls. So the worst tail of a kind stands at one of the two ends o
     kind 1   oldest |----------| youngest                   the worst of all these ends goes next
     ...
 
-Under LRU, age alone counts, and the oldest tail goes.
+Under LRU, age alone counts, and the oldest tail goes. The ends themselves are in a heap by what
+their tails are worth, so that the worst of them is at hand.
 
 Pure: no I/O, no clock. Not thread-safe.
 """
@@ -30,6 +31,8 @@ RETIRED = -1e300
 """Time of use of tails that go before all that are not retired."""
 _REFRESH_S = 1.0
 """Ages change all the time: the worths that are compared are at most this old."""
+_TURNS = 16
+"""Parts of the ends that are weighed in turn, so that seldom an eviction weighs them all."""
 _SPARE_ENTRIES = 64
 _GROWTH = 3
 """Times its size after the last removal of stale entries, at which a heap is searched for them."""
@@ -103,9 +106,12 @@ class EvictionQueue:
         self._heaps: list[list[Entry]] = [[] for _ in range(num_ends)]
         """The oldest of each kind first, then the youngest of each first."""
         self._worths = [math.inf] * num_ends
+        self._order: list[tuple[float, int]] = []
+        """A heap of worths and ends; stale unless it is the end's present worth."""
         self._limits = [_SPARE_ENTRIES] * num_ends
         self._version = ranking.version
-        self._weighed_at = 0.0
+        self._turn = 0
+        self._refresh_at = math.inf if ranking.is_lru else 0.0
 
     def add(self, number: int, time: float, kind: int) -> None:
         """Add a tail in its present state; an earlier entry for it is stale. Amortised O(log n)."""
@@ -116,14 +122,16 @@ class EvictionQueue:
     def pop(self, below: float = math.inf) -> tuple[int, float, int] | None:
         """Take out the tail that is worth least: its number, time and kind; or a stale entry.
 
-        None if all are worth ``below`` or more. O(kinds) at C speed, amortised O(log n).
+        None if all are worth ``below`` or more. Amortised O(log n).
         """
-        if self._version != self._ranking.version or self.now - self._weighed_at >= _REFRESH_S:
-            self._weigh_all()
-        worth = min(self._worths)
-        if worth >= below:
+        order, worths = self._order, self._worths
+        if self.now >= self._refresh_at or self._version != self._ranking.version:
+            self._refresh()
+        while order and worths[order[0][1]] != order[0][0]:
+            heapq.heappop(order)
+        if not order or order[0][0] >= below:
             return None
-        end = self._worths.index(worth)
+        end = order[0][1]
         time, number = heapq.heappop(self._heaps[end])
         self._weigh(end)
         if end < self._num_kinds:
@@ -146,20 +154,34 @@ class EvictionQueue:
         if len(heap) > self._limits[end]:
             self._drop_stale(end)
 
-    def _weigh_all(self) -> None:
-        self._version, self._weighed_at = self._ranking.version, self.now
-        for end, heap in enumerate(self._heaps):
-            while heap and not self._is_queued(*self._tail(end, heap[0])):
-                heapq.heappop(heap)
-            self._weigh(end)
+    def _refresh(self) -> None:
+        """Weigh the ends whose turn it is, or all if the ranking has changed."""
+        begin, self._turn = self._turn, int(self.now / _REFRESH_S * _TURNS)
+        if self._version != self._ranking.version or begin < self._turn - _TURNS:
+            begin = self._turn - _TURNS
+        for turn in range(begin, self._turn):
+            for end in range(turn % _TURNS, len(self._heaps), _TURNS):
+                heap = self._heaps[end]
+                while heap and not self._is_queued(*self._tail(end, heap[0])):
+                    heapq.heappop(heap)  # it hides what is behind it
+                self._weigh(end)
+        self._version = self._ranking.version
+        self._refresh_at = (
+            math.inf if self._ranking.is_lru else (self._turn + 1) * _REFRESH_S / _TURNS
+        )
 
     def _weigh(self, end: int) -> None:
-        heap = self._heaps[end]
-        if not heap or (end >= self._num_kinds and self._ranking.is_lru):
-            self._worths[end] = math.inf
+        heap, worth = self._heaps[end], math.inf
+        if heap and end < self._num_kinds:
+            worth = self.worth(heap[0][0], end)
+        elif heap and not self._ranking.is_lru:
+            worth = self.worth(-heap[0][0], end - self._num_kinds)
+        if worth == self._worths[end]:
             return
-        _, time, kind = self._tail(end, heap[0])
-        self._worths[end] = self.worth(time, kind)
+        self._worths[end] = worth
+        heapq.heappush(self._order, (worth, end))
+        if len(self._order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
+            self._order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
 
     def _tail(self, end: int, entry: Entry) -> tuple[int, float, int]:
         if end < self._num_kinds:

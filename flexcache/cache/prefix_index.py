@@ -91,6 +91,13 @@ class Run:
     def held_length(self) -> int:
         return -self.longest_holds[0] if self.longest_holds else 0
 
+    def segment(self, length: int) -> Segment:
+        """Return the segment of the last of the first ``length`` blocks. O(segments)."""
+        for segment in self.recency:
+            if segment[0] >= length:
+                return segment
+        raise InternalError(f"run {self.run_id} has no segment at {length}")
+
     def hold(self, length: int) -> None:
         if self.holds is None or self.longest_holds is None:
             self.holds, self.longest_holds = {length: 1}, [-length]
@@ -140,7 +147,7 @@ class Run:
 
 def _like(run: Run, length: int) -> Outlook:
     """Return the kind that the last of a run's first blocks has, for all of a prompt."""
-    kind = next(kind for end, _, kind in run.recency if end >= length)
+    kind = run.segment(length)[2]
     return Outlook(kind, kind, 0)
 
 
@@ -332,7 +339,7 @@ class PrefixIndex:
     def due(self, match: PrefixMatch) -> float:
         """Return when the last matched block is due for eviction. O(uses of its run)."""
         assert match.run is not None
-        return next(time for end, time, _ in match.run.recency if end >= match.length)
+        return match.run.segment(match.length)[1]
 
     def pin(self, match: PrefixMatch) -> None:
         """Keep the matched blocks in place until `unpin` with the same match. O(log holds)."""
@@ -454,7 +461,8 @@ class PrefixIndex:
         """Discard a run's blocks from ``offset`` on, behind which no findable run starts."""
         directory = self._directories.get(run.root, {})
         code = run.run_id << _OFFSET_BITS
-        self._tell_removed(run, offset, run.keys[offset:])
+        if self.on_removed:
+            self._tell_removed(run, offset, run.keys[offset:])
         for position in range(offset, run.length):
             if directory.get(run.keys[position]) == code + position:
                 del directory[run.keys[position]]
@@ -471,8 +479,6 @@ class PrefixIndex:
 
     def _tell_removed(self, run: Run, offset: int, keys: list[BlockKey]) -> None:
         """Report keys that can no longer be found."""
-        if not self.on_removed:
-            return
         directory = self._directories.get(run.root, {})
         code = (run.run_id << _OFFSET_BITS) + offset
         found = [key for i, key in enumerate(keys) if directory.get(key) == code + i]
@@ -496,7 +502,8 @@ class PrefixIndex:
         directory = self._directories.get(run.root, {})
         code = (run.run_id << _OFFSET_BITS) + keep
         keys = run.keys[keep:] if keep else run.keys
-        self._tell_removed(run, keep, keys)
+        if self.on_removed:
+            self._tell_removed(run, keep, keys)
         for key in keys:
             if directory.get(key) == code:
                 del directory[key]

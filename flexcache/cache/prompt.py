@@ -140,11 +140,11 @@ class PromptMaker:
             raise ValueError(
                 f"token_ids must be a 1-D array of integers, not {tokens.ndim}-D of {tokens.dtype}"
             )
+        as_int64 = tokens.astype(np.int64, copy=False)
+        if isinstance(token_ids, list | tuple) or as_int64 is not tokens:
+            as_int64.flags.writeable = False  # it is not the caller's: `keep_tokens` copies nothing
         return TokenBlockKeys(
-            self._root(namespace, TOKEN_KEYS),
-            tokens.astype(np.int64, copy=False),
-            self.tokens_per_block,
-            content,
+            self._root(namespace, TOKEN_KEYS), as_int64, self.tokens_per_block, content
         )
 
     def _root(self, namespace: Namespace, kind: str) -> RootId:

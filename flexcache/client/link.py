@@ -48,6 +48,7 @@ class ServerLink:
         self._timeout_s = timeout_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        self._identity = b""
         self._listener: Listener | None = None
         """The process that served the endpoint when this client connected."""
         self._was_served = False
@@ -77,10 +78,16 @@ class ServerLink:
         if listener is None:
             return
         if self._socket is None:
-            self._socket = self.connect(uuid.uuid4().hex.encode())
+            self._identity = uuid.uuid4().hex.encode()
+            self._socket = self.connect(self._identity)
             self._listener = listener
             self._poller.register(self._socket, zmq.POLLIN)
         self.offer(hello)
+
+    @property
+    def identity(self) -> bytes:
+        """The client's, at the server that it has greeted."""
+        return self._identity
 
     def check_listener(self) -> None:
         """Check that the process that was checked before connecting still serves the endpoint.

@@ -28,11 +28,11 @@ import torch
 from flexcache.client.attachment import Attachment
 from flexcache.client.lent_tensors import LentTensors
 from flexcache.client.link import ServerLink
+from flexcache.client.rank_ops import RankOps
 from flexcache.client.rank_tasks import EVENT_POLL_S, RankTasks
 from flexcache.config.address import split_address
 from flexcache.errors import (
     ClosedError,
-    DeviceLostError,
     RegistrationError,
     ServerLostError,
     UntrustedError,
@@ -52,7 +52,7 @@ from flexcache.protocol.messages import (
     WelcomeRank,
 )
 from flexcache.protocol.names import engine_name
-from flexcache.transfer.messages import Done, Drop, Execute, Stop
+from flexcache.transfer.messages import Drop, Execute, Stop
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
 
@@ -111,6 +111,7 @@ class KVTPClient:
         self._error: str | None = None
         self._attachment: Attachment | None = None  # closed before the engine may reuse its slots
         self._tasks = RankTasks(keeps_loads, self._link.wake)
+        self._ops = RankOps(self._link, self._tasks)
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -264,6 +265,7 @@ class KVTPClient:
                 except ServerLostError as error:
                     effect = "waits for another server"
                     self._log(logging.WARNING, "rank_lost_server", error=error, effect=effect)
+                    self._ops.take_given()
                     self._tasks.finish(self._link.rest)
                     self._let_go()
                     self._link.offer(Goodbye())  # it may live after all, and keep blocks pinned
@@ -297,15 +299,12 @@ class KVTPClient:
         while not self._closing:
             if self._state is ClientState.HELLO:
                 self._link.greet(self._hello)
-            for data in self._link.receive(self._patience_s()):
+            received = self._link.receive(self._patience_s())
+            self._ops.take_given()  # came before a Stop that was received
+            for data in received:
                 if not self._take(_decoder.decode(data)):
                     return
-            if (worker := self._worker) is not None:
-                for done in worker.advance():
-                    self._tasks.moved(done)
-                    self._link.send(done)
-                if worker.failure is not None:
-                    raise DeviceLostError(worker.failure)
+            self._ops.advance()
         self._let_go()  # before the server learns that nothing is moving
         self._link.offer(Goodbye())
 
@@ -321,17 +320,8 @@ class KVTPClient:
     def _take(self, message: ToRank) -> bool:
         """Handle a message; return whether the conversation continues."""
         match message:
-            case Execute(op_id) if self._tasks.is_shut(message):
-                self._link.send(Done(op_id, 0, error="its gate was never opened"))
-            case Execute() if self._worker is not None:
-                self._worker.execute(message)
-                self._tasks.given(message)
-            case Drop(op_id) if self._worker is not None:
-                self._worker.drop(op_id)
-            case Ended(task_id, num_ok):
-                self._tasks.ended(task_id, num_ok)
-            case SessionOver(session):
-                self._tasks.session_over(session)
+            case Execute() | Drop() | Ended() | SessionOver():
+                self._ops.take(message)
             case WelcomeRank() if self._state is ClientState.HELLO:
                 self._register(message)
             case Registered():
@@ -358,7 +348,7 @@ class KVTPClient:
             alive = partial(self._link.offer, Ping())
             attachment = Attachment(welcome, self._tensors, alive, self._tasks.keeps_loads)
             self._attachment = attachment
-            self._tasks.attach(attachment.worker, welcome.epoch)
+            self._ops.begin(attachment.worker, welcome.server_pid, welcome.epoch)
             self._hello = msgspec.structs.replace(self._hello, layout=attachment.layout)
             answer = attachment.registration
         except Exception as error:  # the driver and its wrapper raise various classes
@@ -373,7 +363,7 @@ class KVTPClient:
             self._tasks.detach()
             self._attachment.close(self.rank)
             self._attachment = None
-        self._tasks.attach(None, 0)
+        self._ops.end()
 
 
 def _text_of(error: Exception) -> str:

@@ -10,6 +10,7 @@ from flexcache.client.gates import GatedTasks
 from flexcache.client.held_loads import HeldLoads
 from flexcache.ids import OpKind
 from flexcache.tasks.ids import session_of
+from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Done, Execute
 from flexcache.transfer.workers.device import DeviceWorker
 from flexcache.transfer.workers.layer_load import LayerLoad
@@ -127,6 +128,13 @@ class RankTasks:
     def is_shut(self, message: Execute) -> bool:
         """Return whether the gate of an op will never be opened."""
         return message.gated and self._gates.is_shut(message.task_id)
+
+    def can_wait(self, run: RunOp) -> bool:
+        """Return whether an op of a server in this process can be taken when its gate opens.
+        Thread-safe."""
+        worker = self._worker
+        is_shut = worker is not None and not worker.is_open(run.task_id)
+        return run.gated and is_shut and not self.keeps_loads
 
     def given(self, message: Execute) -> None:
         """The worker was given an op."""

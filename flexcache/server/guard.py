@@ -70,8 +70,12 @@ class SocketGuard(Generic[Message]):
         if message is None or len(frames) != 1 + self._is_followed(message):
             self._refuse(sender, "malformed", f"{len(frames)} frames")
             return
+        self.pass_on(sender, message, frames[-1], now)
+
+    def pass_on(self, sender: bytes, message: Message, data: Buffer, now: float) -> None:
+        """Have a decoded message handled. Never raises."""
         try:
-            self._handle(sender, message, frames[-1], now)
+            self._handle(sender, message, data, now)
         except Exception as error:  # one peer's message must not cost the others their server
             log_event(
                 logger, logging.ERROR, "message_failed", message=type(message).__name__,

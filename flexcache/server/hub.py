@@ -19,6 +19,7 @@ from functools import partial
 
 from flexcache.cache.eviction import Forecaster, Study
 from flexcache.config import ModelConfig
+from flexcache.errors import InternalError
 from flexcache.ids import SessionId
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
@@ -122,6 +123,10 @@ class Hub:
         """Take in what a peer sent. Never raises for the contents."""
         self._guard.take(identity, frames, now)
 
+    def take_message(self, identity: bytes, message: ToServer, now: float) -> None:
+        """Take in a message of a peer in this process. Never raises for the contents."""
+        self._guard.pass_on(identity, message, b"", now)
+
     def does_not_read(self, identity: bytes, now: float) -> None:
         """Messages for a peer pile up. A scheduler is given up; a rank's ops have deadlines."""
         self.counters["unread_messages"] += 1
@@ -199,7 +204,7 @@ class Hub:
     def _send_to_rank(self, executor: str, message: RunOp | Drop) -> None:
         rank = self._registry.rank(executor)
         if rank is not None:
-            self.outbox.send(rank.identity, message)
+            self.outbox.give(rank.identity, message)
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -351,6 +356,8 @@ class Hub:
         self._registry.check()
         self._notices.check()
         self._requests.check()
+        if not self.outbox.lines.keys() <= set(self.peers):
+            raise InternalError("a rank that is gone has a line")
 
 
 def _has_data(message: ToServer) -> bool:

@@ -48,7 +48,7 @@ class Notices:
     def replay(self, rank: Rank) -> None:
         """Repeat the latest notices to a rank that may have missed some."""
         for notice in self._sent.get(rank.engine, ()):
-            self._outbox.send(rank.identity, notice)
+            self._outbox.give(rank.identity, notice)
 
     def forget(self, engine: str) -> None:
         """No peer of the engine is left."""
@@ -60,7 +60,7 @@ class Notices:
         self._sent.setdefault(engine, deque(maxlen=_NUM_REPLAYED)).append(notice)
         for rank in self._registry.ranks:
             if rank.engine == engine:
-                self._outbox.send(rank.identity, notice)
+                self._outbox.give(rank.identity, notice)
 
     def check(self) -> None:
         """Raise `InternalError` if notices are kept for an engine that is gone."""

@@ -1,21 +1,31 @@
 """What the hub wants sent, run or done. The only queue between the task engine and the sockets.
 
 The hub fills it under the server's lock; the event loop takes the contents out under the lock and
-carries them out after releasing it.
+carries them out after releasing it. What a rank of this process is given goes past the loop, by the
+rank's line (`local_lines`).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from flexcache.protocol.messages import ToClient
+from flexcache.protocol.messages import Ended, SessionOver, ToClient
 from flexcache.server.background import BackgroundJob
 from flexcache.tasks.instructions import DropOp, ReplaceExecutor, RunLookUp, RunOp
-from flexcache.transfer.messages import Execute, pack_checksums, pack_ids
+from flexcache.transfer.messages import Drop, Execute, pack_checksums, pack_ids
 
 PeerMessage = ToClient | RunOp
 """An op for a rank is encoded when it is sent, without the lock."""
+RankMessage = RunOp | Drop | Ended | SessionOver
+"""Ops of a rank, and what becomes of tasks."""
 WorkerInstruction = RunOp | DropOp | RunLookUp | ReplaceExecutor
+
+
+class RankLine(Protocol):
+    """Passes messages to a rank in this process."""
+
+    def put(self, message: RankMessage) -> None:
+        """Leave a message for the rank. Called under the server's lock: must not wait."""
 
 
 class Output(NamedTuple):
@@ -31,10 +41,12 @@ class Outbox:
 
     Attributes:
         is_empty: Whether there is nothing to take.
+        lines: Of the ranks in this process, by identity.
     """
 
     def __init__(self) -> None:
         self.is_empty = True
+        self.lines: dict[bytes, RankLine] = {}
         self._to_peers: list[tuple[bytes, PeerMessage]] = []
         self._to_workers: list[WorkerInstruction] = []
         self._jobs: list[BackgroundJob] = []
@@ -43,6 +55,22 @@ class Outbox:
         """Queue a message for a peer."""
         self._to_peers.append((identity, message))
         self.is_empty = False
+
+    def give(self, identity: bytes, message: RankMessage) -> None:
+        """Pass a message to a rank: at once by its line, or else queued like any other."""
+        line = self.lines.get(identity)
+        if line is not None:
+            line.put(message)
+        else:
+            self.send(identity, message)
+
+    def connect(self, identity: bytes, line: RankLine) -> None:
+        """Pass messages to a rank by this line from now on."""
+        self.lines[identity] = line
+
+    def disconnect(self, identity: bytes) -> None:
+        """Pass nothing more to a rank by its line, if it has one."""
+        self.lines.pop(identity, None)
 
     def instruct(self, instruction: WorkerInstruction) -> None:
         """Queue an instruction for the disk or the remote worker."""

@@ -316,6 +316,7 @@ class Peers:
 
     def _forget(self, peer: Peer) -> None:
         self._registry.remove(peer)
+        self._outbox.disconnect(peer.identity)
         if not self._registry.has_engine(peer.engine):
             self._notices.forget(peer.engine)
 

@@ -42,6 +42,7 @@ from flexcache.server.hub_config import HubConfig
 from flexcache.server.hub_workers import HubWorkers
 from flexcache.server.idle_exit import IdleExit
 from flexcache.server.local_host import LocalHost
+from flexcache.server.local_lines import LocalLines, serve_lines, withdraw_lines
 from flexcache.server.observers import Closing, Observers
 from flexcache.server.reactor import Reactor
 from flexcache.server.served_cache import ServedCache
@@ -111,6 +112,7 @@ class KVServer:
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
         self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)
+        self._lines = LocalLines(self.hub, self._changed, self._route, self._reactor)
         self._observers = Observers(config)
         self._pool = WorkerPool(self._reactor, HubWorkers(self.hub))
         self._background = BackgroundThread(self._end_job)
@@ -182,6 +184,7 @@ class KVServer:
         try:
             self._endpoint = Endpoint(self.endpoint, self.config.curve_keys)
             self.endpoint = self._endpoint.address
+            serve_lines(self.endpoint, self._lines)
             self._reactor.open(self._endpoint.socket)
             if self.config.has_workers:
                 self._pool.bind(self._endpoint.context, self._endpoint.worker_address)
@@ -331,6 +334,7 @@ class KVServer:
             self._reactor.wake()
 
     def _release(self) -> None:
+        withdraw_lines(self.endpoint, self._lines)
         self._observers.close_http()
         jobs_are_done = self._background.close()
         with self._changed:

@@ -112,7 +112,7 @@ class Engine:
         server = self.server
         with server.session() as tasks:
             while tasks.queries.num_open_tasks:
-                server.wait_for_change(0.05)
+                server.wait_for_change(0.002)
 
     def forget_gpu(self) -> None:
         self.drain()

@@ -229,15 +229,18 @@ def test_loads_go_before_stores_and_each_in_the_order_of_their_arrival(
     assert [done.op_id for done in run_dry(worker)] == [3, 4, 1, 2]
 
 
-def test_each_advance_on_the_cpu_copies_for_one_op_only(segment: HostSegment) -> None:
+def test_each_advance_on_the_cpu_copies_for_so_many_ops_that_enough_bytes_are_copied(
+    segment: HostSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = make_tensors()
+    monkeypatch.setattr(device, "_TURN_BYTES", 2 * bytes_per_index(tensors))
     worker = cpu_worker(tensors, segment)
-    worker.execute(load(1, [0], [0]))
-    worker.execute(load(2, [1], [1]))
-    assert worker.advance() == [Done(1, 1)]
+    for op_id in range(1, 4):
+        worker.execute(load(op_id, [op_id], [op_id]))
+    assert worker.advance() == [Done(1, 1), Done(2, 1)]
     assert worker.has_work
     assert not worker.only_waits
-    assert worker.advance() == [Done(2, 1)]
+    assert worker.advance() == [Done(3, 1)]
     assert not worker.has_work
     assert worker.advance() == []
 

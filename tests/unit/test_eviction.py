@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,11 +16,13 @@ from flexcache.cache.eviction import Forecaster, Study, make_forecaster
 from flexcache.cache.eviction_guard import Guard, Seen
 from flexcache.cache.eviction_kinds import NUM_KINDS
 from flexcache.cache.eviction_queue import Outlook
+from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
 from flexcache.config.tiers import EVICTION_POLICIES
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, TierName
+from flexcache.request_info import PromptDetail
 
 Request = tuple[float, list[int]]
 
@@ -193,6 +196,25 @@ def test_a_look_up_is_recorded_with_the_tokens_of_its_time() -> None:
     tiers.settle()
     assert forecaster.recall(TokenBlockKeys(ROOT, tokens, 512)) is None
     assert forecaster.recall(TokenBlockKeys(ROOT, tokens - 1, 512)) is not None
+
+
+@pytest.mark.parametrize("kind", [list, np.int32, np.int64])
+def test_only_the_callers_own_array_is_copied_for_a_later_record(
+    kind: type[list[int]] | type[np.int32] | type[np.int64],
+) -> None:
+    whole = np.arange(131_072)
+    tokens = whole.tolist() if kind is list else whole.astype(kind)
+    maker = PromptMaker("model", 512, lambda: PromptDetail.NOTHING)
+    forecaster = Forecaster(512)
+    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
+    keys = maker.make(tokens).keys
+    tracemalloc.start()
+    tiers.look_up(keys)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (taken >= whole.nbytes) == (kind is np.int64)
+    if not isinstance(tokens, list):
+        tokens += 1  # it is the caller's, and stays so
 
 
 class Backwards:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -13,8 +14,8 @@ from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, Outlook
 from flexcache.errors import InternalError
 
 NUM_KINDS = 3
-WORTHS = [[5, 4, 3, 2, 1, 0], [1, 2, 6, 4, 2, 1], [3, 3, 3, 3, 3, 3]]
-"""By kind and age: they rise, if at all, and then fall."""
+WORTHS = [[5, 4, 3, 2, 1, 0], [1, 2, 6, 4, 2, 1], [3, 1, 5, 2, 6, 4]]
+"""By kind and age: they rise, if at all, and then fall; or not, as what was learned may do."""
 
 
 class Scripted:
@@ -31,6 +32,12 @@ class Scripted:
 
     def bar(self, outlook: Outlook) -> float:
         return math.inf
+
+
+def ends_of(tails: dict[int, tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return the oldest and the youngest tail of each kind."""
+    of_kind = [[tail for tail in tails.values() if tail[1] == kind] for kind in range(NUM_KINDS)]
+    return [end for queue in of_kind if queue for end in (min(queue), max(queue))]
 
 
 class EvictionQueueMachine(RuleBasedStateMachine):
@@ -82,7 +89,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     @rule(below=st.sampled_from([math.inf, math.inf, 3.0]))
     def pop(self, below: float) -> None:
         self.wait(1)
-        worth = min(map(self.worth, self.ends()), default=math.inf)
+        worth = min(map(self.worth, ends_of(self.tails)), default=math.inf)
         popped = self.queue.pop(below)
         while popped is not None and not self.is_queued(*popped):
             popped = self.queue.pop(below)
@@ -99,14 +106,6 @@ class EvictionQueueMachine(RuleBasedStateMachine):
 
     def some(self, which: int) -> int:
         return sorted(self.tails)[which % len(self.tails)]
-
-    def ends(self) -> list[tuple[float, int]]:
-        """Return the oldest and the youngest tail of each kind."""
-        ends = []
-        for kind in range(NUM_KINDS):
-            times = [time for time, its_kind in self.tails.values() if its_kind == kind]
-            ends += [(min(times), kind), (max(times), kind)] if times else []
-        return ends
 
     def worth(self, tail: tuple[float, int]) -> float:
         time, kind = tail
@@ -129,6 +128,31 @@ TestEvictionQueueMachine = EvictionQueueMachine.TestCase
 TestEvictionQueueMachine.settings = settings(stateful_step_count=60)
 
 
+def test_compared_worths_are_at_most_a_second_old() -> None:
+    random = Random(5)
+    ranking, tails = Scripted(), dict[int, tuple[float, int]]()
+    queue = EvictionQueue(ranking, lambda number, time, kind: tails.get(number) == (time, kind))
+    now, num_popped = 0.0, 0
+
+    def worths(time: float, kind: int) -> list[float]:
+        return [ranking.worth(kind, max(0.0, at - time)) for at in (now, now - 1.0)]
+
+    for number in range(3_000):
+        now += random.choice([0.0, 0.01, 0.03, 0.5, 2.0])
+        queue.now = now
+        tails[number] = (now, random.randrange(NUM_KINDS))
+        queue.add(number, *tails[number])
+        if random.random() < 0.9:
+            popped = queue.pop()
+            while popped is not None and tails.get(popped[0]) != popped[1:]:
+                popped = queue.pop()
+            assert popped is not None
+            worth = min(worths(*tails.pop(popped[0])))
+            assert all(worth <= max(worths(*tail)) for tail in ends_of(tails))
+            num_popped += 1
+    assert num_popped > 2_000
+
+
 def test_stale_entries_do_not_pile_up() -> None:
     tails = dict.fromkeys(range(10), (0.0, 0))
     queue = EvictionQueue(Scripted(), lambda number, time, kind: tails[number] == (time, kind))
@@ -136,7 +160,7 @@ def test_stale_entries_do_not_pile_up() -> None:
         tails[now % 10] = (now, now % NUM_KINDS)
         queue.now = now
         queue.add(now % 10, *tails[now % 10])
-    assert max(map(len, queue._heaps)) < 200
+    assert max(map(len, [*queue._heaps, queue._order])) < 200
 
 
 def test_a_missing_tail_is_noticed() -> None:

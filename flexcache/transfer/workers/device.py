@@ -40,6 +40,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
+_TURN_BYTES = 4 << 20  # copied by a turn to which no further op is added
 
 
 class DeviceWorker:
@@ -78,6 +79,7 @@ class DeviceWorker:
         self._dropped: dict[int, None] = {}
         self._gates: dict[int, Fence | None] = {}
         self._layer_loads: dict[int, LayerLoad] = {}
+        self._turn_bytes = 0
         self._is_closed = False
         self._gate_lock = threading.Lock()
 
@@ -105,6 +107,11 @@ class DeviceWorker:
         with self._gate_lock:
             for task_id in task_ids:
                 self._gates[task_id] = fence
+
+    def is_open(self, task_id: int) -> bool:
+        """Return whether a task's gate is open. Thread-safe."""
+        with self._gate_lock:
+            return task_id in self._gates
 
     def load_by_layer(self, task_id: int, num_blocks: int) -> LayerLoad:
         """Let a load start; the caller will wait for its layers. Thread-safe.
@@ -151,9 +158,7 @@ class DeviceWorker:
             return list(self._layer_loads)
 
     def execute(self, message: Execute) -> None:
-        with self._gate_lock:
-            is_open = not message.gated or message.task_id in self._gates
-        if not is_open:
+        if message.gated and not self.is_open(message.task_id):
             self._parked.setdefault(message.task_id, []).append(message)
         elif message.kind.is_direct and self._direct is not None:
             if self.end_layer_load(message.task_id):  # it comes block by block
@@ -170,11 +175,16 @@ class DeviceWorker:
 
     def advance(self) -> list[Done]:
         """Start ops that may start and return those that ended. Blocks only to copy on the CPU."""
-        self._release_parked()
+        for task_id in [task_id for task_id in self._parked if self.is_open(task_id)]:
+            for message in self._parked.pop(task_id):
+                self.execute(message)
         done = self._end_dropped()
-        # On the CPU a start is the whole copy: one per turn, so that messages get through.
-        if (start := self._next_start()) is not None:
-            done.extend(start())
+        # On the CPU a start is the whole copy: few of them per turn, so that messages get through.
+        self._turn_bytes = 0
+        while self._turn_bytes < _TURN_BYTES and (start := self._next_start()) is not None:
+            if not (ended := start()):
+                break
+            done.extend(ended)
         done.extend(self._in_flight.take_landed())
         if self._direct is not None:
             done.extend(self._direct.advance())
@@ -201,15 +211,6 @@ class DeviceWorker:
             if self._copier.may_start(kind, after):
                 return partial(self._start_piece, kind)
         return None
-
-    def _release_parked(self) -> None:
-        if not self._parked:
-            return
-        with self._gate_lock:
-            opened = [task_id for task_id in self._parked if task_id in self._gates]
-        for task_id in opened:
-            for message in self._parked.pop(task_id):
-                self.execute(message)
 
     def _end_dropped(self) -> list[Done]:
         if not self._dropped:
@@ -264,6 +265,7 @@ class DeviceWorker:
 
     def _start_part(self, op: OpCopies | None = None) -> list[Done]:
         """Start the next layers of a load by layer: of the one that has the fewest, by default."""
+        self._turn_bytes = _TURN_BYTES  # another load may be asked for: they take turns
         op = op or min(self._in_parts, key=lambda op: op.num_started)
         stop, load = op.next_part(self._layouts[0], _MIN_PART_BYTES), self._layer_load(op.message)
         if load is None or not load.begin_part():
@@ -286,8 +288,10 @@ class DeviceWorker:
         self._permit.check()
         after = self._fence_of(message)
         landed = self._copier.start(*copies, message.kind, after, urgent)
+        num_bytes = int(copies[2].sum())
+        self._turn_bytes += num_bytes
         if landed is not None:
-            self._in_flight.add(op, int(copies[2].sum()), landed, urgent)
+            self._in_flight.add(op, num_bytes, landed, urgent)
         return landed
 
     def _fence_of(self, message: Execute) -> Fence | None:

@@ -1,0 +1,135 @@
+"""Lines between a server and the ranks of its own process, which need no socket.
+
+    hub, under the server's lock --put--> LocalLine --take--> the rank's thread
+    hub, under the server's lock <--LocalLines.take_reports-- the rank's thread
+
+Ops, their reports and what becomes of tasks take the line. Over a socket each of them would pass
+the event loop, another thread that wants the interpreter, which the engine's thread then waits for.
+Greetings, heartbeats and the end of the server stay on the socket, so that a rank whose server
+hangs or ends learns of it as any other does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from flexcache.protocol.messages import Ended, SessionOver
+from flexcache.server.hub import Hub
+from flexcache.server.outbox import RankMessage, make_execute
+from flexcache.server.reactor import Reactor
+from flexcache.tasks.instructions import RunOp
+from flexcache.transfer.messages import Done, Drop, Execute
+
+
+class LocalLine:
+    """What a server has passed to one rank. `put` under the server's lock, the rest on the rank's
+    thread.
+
+    Args:
+        identity: The rank's, as the server knows it from its socket.
+        wake: Has the rank's thread look for messages.
+        can_wait: Whether an op may lie here until the rank's thread is woken for another reason.
+    """
+
+    def __init__(
+        self, lines: LocalLines, identity: bytes, wake: Callable[[], None],
+        can_wait: Callable[[RunOp], bool],
+    ) -> None:  # fmt: skip
+        self.identity = identity
+        self._lines = lines
+        self._wake = wake
+        self._can_wait = can_wait
+        self._messages: deque[RankMessage] = deque()
+        self._is_reporting = False
+
+    def put(self, message: RankMessage) -> None:
+        """Leave a message for the rank, and wake its thread unless it looks anyway."""
+        self._messages.append(message)
+        can_wait = isinstance(message, RunOp) and self._can_wait(message)
+        if not can_wait and not self._is_reporting:
+            self._wake()
+
+    def take(self) -> list[Execute | Drop | Ended | SessionOver]:
+        """Return the messages that have come since the last call, in order."""
+        taken: list[Execute | Drop | Ended | SessionOver] = []
+        while self._messages:
+            message = self._messages.popleft()
+            taken.append(make_execute(message) if isinstance(message, RunOp) else message)
+        return taken
+
+    def report(self, reports: Sequence[Done]) -> None:
+        """Report ops that have ended. What follows from it can be taken afterwards."""
+        self._is_reporting = True
+        try:
+            self._lines.take_reports(self.identity, reports)
+        finally:
+            self._is_reporting = False
+
+
+class LocalLines:
+    """The lines of one server.
+
+    Args:
+        changed: The server's lock.
+        route: Routes the task engine's decisions; called under the lock.
+    """
+
+    def __init__(
+        self, hub: Hub, changed: threading.Condition, route: Callable[[], None], reactor: Reactor
+    ) -> None:
+        self._hub = hub
+        self._changed = changed
+        self._route = route
+        self._reactor = reactor
+
+    def connect(self, line: LocalLine) -> None:
+        """Pass messages to a greeted rank by this line, until the hub forgets the rank."""
+        with self._changed:
+            if line.identity in self._hub.peers:
+                self._hub.outbox.connect(line.identity, line)
+
+    def take_reports(self, identity: bytes, reports: Sequence[Done]) -> None:
+        """Take in that ops of a rank have ended. Ignored from a rank that the hub has lost."""
+        with self._changed:
+            if identity not in self._hub.outbox.lines:
+                return
+            now = time.monotonic()
+            for report in reports:
+                self._hub.take_message(identity, report, now)
+            self._route()
+            if self._reactor.stopping or not self._hub.outbox.is_empty:
+                self._reactor.wake()
+        with self._changed:
+            if (cache := self._hub.cache) is not None:
+                cache.tasks.cache.tiers.settle()  # the answers did not wait for it
+
+
+_served: dict[str, LocalLines] = {}
+
+
+def serve_lines(endpoint: str, lines: LocalLines) -> None:
+    """Let ranks of this process find the server at ``endpoint``."""
+    _served[endpoint] = lines
+
+
+def withdraw_lines(endpoint: str, lines: LocalLines) -> None:
+    """Let no rank find the server any more. Idempotent."""
+    if _served.get(endpoint) is lines:
+        del _served[endpoint]
+
+
+def open_line(
+    endpoint: str, server_pid: int, identity: bytes, wake: Callable[[], None],
+    can_wait: Callable[[RunOp], bool],
+) -> LocalLine | None:  # fmt: skip
+    """Open a rank's line to the server that has greeted it; None if that is another process."""
+    lines = _served.get(endpoint) if server_pid == os.getpid() else None
+    if lines is None:
+        return None
+    line = LocalLine(lines, identity, wake, can_wait)
+    lines.connect(line)
+    return line

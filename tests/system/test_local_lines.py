@@ -1,0 +1,147 @@
+"""Ranks in the process of their server: ops and reports take no socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import PATIENCE_S, Cluster, running_cluster, until
+
+from flexcache import KVStatus
+from flexcache.client.rank_tasks import RankTasks
+from flexcache.ids import OpId, OpKind, TaskId
+from flexcache.server.event_loop import EventLoop
+from flexcache.server.local_lines import LocalLine, LocalLines
+from flexcache.tasks.instructions import RunOp
+from flexcache.transfer.graph import TransferOp
+from flexcache.transfer.messages import Done
+
+TOKENS = np.arange(64)
+BLOCKS = [0, 1, 2, 3]
+
+
+@contextmanager
+def standing_loop(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the server's event loop stand still meanwhile."""
+    goes_on, stands = threading.Event(), threading.Event()
+    turn = EventLoop._turn
+
+    def stand(loop: EventLoop) -> None:
+        stands.set()
+        assert goes_on.wait(PATIENCE_S)
+        turn(loop)
+
+    with patch.context() as patched:
+        patched.setattr(EventLoop, "_turn", stand)
+        assert stands.wait(PATIENCE_S)
+        try:
+            yield
+        finally:
+            goes_on.set()
+
+
+def store_and_load(cluster: Cluster, gated: bool) -> None:
+    """Put a prompt, wipe its blocks and get it into others, and compare all bytes."""
+    manager, [client] = cluster.manager, cluster.clients
+    expected = cluster.read(BLOCKS)
+    for match, blocks in ((manager.put_match, BLOCKS), (manager.get_match, [8, 9, 10, 11])):
+        task_id, mask = match(TOKENS)
+        assert mask.all()
+        manager.launch([task_id], [cluster.slots(blocks)], gated=gated)
+        if gated:
+            client.open_gates([task_id])
+            assert client.wait_ended(PATIENCE_S)
+            assert client.take_ended([task_id]) == {task_id: len(blocks)}
+        response = manager.wait([task_id], PATIENCE_S, completely=True)[task_id]
+        assert response.status is KVStatus.SUCCESS
+    assert cluster.read([8, 9, 10, 11]) == expected
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_copies_do_not_wait_for_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, gated: bool
+) -> None:
+    with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
+        with standing_loop(monkeypatch):
+            store_and_load(cluster, gated)
+        cluster.manager.check()
+
+
+def test_the_loop_is_woken_for_what_a_report_has_it_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexcache.client.link._PING_INTERVAL_S", 2 * PATIENCE_S)
+    with running_cluster([tmp_path], client_timeout_s=20 * PATIENCE_S) as cluster:
+        store_and_load(cluster, gated=False)
+        assert cluster.manager.stats()["tiers"]["SSD"]["indexed"] == len(BLOCKS)
+        expected = cluster.read(BLOCKS)
+        assert cluster.manager.clear("CPU") == len(BLOCKS)
+        assert cluster.get(TOKENS, [4, 5, 6, 7]).mask.all()
+        assert cluster.read([4, 5, 6, 7]) == expected
+
+
+def test_a_rank_that_has_left_is_passed_nothing_more() -> None:
+    with running_cluster() as cluster:
+        lines = cluster.server.hub.outbox.lines
+        [(identity, line)] = lines.items()
+        [client] = cluster.clients
+        client.close()
+        until(lambda: not cluster.server.hub.outbox.lines)
+        assert isinstance(line, LocalLine)
+        line.report([Done(1, 1)])  # of a rank that the hub does not know
+        assert cluster.manager.put_match(TOKENS)[1].sum() == 0
+        cluster.manager.check()
+        cluster.clients[:] = [cluster.add_client(0, cluster.kv[0])]
+        cluster.clients[0].wait_registered(PATIENCE_S)
+        store_and_load(cluster, gated=True)
+        assert identity not in lines
+
+
+class Lines(LocalLines):
+    """The server of a line: each report is answered at once."""
+
+    def __init__(self) -> None:
+        self.line: LocalLine | None = None  # and nothing else of a server
+
+    def take_reports(self, identity: bytes, reports: object) -> None:
+        assert self.line is not None
+        self.line.put(op(2, gated=False))
+
+
+def op(task_id: int, gated: bool) -> RunOp:
+    blocks = np.arange(2)
+    transfer = TransferOp(OpId(task_id), OpKind.D2H, 0, blocks, blocks)
+    return RunOp("device", TaskId(task_id), transfer, None, gated)
+
+
+def test_a_ranks_thread_is_woken_only_where_it_would_not_look() -> None:
+    woken: list[None] = []
+    lines = Lines()
+    lines.line = LocalLine(lines, b"rank", lambda: woken.append(None), lambda run: run.gated)
+    lines.line.put(op(1, gated=True))
+    assert len(woken) == 0
+    lines.line.report([Done(1, 2)])  # it looks after its own reports
+    assert len(woken) == 0
+    assert [execute.op_id for execute in lines.line.take()] == [1, 2]
+    lines.line.put(op(3, gated=False))
+    assert len(woken) == 1
+    assert len(lines.line.take()) == 1
+    assert lines.line.take() == []
+
+
+def test_an_op_waits_for_its_gate_unless_that_is_open_or_the_engine_waits_for_the_op() -> None:
+    with running_cluster() as cluster:
+        [client] = cluster.clients
+        tasks = client._tasks
+        assert tasks.can_wait(op(1, gated=True))
+        assert not tasks.can_wait(op(1, gated=False))
+        client.open_gates([1])
+        assert not tasks.can_wait(op(1, gated=True))
+        assert not RankTasks(False, lambda: None).can_wait(op(1, gated=True))
+        keeping = RankTasks(True, lambda: None)
+        keeping.attach(client._worker, 1)
+        assert not keeping.can_wait(op(2, gated=True))
