@@ -7,6 +7,9 @@ it, which makes a match a bisection: see `prefix_index`.
 Model fingerprint, namespace and kind of key are digested once into a root. The hash of tokens
 starts from the root; the engine's own keys are used as they are, in a directory per root. The
 layout of a block's bytes is mixed into the root under which it is kept (`layout_roots`).
+
+The first part of a namespace is its *tenant*. The end of a root tells it, so that whatever has a
+block, also after a restart, knows whose quota it counts against (`quotas`).
 """
 
 from __future__ import annotations
@@ -24,12 +27,32 @@ from flexcache.ids import BlockKey, RootId
 
 TOKEN_KEYS = "tokens/xxh3-128"
 ENGINE_KEYS = "engine"
+_TAG_BYTES = 6
 
 
 def make_root(fingerprint: str, namespace: Sequence[str], kind: str) -> RootId:
-    """Digest everything besides the tokens that a key's identity depends on. 16 bytes."""
+    """Digest everything besides the tokens that a key's identity depends on. 16 bytes.
+
+    The last six are the tag of the tenant, if there is one.
+    """
     encoded = msgspec.msgpack.encode((fingerprint, list(namespace), kind))
-    return RootId(xxhash.xxh3_128_digest(encoded))
+    digest = xxhash.xxh3_128_digest(encoded)
+    return with_tenant(digest, tag_of(namespace[0]) if namespace else digest[-_TAG_BYTES:])
+
+
+def tag_of(tenant: str) -> bytes:
+    """Return what the roots of a tenant end with. 6 bytes."""
+    return xxhash.xxh3_128_digest(tenant.encode(errors="surrogatepass"))[:_TAG_BYTES]
+
+
+def tenant_of(root: RootId) -> bytes:
+    """Return the tag of a root's tenant; that of no tenant where there is none."""
+    return root[-_TAG_BYTES:]
+
+
+def with_tenant(digest: bytes, tag: bytes) -> RootId:
+    """Make a root of a digest of 16 bytes and a tenant's tag."""
+    return RootId(digest[:-_TAG_BYTES] + tag)
 
 
 class BlockKeys(Protocol):

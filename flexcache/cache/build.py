@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from flexcache.cache.admission import make_admission
 from flexcache.cache.eviction import make_forecaster
 from flexcache.cache.eviction_queue import Ranking
 from flexcache.cache.load_cost import LoadCost
 from flexcache.cache.load_ways import LoadWays
+from flexcache.cache.quotas import Quotas
 from flexcache.cache.remote_tier import RemoteTier
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
@@ -17,6 +19,7 @@ from flexcache.cache.write_back import DirtyQueue
 from flexcache.cache.write_budget import WriteBudget
 from flexcache.config import CacheConfig
 from flexcache.config.groups import UnitShape
+from flexcache.config.quotas import blocks_of
 from flexcache.ids import TierName
 
 _UNFED_CHUNKS = 4  # copied by one op if no tier feeds another
@@ -33,6 +36,8 @@ class CacheSizes:
         max_store_backlog: Host blocks that may wait to be written below.
         keeps_on_host: Whether the host tier is a cache; else it only stages.
         stored_bytes: Bytes that a block takes in a tier.
+        host_quotas: Blocks that each tenant is sure of, by name; empty if all share everything.
+        ssd_quotas: Likewise.
     """
 
     num_host_blocks: int
@@ -41,6 +46,8 @@ class CacheSizes:
     max_store_backlog: int
     keeps_on_host: bool = True
     stored_bytes: int = 1
+    host_quotas: Mapping[str, int] = field(default_factory=dict)
+    ssd_quotas: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def for_blocks(cls, config: CacheConfig, block_bytes: int, stored_bytes: int) -> CacheSizes:
@@ -51,24 +58,28 @@ class CacheSizes:
             stored_bytes: Aligned size of a block in a tier.
 
         Raises:
-            ConfigError: A tier has no room for one block.
+            ConfigError: A tier has no room for one block, or for what is promised of it.
         """
         # With no tier to feed, an op must only be short enough that loads do not wait long for it.
         num_chunks = 1 if config.has_workers else _UNFED_CHUNKS
         chunk_bytes = int(config.transfer_chunk_mb * 1e6 * num_chunks)
         chunk_blocks = max(1, chunk_bytes // block_bytes)
         num_host_blocks = config.cpu_blocks_for(stored_bytes)
+        num_slots = config.ssd_blocks_for(stored_bytes)
+        host_quotas = blocks_of(config.quotas, "dram", num_host_blocks, stored_bytes)
         keeps_on_host = num_host_blocks > 0
         if not keeps_on_host:
             num_host_blocks = _STAGING_CHUNKS * chunk_blocks
         return cls(
             num_host_blocks=num_host_blocks,
-            num_slots=config.ssd_blocks_for(stored_bytes),
+            num_slots=num_slots,
             chunk_blocks=chunk_blocks,
             # Blocks that wait to be written are pinned: an eighth remains for gets to stage in.
             max_store_backlog=max(1, num_host_blocks - num_host_blocks // 8),
             keeps_on_host=keeps_on_host,
             stored_bytes=stored_bytes,
+            host_quotas=host_quotas,
+            ssd_quotas=blocks_of(config.quotas, "ssd", num_slots, stored_bytes),
         )
 
 
@@ -88,13 +99,18 @@ def build_cache(
     num_host_blocks = sizes.num_host_blocks
     # Blocks pass through the host to the tiers below: it takes them all if there are any.
     keep_s = config.retention_s
-    has_workers = config.has_workers
-    tiers = [Tier(TierName.CPU, num_host_blocks, ranking(num_host_blocks), not has_workers, keep_s)]
+    tiers = [
+        Tier(
+            TierName.CPU, num_host_blocks, ranking(num_host_blocks), not config.has_workers,
+            _quotas(num_host_blocks, sizes.host_quotas), keep_s,
+        )
+    ]  # fmt: skip
     policies: dict[TierName, str] = {}
     if sizes.num_slots:
         refuses = config.ssd_write_policy == "density"
+        quotas = _quotas(sizes.num_slots, sizes.ssd_quotas)
         num_slots = sizes.num_slots
-        tiers.append(Tier(TierName.SSD, num_slots, ranking(num_slots), refuses, keep_s))
+        tiers.append(Tier(TierName.SSD, num_slots, ranking(num_slots), refuses, quotas, keep_s))
         policies[TierName.SSD] = config.ssd_write_policy
     if config.remote_url is not None:
         known = config.remote_index_blocks
@@ -135,3 +151,7 @@ def build_cache(
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)
     return cache
+
+
+def _quotas(capacity: int, quotas: Mapping[str, int]) -> Quotas | None:
+    return Quotas(capacity, quotas) if quotas else None

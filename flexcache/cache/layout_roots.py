@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import xxhash
 
-from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.block_keys import PromptKeys, tenant_of, with_tenant
 from flexcache.ids import RootId
 
 _MAX_ROOTS = 4096
@@ -37,6 +37,7 @@ class LayoutRoots:
         if root is None:
             if len(self._roots) >= _MAX_ROOTS:
                 self._roots.clear()
-            root = RootId(xxhash.xxh3_128_digest(keys.prompt_root + self.layout))
+            digest = xxhash.xxh3_128_digest(keys.prompt_root + self.layout)
+            root = with_tenant(digest, tenant_of(keys.prompt_root))
             self._roots[keys.prompt_root] = root
         keys.root = root

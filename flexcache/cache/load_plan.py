@@ -89,8 +89,11 @@ class LoadPlanner:
         last = self._tiers.last
         for tier in self._tiers:
             num_hits = plan.sources.get(tier.name, 0)
+            num_missed = stop - (plan.stop if tier is last else start + num_hits)
             tier.counters.hit_blocks += num_hits
-            tier.counters.miss_blocks += stop - (plan.stop if tier is last else start + num_hits)
+            tier.counters.miss_blocks += num_missed
+            if tier.quotas is not None:
+                tier.quotas.count_get(keys.root, num_hits, num_missed)
         return plan
 
     def plan_prefetch(

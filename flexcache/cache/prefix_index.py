@@ -20,7 +20,8 @@ kept as segments, because a prompt that matches part of a run makes only that pa
 grows along a run, so the tail is always its least recent part.
 
 Each segment also has the *kind* of its blocks: an `EvictionQueue` finds the tail that goes first by
-kind and recency. Under LRU all are of one kind, and the blocks with the lowest time go first.
+kind and recency. Under LRU all are of one kind, and the blocks with the lowest time go first. Each
+tenant has a queue of its own, if tenants matter.
 
 Not thread-safe. Knows neither what a block id stands for nor the time: `now` is any number that
 does not decrease.
@@ -65,12 +66,16 @@ class Run:
 
     __slots__ = (
         "blocks", "children", "depth", "holds", "keys", "longest_holds", "parent",
-        "parent_length", "queued", "recency", "root", "run_id", "uses",
+        "parent_length", "queue", "queued", "recency", "root", "run_id", "uses",
     )  # fmt: skip
 
-    def __init__(self, run_id: int, root: RootId, parent: Run | None, parent_length: int) -> None:
+    def __init__(
+        self, run_id: int, root: RootId, parent: Run | None, parent_length: int,
+        queue: EvictionQueue,
+    ) -> None:  # fmt: skip
         self.run_id = run_id
         self.root = root
+        self.queue = queue
         self.parent = parent
         self.parent_length = parent_length
         self.depth: int = 0 if parent is None else parent.depth + parent_length
@@ -166,15 +171,28 @@ EMPTY_MATCH = PrefixMatch(None, 0, 0)
 
 
 class PrefixIndex:
-    """The tree of runs; see the module for its invariants."""
+    """The tree of runs; see the module for its invariants.
 
-    def __init__(self, ranking: Ranking | None = None) -> None:
+    Args:
+        ranking: What blocks are worth; None for LRU.
+        num_tenants: Parts of the blocks that are evicted each on their own.
+        tenant_of: Returns the number of a root's part.
+    """
+
+    def __init__(
+        self,
+        ranking: Ranking | None = None,
+        num_tenants: int = 1,
+        tenant_of: Callable[[RootId], int] = lambda root: 0,
+    ) -> None:
         self.ranking = LruRanking() if ranking is None else ranking
         self._has_kinds = self.ranking.num_kinds > 1
         self._directories: dict[RootId, dict[BlockKey, int]] = {}
         self._runs: dict[int, Run] = {}
         self._next_run_id = 0
-        self._queue = EvictionQueue(self.ranking, self._is_queued)
+        self._tenant_of = tenant_of
+        self._now = 0.0
+        self._queues = [EvictionQueue(self.ranking, self._is_queued) for _ in range(num_tenants)]
         self._num_blocks = 0
         self._discarded: dict[int, None] = {}  # runs with blocks that wait for their last unpin
         self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
@@ -279,6 +297,10 @@ class PrefixIndex:
                 yield run.depth + min(end, length), time, kind
             length, run = run.parent_length, run.parent
 
+    def blocks_by_root(self) -> Iterator[tuple[RootId, BlockIds]]:
+        """Yield the blocks of each run with its root."""
+        return ((run.root, run.blocks) for run in self._runs.values())
+
     def touch(
         self, match: PrefixMatch, now: float, retain: float = 0.0, outlook: Outlook | None = None
     ) -> None:
@@ -288,7 +310,7 @@ class PrefixIndex:
             outlook: Their kinds from now on; None to give all the kind of the last.
         """
         if match.run is not None:
-            self._queue.now = max(self._queue.now, now)
+            self._now = match.run.queue.now = max(self._now, now)
             self._mark(match.run, match.length, now + retain, outlook)
 
     def sort(self, match: PrefixMatch, outlook: Outlook) -> None:
@@ -391,16 +413,19 @@ class PrefixIndex:
         self._queue_if_evictable(run)
         return match
 
-    def evict(self, count: int, before: float = math.inf, below: float = math.inf) -> BlockIds:
-        """Remove up to ``count`` blocks, those worth least first, and return their ids.
+    def evict(
+        self, count: int, before: float = math.inf, below: float = math.inf, tenant: int = 0
+    ) -> BlockIds:
+        """Remove up to ``count`` blocks of a tenant, those worth least first; return their ids.
 
         Pinned blocks and those with blocks behind them stay. It ends at the first that was used at
         ``before`` or later, or is worth ``below`` or more. Amortised O(log leaves) per run cut,
         slices within a run.
         """
         freed: list[BlockIds] = []
-        missing = count
-        while missing > 0 and (tail := self._queue.pop(below)) is not None:
+        missing, queue = count, self._queues[tenant]
+        queue.now = self._now
+        while missing > 0 and (tail := queue.pop(below)) is not None:
             run_id, time, kind = tail
             run = self._runs.get(run_id)
             if run is None or run.queued != (time, kind):
@@ -487,7 +512,8 @@ class PrefixIndex:
                 tell(run.root, found)
 
     def _add_run(self, root: RootId, parent: Run | None, parent_length: int) -> Run:
-        run = Run(self._next_run_id, root, parent, parent_length)
+        queue = self._queues[self._tenant_of(root)] if parent is None else parent.queue
+        run = Run(self._next_run_id, root, parent, parent_length, queue)
         self._next_run_id += 1
         self._runs[run.run_id] = run
         if parent is not None:
@@ -538,7 +564,7 @@ class PrefixIndex:
         if run.queued is None and run.length > run.held_length:
             _, time, kind = run.recency[-1]
             run.queued = (time, kind)
-            self._queue.add(run.run_id, time, kind)
+            run.queue.add(run.run_id, time, kind)
 
     def _is_queued(self, run_id: int, time: float, kind: int) -> bool:
         """Whether an entry of the queue stands for a run that can be evicted."""
@@ -556,8 +582,11 @@ class PrefixIndex:
         for run in self._runs.values():
             self._check_run(run)
             num_blocks += run.length
-        queued = {run.run_id: run.queued for run in self._runs.values() if run.queued is not None}
-        self._queue.check(queued)
+        for tenant, queue in enumerate(self._queues):
+            runs = [run for run in self._runs.values() if self._tenant_of(run.root) == tenant]
+            if any(run.queue is not queue for run in runs):
+                raise InternalError("a run is in the queue of another tenant")
+            queue.check({run.run_id: run.queued for run in runs if run.queued is not None})
         if num_blocks != self._num_blocks:
             raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
         for directory in self._directories.values():

@@ -41,7 +41,7 @@ class RemoteTier(Tier):
         self, absent_ttl_s: float, capacity: int, ranking: Ranking | None = None,
         refuses: bool = False, retention_s: float | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(TierName.REMOTE, capacity, ranking, refuses, retention_s)
+        super().__init__(TierName.REMOTE, capacity, ranking, refuses, retention_s=retention_s)
         self._absent_ttl_s = absent_ttl_s
         self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
         self._salt = b""

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 import numpy as np
 import xxhash
@@ -63,12 +64,20 @@ class Tail:
 
 
 class TailIndex:
-    """Tails by the block behind which they resume."""
+    """Tails by the block behind which they resume.
 
-    def __init__(self) -> None:
+    Args:
+        num_tenants: Parts of the tails that are evicted each on their own.
+        tenant_of: Returns the number of a root's part.
+    """
+
+    def __init__(
+        self, num_tenants: int = 1, tenant_of: Callable[[RootId], int] = lambda root: 0
+    ) -> None:
         self._tails: dict[RootId, dict[BlockKey, Tail]] = {}
-        self._queue: list[tuple[float, int, Tail]] = []
-        """A heap of (due, count, tail); entries of removed, pinned or touched tails are stale."""
+        self._tenant_of = tenant_of
+        self._queues: list[list[tuple[float, int, Tail]]] = [[] for _ in range(num_tenants)]
+        """Heaps of (due, count, tail); entries of removed, pinned or touched tails are stale."""
         self._count = 0
         self._pinned_away: dict[Tail, None] = {}
         """Tails that were discarded and wait for their last unpin."""
@@ -110,11 +119,11 @@ class TailIndex:
         for tail in retired:
             tail.due = due
         if retired:
-            self._queue = [
-                (tail.due if tail in retired else time, count, tail)
-                for time, count, tail in self._queue
+            queue = self._queues[self._tenant_of(root)]
+            queue[:] = [
+                (tail.due if tail in retired else time, count, tail) for time, count, tail in queue
             ]
-            heapq.heapify(self._queue)
+            heapq.heapify(queue)
 
     def pin(self, tail: Tail) -> None:
         """Keep the tail in place until `unpin`."""
@@ -132,22 +141,28 @@ class TailIndex:
         self._queue_if_evictable(tail)
         return NO_BLOCKS
 
-    def next_due(self) -> float:
-        """Return when the first tail is due that may be evicted; infinity if none may."""
-        while self._queue:
-            due, _, tail = self._queue[0]
+    def units_by_root(self) -> Iterator[tuple[RootId, BlockIds]]:
+        """Yield the units of each tail with its root."""
+        found = chain.from_iterable(tails.values() for tails in self._tails.values())
+        return ((tail.root, tail.units) for tail in chain(found, self._pinned_away))
+
+    def next_due(self, tenant: int = 0) -> float:
+        """Return when a tenant's first tail is due that may be evicted; infinity if none may."""
+        queue = self._queues[tenant]
+        while queue:
+            due, _, tail = queue[0]
             if tail.is_indexed and not tail.num_pins and tail.due == due:
                 return due
-            heapq.heappop(self._queue)
+            heapq.heappop(queue)
             tail.is_queued = False
             self._queue_if_evictable(tail)
         return math.inf
 
-    def evict(self) -> BlockIds:
-        """Remove the tail that is due first and return its units. Amortised O(log tails)."""
-        if self.next_due() == math.inf:
+    def evict(self, tenant: int = 0) -> BlockIds:
+        """Remove a tenant's tail that is due first; return its units. Amortised O(log tails)."""
+        if self.next_due(tenant) == math.inf:
             return NO_BLOCKS
-        tail = heapq.heappop(self._queue)[2]
+        tail = heapq.heappop(self._queues[tenant])[2]
         tail.is_queued = False
         self._remove(tail)
         self.num_units -= len(tail.units)
@@ -177,7 +192,8 @@ class TailIndex:
         if tail.is_indexed and not tail.is_queued and not tail.num_pins:
             tail.is_queued = True
             self._count += 1
-            heapq.heappush(self._queue, (tail.due, self._count, tail))
+            queue = self._queues[self._tenant_of(tail.root)]
+            heapq.heappush(queue, (tail.due, self._count, tail))
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(tails)."""
@@ -188,9 +204,13 @@ class TailIndex:
             raise InternalError(f"{len(found)} tails of {len(units)} units are miscounted")
         if len(np.unique(units)) != len(units):
             raise InternalError("two tails share a unit")
-        queued = {id(tail) for _, _, tail in self._queue}
-        if len(queued) != len(self._queue):
+        entries = [tail for _, _, tail in chain(*self._queues)]
+        queued = {id(tail) for tail in entries}
+        if len(queued) != len(entries):
             raise InternalError("a tail is queued twice")
+        for tenant, queue in enumerate(self._queues):
+            if any(self._tenant_of(tail.root) != tenant for _, _, tail in queue):
+                raise InternalError("a tail is in the queue of another tenant")
         for tail in held:
             if tail.is_queued != (id(tail) in queued):
                 raise InternalError("a tail and the queue disagree")

@@ -31,6 +31,7 @@ from flexcache.cache.block_pool import BlockPool
 from flexcache.cache.eviction_queue import RETIRED, Outlook, Ranking
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
+from flexcache.cache.quotas import Quotas
 from flexcache.cache.retention import Retention
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
@@ -119,19 +120,22 @@ class Tier:
 
     def __init__(
         self, name: TierName, capacity: int, ranking: Ranking | None = None, bypasses: bool = False,
-        retention_s: float | None = None,
+        quotas: Quotas | None = None, retention_s: float | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             ranking: What its blocks are worth; None for LRU.
             bypasses: Whether blocks are not stored if all that would be evicted is worth more.
+            quotas: Which of its blocks tenants are sure of; None if all share everything.
             retention_s: What was not used for this long is dropped; None to keep it.
         """
         self.name = name
         self.pool = BlockPool(capacity)
-        self.index = PrefixIndex(ranking)
+        self.quotas = quotas
+        parts = (1, lambda root: 0) if quotas is None else (quotas.num_tenants, quotas.tenant)
+        self.index = PrefixIndex(ranking, *parts)
         self._bypasses = bypasses
-        self.tails = TailIndex()
+        self.tails = TailIndex(*parts)
         self._retention: Retention | None = None
         if retention_s is not None:
             self._retention = Retention(self.index, self.tails, retention_s)
@@ -267,7 +271,7 @@ class Tier:
     ) -> Lease:  # fmt: skip
         pin = self.index.locate(root, parent_key) if parent_key is not None else EMPTY_MATCH
         self.index.pin(pin)  # before anything is evicted to make room
-        blocks = self._allocate(count, below)
+        blocks = self._allocate(root, count, below)
         lease = Lease(root, parent_key, first_keys(len(blocks)), blocks, parent_pin=pin)
         if len(blocks):
             flight = self._flights.setdefault(root, _Flight())
@@ -280,7 +284,7 @@ class Tier:
 
     def reserve_private(self, root: RootId, count: int) -> Lease:
         """Reserve up to ``count`` blocks as staging that will not be published."""
-        return Lease(root, None, (), self._allocate(count))
+        return Lease(root, None, (), self._allocate(root, count))
 
     def is_tail_in_flight(self, root: RootId, key: BlockKey, count: int) -> bool:
         """Whether the tail of ``count`` units behind the block ``key`` is in flight."""
@@ -366,8 +370,9 @@ class Tier:
 
     def clear(self) -> BlockIds:
         """Drop every unheld block; return their ids."""
-        freed = self._evict(self.capacity)
-        self.pool.give_back(freed)
+        tenants = range(1 if self.quotas is None else self.quotas.num_tenants)
+        freed = np.concatenate([self._evict(self.capacity, tenant=tenant) for tenant in tenants])
+        self._give_back(freed)
         return freed
 
     @property
@@ -391,7 +396,7 @@ class Tier:
             self._expire(self._retention.sweep(now))
 
     def _expire(self, freed: BlockIds) -> None:
-        self.pool.give_back(freed)
+        self._give_back(freed)
         self.counters.expired_blocks += len(freed)
 
     def stats(self) -> dict[str, int]:
@@ -405,13 +410,18 @@ class Tier:
         }
 
     def _drop(self, blocks: BlockIds) -> None:
-        self.pool.give_back(blocks)
+        self._give_back(blocks)
         self.counters.dropped_blocks += len(blocks)
 
     def _tick(self) -> float:
         """Return the time, never the same twice."""
         self._now += _TICK_S
         return self._now
+
+    def _give_back(self, blocks: BlockIds) -> None:
+        self.pool.give_back(blocks)
+        if self.quotas is not None:
+            self.quotas.give_back(blocks)
 
     def _worth_of_hold(self, hold_s: float) -> float:
         """Return what blocks are worth that are held so long for each use: uses per second, or
@@ -420,7 +430,7 @@ class Tier:
             return self._now - hold_s
         return 1.0 / max(hold_s, _TICK_S)
 
-    def _allocate(self, count: int, below: float = math.inf) -> BlockIds:
+    def _allocate(self, root: RootId, count: int, below: float = math.inf) -> BlockIds:
         """Take free blocks, and evict as many as are missing, of those that are worth less than
         ``below``.
 
@@ -429,33 +439,61 @@ class Tier:
         """
         num_free = min(count, self.pool.num_free)
         blocks = self.pool.take(num_free)
+        self._charge(root, blocks)
         if count > num_free:
             missing = count - num_free
-            evicted = self._evict(missing, below)
-            self.counters.evicted_blocks += len(evicted)
-            if len(evicted) > missing:  # the rest of a tail
-                self.pool.give_back(evicted[missing:])
-                evicted = evicted[:missing]
+            if self.quotas is None:
+                evicted = self._take_from(0, missing, below)
+            else:
+                evicted = self._take_by_quota(self.quotas, root, missing, below)
             blocks = np.concatenate((blocks, evicted)) if num_free else evicted
         self._num_leased += len(blocks)
         return blocks
 
-    def _evict(self, count: int, below: float = math.inf) -> BlockIds:
-        """Remove ``count`` unheld blocks if possible, and a few more if the last are a tail's.
+    def _take_by_quota(self, quotas: Quotas, root: RootId, missing: int, below: float) -> BlockIds:
+        """Evict ``missing`` blocks for a root's tenant if possible, first of who is over its quota.
+
+        ``below`` decides between blocks of one tenant only: others get back what they are sure of.
+        """
+        tenant, spared, pieces = quotas.tenant(root), set[int](), [NO_BLOCKS]
+        while missing > 0 and (found := quotas.victim(tenant, missing, spared)) is not None:
+            victim, most = found
+            evicted = self._take_from(victim, most, below if victim == tenant else math.inf)
+            quotas.count_evicted(victim, len(evicted))
+            quotas.give_back(evicted)
+            quotas.take(tenant, evicted)
+            if len(evicted) < most:
+                spared.add(victim)
+            missing -= len(evicted)
+            pieces.append(evicted)
+        return np.concatenate(pieces)
+
+    def _take_from(self, tenant: int, count: int, below: float) -> BlockIds:
+        """Evict ``count`` blocks of a tenant if possible, and never more."""
+        evicted = self._evict(count, below, tenant)
+        self.counters.evicted_blocks += len(evicted)
+        if len(evicted) > count:  # the rest of a tail
+            self._give_back(evicted[count:])
+            evicted = evicted[:count]
+        return evicted
+
+    def _evict(self, count: int, below: float = math.inf, tenant: int = 0) -> BlockIds:
+        """Remove ``count`` unheld blocks of a tenant if possible, and a few more if the last are a
+        tail's.
 
         A tail goes before blocks that were used no earlier: without them it would be useless.
         """
         if not self.tails.num_tails:
-            return self.index.evict(count, below=below)
+            return self.index.evict(count, below=below, tenant=tenant)
         pieces: list[BlockIds] = []
         while count > 0:
-            due = self.tails.next_due()
-            pieces.append(self.index.evict(count, due, below))
+            due = self.tails.next_due(tenant)
+            pieces.append(self.index.evict(count, due, below, tenant))
             count -= len(pieces[-1])
             if due == math.inf:
                 break
             if count > 0:
-                pieces.append(self.tails.evict())
+                pieces.append(self.tails.evict(tenant))
                 count -= len(pieces[-1])
         return np.concatenate(pieces)
 
@@ -561,7 +599,7 @@ class Tier:
             self.unpin_tail(lease.tail)
         followers = self._land(lease)
         unpublished = lease.blocks[lease.num_published :]
-        self.pool.give_back(unpublished)
+        self._give_back(unpublished)
         self._num_leased -= len(unpublished)
         lease.blocks = NO_BLOCKS
         is_short = lease.num_published < len(lease.keys) and lease.tail is None
@@ -584,6 +622,7 @@ class Tier:
                     match, written_s if run.written_s is None else run.written_s
                 )
             taken.append(run.blocks)
+            self._charge(run.root, run.blocks)
             for tell in self.on_stored:
                 tell(run.root, run.parent, run.keys, None, 0)
         self.pool.take_exactly(np.concatenate(taken))
@@ -600,7 +639,12 @@ class Tier:
             due = float(number) if prefix.run is None else self.index.due(prefix)
             self.tails.insert(tail, due)
             taken.append(tail.units)
+            self._charge(tail.root, tail.units)
         self.pool.take_exactly(np.concatenate(taken))
+
+    def _charge(self, root: RootId, blocks: BlockIds) -> None:
+        if self.quotas is not None:
+            self.quotas.take(self.quotas.tenant(root), blocks)
 
     def check(self) -> None:
         """Raise `InternalError` if ids were lost or a structure is broken. O(capacity)."""
@@ -610,6 +654,9 @@ class Tier:
         if self._retention is not None:
             self._retention.check()
         self.check_counts()
+        if self.quotas is not None:
+            found = chain(self.index.blocks_by_root(), self.tails.units_by_root())
+            self.quotas.check(found, self.pool.free_ids())
 
     def check_counts(self) -> None:
         """Raise `InternalError` if the counts say that ids were lost. O(1)."""

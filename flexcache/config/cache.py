@@ -10,6 +10,7 @@ from typing import Any, Literal, get_type_hints
 
 from flexcache.config import sources
 from flexcache.config.address import check_http_endpoint, server_of
+from flexcache.config.quotas import check_quotas
 from flexcache.config.remote_url import check_remote_url
 from flexcache.config.tiers import TierConfig
 from flexcache.config.values import (
@@ -141,6 +142,7 @@ class CacheConfig(TierConfig):
         if self.endpoint is not None:  # possibly the address that an engine's manager hands out
             object.__setattr__(self, "endpoint", server_of(self.endpoint))
         _check_sizes(self)
+        check_quotas(self.quotas, self.cpu_cache_gb, self.ssd_cache_gb)
         _check_policies(self)
         _check_ssd_directories(self)
         _check_without_dram(self)

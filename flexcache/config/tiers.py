@@ -142,6 +142,12 @@ class TierConfig:
         "at a restart. Unset: they stay until their room is needed.",
         "s",
     )
+    quotas: str | None = setting(
+        None,
+        "What namespaces are sure of in DRAM and on SSD, as shares or bytes: "
+        "`team-a=50%,team-b=20GB/200GB,*=10%` (with a slash: DRAM/SSD; `*`: all others together). "
+        "What is unused may be borrowed, and is given back first.",
+    )
 
     @property
     def has_cpu_tier(self) -> bool:

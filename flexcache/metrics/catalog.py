@@ -14,12 +14,13 @@ from typing import Any
 from flexcache.metrics.metric import Metric
 from flexcache.metrics.server import EVENTS_AND_TRACES, PROCESSES, SERVER
 from flexcache.metrics.tasks import OPS, REMOTE, SESSIONS, TASKS
-from flexcache.metrics.tiers import HITS_AND_MISSES, REMOTE_COST, TIERS
+from flexcache.metrics.tiers import HITS_AND_MISSES, QUOTAS, REMOTE_COST, TIERS
 from flexcache.tasks.stats import Stats
 
 SECTIONS: Mapping[str, Sequence[Metric[Stats]]] = {
     "Hits and misses": HITS_AND_MISSES,
     "Tiers": TIERS,
+    "Quotas": QUOTAS,
     "Ops": OPS,
     "Tasks": TASKS,
     "Sessions and early loads": SESSIONS,

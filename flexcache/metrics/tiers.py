@@ -18,7 +18,7 @@ from flexcache.metrics.metric import (
     one,
     per,
 )
-from flexcache.tasks.stats import CacheStats, Stats, TierStats
+from flexcache.tasks.stats import CacheStats, QuotaStats, Stats, TierStats
 
 _WHY_DROPPED = (
     "host_tier_full", "prefix_not_cached", "parent_missing", "session_task_limit", "name_disputed",
@@ -35,6 +35,15 @@ _WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute", "ho
 
 def _per_tier(value: Callable[[TierStats], float]) -> Reader:
     return per(lambda cache: cache.tiers, value)
+
+
+def _per_tenant(value: Callable[[QuotaStats], float]) -> Reader:
+    def read(cache: CacheStats) -> Iterator[Sample]:
+        for name, tier in cache.tiers.items():
+            for tenant, part in (tier.quotas or {}).items():
+                yield (name, tenant), value(part)
+
+    return from_cache(read)
 
 
 def _without_store(read: Reader) -> Reader:
@@ -187,6 +196,44 @@ TIERS = (
         lambda tier: tier.indexed,
     ),
     *_in_blocks_and_bytes("tier_leased", "{} that tasks have reserved.", lambda tier: tier.leased),
+)
+
+QUOTAS = (
+    gauge(
+        "quota_blocks",
+        "Blocks of the tier that a namespace is sure of; * is all that are not named.",
+        _per_tenant(lambda part: part.quota),
+        "tier",
+        "namespace",
+    ),
+    gauge(
+        "quota_used_blocks",
+        "Blocks of the tier that a namespace has, borrowed ones included.",
+        _per_tenant(lambda part: part.used),
+        "tier",
+        "namespace",
+    ),
+    counter(
+        "quota_evicted_blocks",
+        "Blocks of a namespace evicted to make room for its own or others' blocks.",
+        _per_tenant(lambda part: part.evicted),
+        "tier",
+        "namespace",
+    ),
+    counter(
+        "quota_hit_blocks",
+        "Blocks that the tier supplied to gets of a namespace.",
+        _per_tenant(lambda part: part.hit),
+        "tier",
+        "namespace",
+    ),
+    counter(
+        "quota_miss_blocks",
+        "Blocks requested by gets of a namespace that the tier did not supply; another may have.",
+        _per_tenant(lambda part: part.missed),
+        "tier",
+        "namespace",
+    ),
 )
 
 REMOTE_COST = (

@@ -24,6 +24,7 @@ from flexcache.tasks.stats import (
     CacheStats,
     EngineStats,
     OpStats,
+    QuotaStats,
     RemoteStats,
     ServerStats,
     Stats,
@@ -49,7 +50,8 @@ def render(stats: Stats, rates: Rates | None, width: int) -> Group:
     if cache is None:
         parts.append(Text("waiting for the first engine to define the model", "yellow"))
     else:
-        parts += [_tiers(cache, rates, width), *_hits(cache, rates), _ops(cache, rates, width)]
+        parts += [_tiers(cache, rates, width), *_quotas(cache, width), *_hits(cache, rates)]
+        parts.append(_ops(cache, rates, width))
         parts += _work(cache)
     parts += [table for table in (_workers(server, width), _engines(stats.engines, width)) if table]
     parts += _others(stats)
@@ -99,6 +101,30 @@ def _tiers(cache: CacheStats, rates: Rates | None, width: int) -> Table:
     table = table_of(columns, cache.tiers, width)
     assert table is not None
     return table
+
+
+def _quotas(cache: CacheStats, width: int) -> Iterator[Table]:
+    """Yield who has how much of the tiers, if there are quotas."""
+
+    def hit_rate(_: str, part: QuotaStats) -> str:
+        asked = part.hit + part.missed
+        return f"{part.hit / asked:.1%}" if asked else "-"
+
+    columns: list[Column[QuotaStats]] = [
+        Column("namespace", entry_name, is_number=False),
+        Column("quota", number(lambda part: part.quota)),
+        Column("used", number(lambda part: part.used)),
+        Column("hit rate", hit_rate),
+        Column("evicted", number(lambda part: part.evicted), 1),
+    ]
+    rows = {
+        f"{tenant} {tier}": part
+        for tier, parts in cache.tiers.items()
+        for tenant, part in (parts.quotas or {}).items()
+    }
+    table = table_of(columns, rows, width)
+    if table is not None:
+        yield table
 
 
 def _bar(indexed: int, leased: int, capacity: int, length: int) -> Text:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from flexcache.cache.load_cost import why_recomputed
 from flexcache.cache.plan import LOAD_OP
+from flexcache.cache.quotas import Quotas
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import OpKind, TierName
 from flexcache.tasks.accounts import Accounts
@@ -21,6 +22,7 @@ from flexcache.tasks.stats import (
     LookUpStats,
     OpHistograms,
     QueueStats,
+    QuotaStats,
     RemoteStats,
     SessionStats,
     TierStats,
@@ -90,10 +92,19 @@ def _tiers(cache: TieredCache, totals: Totals) -> dict[str, TierStats]:
         num_written[target] += totals.ops[kind].bytes
     return {
         name: TierStats(
-            read_bytes=num_read[TierName(name)], written_bytes=num_written[TierName(name)], **tier
+            read_bytes=num_read[TierName(name)],
+            written_bytes=num_written[TierName(name)],
+            quotas=_quotas(cache.tiers.by_name[TierName(name)].quotas),
+            **tier,
         )
         for name, tier in cache.stats().items()
     }
+
+
+def _quotas(quotas: Quotas | None) -> dict[str, QuotaStats] | None:
+    if quotas is None:
+        return None
+    return {tenant: QuotaStats(**use._asdict()) for tenant, use in quotas.uses().items()}
 
 
 def _load_decisions(cache: TieredCache, totals: Totals) -> dict[str, LoadDecisions]:

@@ -49,6 +49,16 @@ class TotalsStats(_Part, frozen=True, kw_only=True):
     ops: dict[str, OpStats]
 
 
+class QuotaStats(_Part, frozen=True, kw_only=True):
+    """A tenant's part of a tier, in blocks (`QuotaUse`)."""
+
+    quota: int
+    used: int
+    evicted: int
+    hit: int
+    missed: int
+
+
 class TierStats(_Part, frozen=True, kw_only=True):
     """Occupancy in blocks, and counts since startup."""
 
@@ -77,6 +87,8 @@ class TierStats(_Part, frozen=True, kw_only=True):
     dirty_blocks: int | None = None
     """Blocks that wait to be written back."""
     write_limit_bytes_per_s: int | None = None
+    quotas: dict[str, QuotaStats] | None = None
+    """By tenant, `*` for those that are not named; only for a tier with quotas."""
 
 
 class HistogramStats(_Part, frozen=True, kw_only=True):

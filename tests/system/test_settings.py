@@ -347,7 +347,7 @@ SCENARIOS = [
         "policies of the cache",
         lambda d: {
             **ssd(d), "eviction_policy": "lru", "priority_step_s": 60.0, "skip_slow_loads": False,
-            "early_load_share": 0.25,
+            "early_load_share": 0.25, "quotas": "a tenant=10%/1MB",
         },
         comes_back_from("SSD"),
     ),

@@ -556,11 +556,11 @@ def _forget_to_queue(tree: Damaged) -> None:
 
 
 def _lose_the_queue(tree: Damaged) -> None:
-    tree.index._queue._heaps[0].clear()
+    tree.index._queues[0]._heaps[0].clear()
 
 
 def _cut_off_a_branch(tree: Damaged) -> None:
-    stranger = Run(tree.trunk.run_id, ROOT, None, 0)
+    stranger = Run(tree.trunk.run_id, ROOT, None, 0, tree.trunk.queue)
     stranger.recency = tree.trunk.recency
     tree.branch.parent = stranger
 

@@ -191,6 +191,18 @@ def test_rows_of_tables() -> None:
     assert row(text, "REMOTE")[1:4] == ["unknown", "-", "5"]
 
 
+def test_quotas_are_shown_if_there_are_any() -> None:
+    assert "namespace" not in shown(figures())
+    parts = {
+        "team-a": {"quota": 50, "used": 4321, "evicted": 9, "hit": 3, "missed": 1},
+        "*": {"quota": 40, "used": 0, "evicted": 0, "hit": 0, "missed": 0},
+    }
+    tiers = {"CPU": {**tier(), "quotas": parts}, "SSD": tier()}
+    text = shown(figures(tiers=tiers))
+    assert row(text, "team-a") == ["team-a", "CPU", "50", "4,321", "75.0%", "9"]
+    assert row(text, "*") == ["*", "CPU", "40", "0", "-", "0"]
+
+
 def test_an_unavailable_tier_is_shown_as_such() -> None:
     tiers = {"CPU": tier(indexed=50), "SSD": tier(indexed=50, available=0)}
     text = shown(figures(tiers=tiers))

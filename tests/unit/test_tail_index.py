@@ -152,6 +152,6 @@ def test_the_check_notices_lost_units_and_lost_queue_entries() -> None:
     with pytest.raises(InternalError, match="miscounted"):
         index.check()
     index.num_units += 1
-    index._queue.clear()
+    index._queues[0].clear()
     with pytest.raises(InternalError, match="queue"):
         index.check()

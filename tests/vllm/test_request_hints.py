@@ -11,6 +11,7 @@ import pytest
 from flexcache.integration.vllm import request_hints
 from flexcache.integration.vllm.request_hints import (
     SessionEnd,
+    read_namespace,
     read_retention,
     read_session_end,
     read_session_id,
@@ -25,6 +26,7 @@ def request_with(**hints: Any) -> SimpleNamespace:
 def test_a_request_without_hints_says_nothing() -> None:
     for request in (SimpleNamespace(request_id="r"), request_with()):
         assert read_session_id(request) is None
+        assert read_namespace(request) is None
         assert read_session_end(request) is None
         assert read_retention(request) == {}
 
@@ -57,6 +59,21 @@ def test_retention(hints: dict[str, Any], retention: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_the_end_of_a_session(hints: dict[str, Any], end: SessionEnd | None) -> None:
     assert read_session_end(request_with(**hints)) == end
+
+
+@pytest.mark.parametrize(
+    ("hint", "namespace"),
+    [
+        ("team-a", "team-a"),
+        ("", None),
+        ("x" * 257, None),
+        (7, None),
+        (["a"], None),
+        ("\ud800", None),
+    ],
+)
+def test_a_namespace(hint: object, namespace: str | None) -> None:
+    assert read_namespace(request_with(namespace=hint)) == namespace
 
 
 def test_what_is_ignored_is_logged_once_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:

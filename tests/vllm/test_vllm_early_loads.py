@@ -225,6 +225,21 @@ def test_blocks_on_ssd_are_in_dram_when_their_request_has_room(one_at_a_time: En
     assert after["open_blocks"] == 0
 
 
+def test_namespaces_share_no_blocks_and_their_own_come_back(one_at_a_time: Engine) -> None:
+    engine = one_at_a_time
+    prompt = make_prompt(NUM_TOKENS + 1, 89)
+    expected, cached = [], []
+    for number, namespace in enumerate(("team-a", "team-b", "team-a", "team-b", "")):
+        add(engine, f"{number} asks", prompt, 8, namespace=namespace)
+        tokens, num_cached = run(engine, f"{number} asks")
+        expected.append(tokens)
+        cached.append(num_cached)
+        engine.settle()
+        engine.forget_gpu()
+    assert cached == [0, 0, NUM_TOKENS, NUM_TOKENS, 0]
+    assert expected == expected[:1] * 5
+
+
 def test_a_request_that_asks_too_soon_waits_for_its_blocks(
     one_at_a_time: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from flexcache.integration.safe_calls import safely
 from flexcache.integration.task_calls import TaskCalls
 from flexcache.integration.vllm.kv_events import read_request_info
 from flexcache.integration.vllm.request_hints import (
+    read_namespace,
     read_retention,
     read_session_end,
     read_session_id,
@@ -47,7 +48,8 @@ class CacheCalls(TaskCalls):
 
     Args:
         block_size: Tokens between the positions where prefixes can end.
-        namespace: Keeps the engine's keys apart from those of engines with other hashes.
+        namespace: Keeps the engine's keys apart from those of engines with other hashes. A request
+            may put its own before it.
         keys_per_position: Block hashes that vLLM makes of so many tokens.
     """
 
@@ -87,7 +89,7 @@ class CacheCalls(TaskCalls):
             matched = self._manager.get_match_by_tier(
                 request.all_token_ids,
                 mask,
-                namespace=self._namespace,
+                namespace=self._namespace_of(request),
                 block_keys=self.keys(request),
                 request_info=self._info(request),
                 look_up=look_up,
@@ -113,7 +115,7 @@ class CacheCalls(TaskCalls):
             self._manager.prefetch_nowait,
             request.all_token_ids,
             mask,
-            namespace=self._namespace,
+            namespace=self._namespace_of(request),
             block_keys=self.keys(request),
             session_id=read_session_id(request),
         )
@@ -124,7 +126,7 @@ class CacheCalls(TaskCalls):
         safely(
             self._manager.get_match_by_tier,
             request.all_token_ids,
-            namespace=self._namespace,
+            namespace=self._namespace_of(request),
             block_keys=self.keys(request),
             look_up="only",
         )
@@ -147,7 +149,7 @@ class CacheCalls(TaskCalls):
             task_id, wanted = self._manager.put_match(
                 request.all_token_ids,
                 mask,
-                namespace=self._namespace,
+                namespace=self._namespace_of(request),
                 block_keys=self.keys(request),
                 tail_at=stop * self._block_size if has_tail else None,
                 request_info=self._info(request),
@@ -182,6 +184,10 @@ class CacheCalls(TaskCalls):
             return read_counters(self._manager.stats(), self._block_size)
         except FlexCacheError:
             return None
+
+    def _namespace_of(self, request: Any) -> Sequence[str]:
+        namespace = read_namespace(request)
+        return self._namespace if namespace is None else (namespace, *self._namespace)
 
     def _info(self, request: Any) -> RequestInfo | None:
         """Describe a request for KV events and traces, if there are any."""

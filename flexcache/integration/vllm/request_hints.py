@@ -1,6 +1,7 @@
 """Hints in a request's ``kv_transfer_params``. They come from its sender: invalid ones are ignored,
 and logged.
 
+flexcache_namespace                                   whose quota it counts against
 flexcache_priority, flexcache_ttl_s                   how long to keep what it stores
 flexcache_session_id                                  whose prompt it is
 flexcache_session_over, flexcache_returns_in_s        how the session goes on after its end
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _HIGHEST_PRIORITY = 100  # highest priority that a request may set
 _LONGEST_TTL_S = 7 * 86400.0
+_LONGEST_NAMESPACE = 256
 
 _warned: set[str] = set()
 
@@ -42,6 +44,11 @@ def read_retention(request: Any) -> dict[str, Any]:
         "ttl_s": _read(request, "ttl_s", _between(float, 0.0, _LONGEST_TTL_S)),
     }
     return {name: hint for name, hint in hints.items() if hint is not None}
+
+
+def read_namespace(request: Any) -> str | None:
+    """Return the namespace in which the request's blocks are kept, if it names one."""
+    return _read(request, "namespace", _namespace)
 
 
 def read_session_id(request: Any) -> str | None:
@@ -98,6 +105,13 @@ def _between(kind: type[T], lowest: Any, highest: Any) -> Callable[[Any], T]:
 def _bool(hint: Any) -> bool:
     if not isinstance(hint, bool):
         raise TypeError("must be true or false")
+    return hint
+
+
+def _namespace(hint: Any) -> str:
+    if not isinstance(hint, str) or not 0 < len(hint) <= _LONGEST_NAMESPACE:
+        raise ValueError(f"must be a string of 1 to {_LONGEST_NAMESPACE} characters")
+    hint.encode()
     return hint
 
 

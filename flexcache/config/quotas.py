@@ -1,0 +1,142 @@
+"""Quotas as settings: which part of DRAM and SSD each tenant is sure of.
+
+    team-a=50%,team-b=20GB/200GB,*=10%
+
+Amounts are shares of a tier or bytes; with a slash, DRAM's and SSD's. ``*`` stands for all tenants
+that are not named, together; if it is missing, they have what the others leave.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from flexcache.config.values import reject
+
+OTHERS = "*"
+MAX_TENANTS = 256
+_BYTES = {
+    "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
+}  # fmt: skip
+_AMOUNT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z%]*)")
+_SLACK = 1e-9  # of a tier: shares like three times 0.1 and 0.7 add up to a little more than 1
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A share of a tier, or a number of bytes."""
+
+    value: float
+    is_share: bool
+
+    def share_of(self, tier_bytes: float) -> float:
+        return self.value if self.is_share else self.value / tier_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant is sure of in DRAM and on SSD."""
+
+    tenant: str
+    dram: Amount
+    ssd: Amount
+
+
+def parse_quotas(text: str | None) -> tuple[Quota, ...]:
+    """Parse the setting ``quotas``.
+
+    Raises:
+        ConfigError: It cannot be understood, names a tenant twice, or gives away more than all.
+    """
+    if text is None:
+        return ()
+    quotas = tuple(_parse_quota(text, entry.strip()) for entry in text.split(","))
+    tenants = [quota.tenant for quota in quotas]
+    for tenant in tenants:
+        if tenants.count(tenant) > 1:
+            raise reject("quotas", text, f"names {tenant} twice")
+    if len(quotas) > MAX_TENANTS:
+        raise reject("quotas", text, f"must name at most {MAX_TENANTS} tenants")
+    for tier, amounts in (
+        ("dram", [quota.dram for quota in quotas]), ("ssd", [quota.ssd for quota in quotas]),
+    ):  # fmt: skip
+        total = sum(amount.value for amount in amounts if amount.is_share)
+        if total > 1 + _SLACK:
+            raise reject(
+                "quotas",
+                text,
+                f"the shares of the {tier} tier add up to {total:.4g}: must be at most 1",
+            )
+    return quotas
+
+
+def blocks_of(
+    text: str | None, tier: Literal["dram", "ssd"], num_blocks: int, block_bytes: int
+) -> dict[str, int]:
+    """Convert the quotas of one tier to blocks, by tenant, `OTHERS` first.
+
+    Empty without quotas, or without the tier.
+
+    Args:
+        num_blocks: Capacity of the tier.
+        block_bytes: Size of a block in it.
+
+    Raises:
+        ConfigError: They come to more than the tier has.
+    """
+    quotas = parse_quotas(text)
+    if not quotas or not num_blocks:
+        return {}
+    amounts = {quota.tenant: getattr(quota, tier) for quota in quotas}
+    tier_bytes = float(num_blocks) * block_bytes
+    _check_fit(text, amounts.values(), tier, tier_bytes)
+    blocks = {
+        tenant: min(num_blocks, int(amount.share_of(tier_bytes) * num_blocks + _SLACK))
+        for tenant, amount in amounts.items()
+    }
+    left = max(0, num_blocks - sum(blocks.values()))
+    return {OTHERS: blocks.pop(OTHERS, left), **blocks}
+
+
+def check_quotas(text: str | None, dram_gb: float | None, ssd_gb: float | None) -> None:
+    """Raise `ConfigError` unless quotas can be parsed and fit tiers of these sizes, if known."""
+    quotas = parse_quotas(text)
+    if dram_gb is not None:
+        _check_fit(text, [quota.dram for quota in quotas], "dram", dram_gb * 1e9)
+    if ssd_gb is not None:
+        _check_fit(text, [quota.ssd for quota in quotas], "ssd", ssd_gb * 1e9)
+
+
+def _check_fit(text: str | None, amounts: Iterable[Amount], tier: str, tier_bytes: float) -> None:
+    total = sum(amount.share_of(tier_bytes) for amount in amounts)
+    if total > 1 + _SLACK:
+        size = f"{tier_bytes / 1e9:.4g} GB"
+        raise reject("quotas", text, f"promises {total:.4g} times the {tier} tier of {size}")
+
+
+def _parse_quota(text: str, entry: str) -> Quota:
+    tenant, equals, amounts = entry.rpartition("=")
+    tenant = tenant.strip()
+    if not equals or not tenant:
+        raise reject("quotas", text, f"{entry!r} must read TENANT=AMOUNT or TENANT=DRAM/SSD")
+    dram, slash, ssd = amounts.partition("/")
+    first = _parse_amount(text, dram)
+    return Quota(tenant, first, _parse_amount(text, ssd) if slash else first)
+
+
+def _parse_amount(text: str, amount: str) -> Amount:
+    parts = _AMOUNT.fullmatch(amount.strip())
+    if parts is None:
+        raise reject("quotas", text, f"{amount.strip()!r} must be an amount like 25%, 0.25 or 20GB")
+    value, unit = float(parts[1]), parts[2]
+    if unit in _BYTES:
+        return Amount(value * _BYTES[unit], is_share=False)
+    if unit not in ("", "%"):
+        raise reject("quotas", text, f"no unit {unit!r}; units: %, {', '.join(_BYTES)}")
+    share = value / 100 if unit else value
+    if share > 1:
+        hint = "a share is at most 1 or 100%, and bytes need a unit such as GB"
+        raise reject("quotas", text, f"{amount.strip()!r}: {hint}")
+    return Amount(share, is_share=True)
