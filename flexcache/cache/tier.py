@@ -419,6 +419,8 @@ class Tier:
         return self._now
 
     def _give_back(self, blocks: BlockIds) -> None:
+        if not len(blocks):
+            return
         self.pool.give_back(blocks)
         if self.quotas is not None:
             self.quotas.give_back(blocks)
@@ -439,7 +441,8 @@ class Tier:
         """
         num_free = min(count, self.pool.num_free)
         blocks = self.pool.take(num_free)
-        self._charge(root, blocks)
+        if num_free:
+            self._charge(root, blocks)
         if count > num_free:
             missing = count - num_free
             if self.quotas is None:
@@ -459,9 +462,7 @@ class Tier:
         while missing > 0 and (found := quotas.victim(tenant, missing, spared)) is not None:
             victim, most = found
             evicted = self._take_from(victim, most, below if victim == tenant else math.inf)
-            quotas.count_evicted(victim, len(evicted))
-            quotas.give_back(evicted)
-            quotas.take(tenant, evicted)
+            quotas.pass_on(victim, tenant, evicted)
             if len(evicted) < most:
                 spared.add(victim)
             missing -= len(evicted)

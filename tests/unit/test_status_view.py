@@ -182,8 +182,12 @@ def test_a_name_with_markup_is_shown_verbatim() -> None:
 
 
 def test_rows_of_tables() -> None:
-    text = shown(figures())
+    now = figures()
+    written = op(ops=1, blocks=10, bytes=2_000_000_000, device_bytes=1_340_000_000)
+    now["ops"]["H2DISK"] = written
+    text = shown(now)
     assert row(text, "H2D") == ["H2D", "-", "3.00", "6.00", "-", "3", "30", "0"]
+    assert row(text, "H2DISK") == ["H2DISK", "-", "-", "2.00", "1.34", "1", "10", "0"]
     assert not [line for line in text.splitlines() if line.startswith("D2H")]
     assert row(text, "disk") == ["disk", "77", "1"]
     assert ["remote", "down", "0"] in [line.split() for line in text.splitlines()]
