@@ -95,6 +95,9 @@ class Replay:
             self._ask_later(request, request.time_s + self._wait_s, request.time_s + self._wait_s)
         self._run_until(float("inf"))
         self._engine.check()
+        forecaster = self.cache.tiers.forecaster
+        if forecaster is not None and forecaster.history.num_visits < len(requests) // 2:
+            raise RuntimeError("the eviction policy has not seen the requests")
 
     # -- requests --------------------------------------------------------------------------------
 

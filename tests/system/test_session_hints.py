@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import WAIT_S, Cluster, running_cluster
+from cluster import WAIT_S, Cluster, running_cluster, until
 
 from flexcache.protocol.runtime import private_endpoint
 
@@ -61,6 +61,23 @@ def test_a_session_that_returns_soon_is_kept(cluster: Cluster) -> None:
     for prompt in range(3, 8):
         ask(cluster, "others", prompt)
     assert ask(cluster, "first", 0) == NUM_BLOCKS * 16
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_a_session_needs_is_in_dram_when_it_returns(tmp_path: Path, is_shared: bool) -> None:
+    settings = {"endpoint": private_endpoint()} if is_shared else {}
+    with running_cluster([tmp_path], **settings) as cluster:  # type: ignore[arg-type]
+        manager = cluster.manager
+        ask(cluster, "a", 0)
+        manager.clear("CPU")
+        manager.session_hint("a", returns_in_s=3.5)  # half a second before it is fetched
+        until(lambda: manager.stats()["early_loads"]["open_blocks"] == NUM_BLOCKS)
+        until(lambda: manager.stats()["tiers"]["CPU"]["indexed"] == NUM_BLOCKS)
+        assert ask(cluster, "a", 0) == NUM_BLOCKS * 16
+        stats = manager.stats()
+    assert stats["sessions"]["fetched_blocks"] == NUM_BLOCKS
+    assert stats["early_loads"]["early"] == NUM_BLOCKS
+    assert stats["engine"]["hit_blocks"] == {"CPU": NUM_BLOCKS}
 
 
 def test_wrong_hints_are_refused_and_change_nothing(tmp_path: Path) -> None:
