@@ -345,10 +345,10 @@ class KVManager(_WholeCache):
 
         Args:
             slot_mappings: For each task, one GPU slot per True token of its mask, in order.
-            group_blocks: Instead, for a model with groups: for each task and each group the ids of
-                its GPU blocks, in order: of a full-attention group those of the True tokens; of any
-                other `KVGroup.num_needed` up to the end of the hit, or to ``tail_at`` of a put; of
-                a get, -1 for those not wanted.
+            group_blocks: Instead, for each task and each group (a model without groups has one) the
+                ids of its GPU blocks, in order: of a full-attention group those of the True tokens;
+                of any other `KVGroup.num_needed` up to the end of the hit, or to ``tail_at`` of a
+                put; of a get, -1 for those not wanted. Models with groups need them.
             gated: Delay copies to and from the GPU until each rank opens the gate
                 (`KVTPClient.open_gates`).
 

@@ -71,7 +71,8 @@ class GroupTable:
         group_blocks: Sequence[GroupBlocks] | None,
         extents: Iterable[Extent],
     ) -> list[BlockIds]:
-        """Return the GPU blocks of each task, from slots or, for a model with groups, from ids.
+        """Return the GPU blocks of each task, from slots or from ids; for a model with groups, from
+        ids only.
 
         Args:
             extents: What each task moves.
@@ -79,10 +80,12 @@ class GroupTable:
         Raises:
             ValueError: They are of the wrong kind or not as many as the task needs.
         """
-        if bool(self._groups) != (group_blocks is not None):
-            raise ValueError("group_blocks are for models with groups, slot_mappings for others")
+        if self._groups and group_blocks is None:
+            raise ValueError("a model with groups needs group_blocks, not slot_mappings")
         if group_blocks is None:
             return [gpu_blocks(as_slots(slots), self._tokens) for slots in slot_mappings]
+        if not self._groups:
+            return [_only_group(given) for given in group_blocks]
         return [
             self._arranged(given, extent)
             for given, extent in zip(group_blocks, extents, strict=True)
@@ -132,3 +135,13 @@ class GroupTable:
         flat = np.concatenate(tail)
         units[: len(flat)] = flat
         return np.concatenate((arranged, units))
+
+
+def _only_group(group_blocks: GroupBlocks) -> BlockIds:
+    """Return the GPU blocks of a task of a model without groups. Raises `ValueError`."""
+    if len(group_blocks) != 1:
+        raise ValueError(f"blocks for {len(group_blocks)} groups of a model without groups")
+    blocks = as_slots(group_blocks[0])
+    if len(blocks) and int(blocks.min()) < 0:
+        raise ValueError("GPU blocks must not be negative")
+    return np.array(blocks)  # the caller's own may change

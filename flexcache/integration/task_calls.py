@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from flexcache.client.group_blocks import GroupBlocks
 from flexcache.errors import FlexCacheError
@@ -52,10 +48,7 @@ class TaskCalls:
             Whether the launch succeeded. If not, the task has ended.
         """
         try:
-            if self._manager.model_config.groups:
-                self._manager.launch([task_id], group_blocks=[blocks], gated=gated)
-            else:
-                self._manager.launch([task_id], [self._slots(blocks[0])], gated=gated)
+            self._manager.launch([task_id], group_blocks=[blocks], gated=gated)
             # A task that had already ended (because the server was lost, say) was not launched.
             response = self._manager.try_wait([task_id]).get(task_id)
         except (FlexCacheError, ValueError, KeyError) as error:
@@ -104,8 +97,3 @@ class TaskCalls:
     def reset(self) -> bool:
         """Drop everything cached and unused. Return whether that succeeded."""
         return safely(self._manager.reset, if_failed=False) is not False
-
-    def _slots(self, block_ids: Any) -> npt.NDArray[np.int64]:
-        blocks = np.asarray(block_ids, dtype=np.int64)
-        grid = blocks[:, None] * self._block_size + np.arange(self._block_size)
-        return grid.ravel()

@@ -198,6 +198,22 @@ def test_launching_twice_and_with_wrong_slots_is_refused() -> None:
         assert manager.wait([task_id], 30)[task_id].status is KVStatus.SUCCESS
 
 
+def test_a_model_without_groups_may_be_given_the_ids_of_its_only_groups_blocks() -> None:
+    with running_cluster() as cluster:
+        manager, expected = cluster.manager, cluster.read([5, 3])
+        task_id, _ = manager.put_match(np.arange(32))
+        with pytest.raises(ValueError, match="blocks for 2 groups of a model without groups"):
+            manager.launch([task_id], group_blocks=[[[5, 3], [1, 2]]])
+        with pytest.raises(ValueError, match="must not be negative"):
+            manager.launch([task_id], group_blocks=[[[5, -3]]])
+        with pytest.raises(ValueError, match="needs slots for 2 blocks, 3 were given"):
+            manager.launch([task_id], group_blocks=[[[5, 3, 1]]])
+        manager.launch([task_id], group_blocks=[[np.array([5, 3])]])
+        assert manager.wait([task_id], 30)[task_id].mask.all()
+        assert cluster.get(np.arange(32), [8, 9]).mask.all()
+        assert cluster.read([8, 9]) == expected
+
+
 def test_a_slot_beyond_the_engines_blocks_fails_and_touches_nothing() -> None:
     with running_cluster() as cluster:
         blocks = [*range(15), 64]

@@ -270,6 +270,28 @@ def test_connector_statistics_are_reported(engine: Engine, monkeypatch: pytest.M
     assert 0 < reduced["external_hit_rate"] <= 1
 
 
+def test_statistics_are_rarely_read_while_requests_run_and_complete_when_the_last_has_ended(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = engine.scheduler.connector._scheduler
+    read, while_busy = side._cache.read_counters, list[bool]()
+
+    def note_and_read() -> Any:
+        while_busy.append(bool(side._admitted))
+        return read()
+
+    monkeypatch.setattr("flexcache.integration.vllm.scheduler._STATS_INTERVAL_S", 1e4)
+    monkeypatch.setattr(side._cache, "read_counters", note_and_read)
+    monkeypatch.setattr(side, "_stats_due_s", 0.0)
+    engine.generate_all([make_prompt(200, next(_seeds)) for _ in range(12)])
+    engine.drain()
+    assert while_busy.count(True) == 1
+    assert not while_busy[-1]
+    now = read()
+    for counter in ("stored_tokens", "missed_tokens"):
+        assert side._reported[counter] == now[counter]
+
+
 def test_hits_are_counted_by_tier_in_vllms_own_prometheus_metrics(engine: Engine) -> None:
     from prometheus_client import REGISTRY
 

@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
 _IDLE_WAIT_S = 0.001
-_STATS_INTERVAL_S = 1.0  # if reading them costs a round trip
+_STATS_INTERVAL_S = 0.1  # reading them takes as long as a look-up
+_SHARED_STATS_INTERVAL_S = 1.0  # it takes a round trip
 
 
 class FlexCacheScheduler:
@@ -80,8 +81,10 @@ class FlexCacheScheduler:
         self._prefill = PrefillMeter()
         self._reported: Mapping[str, float] = {}
         self._has_news = False
-        self._stats_interval_s = 0.0 if place.endpoint is None else _STATS_INTERVAL_S
+        self._is_shared = place.endpoint is not None
         self._stats_due_s = 0.0
+        self._admitted: set[str] = set()
+        """Requests that have GPU blocks."""
 
     def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         """Launch the load of ``num_external`` tokens into the blocks that vLLM allocated.
@@ -89,11 +92,13 @@ class FlexCacheScheduler:
         Args:
             tables: The request's blocks, for each of vLLM's groups.
         """
+        self._admitted.add(request.request_id)
         self.puts.admitted(request)
         self.gets.allocated(request, self._tables.select(tables), num_external)
 
     def finished(self, request: Any, tables: Tables) -> None:
         """End a request, whose blocks vLLM may reuse from now on."""
+        self._admitted.discard(request.request_id)
         has_unknown_blocks = self.gets.finished(request)
         self.puts.finished(request, () if has_unknown_blocks else self._tables.select(tables))
         self._cache.session_ended(request)
@@ -137,13 +142,16 @@ class FlexCacheScheduler:
         return self._cache.reset()
 
     def take_stats(self) -> FlexCacheStats | None:
-        """Return what has happened since the last report; None if nothing has."""
+        """Return what has happened since the last report; None if nothing has, or if the last
+        report is not long ago and more steps follow."""
         now = time.monotonic()
         has_news = self._has_news or self.gets.has_matched
-        if not has_news or now < self._stats_due_s:
+        may_wait = self._is_shared or bool(self._admitted)
+        if not has_news or (may_wait and now < self._stats_due_s):
             return None
         self._has_news = self.gets.has_matched = False
-        self._stats_due_s = now + self._stats_interval_s
+        interval_s = _SHARED_STATS_INTERVAL_S if self._is_shared else _STATS_INTERVAL_S
+        self._stats_due_s = now + interval_s
         counters = self._cache.read_counters()
         if counters is None:
             return None
