@@ -27,6 +27,7 @@ from flexcache.bench.raw_disk import QUEUE_DEPTH, RawDisk, raw_disks
 from flexcache.bench.results import Case, Result
 from flexcache.ids import OpKind
 from flexcache.storage.block_io import BlockIO, Direction, open_block_io
+from flexcache.storage.compression import Codec
 from flexcache.storage.disk_pool import DiskPool, locate_slot
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
@@ -49,10 +50,18 @@ def cases(thorough: bool, directory: Path, seed: int) -> list[Case]:
 
 
 class DrivenWorker:
-    """A disk worker with its own pool, which receives ops as from a server."""
+    """A disk worker with its own pool, which receives ops as from a server.
 
-    def __init__(self, pool: DiskPool, io: BlockIO, segment: HostSegment, sync: str) -> None:
-        self._io, self._pool, self._segment = io, pool, segment
+    Attributes:
+        device_bytes: What it has moved on the device.
+    """
+
+    def __init__(
+        self, pool: DiskPool, io: BlockIO, segment: HostSegment, sync: str,
+        codec: Codec = Codec.NONE,
+    ) -> None:  # fmt: skip
+        self.device_bytes = 0
+        self._pool, self._segment = pool, segment
         self._sums = np.zeros(pool.num_slots, np.uint64)
         self._next_key = 0
         index = SlotIndex(pool.index_fds, pool.pool_id)
@@ -61,8 +70,9 @@ class DrivenWorker:
         def locate(slot: int) -> tuple[int, int]:
             return locate_slot(slot, pool.data_fds, pool.slot_bytes)
 
-        slots = SlotIO(io, locate, pool.slot_bytes)
-        self._worker = DiskWorker(slots, [segment], index, self._commit)
+        forms = index.survey(pool.num_slots).forms
+        self._slots = SlotIO(io, locate, pool.slot_bytes, forms, codec)
+        self._worker = DiskWorker(self._slots, [segment], index, self._commit)
 
     def run(self, direction: Direction) -> float:
         """Write, or read, every slot once; return GB/s."""
@@ -80,10 +90,11 @@ class DrivenWorker:
                 slots = open_ops.pop(done.op_id)
                 if done.num_ok != len(slots):
                     raise AssertionError(done.error)
+                self.device_bytes += done.device_bytes
                 if kind is OpKind.H2DISK:
                     self._sums[slots] = unpack_checksums(done.checksums)
             if open_ops and (len(open_ops) == OPS_AT_ONCE or not starts):
-                select.select([self._io.fileno(), self._commit.fileno()], [], [], 0.1)
+                select.select([*self._slots.filenos(), self._commit.fileno()], [], [], 0.1)
         took = time.perf_counter() - started
         return self._pool.num_slots * self._pool.slot_bytes / took / 1e9
 

@@ -195,10 +195,13 @@ class EvictionQueue:
         self._weigh(end)
 
     def check(self, queued: dict[int, tuple[float, int]]) -> None:
-        """Raise `InternalError` if one of these tails, number -> (time, kind), is not in the queue.
-
-        O(entries).
+        """Raise `InternalError` if one of these tails, number -> (time, kind), is not in the queue,
+        or an end that has one would not be found. O(entries).
         """
+        order = set(self._order)
+        for end, worth in enumerate(self._worths):
+            if worth < math.inf and (worth, end) not in order:
+                raise InternalError(f"end {end} of the eviction queue is not in order")
         entries = [set(map(partial(self._tail, end), heap)) for end, heap in enumerate(self._heaps)]
         for number, (time, kind) in queued.items():
             ends = range(kind, len(entries), self._num_kinds)

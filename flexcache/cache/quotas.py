@@ -92,8 +92,11 @@ class Quotas:
             self._used[tenant] -= int(counts[tenant])
         self._tenant_of[blocks] = _FREE
 
-    def count_evicted(self, tenant: int, num_blocks: int) -> None:
-        self._evicted[tenant] += num_blocks
+    def pass_on(self, victim: int, tenant: int, blocks: BlockIds) -> None:
+        """Count blocks evicted from one tenant as another's, or its own again."""
+        self._used[victim] -= len(blocks)
+        self._evicted[victim] += len(blocks)
+        self.take(tenant, blocks)
 
     def count_get(self, root: RootId, num_hit: int, num_missed: int) -> None:
         tenant = self.tenant(root)

@@ -71,7 +71,7 @@ class Tiers:
 
     def look_up(self, keys: BlockKeys) -> None:
         """Record the look-up of a prompt, later."""
-        self._defer(_Deferred(keys, 0, self.now))
+        self._defer(keys, 0)
 
     def store(self, keys: BlockKeys, stop: int) -> Outlook | None:
         """Record that a prompt's first ``stop`` blocks were computed; return their kinds, if these
@@ -83,7 +83,7 @@ class Tiers:
 
     def store_nothing(self, keys: BlockKeys, stop: int) -> None:
         """Record likewise of a prompt whose blocks are all cached, later."""
-        self._defer(_Deferred(keys, stop, self.now))
+        self._defer(keys, stop)
 
     def recall(self, keys: BlockKeys) -> Outlook | None:
         """Return the kinds of a prompt's blocks as of its last look-up, and record nothing."""
@@ -104,11 +104,11 @@ class Tiers:
                     tier.sort(keys, outlook)
         self._deferred.clear()
 
-    def _defer(self, deferred: _Deferred) -> None:
+    def _defer(self, keys: BlockKeys, stop: int) -> None:
         if self.forecaster is not None:
-            if isinstance(deferred.keys, TokenBlockKeys):
-                deferred.keys.keep_tokens()
-            self._deferred.append(deferred)
+            if isinstance(keys, TokenBlockKeys):
+                keys.keep_tokens()
+            self._deferred.append(_Deferred(keys, stop, self.now))
             if len(self._deferred) > _MAX_DEFERRED:
                 self.settle()
 
@@ -154,6 +154,13 @@ class Tiers:
         if self.journal is not None and name is None and is_empty:
             self.journal.cleared_since(mark)
         return dropped
+
+    def expire(self, now: float) -> None:
+        """Drop some of what was not used for too long, where it is time to look for that."""
+        kept, self.lost = self.lost, Counter()  # dirty blocks among them are not lost
+        for tier in self._tiers:
+            tier.expire(now)
+        self.lost = kept
 
     def withhold_free(self, name: TierName) -> Lease:
         """Keep a tier's free blocks from every plan until `give_back`; dirty blocks wait."""

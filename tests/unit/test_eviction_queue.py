@@ -168,3 +168,12 @@ def test_a_missing_tail_is_noticed() -> None:
     queue.add(1, 0.0, 0)
     with pytest.raises(InternalError, match="run 2"):
         queue.check({1: (0.0, 0), 2: (0.0, 0)})
+
+
+def test_an_end_that_would_not_be_found_is_noticed() -> None:
+    queue = EvictionQueue(Scripted(), lambda *_: True)
+    queue.add(1, 0.0, 0)
+    queue.check({1: (0.0, 0)})
+    queue._order.clear()
+    with pytest.raises(InternalError, match="end 0"):
+        queue.check({1: (0.0, 0)})

@@ -543,6 +543,26 @@ def test_sglang_clears_its_host_pool_with_its_gpu() -> None:
     assert depths(applier, PROMPT) == {("sglang", "disk"): 24}
 
 
+def test_names_below_dram_are_kept_where_they_are_asked_for_as_long_as_blocks_are_held() -> None:
+    applier = EventApplier(KVIndexer())
+    applier.on_disk.keep(["a"])
+    for source in ("a", "b"):
+        for medium in ("GPU", "CPU", "STORAGE"):
+            applier.apply(source, batch(stored(PROMPT, medium)))
+    names = names_of(PROMPT)
+    keys = KeyChain(Space(SIZE)).block_keys(PROMPT)
+    holder = Holder("a", Tier.DISK)
+    assert [applier.on_disk.find(holder, key) for key in keys] == names
+    assert len(applier.on_disk) == len(names)
+    applier.apply("a", batch(BlockRemoved(list(names[1:]), "STORAGE")))
+    assert len(applier.on_disk) == 1
+    applier.apply("a", batch(BlockRemoved(list(names), "CPU")))
+    assert applier.on_disk.find(holder, keys[0]) == names[0]
+    applier.on_disk.keep(["b"])
+    assert len(applier.on_disk) == 0
+    applier.check()
+
+
 # -- against a model -----------------------------------------------------------------------------
 
 SOURCES = ("a", "b", "c")
