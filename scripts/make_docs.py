@@ -28,9 +28,10 @@ the same settings; its file may also have a table `model` and `idle_exit_s`
 
 `flexcache config` shows the values in effect and where each comes from (default, file,
 environment). Secrets are masked. `--config FILE` reads another file, `--describe` adds variables
-and meanings, `--json` is for programs. The exit status is 1 if a setting is unknown or invalid.
-What vLLM is given in `kv_connector_extra_config` comes on top and is not checked, so a missing size
-is no error here, though an engine needs a size or an endpoint.
+and meanings, `--json` is for programs. `flexcache config --profile chat` (or `agents`, `batch`)
+prints a file to begin with, with a reason for each setting. The exit status is 1 if a setting is
+unknown or invalid. What vLLM is given in `kv_connector_extra_config` comes on top and is not
+checked, so a missing size is no error here, though an engine needs a size or an endpoint.
 
 The tables are generated from the code by `scripts/make_docs.py`.
 

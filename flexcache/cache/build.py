@@ -16,6 +16,7 @@ from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
+from flexcache.cache.write_budget import WriteBudget
 from flexcache.config import CacheConfig
 from flexcache.config.groups import UnitShape
 from flexcache.config.quotas import blocks_of
@@ -34,6 +35,7 @@ class CacheSizes:
         chunk_blocks: Blocks that one op moves if one tier feeds another.
         max_store_backlog: Host blocks that may wait to be written below.
         keeps_on_host: Whether the host tier is a cache; else it only stages.
+        stored_bytes: Bytes that a block takes in a tier.
         host_quotas: Blocks that each tenant is sure of, by name; empty if all share everything.
         ssd_quotas: Likewise.
     """
@@ -43,6 +45,7 @@ class CacheSizes:
     chunk_blocks: int
     max_store_backlog: int
     keeps_on_host: bool = True
+    stored_bytes: int = 1
     host_quotas: Mapping[str, int] = field(default_factory=dict)
     ssd_quotas: Mapping[str, int] = field(default_factory=dict)
 
@@ -74,6 +77,7 @@ class CacheSizes:
             # Blocks that wait to be written are pinned: an eighth remains for gets to stage in.
             max_store_backlog=max(1, num_host_blocks - num_host_blocks // 8),
             keeps_on_host=keeps_on_host,
+            stored_bytes=stored_bytes,
             host_quotas=host_quotas,
             ssd_quotas=blocks_of(config.quotas, "ssd", num_slots, stored_bytes),
         )
@@ -94,25 +98,29 @@ def build_cache(
 
     num_host_blocks = sizes.num_host_blocks
     # Blocks pass through the host to the tiers below: it takes them all if there are any.
+    keep_s = config.retention_s
     tiers = [
         Tier(
             TierName.CPU, num_host_blocks, ranking(num_host_blocks), not config.has_workers,
-            _quotas(num_host_blocks, sizes.host_quotas),
+            _quotas(num_host_blocks, sizes.host_quotas), keep_s,
         )
     ]  # fmt: skip
     policies: dict[TierName, str] = {}
     if sizes.num_slots:
         refuses = config.ssd_write_policy == "density"
         quotas = _quotas(sizes.num_slots, sizes.ssd_quotas)
-        tiers.append(Tier(TierName.SSD, sizes.num_slots, ranking(sizes.num_slots), refuses, quotas))
+        num_slots = sizes.num_slots
+        tiers.append(Tier(TierName.SSD, num_slots, ranking(num_slots), refuses, quotas, keep_s))
         policies[TierName.SSD] = config.ssd_write_policy
     if config.remote_url is not None:
         known = config.remote_index_blocks
         refuses = config.remote_write_policy == "density"
         remote_ranking = ranking(known) if refuses else None
-        tiers.append(RemoteTier(config.remote_absent_ttl_s, known, remote_ranking, refuses))
+        absent_s = config.remote_absent_ttl_s
+        tiers.append(RemoteTier(absent_s, known, remote_ranking, refuses, keep_s))
         policies[TierName.REMOTE] = config.remote_write_policy
     capacities = {TierName.SSD: sizes.num_slots}
+    limits = {TierName.SSD: config.ssd_write_mb_s, TierName.REMOTE: config.remote_write_mb_s}
     max_dirty = int(config.write_back_max_dirty * sizes.num_host_blocks)
     cache = TieredCache(
         Tiers(tiers, forecaster),
@@ -134,6 +142,11 @@ def build_cache(
         early_load_share=config.early_load_share,
         early_load_ttl_s=config.match_ttl_s,
         keeps_on_host=sizes.keeps_on_host,
+        write_budgets={
+            name: WriteBudget(rate * 1e6, sizes.stored_bytes)
+            for name, rate in limits.items()
+            if name in policies and rate is not None
+        },
     )
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)

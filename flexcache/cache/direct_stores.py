@@ -17,11 +17,12 @@ from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import Plan, block_names, chunks
 from flexcache.cache.put_plan import begin_put
 from flexcache.cache.tiers import Tiers
+from flexcache.cache.write_budget import WriteBudget
 from flexcache.ids import OpId, OpKind, TierName
 
 
 class DirectStores:
-    """Plans puts on the SSD tier. Arguments as for `StorePlanner`.
+    """Plans puts on the SSD tier. Arguments as for `StorePlanner`; ``budget`` is that of the tier.
 
     Attributes:
         tier: The SSD tier.
@@ -33,10 +34,12 @@ class DirectStores:
         op_ids: Iterator[OpId],
         chunk_blocks: int,
         admission: Admission | None = None,
+        budget: WriteBudget | None = None,
     ) -> None:
         self._tiers = tiers
         self.tier = tiers.by_name[TierName.SSD]
         self._admission = admission
+        self._budget = budget
         self._op_ids = op_ids
         self._chunk_blocks = chunk_blocks
 
@@ -66,12 +69,18 @@ class DirectStores:
     def _add_blocks(
         self, plan: Plan, keys: BlockKeys, first: int, end: int, retain_s: float, is_recording: bool
     ) -> None:
+        room = end - first if self._budget is None else self._budget.room(self._tiers.now)
+        if room < end - first:
+            plan.drop("ssd_write_throttled", end - first - room)
+            end = first + room
         if first >= end:
             return
         lease = self.tier.reserve(keys, first, end, plan.outlook, retain_s)
         plan.stores[self.tier.name] = lease
         plan.store_starts[self.tier.name] = first
         plan.stop = first + len(lease)
+        if self._budget is not None:
+            self._budget.spend(len(lease))
         if plan.stop < end:
             plan.drop(lease.why_short("ssd"), end - plan.stop)
         for chunk in chunks(first, plan.stop, self._chunk_blocks):

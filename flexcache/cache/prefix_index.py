@@ -66,7 +66,7 @@ class Run:
 
     __slots__ = (
         "blocks", "children", "depth", "holds", "keys", "longest_holds", "parent",
-        "parent_length", "queue", "queued", "recency", "root", "run_id",
+        "parent_length", "queue", "queued", "recency", "root", "run_id", "uses",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +86,7 @@ class Run:
         self.children: dict[int, Run] | None = None
         self.recency: list[Segment] = []  # ends rise, times do not
         self.queued: tuple[float, int] | None = None  # time and kind of its entry in the queue
+        self.uses: list[tuple[int, int]] | None = None  # see `Retention`
 
     @property
     def length(self) -> int:
@@ -203,6 +204,14 @@ class PrefixIndex:
 
     def contains(self, root: RootId, key: BlockKey) -> bool:
         return key in self._directories.get(root, ())
+
+    def run_numbers(self) -> list[int]:
+        """Return the numbers of all runs; a run's is above those of the runs before it."""
+        return list(self._runs)
+
+    def run(self, number: int) -> Run | None:
+        """Return the run of this number, if it is still there."""
+        return self._runs.get(number)
 
     def num_insertable(self, root: RootId, keys: Sequence[BlockKey]) -> int:
         """Return how many of the first keys are neither here nor among those before them."""

@@ -34,13 +34,14 @@ class RemoteTier(Tier):
         capacity: Blocks to remember at most; the least recently used are forgotten first.
         ranking, refuses: As ``ranking`` and ``bypasses`` of a `Tier`, as if the store had this
             capacity.
+        retention_s: As of a `Tier`.
     """
 
     def __init__(
         self, absent_ttl_s: float, capacity: int, ranking: Ranking | None = None,
-        refuses: bool = False,
+        refuses: bool = False, retention_s: float | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(TierName.REMOTE, capacity, ranking, refuses)
+        super().__init__(TierName.REMOTE, capacity, ranking, refuses, retention_s=retention_s)
         self._absent_ttl_s = absent_ttl_s
         self._absent: OrderedDict[tuple[RootId, BlockKey], float] = OrderedDict()
         self._salt = b""

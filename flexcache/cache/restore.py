@@ -25,6 +25,7 @@ from flexcache.ids import BlockKey, RootId
 Records = npt.NDArray[Any]
 """Structured: slot, generation, position, root, key and key_bytes, parent and parent_bytes."""
 Indices = npt.NDArray[np.int64]
+Seconds = npt.NDArray[np.float64]
 
 _ORPHAN = -1
 
@@ -38,22 +39,28 @@ class RestoreReport:
     """Blocks that lack one before them, and older copies of keys that occur twice."""
 
 
-def restore_tier(tier: Tier, records: Records) -> RestoreReport:
+def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None) -> RestoreReport:
     """Index the blocks of ``records`` that can be found from a prompt's start, and whole tails.
 
     O(n log depth).
 
     The tier must be unused. Blocks count as used when they were written.
+
+    Args:
+        written_s: When they were, as far as that is known, for a tier that keeps nothing for long.
     """
+    if written_s is None:
+        written_s = np.zeros(len(records))
     num_records, tails = len(records), []
     of_tails = are_tails(records)
     if of_tails.any():
-        tails = whole_tails(records[of_tails])
-        records = records[~of_tails]
-    records = records[np.argsort(records["generation"])]
+        tails = whole_tails(records[of_tails], written_s[of_tails])
+        records, written_s = records[~of_tails], written_s[~of_tails]
+    by_age = np.argsort(records["generation"])
+    records, written_s = records[by_age], written_s[by_age]
     parents = link(records)
     order, parents = _order(records, parents)
-    tier.restore(_runs(records[order], parents))
+    tier.restore(_runs(records[order], parents, written_s[order]))
     if tails:
         tier.restore_tails(tails)
     num_restored = len(order) + sum(len(tail.units) for tail in tails)
@@ -133,7 +140,7 @@ def _order(records: Records, parents: Indices) -> tuple[Indices, Indices]:
     return order, places[parents[order]]
 
 
-def _runs(records: Records, parents: Indices) -> Iterator[RestoredRun]:
+def _runs(records: Records, parents: Indices, written_s: Seconds) -> Iterator[RestoredRun]:
     """Cut ordered records wherever one does not build on the one before it."""
     count = len(records)
     if not count:
@@ -143,7 +150,9 @@ def _runs(records: Records, parents: Indices) -> Iterator[RestoredRun]:
     firsts = records[starts]
     roots, befores = firsts["root"].tolist(), _keys(firsts, "parent")
     for root, before, (start, stop) in zip(roots, befores, pairwise([*starts, count]), strict=True):
-        yield RestoredRun(RootId(root), before or None, keys[start:stop], slots[start:stop])
+        yield RestoredRun(
+            RootId(root), before or None, keys[start:stop], slots[start:stop], written_s[start:stop]
+        )
 
 
 def _keys(records: Records, field: str) -> list[BlockKey]:

@@ -26,15 +26,19 @@ def are_tails(records: Records) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def whole_tails(records: Records) -> list[Tail]:
+def whole_tails(records: Records, written_s: npt.NDArray[np.float64] | None = None) -> list[Tail]:
     """Return the tails that have all their units, in the order in which they were written.
 
     Of a unit that occurs twice, the record written last counts. O(1) Python steps per unit.
 
     Args:
         records: Those of tails only.
+        written_s: When they were written, if that matters.
     """
-    records = records[np.argsort(records["generation"])]
+    if written_s is None:
+        written_s = np.zeros(len(records))
+    by_age = np.argsort(records["generation"])
+    records, written_s = records[by_age], written_s[by_age]
     roots, keys = records["root"].tolist(), _keys(records, "key")
     positions, slots = records["position"].tolist(), records["slot"]
     after: dict[tuple[bytes, bytes], int] = {}
@@ -49,7 +53,9 @@ def whole_tails(records: Records) -> list[Tail]:
             found.append(following)
             following = after.get((root, keys[following]))
         if found and [keys[n] for n in found] == tail_keys(BlockKey(key), len(found)):
-            tails.append(Tail(RootId(root), BlockKey(key), slots[found].astype(np.int64)))
+            tail = Tail(RootId(root), BlockKey(key), slots[found].astype(np.int64))
+            tail.used = float(written_s[found].max())
+            tails.append(tail)
     return tails
 
 

@@ -1,13 +1,19 @@
-"""StoreBacklog: bounds the host blocks that wait, pinned, to be written to lower tiers.
+"""StoreBacklog: bounds what is planned to be written to lower tiers.
+
+The number of host blocks that wait, pinned, to be written is bounded; so is what is written per
+second, where the operator limits that (`WriteBudget`).
 
 Pure: counts only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flexcache.cache.plan import Plan
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
+from flexcache.cache.write_budget import WriteBudget
 from flexcache.ids import TierName
 
 _REMOTE_SHARE = 4  # a quarter: a store that hangs must not hold up the disk
@@ -18,11 +24,15 @@ class StoreBacklog:
 
     Args:
         max_blocks: Upper bound, over all tiers.
+        budgets: Those of the tiers whose writes per second are limited.
     """
 
-    def __init__(self, tiers: Tiers, max_blocks: int) -> None:
+    def __init__(
+        self, tiers: Tiers, max_blocks: int, budgets: Mapping[TierName, WriteBudget]
+    ) -> None:
         self._tiers = tiers
         self.max_blocks = max_blocks
+        self._budgets = budgets
         self._by_tier = dict.fromkeys(tiers.by_name, 0)
 
     @property
@@ -41,12 +51,13 @@ class StoreBacklog:
         return max(0, room)
 
     def room_for(
-        self, plan: Plan, tier: Tier, count: int, limit: int | None
+        self, plan: Plan, tier: Tier, count: int, limit: int | None, is_whole: bool = False
     ) -> tuple[int, str | None]:
         """Return how many of ``count`` blocks a plan may write to a tier, and why not all.
 
         Args:
             limit: At most this many blocks of the plan may wait to be written to the tier.
+            is_whole: They are of no use unless all are written.
         """
         name = tier.name.value.lower()
         if tier.name in self._tiers.unavailable:
@@ -54,12 +65,28 @@ class StoreBacklog:
         room = self.room(tier.name)
         if limit is not None:
             room = max(0, min(room, limit - plan.num_reserved.get(tier.name, 0)))
-        return (room, f"{name}_write_backlog") if room < count else (count, None)
+        room, reason = (room, f"{name}_write_backlog") if room < count else (count, None)
+        budget = self._budgets.get(tier.name)
+        if budget is not None:
+            now = self._tiers.now
+            affordable = count if is_whole and budget.allows(count, now) else budget.room(now)
+            if affordable < room:
+                return affordable, f"{name}_write_throttled"
+        return room, reason
+
+    def affordable_at(self, name: TierName, count: int) -> float | None:
+        """Return when a tier's budget will allow this many blocks; None if it does now."""
+        budget, now = self._budgets.get(name), self._tiers.now
+        if budget is None or budget.allows(count, now):
+            return None
+        return budget.next_room(count, now)
 
     def reserve(self, plan: Plan, name: TierName, count: int) -> None:
-        """Count blocks of a plan until `release`."""
+        """Count blocks of a plan until `release`, and against the budget for good."""
         plan.num_reserved[name] = plan.num_reserved.get(name, 0) + count
         self._by_tier[name] += count
+        if name in self._budgets:
+            self._budgets[name].spend(count)
 
     def release(self, plan: Plan) -> None:
         """Count the blocks of a plan no more: it has ended."""

@@ -22,6 +22,7 @@ from flexcache.cache.tail_stores import TailStores
 from flexcache.cache.tier import Lease, Tier
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue, WriteBack
+from flexcache.cache.write_budget import WriteBudget
 from flexcache.config.groups import UnitShape
 from flexcache.ids import BlockKey, OpId, OpKind, RootId, TaskKind, TierName
 from flexcache.transfer.graph import BlockIds
@@ -44,6 +45,7 @@ class StorePlanner:
         chunk_blocks: Blocks per op if one tier feeds another, so that both work at once.
         max_backlog: Host blocks that may wait to be written below; blocks of a put beyond it stay
             on the host tier only.
+        budgets: Those of the tiers whose writes per second are limited.
         admissions: Policies of the tiers that do not take every block.
         write_back: Queues of the tiers with write-back.
         shape: How the blocks of several groups fill the cache's units; None for a single group.
@@ -55,6 +57,7 @@ class StorePlanner:
         op_ids: Iterator[OpId],
         chunk_blocks: int,
         max_backlog: int,
+        budgets: Mapping[TierName, WriteBudget],
         admissions: Mapping[TierName, Admission],
         write_back: Mapping[TierName, DirtyQueue],
         shape: UnitShape | None = None,
@@ -64,7 +67,7 @@ class StorePlanner:
         self._op_ids = op_ids
         self._chunk_blocks = chunk_blocks
         self.max_backlog = max_backlog
-        self._backlog = StoreBacklog(tiers, max_backlog)
+        self._backlog = StoreBacklog(tiers, max_backlog, budgets)
         self.is_recording = True
         """Whether blocks written to SSD must outlive this process."""
         self._admissions = dict(admissions)
@@ -164,18 +167,27 @@ class StorePlanner:
                 room = self._backlog.room(name)
                 if not room or (self._backlog.of(name) and room < len(prompt.keys)):
                     break  # until the blocks in flight have been written
+                if self.throttled_until(name) is not None:
+                    break
                 prompt = late.dirty.pop()
                 root, content, last = prompt.root, prompt.content, next(reversed(prompt.keys))
                 path = self._host.index.path_keys(self._host.index.locate(root, last))
                 keys = EngineBlockKeys(root, path, len(path), content)
                 plan = self.plan_store(keys, len(path), tiers=[tier])
                 plan.is_write_back = True
-                if num_beyond := plan.dropped.pop(f"{name.value.lower()}_write_backlog", 0):
+                num_beyond = sum(plan.dropped.pop(why, 0) for why in _why_later(name))
+                if num_beyond:
                     late.dirty.add(root, path[-num_beyond:], content, is_old=True)
                 if plan.graph.ops or plan.dropped:
                     return plan
                 self._tiers.num_holders -= 1  # a plan without an op holds nothing
         return None
+
+    def throttled_until(self, name: TierName) -> float | None:
+        """Return until when dirty blocks that are due wait for their tier's budget, if they do."""
+        late = self._write_back.get(name)
+        prompt = None if late is None else late.dirty.peek()
+        return None if prompt is None else self._backlog.affordable_at(name, len(prompt.keys))
 
     def put_off(self, plan: Plan, name: TierName, has_failed: bool) -> bool:
         """Whether blocks that a plan failed to write to a tier become dirty again, not lost.
@@ -324,3 +336,9 @@ class StorePlanner:
         plan.graph.add(
             next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
         )
+
+
+def _why_later(name: TierName) -> tuple[str, str]:
+    """Why a plan leaves out blocks that can be written later."""
+    tier = name.value.lower()
+    return f"{tier}_write_backlog", f"{tier}_write_throttled"

@@ -50,7 +50,7 @@ def _tail_key(key: BlockKey, count: int, number: int) -> BlockKey:
 class Tail:
     """The units of one tail. Internal to a tier; `is_indexed` says whether it can be found."""
 
-    __slots__ = ("due", "is_indexed", "is_queued", "key", "num_pins", "root", "units")
+    __slots__ = ("due", "is_indexed", "is_queued", "key", "num_pins", "root", "units", "used")
 
     def __init__(self, root: RootId, key: BlockKey, units: BlockIds) -> None:
         self.root = root
@@ -60,6 +60,7 @@ class Tail:
         self.num_pins = 0
         self.is_indexed = False
         self.is_queued = False
+        self.used = 0.0  # when it was last used, whenever it is due
 
 
 class TailIndex:
@@ -90,6 +91,10 @@ class TailIndex:
 
     def has_any(self, root: RootId) -> bool:
         return root in self._tails
+
+    def all_tails(self) -> list[Tail]:
+        """Return all tails that can be found."""
+        return [tail for tails in self._tails.values() for tail in tails.values()]
 
     def insert(self, tail: Tail, due: float) -> None:
         """Make a tail findable; there must be none behind its block."""

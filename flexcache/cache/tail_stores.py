@@ -85,7 +85,7 @@ class TailStores:
         if self._is_stored(plan, tier, retain_s):
             return
         count = len(plan.tail.units)
-        _, reason = self._backlog.room_for(plan, tier, count, max_backlog)
+        _, reason = self._backlog.room_for(plan, tier, count, max_backlog, is_whole=True)
         lease = None
         if reason is None:
             lease = tier.reserve_tail(plan.root, plan.tail.key, count)

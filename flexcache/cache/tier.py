@@ -32,6 +32,7 @@ from flexcache.cache.eviction_queue import RETIRED, Outlook, Ranking
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.quotas import Quotas
+from flexcache.cache.retention import Retention
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
@@ -51,6 +52,7 @@ class TierCounters:
     stored_blocks: int = 0
     evicted_blocks: int = 0
     dropped_blocks: int = 0
+    expired_blocks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +102,8 @@ class RestoredRun:
     """Key of the block before them; None at the prompt's start."""
     keys: Sequence[BlockKey]
     blocks: BlockIds
+    written_s: npt.NDArray[np.float64] | None = None
+    """When each of them was written; None for now."""
 
 
 @dataclass(slots=True)
@@ -116,13 +120,14 @@ class Tier:
 
     def __init__(
         self, name: TierName, capacity: int, ranking: Ranking | None = None, bypasses: bool = False,
-        quotas: Quotas | None = None,
+        quotas: Quotas | None = None, retention_s: float | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             ranking: What its blocks are worth; None for LRU.
             bypasses: Whether blocks are not stored if all that would be evicted is worth more.
             quotas: Which of its blocks tenants are sure of; None if all share everything.
+            retention_s: What was not used for this long is dropped; None to keep it.
         """
         self.name = name
         self.pool = BlockPool(capacity)
@@ -131,6 +136,9 @@ class Tier:
         self.index = PrefixIndex(ranking, *parts)
         self._bypasses = bypasses
         self.tails = TailIndex(*parts)
+        self._retention: Retention | None = None
+        if retention_s is not None:
+            self._retention = Retention(self.index, self.tails, retention_s)
         self.counters = TierCounters()
         self._flights: dict[RootId, _Flight] = {}
         self._num_leased = 0
@@ -173,6 +181,8 @@ class Tier:
         """
         if match.run is not None:
             self.index.touch(match, self._tick(), retain_s, outlook)
+            if self._retention is not None:
+                self._retention.used(match, self._now)
 
     def sort(self, keys: BlockKeys, outlook: Outlook) -> None:
         """Note the kinds of a prompt's cached blocks; this does not make them more recent."""
@@ -338,6 +348,7 @@ class Tier:
     def use_tail(self, tail: Tail, retain_s: float = 0.0) -> None:
         """Make a tail as recent as the prefix that it stands on, or as now without one."""
         self.tails.touch(tail, self._tail_due(tail, retain_s))
+        tail.used = self._now
 
     def pin_tail(self, tail: Tail) -> None:
         """Keep a tail in place until `unpin_tail`."""
@@ -363,6 +374,30 @@ class Tier:
         freed = np.concatenate([self._evict(self.capacity, tenant=tenant) for tenant in tenants])
         self._give_back(freed)
         return freed
+
+    @property
+    def retention_s(self) -> float | None:
+        """How long what is not used is kept; None if it has no such limit."""
+        return None if self._retention is None else self._retention.retention_s
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When `expire` has something to do."""
+        return None if self._retention is None else self._retention.next_turn
+
+    def expire(self, now: float) -> None:
+        """Drop some of what was not used for too long, if it is time to look for that."""
+        if self._retention is not None and now >= self._retention.next_turn:
+            self._expire(self._retention.turn(now))
+
+    def expire_all(self, now: float) -> None:
+        """Drop all that was not used for too long, at once."""
+        if self._retention is not None:
+            self._expire(self._retention.sweep(now))
+
+    def _expire(self, freed: BlockIds) -> None:
+        self._give_back(freed)
+        self.counters.expired_blocks += len(freed)
 
     def stats(self) -> dict[str, int]:
         return {
@@ -514,6 +549,8 @@ class Tier:
             parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop],
             self._tick(), lease.retain_s, lease.outlook,
         )  # fmt: skip
+        if self._retention is not None:
+            self._retention.used(lease.published, self._now)
         self.index.pin(lease.published)
         lease.num_published = stop - start
         lease.blocks = np.concatenate((lease.blocks[start:stop], lease.blocks[:start],
@@ -530,6 +567,7 @@ class Tier:
         if not is_whole or self.tails.find(tail.root, tail.key) is not None:
             return
         self.tails.insert(tail, self._tail_due(tail, lease.retain_s))
+        tail.used = self._now
         self.tails.pin(tail)
         lease.num_published = len(lease)
         self._num_leased -= lease.num_published
@@ -578,7 +616,12 @@ class Tier:
         taken = [NO_BLOCKS]
         for run in runs:
             parent = EMPTY_MATCH if run.parent is None else self.index.locate(run.root, run.parent)
-            self.index.insert(parent, run.root, run.keys, run.blocks, self._tick())
+            match = self.index.insert(parent, run.root, run.keys, run.blocks, self._tick())
+            if self._retention is not None:
+                written_s = np.full(len(run.keys), self._now)
+                self._retention.restored(
+                    match, written_s if run.written_s is None else run.written_s
+                )
             taken.append(run.blocks)
             self._charge(run.root, run.blocks)
             for tell in self.on_stored:
@@ -609,6 +652,8 @@ class Tier:
         self.pool.check()
         self.index.check()
         self.tails.check()
+        if self._retention is not None:
+            self._retention.check()
         self.check_counts()
         if self.quotas is not None:
             found = chain(self.index.blocks_by_root(), self.tails.units_by_root())

@@ -22,10 +22,12 @@ from flexcache.cache.load_ways import LoadWays
 from flexcache.cache.plan import Plan
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.restore import Records, RestoreReport, Seconds, restore_tier
 from flexcache.cache.store_plan import StorePlanner
 from flexcache.cache.tail_index import TAIL_FIRST, last_tail_key
 from flexcache.cache.tiers import Tiers
 from flexcache.cache.write_back import DirtyQueue
+from flexcache.cache.write_budget import WriteBudget
 from flexcache.config.groups import UnitShape
 from flexcache.errors import InternalError
 from flexcache.ids import OpId, TaskKind, TierName
@@ -46,6 +48,7 @@ class TieredCache:
         early_load_share: Share of the host tier that early loads may take.
         early_load_ttl_s: How long their blocks wait for the requests that need them.
         keeps_on_host: Whether the host tier is a cache; else it only stages.
+        write_budgets: Those of the tiers whose writes per second are limited.
     """
 
     def __init__(
@@ -61,14 +64,16 @@ class TieredCache:
         early_load_share: float = 0.5,
         early_load_ttl_s: float = 120.0,
         keeps_on_host: bool = True,
+        write_budgets: Mapping[TierName, WriteBudget] | None = None,
     ) -> None:
         op_ids: Iterator[OpId] = map(OpId, itertools.count(1))
         chunk_blocks = max(1, chunk_blocks)
         self.tiers = tiers
+        self._write_budgets = write_budgets or {}
         self.loads = LoadPlanner(tiers, op_ids, chunk_blocks, ways or LoadWays(), load_cost, shape)
         self.stores = StorePlanner(
-            tiers, op_ids, chunk_blocks, max_store_backlog, admissions or {}, write_back or {},
-            shape,
+            tiers, op_ids, chunk_blocks, max_store_backlog, write_budgets or {}, admissions or {},
+            write_back or {}, shape,
         )  # fmt: skip
         self.sessions = PromptSessions(tiers, load_cost)
         self.early = EarlyLoads(tiers.host, early_load_share, early_load_ttl_s)
@@ -76,7 +81,8 @@ class TieredCache:
         """Plans puts past the host tier, if that only stages."""
         if not keeps_on_host:
             admission = (admissions or {}).get(TierName.SSD)
-            self.direct_stores = DirectStores(tiers, op_ids, chunk_blocks, admission)
+            budget = self._write_budgets.get(TierName.SSD)
+            self.direct_stores = DirectStores(tiers, op_ids, chunk_blocks, admission, budget)
 
     def keep_journal(self, tokens_per_block: int) -> None:
         """Record, from now on, what every tier stores and loses."""
@@ -132,6 +138,29 @@ class TieredCache:
             self.stores.release(plan)
         self.tiers.num_holders -= 1
 
+    def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
+        """Index the blocks of SSD slots that outlived the last process (`restore_tier`).
+
+        Args:
+            ages_s: How long ago each record was written; it is dropped if that was too long.
+        """
+        ssd = self.tiers.by_name[TierName.SSD]
+        self.tiers.advance(now)
+        report = restore_tier(ssd, records, now - ages_s)
+        ssd.expire_all(now)
+        return report
+
+    def tick(self, now: float) -> None:
+        """Let time pass: blocks expire, and budgets of writes grow."""
+        self.tiers.advance(now)
+        self.tiers.expire(now)
+
+    def next_deadline(self) -> float | None:
+        """When something is due: to `tick`, or for `stores` to write back."""
+        times = [tier.next_expiry for tier in self.tiers]
+        times += [self.stores.throttled_until(tier.name) for tier in self.tiers.lower]
+        return min((time for time in times if time is not None), default=None)
+
     def stats(self) -> dict[str, dict[str, int]]:
         """Return occupancy and counters of each tier."""
         return {
@@ -139,9 +168,14 @@ class TieredCache:
                 **tier.stats(),
                 "available": int(tier.name not in self.tiers.unavailable),
                 **self.stores.stats_of(tier.name),
+                **self._write_limit(tier.name),
             }
             for tier in self.tiers
         }
+
+    def _write_limit(self, name: TierName) -> dict[str, int]:
+        budget = self._write_budgets.get(name)
+        return {} if budget is None else {"write_limit_bytes_per_s": int(budget.bytes_per_s)}
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(capacity)."""
@@ -149,5 +183,7 @@ class TieredCache:
         self.sessions.check()
         self.early.check()
         self.loads.ways.check()
+        for budget in self._write_budgets.values():
+            budget.check()
         if not self.tiers.num_holders and self.stores.backlog:
             raise InternalError(f"backlog without a plan: {self.stores.backlog} blocks")

@@ -155,6 +155,13 @@ class Tiers:
             self.journal.cleared_since(mark)
         return dropped
 
+    def expire(self, now: float) -> None:
+        """Drop some of what was not used for too long, where it is time to look for that."""
+        kept, self.lost = self.lost, Counter()  # dirty blocks among them are not lost
+        for tier in self._tiers:
+            tier.expire(now)
+        self.lost = kept
+
     def withhold_free(self, name: TierName) -> Lease:
         """Keep a tier's free blocks from every plan until `give_back`; dirty blocks wait."""
         self.num_holders += 1

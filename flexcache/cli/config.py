@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 180  # characters; output to a pipe need not fit a terminal
 
 
+class ProfileName(str, Enum):
+    """Kinds of traffic that there are suggestions for."""
+
+    CHAT = "chat"
+    AGENTS = "agents"
+    BATCH = "batch"
+
+
 def config(
     file: Annotated[
         Path | None,
@@ -29,14 +38,24 @@ def config(
         bool, typer.Option("--describe", help="Add each setting's variable and meaning.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    profile: Annotated[
+        ProfileName | None,
+        typer.Option(help="Print a settings file to begin with for this traffic, with reasons."),
+    ] = None,
 ) -> None:
     """Show the settings in effect and where each comes from. Secrets are masked.
+
+    With --profile, suggest settings instead.
 
     Exits with status 1 if a setting is unknown or invalid. Settings given to vLLM in
     kv_connector_extra_config override these; this command does not see them.
     """
+    from flexcache.config.profiles import render_profile
     from flexcache.config.settings import read_effective_settings
 
+    if profile is not None:
+        typer.echo(render_profile(profile.value), nl=False)
+        return
     console = Console()
     with user_errors(console):
         found = read_effective_settings(path=None if file is None else str(file))

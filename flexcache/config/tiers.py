@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from flexcache.config.values import Count, Gigabytes, Seconds, reject, setting
+from flexcache.config.values import Count, Gigabytes, Megabytes, Seconds, reject, setting
 
 EvictionName = Literal["density", "lru"]
 EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionName)
@@ -75,12 +75,21 @@ class TierConfig:
         "lacks. selective: blocks seen repeatedly. density: what is likelier to be used again than "
         "what would be evicted for it (needs eviction_policy density).",
     )
+    ssd_write_mb_s: Megabytes | None = setting(
+        None,
+        "Most that is written to the SSD tier per second, on average over 10 s, before "
+        "compression: to spare the device. Blocks beyond it stay in DRAM only. Unset: no limit.",
+        "1e6 bytes/s",
+    )
     remote_url: str | None = setting(
         None,
         "Remote store: `mooncake://HOST:PORT`, `s3://BUCKET/PREFIX` (`gs://`, `az://`), "
         "`file:///DIR`.",
     )
     remote_write_policy: WritePolicy = setting("write_through", "As ssd_write_policy.")
+    remote_write_mb_s: Megabytes | None = setting(
+        None, "As ssd_write_mb_s: to leave room on a shared uplink.", "1e6 bytes/s"
+    )
     remote_compression: Literal["none", "zstd", "lz4"] = setting(
         "none", "Compression of blocks in the remote store: none, zstd, lz4."
     )
@@ -126,6 +135,12 @@ class TierConfig:
         "For DRAM and SSD. lru: evicts the least recently used blocks. density: evicts the blocks "
         "that promise the fewest hits per time kept, by the return times of similar prompts; LRU "
         "where that is no better.",
+    )
+    retention_s: Seconds | None = setting(
+        None,
+        "Blocks that were not used for this long are dropped from every tier, and not taken over "
+        "at a restart. Unset: they stay until their room is needed.",
+        "s",
     )
     quotas: str | None = setting(
         None,

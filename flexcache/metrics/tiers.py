@@ -26,8 +26,8 @@ _WHY_DROPPED = (
     *(
         f"{tier}_{what}"
         for tier in ("ssd", "remote")
-        for what in ("tier_full", "write_backlog", "write_failed", "unavailable", "bad_block",
-                     "never_written")
+        for what in ("tier_full", "write_backlog", "write_throttled", "write_failed",
+                     "unavailable", "bad_block", "never_written")
     ),
 )  # fmt: skip
 _WHY_SKIPPED = ("ssd_slower_than_recompute", "remote_slower_than_recompute", "host_worth_less")
@@ -76,6 +76,12 @@ def _load_decisions(cache: CacheStats) -> Iterator[Sample]:
     for tier, decided in cache.load_decisions.items():
         yield (tier, "load"), decided.load
         yield (tier, "recompute"), decided.recompute
+
+
+def _write_limits(cache: CacheStats) -> Iterator[Sample]:
+    for name, tier in cache.tiers.items():
+        if tier.write_limit_bytes_per_s is not None:
+            yield (name,), tier.write_limit_bytes_per_s
 
 
 HITS_AND_MISSES = (
@@ -142,6 +148,12 @@ TIERS = (
         _per_tier(lambda tier: tier.dropped_blocks),
         "tier",
     ),
+    *in_blocks_and_tokens(
+        "tier_expired",
+        "{} dropped since they were not used for longer than `retention_s`.",
+        _per_tier(lambda tier: tier.expired_blocks),
+        "tier",
+    ),
     gauge(
         "tier_available",
         "1 while the tier is in use; 0 while its worker or store is down and every lookup misses.",
@@ -159,6 +171,18 @@ TIERS = (
         "Bytes written to the tier.",
         _per_tier(lambda tier: tier.written_bytes),
         "tier",
+    ),
+    gauge(
+        "tier_write_limit_bytes_per_second",
+        "Most that is written to the tier per second. Blocks beyond it count as dropped, as "
+        "`ssd_write_throttled` or `remote_write_throttled`.",
+        from_cache(_write_limits),
+        "tier",
+    ),
+    gauge(
+        "retention_seconds",
+        "How long blocks are kept that are not used.",
+        one(lambda cache: cache.retention_s),
     ),
     *_in_blocks_and_bytes(
         "tier_capacity",

@@ -24,6 +24,7 @@ from flexcache.storage.memory_limit import check_pool_fits
 from flexcache.storage.remote import check_packages
 from flexcache.storage.shard_layouts import ShardLayouts
 from flexcache.storage.shards import Shards
+from flexcache.storage.write_times import ages_s
 from flexcache.tasks.engine import KVTaskEngine
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,9 @@ class ServedCache:
 
     def _restore(self, pool: DiskPool) -> None:
         started = time.monotonic()
-        report = self.tasks.restore(self.store.load_slots())
+        records = self.store.load_slots()
+        ages = ages_s(records["generation"], time.time())
+        report = self.tasks.restore(records, ages, started)
         found = pool.identity
         if found is not None and report.num_restored and found.model == self._identity("").model:
             self.tasks.adopt_layout(found.layout, started)  # until a rank registers another one

@@ -222,6 +222,8 @@ def _others(stats: Stats) -> Iterator[Text]:
     server, cache = stats.server, stats.cache
     if cache is not None and cache.remote is not None:
         yield _remote(cache.remote)
+    if cache is not None and (limits := list(_limits(cache))):
+        yield titled("limits", *limits)
     for title, counts in (
         ("blocks not stored", cache.totals.dropped_blocks if cache else {}),
         ("blocks not loaded", cache.totals.skipped_blocks if cache else {}),
@@ -237,6 +239,17 @@ def _others(stats: Stats) -> Iterator[Text]:
         yield titled("load or recompute, in blocks", listed(decided))
     if server.trace is not None:
         yield _trace(server.trace)
+
+
+def _limits(cache: CacheStats) -> Iterator[str]:
+    for name, tier in cache.tiers.items():
+        if (limit := tier.write_limit_bytes_per_s) is not None:
+            throttled = cache.totals.dropped_blocks.get(f"{name.lower()}_write_throttled", 0)
+            yield f"{name} writes {limit / 1e6:,g} MB/s, {throttled:,} blocks throttled"
+    if cache.retention_s is not None:
+        expired = {name: tier.expired_blocks for name, tier in cache.tiers.items()}
+        kept = duration(cache.retention_s)
+        yield f"unused blocks kept {kept}, expired: {listed(expired) or 'none'}"
 
 
 def _trace(trace: TraceStats) -> Text:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.plan import Plan
-from flexcache.cache.restore import Records, RestoreReport, restore_tier
+from flexcache.cache.restore import Records, RestoreReport, Seconds
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.errors import InternalError
 from flexcache.ids import (
@@ -253,10 +253,10 @@ class KVTaskEngine:
         if self._matcher.adopt_layout(layout):
             self._cancel_unanswered(self._sessions.of_engines(), now)
 
-    def restore(self, records: Records) -> RestoreReport:
-        """Index what the SSD tier was found to hold at startup (`DiskPool.load`)."""
+    def restore(self, records: Records, ages_s: Seconds, now: float) -> RestoreReport:
+        """Index what the SSD tier was found to hold at startup, written this long ago."""
         self._checksums.restore(records)
-        return restore_tier(self.cache.tiers.by_name[TierName.SSD], records)
+        return self.cache.restore(records, ages_s, now)
 
     def executor_up(self, executor: str, is_direct: bool = False) -> None:
         """An executor serves, GPU to SSD too if ``is_direct``. Waiting ops start in `tick`."""
@@ -293,6 +293,7 @@ class KVTaskEngine:
 
     def tick(self, now: float) -> None:
         """Let deadlines pass, and write what is due to tiers that are available again."""
+        self.cache.tick(now)
         while (late := self._deadlines.take_late_load(now)) is not None:
             task = self._sessions.tasks.get(late)
             if task is None or task.is_answered or not task.open_ops[OpKind.REMOTE2H]:
@@ -313,7 +314,7 @@ class KVTaskEngine:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""
         times = [self._deadlines.next(), self._executors.next_deadline()]
-        times.append(self._early.next_deadline())
+        times += [self.cache.next_deadline(), self._early.next_deadline()]
         if self._lookups is not None:
             times.append(self._lookups.next_deadline(self._executors.is_up(REMOTE)))
         return min((time for time in times if time is not None), default=None)

@@ -81,9 +81,11 @@ class TaskQueries:
 
     @property
     def num_held_up(self) -> int:
-        """Dirty blocks that wait for the worker of their tier, or for the end of its clearing."""
+        """Dirty blocks that wait for the worker of their tier, for the end of its clearing, or for
+        the limit of writes to it."""
+        stores, tiers = self._cache.stores, self._cache.tiers
         return sum(
-            self._cache.stores.num_dirty(tier)
+            stores.num_dirty(tier)
             for tier, worker in WORKERS.items()
-            if not self.is_up(worker) or self._cache.tiers.is_withheld(tier)
+            if not self.is_up(worker) or tiers.is_withheld(tier) or stores.throttled_until(tier)
         )

@@ -65,6 +65,7 @@ def cache_stats(
             open_blocks=cache.early.num_blocks, **asdict(cache.early.counters)
         ),
         sessions=SessionStats(known=len(cache.sessions), **asdict(cache.sessions.counters)),
+        retention_s=cache.tiers.host.retention_s,
         remote=None if lookups is None else _remote(cache, lookups, breaker),
         load_cost=load_cost,
     )

@@ -71,6 +71,8 @@ class TierStats(_Part, frozen=True, kw_only=True):
     stored_blocks: int
     evicted_blocks: int
     dropped_blocks: int
+    expired_blocks: int
+    """Not used for longer than the retention time."""
     read_bytes: int
     written_bytes: int
     available: int
@@ -84,6 +86,7 @@ class TierStats(_Part, frozen=True, kw_only=True):
     refused_blocks: int | None = None
     dirty_blocks: int | None = None
     """Blocks that wait to be written back."""
+    write_limit_bytes_per_s: int | None = None
     quotas: dict[str, QuotaStats] | None = None
     """By tenant, `*` for those that are not named; only for a tier with quotas."""
 
@@ -207,6 +210,8 @@ class CacheStats(_Part, frozen=True, kw_only=True):
     load_decisions: dict[str, LoadDecisions]
     sessions: SessionStats
     early_loads: EarlyLoadStats
+    retention_s: float | None = None
+    """Blocks that were not used for this long are dropped."""
     remote: RemoteStats | None = None
     load_cost: dict[str, LoadCostStats] | None = None
 

@@ -27,11 +27,13 @@ def make_cache(
     host: int, ssd: int = 0, remote: int = 0, *, chunk: int = 2, backlog: int = 1000,
     policy: str = "write_through", tokens_per_block: int | None = None,
     skip_slow_loads: bool = False, past_dram: str = "auto", keeps_on_host: bool = True,
+    write_blocks_per_s: float | None = None, retention_s: float | None = None,
 ) -> TieredCache:  # fmt: skip
     """Build a cache of tiny tiers as a server does; with a block size it keeps a journal.
 
     With the policy ``write_back`` two dirty blocks are enough to be written.
     """
+    write_mb_s = None if write_blocks_per_s is None else write_blocks_per_s / 1e6  # of one byte
     config = CacheConfig(
         num_cpu_blocks=host,
         remote_url="memory://" if remote else None,
@@ -43,6 +45,9 @@ def make_cache(
         write_back_max_dirty=min(0.75, _MAX_DIRTY / host),
         eviction_policy="lru",
         skip_slow_loads=skip_slow_loads,
+        ssd_write_mb_s=write_mb_s,
+        remote_write_mb_s=write_mb_s,
+        retention_s=retention_s,
         kv_events=tokens_per_block is not None,
         tokens_per_block=tokens_per_block or 16,
     )

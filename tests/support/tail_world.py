@@ -74,6 +74,8 @@ class TailWorld:
         groups: Of the model; a position is 32 tokens.
         cpu, ssd: Units of the tiers; 0 for no SSD tier.
         remote: Whether there is a remote store.
+        write_blocks_per_s: Limit of the units written to SSD.
+        retention_s: How long what is not used is kept.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class TailWorld:
         ssd: int = 0,
         remote: bool = False,
         policy: str = "write_through",
+        write_blocks_per_s: float | None = None,
+        retention_s: float | None = None,
     ) -> None:
         self.shape = UnitShape(groups, TOKENS)
         config = CacheConfig(
@@ -93,6 +97,8 @@ class TailWorld:
             remote_index_blocks=64,
             ssd_write_policy=policy,  # type: ignore[arg-type]
             eviction_policy="lru",
+            ssd_write_mb_s=write_blocks_per_s and write_blocks_per_s / 1e6,  # units of one byte
+            retention_s=retention_s,
         )
         self.cache = build_cache(config, CacheSizes(cpu, ssd, 2, 1000), self.shape)
         self.engine = KVTaskEngine(self.cache, block_bytes=1)

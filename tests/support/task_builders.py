@@ -104,6 +104,8 @@ class World:
         load_ranks, store_ranks: As for `KVTaskEngine`.
         past_dram: How loads from SSD go, if all ranks can move blocks past DRAM; "" if they cannot.
         keeps_on_host: Whether DRAM is a tier, or only stages.
+        write_blocks_per_s: Limit of the writes to each tier below DRAM.
+        retention_s: How long what is not used is kept.
     """
 
     def __init__(
@@ -122,11 +124,14 @@ class World:
         skip_slow_loads: bool = False,
         past_dram: str = "",
         keeps_on_host: bool = True,
+        write_blocks_per_s: float | None = None,
+        retention_s: float | None = None,
     ) -> None:
         self.cache = make_cache(
             cpu, ssd, 30 if remote else 0, chunk=chunk, backlog=backlog, policy=policy,
             skip_slow_loads=skip_slow_loads, past_dram=past_dram or "never",
-            keeps_on_host=keeps_on_host,
+            keeps_on_host=keeps_on_host, write_blocks_per_s=write_blocks_per_s,
+            retention_s=retention_s,
         )  # fmt: skip
         self._are_direct = bool(past_dram)
         self.write_backs = {

@@ -150,6 +150,17 @@ def drops_calls_beyond_the_limit(cluster: Cluster) -> None:
     assert sum(cluster.manager.stats()["tasks"].values()) == cluster.config.max_open_tasks
 
 
+def throttles_writes(cluster: Cluster) -> None:
+    until(lambda: tiers_are_available(cluster))
+    cluster.put(prompt(cluster, 1, LONG), range(LONG))
+    dropped = cluster.manager.stats()["dropped_blocks"]
+    assert {"ssd_write_throttled", "remote_write_throttled"} <= dropped.keys()
+
+
+def has_a_retention_time(cluster: Cluster) -> None:
+    assert cluster.manager.stats()["retention_s"] == cluster.config.retention_s
+
+
 def forgets_matches_that_are_not_launched(cluster: Cluster) -> None:
     cluster.manager.put_match(prompt(cluster, 9))
     until(lambda: not sum(cluster.manager.stats()["tasks"].values()))
@@ -340,6 +351,12 @@ SCENARIOS = [
         },
         comes_back_from("SSD"),
     ),
+    Scenario(
+        "limited writes",
+        lambda d: {**ssd(d), **remote(d), "ssd_write_mb_s": 0.02, "remote_write_mb_s": 0.01},
+        throttles_writes,
+    ),
+    Scenario("retention", lambda d: {**ssd(d), "retention_s": 600.0}, has_a_retention_time),
     Scenario("few open tasks", lambda d: {"max_open_tasks": 3}, drops_calls_beyond_the_limit),
     Scenario("short deadlines", lambda d: {"match_ttl_s": 0.5, "op_timeout_s": 20.0},
              forgets_matches_that_are_not_launched),

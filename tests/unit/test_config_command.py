@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flexcache.cli import app
+from flexcache.config import CacheConfig
+from flexcache.config.profiles import PROFILES
 from flexcache.config.settings import describe_settings
 
 
@@ -134,3 +137,44 @@ def test_json_can_describe_the_settings(monkeypatch: pytest.MonkeyPatch) -> None
     assert settings["endpoint"]["environment"] == "FLEXCACHE_ENDPOINT"
     assert settings["match_ttl_s"]["unit"] == "s"
     assert all(setting["meaning"] for setting in settings.values())
+
+
+def uncommented(text: str) -> str:
+    """Return a profile with all that it leaves to the user."""
+    return re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_is_a_file_that_loads_with_a_reason_for_each_setting(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    printed = run(monkeypatch, "--profile", name)
+    assert printed.exit_code == 0
+    chosen = {suggestion.name: suggestion for suggestion in PROFILES[name].suggestions}
+    for number, text in enumerate(
+        (printed.stdout, uncommented(printed.stdout).replace("/mnt", str(tmp_path)))
+    ):
+        file = tmp_path / "profile.toml"
+        file.write_text(text)
+        shown = run(monkeypatch, "--json", "--config", str(file))
+        assert shown.exit_code == 0, shown.stdout
+        settings = settings_of(shown)
+        config = CacheConfig.from_env({"FLEXCACHE_CONFIG": str(file)})
+        assert config.has_cpu_tier == config.has_ssd_tier == (number == 1)
+        for suggestion in chosen.values():
+            is_set = settings[suggestion.name]["source"] != "default"
+            assert is_set == (number == 1 or not suggestion.is_optional)
+            if is_set:
+                assert getattr(config, suggestion.name) == suggestion.value
+    lines = printed.stdout.splitlines()
+    for position, line in enumerate(lines):
+        if line and not line.startswith("#"):
+            assert lines[position - 1].startswith("# ")
+
+
+def test_an_unknown_profile_is_refused_with_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result = run(monkeypatch, "--profile", "chats")
+    assert result.exit_code == 2
+    assert all(name in result.output for name in PROFILES)

@@ -22,8 +22,8 @@ from flexcache.tasks.stats import from_plain
 
 TIER = {
     "capacity": 10, "free": 5, "indexed": 3, "leased": 2, "hit_blocks": 7, "miss_blocks": 1,
-    "stored_blocks": 4, "evicted_blocks": 1, "dropped_blocks": 0, "read_bytes": 70,
-    "written_bytes": 40, "available": 1,
+    "stored_blocks": 4, "evicted_blocks": 1, "dropped_blocks": 0, "expired_blocks": 2,
+    "read_bytes": 70, "written_bytes": 40, "available": 1, "write_limit_bytes_per_s": 1000,
     "quotas": {"*": {"quota": 4, "used": 5, "evicted": 6, "hit": 7, "missed": 8}},
 }  # fmt: skip
 OPS = {"ops": 2, "failed_ops": 1, "blocks": 3, "bytes": 300, "seconds": 0.5}
@@ -56,6 +56,7 @@ STATS: dict[str, Any] = {
     "unlaunched_tasks": 1,
     "open_lookups": 1,
     "store_backlog_blocks": 2,
+    "retention_s": 60.0,
     "load_decisions": {"SSD": {"load": 9, "recompute": 1}},
     "sessions": {
         "known": 3, "over": 1, "returning": 2, "unknown": 1, "retired_blocks": 7, "kept_blocks": 8,

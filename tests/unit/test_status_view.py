@@ -21,7 +21,8 @@ SECONDS = 4.0
 
 def tier(**counts: int) -> dict[str, int]:
     names = ("capacity", "free", "indexed", "leased", "hit_blocks", "miss_blocks", "stored_blocks",
-             "dropped_blocks", "evicted_blocks", "read_bytes", "written_bytes")  # fmt: skip
+             "dropped_blocks", "evicted_blocks", "expired_blocks", "read_bytes",
+             "written_bytes")  # fmt: skip
     return {"capacity": 100, "available": 1, **dict.fromkeys(names[1:], 0), **counts}
 
 
@@ -243,3 +244,13 @@ def test_a_server_without_an_engine_yet_is_shown_as_such() -> None:
 )
 def test_uptime_is_shown_in_fitting_units(seconds: float, text: str) -> None:
     assert text in shown(figures(uptime_s=seconds))
+
+
+def test_limits_are_shown_with_what_they_have_done() -> None:
+    assert "limits:" not in shown(figures())
+    tiers = {"CPU": tier(expired_blocks=3), "SSD": tier(write_limit_bytes_per_s=2_500_000)}
+    text = shown(
+        figures(tiers=tiers, retention_s=7200.0, dropped_blocks={"ssd_write_throttled": 1234})
+    )
+    assert "limits: SSD writes 2.5 MB/s, 1,234 blocks throttled" in text
+    assert "unused blocks kept 2 h 0 min, expired: CPU 3" in text

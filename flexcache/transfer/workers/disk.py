@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from itertools import count
 
@@ -32,6 +33,7 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
 from flexcache.storage.slot_index import FORM, Records, SlotIndex, make_records
 from flexcache.storage.slot_io import SlotIO, SlotRequest
+from flexcache.storage.write_times import next_generation
 from flexcache.transfer.messages import (
     Done,
     Drop,
@@ -145,8 +147,8 @@ class DiskWorker:
         self._written = []
         if self._group:
             together = np.concatenate(records)
-            first = self._last_generation + 1
-            self._last_generation += len(together)
+            first = next_generation(self._last_generation, time.time())
+            self._last_generation = first + len(together) - 1
             together["generation"] = np.arange(first, first + len(together))
             self._commit.start(np.concatenate(slots), together)
         return refused

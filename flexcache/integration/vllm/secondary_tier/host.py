@@ -19,6 +19,7 @@ from flexcache.cache.build import CacheSizes
 from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
 from flexcache.config import CacheConfig
+from flexcache.config.values import reject
 from flexcache.errors import ConfigError
 from flexcache.ids import RootId, TierName
 from flexcache.integration.vllm.secondary_tier.chunk_tiers import ChunkTiers
@@ -56,12 +57,14 @@ class TierHost:
         engine_id: Distinguishes engines on this machine.
 
     Raises:
-        ConfigError: A directory is another process's, cannot be used, or is refused.
+        ConfigError: A directory is another process's, cannot be used, or is refused; or a limit is
+            set that such a tier does not keep.
     """
 
     def __init__(
         self, config: CacheConfig, memory: HostSegment, identity: KVIdentity, engine_id: str
     ) -> None:
+        _refuse_limits(config)
         self._config = config
         self._changed = threading.Condition()
         """Its lock is held wherever the tiers are used; notified when jobs end."""
@@ -198,6 +201,12 @@ class TierHost:
         lanes = Lanes(timeouts, memory.stride, checksums, self._instructions)
         max_storing = max(1, memory.num_blocks // 2)
         return ChunkTiers(root, ssd, presence, lanes, checksums, max_storing)
+
+
+def _refuse_limits(config: CacheConfig) -> None:
+    for name in ("ssd_write_mb_s", "remote_write_mb_s", "retention_s"):
+        if (value := getattr(config, name)) is not None:
+            raise reject(name, value, "not available in a secondary tier of vLLM")
 
 
 def _restore(

@@ -1,0 +1,174 @@
+"""Retention: drops from a tier the blocks and tails that were not used for a set time.
+
+Eviction goes by what blocks are worth, and priorities and hints shift when they are due. Retention
+goes by time alone, so it keeps a record of its own of when a run's blocks were last used. Since a
+prompt may use only a part of a run, that is a staircase:
+
+    run      |0------------------9|
+    uses     |---day 5---|--day 3-|      its last four blocks were last used on day 3
+
+Times are kept as *stamps*, of which a retention time has `_STAMPS`. If a block has the present
+stamp, so have all before it: of all uses within a stamp only the first costs more than a look.
+
+A *sweep* looks at every run and tail, in turns of bounded work.
+
+Pure: no clock. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from flexcache.cache.prefix_index import NO_BLOCKS, BlockIds, PrefixIndex, PrefixMatch, Run
+from flexcache.cache.tail_index import Tail, TailIndex
+from flexcache.errors import InternalError
+
+_STAMPS = 64
+_SWEEPS = 16
+"""Sweeps per retention time."""
+_PAUSE_S = 0.05
+"""Time between the turns of a sweep."""
+_LOOKS = 1024
+"""Runs and tails that a turn looks at."""
+_DROPS = 4096
+"""Blocks that it drops."""
+_ALL = 1 << 62
+
+
+class Retention:
+    """The age limit of one tier.
+
+    Args:
+        retention_s: Blocks go when they were not used for longer than this: at most a tenth of it
+            later, and the time that a sweep takes.
+
+    Attributes:
+        next_turn: When the next turn is due.
+    """
+
+    def __init__(self, index: PrefixIndex, tails: TailIndex, retention_s: float) -> None:
+        self.retention_s = retention_s
+        self.next_turn = 0.0
+        self._index = index
+        self._tails = tails
+        self._stamp_s = retention_s / _STAMPS
+        self._next_sweep = 0.0
+        self._runs_left: list[int] = []
+        """Numbers of the runs that the present sweep has yet to look at, the next one last."""
+        self._tails_left: list[Tail] = []
+
+    # -- uses ------------------------------------------------------------------------------------
+
+    def used(self, match: PrefixMatch, now: float) -> None:
+        """Record that the matched blocks were used. Amortised O(1)."""
+        self._note(match.run, match.length, self._stamp(now))
+
+    def restored(self, match: PrefixMatch, written_s: npt.NDArray[np.float64]) -> None:
+        """Record that the last blocks of the match were written at these times.
+
+        All that is before a block was used when it was written.
+        """
+        stamps = np.maximum.accumulate(written_s[::-1] // self._stamp_s)[::-1]
+        ends = [*(np.flatnonzero(np.diff(stamps)) + 1).tolist(), len(stamps)]
+        start = match.length - len(stamps)
+        for end in reversed(ends):
+            self._note(match.run, start + end, int(stamps[end - 1]))
+
+    def _stamp(self, time: float) -> int:
+        return int(time // self._stamp_s)
+
+    def _note(self, run: Run | None, length: int, stamp: int) -> None:
+        """Give a stamp to a run's first blocks, and to all before them, unless theirs is later."""
+        while run is not None:
+            if run.uses is None:
+                run.uses = []
+            uses, kept = run.uses, 0
+            while kept < len(uses) and uses[kept][1] > stamp:
+                kept += 1
+            if kept and uses[kept - 1][0] >= length:
+                return
+            covered = kept
+            while covered < len(uses) and uses[covered][0] <= length:
+                covered += 1
+            if covered < len(uses) and uses[covered][1] == stamp:
+                return
+            uses[kept:covered] = [(length, stamp)]
+            length, run = run.parent_length, run.parent
+
+    # -- sweeps ----------------------------------------------------------------------------------
+
+    def turn(self, now: float) -> BlockIds:
+        """Do a part of a sweep; return the ids of the blocks that it freed.
+
+        Blocks that are pinned can no longer be found, and are freed when they are unpinned.
+        """
+        return self._turn(now, _LOOKS, _DROPS)
+
+    def sweep(self, now: float) -> BlockIds:
+        """Do a whole sweep. O(runs + tails)."""
+        self._runs_left, self._tails_left = [], []
+        return self._turn(now, _ALL, _ALL)
+
+    def _turn(self, now: float, looks: int, drops: int) -> BlockIds:
+        if not self._runs_left and not self._tails_left:
+            self._runs_left, self._tails_left = self._index.run_numbers(), self._tails.all_tails()
+            self._next_sweep = now + self.retention_s / _SWEEPS
+        freed = [NO_BLOCKS]
+        oldest = self._stamp(now) - _STAMPS
+        while self._runs_left and looks > 0 and drops > 0:
+            looks -= 1
+            freed.append(self._drop_from_run(self._runs_left.pop(), oldest, drops))
+            drops -= len(freed[-1])
+        while self._tails_left and looks > 0 and drops > 0:
+            looks -= 1
+            tail = self._tails_left.pop()
+            if tail.is_indexed and self._stamp(tail.used) < oldest:
+                freed.append(self._tails.discard(tail.root, tail.key))
+                drops -= len(freed[-1])
+        self.next_turn = now + _PAUSE_S
+        if not self._runs_left and not self._tails_left:
+            self.next_turn = max(self.next_turn, self._next_sweep)
+        return np.concatenate(freed)
+
+    def _drop_from_run(self, number: int, oldest: int, most: int) -> BlockIds:
+        """Drop blocks of a run with stamps before ``oldest``, from its end; about ``most`` of them.
+
+        Runs that hang off these blocks are as old, and younger in number: they are gone already,
+        or go with them.
+        """
+        run = self._index.run(number)
+        if run is None:
+            return NO_BLOCKS
+        kept = min(_num_since(run, oldest), run.length)
+        start = max(kept, run.length - most)
+        if start == run.length or self._index.locate(run.root, run.keys[start]).run is not run:
+            return NO_BLOCKS  # the rest can be found no more, and waits to be unpinned
+        freed = self._index.discard(run.root, run.keys[start])
+        if start > kept and len(freed):
+            self._runs_left.append(number)  # the rest in the next turn
+        return freed
+
+    def check(self) -> None:
+        """Raise `InternalError` if an invariant does not hold. O(runs)."""
+        for number in self._index.run_numbers():
+            run = self._index.run(number)
+            assert run is not None
+            uses = run.uses or [(0, 0)]
+            ends, stamps = [end for end, _ in uses], [stamp for _, stamp in uses]
+            if ends != sorted(set(ends)) or stamps != sorted(set(stamps), reverse=True):
+                raise InternalError(f"run {number} has uses {uses}")
+            if ends[-1] < run.length:
+                raise InternalError(f"run {number} has blocks that were never used")
+            if run.parent is not None and _stamp_at(run.parent, run.parent_length) < stamps[0]:
+                raise InternalError(f"run {number} was used later than what is before it")
+
+
+def _num_since(run: Run, oldest: int) -> int:
+    """Return how many of a run's first blocks have at least this stamp."""
+    return max((end for end, stamp in run.uses or () if stamp >= oldest), default=0)
+
+
+def _stamp_at(run: Run, length: int) -> int:
+    """Return the stamp of the last of a run's first blocks."""
+    return next(stamp for end, stamp in run.uses or () if end >= length)
