@@ -30,7 +30,7 @@ from flexcache.doctor.packages import (
     check_vllm,
 )
 from flexcache.doctor.settings import check_settings
-from flexcache.doctor.stores import check_remote_store
+from flexcache.doctor.stores import check_remote_store, check_ssd_compression
 from flexcache.doctor.subject import Subject
 
 Check = Callable[[Subject], Iterable[Finding]]
@@ -58,6 +58,7 @@ CHECKS: dict[str, Check] = {
     "http": check_http,
     "kv_events": check_event_endpoints,
     "remote_store": check_remote_store,
+    "ssd_compression": check_ssd_compression,
     "file_system": check_file_systems,
     "space": check_space,
     "directory": check_missing_directories,

@@ -1,4 +1,4 @@
-"""Checks that the remote store answers."""
+"""Checks that the remote store answers, and that blocks on SSD can be compressed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flexcache.config.remote_url import RemoteUrl, check_remote_url
 from flexcache.doctor.findings import Finding, error, ok, warning
 from flexcache.doctor.subject import Subject
 from flexcache.errors import MissingDependencyError
+from flexcache.storage.compression import Codec, open_compressor
 from flexcache.storage.remote import check_packages
 
 _STORE_TIMEOUT_S = 3.0
@@ -25,6 +26,17 @@ store = open_remote_store(sys.argv[1], timeout_s=limit)
 found = store.count_present(["flexcache-doctor"], time.monotonic() + limit)
 sys.exit(found.error)
 """
+
+
+def check_ssd_compression(subject: Subject) -> Iterator[Finding]:
+    config = subject.config
+    if config is None or config.ssd_compression == "none":
+        return
+    try:
+        open_compressor(Codec[config.ssd_compression.upper()])
+    except MissingDependencyError as missing:
+        what, _, remedy = str(missing).partition("; ")
+        yield error(f"ssd_compression = {config.ssd_compression}: {what}", remedy)
 
 
 def check_remote_store(subject: Subject) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from flexcache.doctor.packages import (
     judge_tensorrt_llm,
     judge_vllm,
 )
+from flexcache.doctor.stores import check_ssd_compression
 from flexcache.doctor.subject import Subject, VllmOptions
 from flexcache.storage.mounts import mount_of
 from flexcache.tasks.stats import Stats
@@ -445,3 +447,17 @@ def test_a_check_that_raises_is_reported_and_the_others_go_on(
     assert found["memory"].level is WARNING
     assert "RuntimeError: odd machine" in found["memory"].text
     assert found.keys() >= {"kernel", "shared_memory", "server"}
+
+
+@pytest.mark.parametrize(("codec", "expected"), [("none", []), ("lz4", []), ("zstd", ["error"])])
+def test_the_package_of_the_codec_on_ssd_must_be_installed(
+    codec: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    environ = {
+        "FLEXCACHE_NUM_CPU_BLOCKS": "8", "FLEXCACHE_NUM_SSD_BLOCKS": "8",
+        "FLEXCACHE_SSD_CACHE_DIRS": str(tmp_path), "FLEXCACHE_SSD_COMPRESSION": codec,
+    }  # fmt: skip
+    found = list(check_ssd_compression(Subject(environ=environ)))
+    assert [finding.level.value for finding in found] == expected
+    assert all("flexcache[compression]" in finding.remedy for finding in found)
