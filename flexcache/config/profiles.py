@@ -1,7 +1,7 @@
 """Profiles: settings to begin with for a kind of traffic, each with its reason.
 
-Figures are those of docs/policies.md. What depends on the machine or on rules of the house is
-suggested as a comment.
+Figures are those of docs/policies.md and benchmarks/bench_write_policies.py. What depends on the
+machine or on rules of the house is suggested as a comment.
 """
 
 from __future__ import annotations
