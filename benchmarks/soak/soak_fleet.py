@@ -25,6 +25,7 @@ from soak_parts import Part
 
 BLOCK = 32
 PAGE = 16
+QUOTAS = "team-a=40%,team-b=20%,*=20%"
 MAX_TOKENS = 2048
 GPU_TOKENS = 4096
 DTYPE = "float32"  # in 16 bits a hit may round to other tokens, with any cache
@@ -121,7 +122,7 @@ class Fleet:
             "cpu_cache_gb": 0.06, "ssd_cache_gb": 0.16, "ssd_cache_dirs": [str(ssd)],
             "remote_url": f"{self._remote_url}", "http_endpoint": http, "kv_events": True,
             "kv_events_endpoint": f"tcp://{events}", "kv_events_replay_endpoint": f"tcp://{replay}",
-            "skip_slow_loads": False, "op_timeout_s": 10.0, "log_format": "json",
+            "skip_slow_loads": False, "op_timeout_s": 10.0, "quotas": QUOTAS, "log_format": "json",
             "trace_dir": str(self._directory / f"traces-{serving.name}"), "trace_file_mb": 8,
             **({"kv_events_hashes": "int_first"} if serving.is_sglang else {}),
         }  # fmt: skip

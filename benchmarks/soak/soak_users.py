@@ -18,6 +18,8 @@ WORDS = (
 FIRST_WORDS, NEXT_WORDS, NUM_TURNS = 220, 130, 6
 NUM_ANSWER = 8
 TIMEOUT_S = 300.0
+TENANTS = ("team-a", "team-b", "")
+"""Whose conversations they are, in turn; "" names none."""
 WORKER_HEADER = "x-flexcache-worker"
 
 
@@ -55,7 +57,7 @@ class Seen:
 
 
 async def complete(
-    http: aiohttp.ClientSession, url: str, model: str, prompt: str, salt: str | None = None
+    http: aiohttp.ClientSession, url: str, model: str, prompt: str, tenant: str = ""
 ) -> tuple[str, str, int, int]:
     """Return the engine's address, its answer, and how many tokens were cached, of how many.
 
@@ -64,7 +66,8 @@ async def complete(
     """
     body = {
         "model": model, "prompt": prompt, "max_tokens": NUM_ANSWER, "temperature": 0,
-        "ignore_eos": True, **({"cache_salt": salt} if salt else {}),
+        "ignore_eos": True,
+        **({"kv_transfer_params": {"flexcache_namespace": tenant}} if tenant else {}),
     }  # fmt: skip
     async with http.post(f"{url}/v1/completions", json=body) as response:
         if response.status != 200:
@@ -115,16 +118,17 @@ class Users:
 
     async def _user(self, http: aiohttp.ClientSession, model: str, until: float) -> None:
         while True:
-            for prompt in self._random.choice(self._sessions[model]):
+            number = self._random.randrange(len(self._sessions[model]))
+            for prompt in self._sessions[model][number]:
                 if time.monotonic() >= until:
                     return
-                await self._ask(http, model, prompt)
+                await self._ask(http, model, prompt, TENANTS[number % len(TENANTS)])
                 await asyncio.sleep(self._random.random())
 
-    async def _ask(self, http: aiohttp.ClientSession, model: str, prompt: str) -> None:
+    async def _ask(self, http: aiohttp.ClientSession, model: str, prompt: str, tenant: str) -> None:
         seen, began = self.seen, time.monotonic()
         try:
-            worker, text, cached, length = await complete(http, self._url, model, prompt)
+            worker, text, cached, length = await complete(http, self._url, model, prompt, tenant)
         except (aiohttp.ClientError, TimeoutError) as error:
             seen.failures.append(Failure(time.monotonic(), model, repr(error)[:200]))
             await asyncio.sleep(1)

@@ -81,11 +81,15 @@ def routed(engines: Engines, options: Sequence[str] = (), **settings: object) ->
 def serve_prompts() -> tuple[Watched, Expected]:
     engines = Engines(1)
     (engine,) = engines.engines
+    held = f'held_blocks{{source="{engines.endpoints[0]}",tier="gpu"}}'
     with routed(engines) as watched:
         for turn in range(1, 26):
             assert ask(watched.router.url, PROMPT[: 16 * turn % 320 + 16], **STREAMED) == 200
             watched.look_until(
-                lambda look, turn=turn: look['ended_requests_total{outcome="done"}'] == turn
+                lambda look, turn=turn: (
+                    look['ended_requests_total{outcome="done"}'] == turn
+                    and look.get(held) == min(turn + 1, 20)  # its events have come, too
+                )
             )
         assert ask(watched.router.url, PROMPT) == 200
         engine.behave(reports_usage=False)

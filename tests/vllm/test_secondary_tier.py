@@ -15,7 +15,12 @@ from loop_disk import loop_disk
 from paths import MODELS
 from probe_offloading import read_digests
 
+from flexcache.config import CacheConfig
+from flexcache.errors import ConfigError
+from flexcache.integration.vllm.secondary_tier.host import TierHost
 from flexcache.storage.disk_pool import DiskPool, locate_slot
+from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.kv_identity import KVIdentity
 from flexcache.storage.pool_directory import DATA_FILE
 
 PROMPT = make_prompt(700, 1)
@@ -174,3 +179,19 @@ def test_an_engine_does_not_start_on_another_layouts_chunks(tmp_path: Path) -> N
         offloading_engine(tmp_path, block_size=64, **config),
     ):
         pass
+
+
+@pytest.mark.parametrize("limit", ["retention_s", "ssd_write_mb_s", "remote_write_mb_s"])
+def test_a_limit_that_such_a_tier_does_not_keep_is_refused_by_name(
+    limit: str, tmp_path: Path
+) -> None:
+    config = CacheConfig(
+        num_cpu_blocks=2, num_ssd_blocks=2, ssd_cache_dirs=[str(tmp_path)],
+        **{limit: 60.0},  # type: ignore[arg-type]
+    )  # fmt: skip
+    memory = HostSegment.create(4096, 2)
+    try:
+        with pytest.raises(ConfigError, match=limit):
+            TierHost(config, memory, KVIdentity.of("a model", "a layout"), "an-engine")
+    finally:
+        memory.close()
