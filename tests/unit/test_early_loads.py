@@ -396,6 +396,25 @@ def test_what_a_session_needs_is_in_dram_when_it_returns() -> None:
     world.check_nothing_is_held()
 
 
+def test_many_sessions_that_return_at_once_are_loaded_for_a_few_at_a_time() -> None:
+    world = World(cpu=100, ssd=100, match_ttl_s=TTL_S)
+    for text in "abcdefghijklmnopqrst":
+        put = world.put(text)
+        world.cache.sessions.used(text, world.placed(text), world.tasks[put].plan)
+        world.finish_all()
+    world.clear(CPU)
+    for text in "abcdefghijklmnopqrst":
+        world.cache.sessions.hint(text, False, 20.0, world.now)
+    world.now += 20.0
+    open_after = []
+    while (deadline := world.engine.next_deadline()) is not None and deadline <= world.now:
+        world.tick()
+        open_after.append(world.cache.early.num_open)
+    assert open_after == [8, 16, 20]
+    world.finish_all()
+    assert world.cache.sessions.counters.fetched_blocks == 20
+
+
 def test_large_prompts_are_fetched_earlier() -> None:
     world = world_with("uvwxyz", cpu=20, ssd=40, chunk=1, skip_slow_loads=True)
     world.get("uvwxyz")
