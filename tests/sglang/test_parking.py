@@ -61,7 +61,7 @@ def test_the_parts_of_a_prompt_are_found_wherever_they_are(tmp_path: Path) -> No
 def check_stopped_disk(ssd: str) -> None:
     from sglang.srt.environ import envs
 
-    engine = engine_with_linker(ssd, op_timeout_s=600, skip_slow_loads=True)
+    engine = engine_with_linker(ssd, op_timeout_s=600, skip_slow_loads=True, early_load_share=0.75)
     linker, manager = linker_of(engine), manager_of(engine)
     prompts = [prompt(250, seed) for seed in range(5)]
     expected = [list(engine.generate(tokens).output_ids) for tokens in prompts]
