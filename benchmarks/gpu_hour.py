@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gpu_steps import Outcome, Step, run_steps
+from bounded_steps import Outcome, Step, run_steps
 from rich.console import Console
 
 from flexcache.bench.report import figure

@@ -95,8 +95,14 @@ class Quotas:
     def pass_on(self, victim: int, tenant: int, blocks: BlockIds) -> None:
         """Count blocks evicted from one tenant as another's, or its own again."""
         self._used[victim] -= len(blocks)
-        self._evicted[victim] += len(blocks)
         self.take(tenant, blocks)
+
+    def count_evicted(self, tenant: int, num_blocks: int) -> None:
+        self._evicted[tenant] += num_blocks
+
+    def room(self, tenant: int) -> int:
+        """Return how many more blocks a tenant is sure of."""
+        return max(0, self._quotas[tenant] - self._used[tenant])
 
     def count_get(self, root: RootId, num_hit: int, num_missed: int) -> None:
         tenant = self.tenant(root)

@@ -51,13 +51,13 @@ class StoreBacklog:
         return max(0, room)
 
     def room_for(
-        self, plan: Plan, tier: Tier, count: int, limit: int | None, is_whole: bool = False
+        self, plan: Plan, tier: Tier, count: int, limit: int | None, is_paid: bool = False
     ) -> tuple[int, str | None]:
         """Return how many of ``count`` blocks a plan may write to a tier, and why not all.
 
         Args:
             limit: At most this many blocks of the plan may wait to be written to the tier.
-            is_whole: They are of no use unless all are written.
+            is_paid: The tier's budget allows them (`affordable_at`).
         """
         name = tier.name.value.lower()
         if tier.name in self._tiers.unavailable:
@@ -67,9 +67,8 @@ class StoreBacklog:
             room = max(0, min(room, limit - plan.num_reserved.get(tier.name, 0)))
         room, reason = (room, f"{name}_write_backlog") if room < count else (count, None)
         budget = self._budgets.get(tier.name)
-        if budget is not None:
-            now = self._tiers.now
-            affordable = count if is_whole and budget.allows(count, now) else budget.room(now)
+        if budget is not None and not is_paid:
+            affordable = budget.room(self._tiers.now)
             if affordable < room:
                 return affordable, f"{name}_write_throttled"
         return room, reason

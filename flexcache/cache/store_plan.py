@@ -257,13 +257,19 @@ class StorePlanner:
             begin = tier.match(keys, plan.outlook, retain_s).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
             end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop, start)
+            late = self._write_back.get(tier.name) if tiers is None else None
+            is_admitted = late is not None or tail_end <= end
+            if tiers is None and self._tails is not None:
+                num_blocks = max(0, end - begin)
+                if self._tails.are_throttled(plan, tier, num_blocks, is_admitted, retain_s):
+                    end, is_admitted = 0, False
             if begin < end:
                 self._add_blocks(
                     plan, tier, keys, cached, copies, begin, end, max_backlog, retain_s
                 )
-            elif tiers is None and begin < plan.start <= cached.num_blocks:
-                self._mark_dirty(tier, keys, begin, plan.start)
-            is_admitted = tier.name in self._write_back or tail_end <= end
+            elif late is not None and begin < plan.start <= cached.num_blocks:
+                # the host has them, the tier lacks them: a write failed, for example
+                late.mark(keys.root, keys.slice(begin, plan.start), keys.content, begin)
             if self._tails is not None and plan.tail is not None and is_admitted:
                 self._tails.store(plan, tier, tail_copies, self.is_recording, max_backlog, retain_s)
 
@@ -274,7 +280,8 @@ class StorePlanner:
         """Write blocks ``[begin, end)`` to a tier, as far as there is room."""
         if begin < plan.start and cached.num_blocks < plan.start:
             return  # earlier blocks are still being copied to the host: their put writes them
-        room, reason = self._backlog.room_for(plan, tier, end - begin, max_backlog)
+        is_paid = self._tails is not None and tier.name not in self._write_back
+        room, reason = self._backlog.room_for(plan, tier, end - begin, max_backlog, is_paid)
         if reason is not None:
             plan.dropped[reason] = end - begin - room
         if not room:
@@ -297,12 +304,6 @@ class StorePlanner:
                 source = copy.landing[low - copy.chunk.start : high - copy.chunk.start]
                 target = lease.blocks[low - begin : high - begin]
                 self._add_store(plan, tier, keys, low, source, target, [copy.op])
-
-    def _mark_dirty(self, tier: Tier, keys: BlockKeys, begin: int, end: int) -> None:
-        """Mark host blocks that a tier with write-back lacks, for example after a failed write."""
-        late = self._write_back.get(tier.name)
-        if late is not None:
-            late.mark(keys.root, keys.slice(begin, end), keys.content, begin)
 
     def _admitted(self, tier: Tier, keys: BlockKeys, stop: int, start: int) -> int:
         """Return how many of a prompt's first blocks the tier's policy writes now."""

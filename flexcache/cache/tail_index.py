@@ -27,6 +27,7 @@ from flexcache.ids import BlockKey, RootId
 
 TAIL_FIRST = 1 << 31
 """Positions of a tail's units in ops and names start here, far beyond those of blocks."""
+_SPARE_ENTRIES = 64
 
 
 def tail_keys(key: BlockKey, count: int) -> list[BlockKey]:
@@ -174,6 +175,7 @@ class TailIndex:
         if tail is None:
             return NO_BLOCKS
         self._remove(tail)
+        self._bound(self._queues[self._tenant_of(root)])
         if tail.num_pins:
             self._pinned_away[tail] = None
             return NO_BLOCKS
@@ -187,6 +189,21 @@ class TailIndex:
             del self._tails[tail.root]
         tail.is_indexed = False
         self.num_tails -= 1
+
+    def _bound(self, queue: list[tuple[float, int, Tail]]) -> None:
+        """Drop the entries of discarded tails from a queue once they are most of it.
+
+        A tier that never fills evicts nothing, so nothing else would. Amortised O(1).
+        """
+        if len(queue) > self._most_entries:
+            for _, _, tail in queue:
+                tail.is_queued = tail.is_indexed
+            queue[:] = [entry for entry in queue if entry[2].is_indexed]
+            heapq.heapify(queue)
+
+    @property
+    def _most_entries(self) -> int:
+        return 2 * self.num_tails + _SPARE_ENTRIES
 
     def _queue_if_evictable(self, tail: Tail) -> None:
         if tail.is_indexed and not tail.is_queued and not tail.num_pins:

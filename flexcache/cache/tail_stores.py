@@ -72,11 +72,31 @@ class TailStores:
             copies[plan.graph.add(next(self._op_ids), OpKind.D2H, first, None, landing)] = chunk
         return copies
 
+    def are_throttled(
+        self, plan: Plan, tier: Tier, num_blocks: int, has_tail: bool, retain_s: float
+    ) -> bool:
+        """Whether a tier's budget does not allow the blocks and the tail of a put, which it drops.
+
+        Neither is of use without the other: they are written together or not at all.
+
+        Args:
+            has_tail: Whether the tail is to be written too, if the plan has one.
+        """
+        count, name = num_blocks, tier.name
+        if has_tail and plan.tail is not None and not self._is_stored(plan, tier, retain_s):
+            count += len(plan.tail.units)
+        if not count or self._backlog.affordable_at(name, count) is None:
+            return False
+        plan.drop(f"{name.value.lower()}_write_throttled", count)
+        return True
+
     def store(
         self, plan: Plan, tier: Tier, copies: dict[OpId, range], is_recording: bool,
         max_backlog: int | None, retain_s: float,
     ) -> None:  # fmt: skip
         """Write the plan's tail to a tier that lacks it, if there is room for all of it.
+
+        Whether the tier's budget allows it was asked before (`are_throttled`).
 
         Args:
             copies: Ops that copy it off the GPU; empty if the host tier has it.
@@ -85,7 +105,7 @@ class TailStores:
         if self._is_stored(plan, tier, retain_s):
             return
         count = len(plan.tail.units)
-        _, reason = self._backlog.room_for(plan, tier, count, max_backlog, is_whole=True)
+        _, reason = self._backlog.room_for(plan, tier, count, max_backlog, is_paid=True)
         lease = None
         if reason is None:
             lease = tier.reserve_tail(plan.root, plan.tail.key, count)

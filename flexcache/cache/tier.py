@@ -446,7 +446,7 @@ class Tier:
         if count > num_free:
             missing = count - num_free
             if self.quotas is None:
-                evicted = self._take_from(0, missing, below)
+                evicted = self._take_from(0, missing, missing, below)
             else:
                 evicted = self._take_by_quota(self.quotas, root, missing, below)
             blocks = np.concatenate((blocks, evicted)) if num_free else evicted
@@ -461,21 +461,29 @@ class Tier:
         tenant, spared, pieces = quotas.tenant(root), set[int](), [NO_BLOCKS]
         while missing > 0 and (found := quotas.victim(tenant, missing, spared)) is not None:
             victim, most = found
-            evicted = self._take_from(victim, most, below if victim == tenant else math.inf)
+            is_own = victim == tenant
+            evicted = self._take_from(victim, most, missing, below if is_own else math.inf)
             quotas.pass_on(victim, tenant, evicted)
-            if len(evicted) < most:
-                spared.add(victim)
             missing -= len(evicted)
             pieces.append(evicted)
+            if len(evicted) < most:
+                spared.add(victim)
+                if is_own and below < math.inf:  # not worth the room of others either
+                    missing = min(missing, quotas.room(tenant))
         return np.concatenate(pieces)
 
-    def _take_from(self, tenant: int, count: int, below: float) -> BlockIds:
-        """Evict ``count`` blocks of a tenant if possible, and never more."""
+    def _take_from(self, tenant: int, count: int, wanted: int, below: float) -> BlockIds:
+        """Evict ``count`` blocks of a tenant if possible; return ``wanted`` at most.
+
+        There may be more than ``count`` if the last are a tail's; what is not wanted is freed.
+        """
         evicted = self._evict(count, below, tenant)
         self.counters.evicted_blocks += len(evicted)
-        if len(evicted) > count:  # the rest of a tail
-            self._give_back(evicted[count:])
-            evicted = evicted[:count]
+        if self.quotas is not None:
+            self.quotas.count_evicted(tenant, len(evicted))
+        if len(evicted) > wanted:
+            self._give_back(evicted[wanted:])
+            evicted = evicted[:wanted]
         return evicted
 
     def _evict(self, count: int, below: float = math.inf, tenant: int = 0) -> BlockIds:

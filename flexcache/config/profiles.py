@@ -1,7 +1,7 @@
 """Profiles: settings to begin with for a kind of traffic, each with its reason.
 
-Figures are those of docs/policies.md. What depends on the machine or on rules of the house is
-suggested as a comment.
+Figures are those of docs/policies.md and benchmarks/bench_write_policies.py. What depends on the
+machine or on rules of the house is suggested as a comment.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ PROFILES: Mapping[str, Profile] = {
         (
             Suggestion(
                 "eviction_policy", "density",
-                "Where documents are asked about several times it has 8.9 points more hits than "
-                "lru (generated traffic); in a plain batch job they are equal.",
+                "Where documents are asked about several times it has up to 8.5 points more hits "
+                "than lru (generated traffic); in a plain batch job they are equal.",
             ),
             Suggestion(
                 "ssd_write_policy", "selective",

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexcache.config.values import reject
+from flexcache.errors import ConfigError
 
 OTHERS = "*"
 MAX_TENANTS = 256
@@ -33,6 +34,11 @@ class Amount:
 
     def share_of(self, tier_bytes: float) -> float:
         return self.value if self.is_share else self.value / tier_bytes
+
+    def num_blocks(self, num_blocks: int, block_bytes: int) -> int:
+        """Return how many whole blocks it is, of a tier that has ``num_blocks``."""
+        blocks = self.value * num_blocks if self.is_share else self.value / block_bytes
+        return int(blocks + _SLACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +95,14 @@ def blocks_of(
     quotas = parse_quotas(text)
     if not quotas or not num_blocks:
         return {}
-    amounts = {quota.tenant: getattr(quota, tier) for quota in quotas}
-    tier_bytes = float(num_blocks) * block_bytes
-    _check_fit(text, amounts.values(), tier, tier_bytes)
     blocks = {
-        tenant: min(num_blocks, int(amount.share_of(tier_bytes) * num_blocks + _SLACK))
-        for tenant, amount in amounts.items()
+        quota.tenant: getattr(quota, tier).num_blocks(num_blocks, block_bytes) for quota in quotas
     }
-    left = max(0, num_blocks - sum(blocks.values()))
-    return {OTHERS: blocks.pop(OTHERS, left), **blocks}
+    # In whole blocks: a tier set to 2 GB has a little less, and twice 1 GB of it must fit.
+    total = sum(blocks.values())
+    if total > num_blocks:
+        raise _too_much(text, total / num_blocks, tier, float(num_blocks) * block_bytes)
+    return {OTHERS: blocks.pop(OTHERS, num_blocks - total), **blocks}
 
 
 def check_quotas(text: str | None, dram_gb: float | None, ssd_gb: float | None) -> None:
@@ -112,8 +117,12 @@ def check_quotas(text: str | None, dram_gb: float | None, ssd_gb: float | None) 
 def _check_fit(text: str | None, amounts: Iterable[Amount], tier: str, tier_bytes: float) -> None:
     total = sum(amount.share_of(tier_bytes) for amount in amounts)
     if total > 1 + _SLACK:
-        size = f"{tier_bytes / 1e9:.4g} GB"
-        raise reject("quotas", text, f"promises {total:.4g} times the {tier} tier of {size}")
+        raise _too_much(text, total, tier, tier_bytes)
+
+
+def _too_much(text: str | None, times: float, tier: str, tier_bytes: float) -> ConfigError:
+    size = f"{tier_bytes / 1e9:.4g} GB"
+    return reject("quotas", text, f"promises {times:.4g} times the {tier} tier of {size}")
 
 
 def _parse_quota(text: str, entry: str) -> Quota:

@@ -12,8 +12,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from bounded_steps import Outcome, Step, run_steps
 from fake_gpu_process import environment
-from gpu_steps import Outcome, Step, run_steps
 from paths import ROOT
 from rich.console import Console
 

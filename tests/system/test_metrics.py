@@ -150,6 +150,35 @@ def load_early(server: Server, tmp_path: Path) -> None:
         server.look_until(lambda look: look['early_load_blocks_total{outcome="wasted"}'] > 0)
 
 
+def keep_to_quotas(server: Server, tmp_path: Path) -> None:
+    """Fill DRAM with the blocks of two tenants, then store more for one of them."""
+    with running_cluster(
+        model=MODEL, http_endpoint=str(server.port), num_cpu_blocks=2 * NUM_BLOCKS,
+        quotas="quiet=50%,*=50%",
+    ) as cluster:  # fmt: skip
+        server.look()
+        slots = cluster.slots(BLOCKS)
+        for number, tenant in enumerate(["quiet", "loud", "loud"]):
+            task_id, _ = cluster.manager.put_async(TOKENS + 5000 * number, slots, namespace=tenant)
+            assert cluster.manager.wait([task_id], READY_S)[task_id].mask.all()
+        for tokens, is_there in ((TOKENS, True), (TOKENS + 90_000, False)):
+            task_id, _ = cluster.manager.get_async(tokens, slots, namespace="quiet")
+            assert cluster.manager.wait([task_id], READY_S)[task_id].mask.all() == is_there
+        server.look()
+
+
+def limit_writes_and_retention(server: Server, tmp_path: Path) -> None:
+    """Store a prompt, and leave it alone."""
+    with running_cluster(
+        [tmp_path], model=MODEL, http_endpoint=str(server.port), ssd_write_mb_s=500.0,
+        retention_s=1.0,
+    ) as cluster:  # fmt: skip
+        server.look()
+        cluster.put(TOKENS, BLOCKS)
+        gone = [f'tier_expired_blocks_total{{tier="{tier}"}}' for tier in ("CPU", "SSD")]
+        server.look_until(lambda look: all(look[name] == NUM_BLOCKS for name in gone))
+
+
 def clear(server: Server, tier: str) -> int:
     return int(json.loads(server.ask("/cache/clear", {"tier": tier}))["dropped_blocks"])
 
@@ -364,6 +393,8 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'op_blocks_total{op="H2REMOTE"}': 9 * NUM_BLOCKS,
         'op_blocks_total{op="REMOTE2H"}': 2 * NUM_BLOCKS,
         'op_bytes_total{op="H2D"}': 3 * PROMPT_BYTES,
+        'op_device_bytes_total{op="H2DISK"}': 9 * PROMPT_BYTES,
+        'op_device_bytes_total{op="DISK2H"}': PROMPT_BYTES,
         'op_busy_seconds_total{op="D2H"}': CHANGES,
         'op_duration_seconds_count{op="DISK2H"}': 12,
         'op_duration_seconds_sum{op="REMOTE2H"}': CHANGES,
@@ -411,6 +442,22 @@ EXPECTED: dict[Callable[[Server, Path], None], Expected] = {
         'early_load_blocks_total{outcome="late"}': NUM_BLOCKS,
         'early_load_blocks_total{outcome="wasted"}': NUM_BLOCKS,
         "open_early_load_blocks": CHANGES,
+    },
+    keep_to_quotas: {
+        'quota_blocks{namespace="quiet",tier="CPU"}': Is(NUM_BLOCKS),
+        'quota_used_blocks{namespace="quiet",tier="CPU"}': NUM_BLOCKS,
+        'quota_used_blocks{namespace="*",tier="CPU"}': NUM_BLOCKS,
+        'quota_evicted_blocks_total{namespace="quiet",tier="CPU"}': 0,
+        'quota_evicted_blocks_total{namespace="*",tier="CPU"}': NUM_BLOCKS,
+        'quota_hit_blocks_total{namespace="quiet",tier="CPU"}': NUM_BLOCKS,
+        'quota_miss_blocks_total{namespace="quiet",tier="CPU"}': NUM_BLOCKS,
+    },
+    limit_writes_and_retention: {
+        'tier_expired_blocks_total{tier="CPU"}': NUM_BLOCKS,
+        'tier_expired_blocks_total{tier="SSD"}': NUM_BLOCKS,
+        'tier_expired_tokens_total{tier="SSD"}': NUM_BLOCKS * 16,
+        'tier_write_limit_bytes_per_second{tier="SSD"}': Is(500e6),
+        "retention_seconds": Is(1.0),
     },
     give_hints: {
         "sessions": 1,

@@ -98,3 +98,14 @@ def test_sizes_in_blocks_are_compared_once_a_blocks_size_is_known() -> None:
     assert sizes.host_quotas == {"*": 40, "a": 50, "b": 10}
     with pytest.raises(ConfigError, match=r"promises 5\.1 times the dram"):
         CacheSizes.for_blocks(config, block_bytes=10_000_000, stored_bytes=10_000_000)
+
+
+@pytest.mark.parametrize("text", ["a=1GB,b=1GB", "a=50%,b=1GB", "a=0.5GB,b=1.5GB,*=0"])
+@pytest.mark.parametrize("block_bytes", [3_000_000, 1_966_080, 333_333_333])
+def test_bytes_may_come_to_all_of_a_tier_though_it_has_whole_blocks_only(
+    text: str, block_bytes: int
+) -> None:
+    config = CacheConfig(cpu_cache_gb=2, quotas=text)
+    sizes = CacheSizes.for_blocks(config, block_bytes, block_bytes)
+    quotas = sizes.host_quotas
+    assert sizes.num_host_blocks - len(quotas) < sum(quotas.values()) <= sizes.num_host_blocks

@@ -287,6 +287,23 @@ def test_tails_count_and_are_evicted_with_their_tenants_blocks() -> None:
     tier.check()
 
 
+def test_the_rest_of_a_tail_is_used_before_more_is_evicted() -> None:
+    tier = tier_of(20, {"*": 0, "a": 10, "b": 10})
+    store(tier, "x", A)
+    tail = tier.reserve_tail(A, key_of("x"), 12)
+    assert tail is not None
+    tier.publish(tail, 12)
+    tier.release(tail)
+    store(tier, "xxxxxxx", B)
+    assert store(tier, "yyyy", B) == 4, "one more than it is sure of"
+    assert tier.match(prompt("xxxxxxx", B)).num_blocks == 7
+    assert used(tier) == {"*": 0, "a": 1, "b": 11}
+    assert tier.quotas is not None
+    assert [use.evicted for use in tier.quotas.uses().values()] == [0, 12, 0]
+    assert tier.counters.evicted_blocks == 12
+    tier.check()
+
+
 class _Worthless:
     """The newcomers are worth less than anything that is cached."""
 
@@ -309,6 +326,28 @@ def test_worth_decides_within_a_tenant_and_not_what_a_tenant_is_sure_of() -> Non
     lease = tier.reserve(prompt("yyy", B), 0, 3, outlook)
     assert len(lease) == 2, "what it is sure of, and none of its own for the third"
     assert lease.is_refused
+    tier.release(lease)
+
+
+def test_what_is_worth_too_little_for_its_tenant_takes_no_room_of_others() -> None:
+    quotas = Quotas(12, {"*": 0, "a": 4, "b": 4})
+    tier = Tier(TierName.CPU, 12, _Worthless(), bypasses=True, quotas=quotas)
+    store(tier, "xxxxxxx", A)
+    store(tier, "yyyyy", B)  # over its quota too, but by less
+    lease = tier.reserve(prompt("zzzz", A), 0, 4, Outlook(0, 0, 0))
+    assert len(lease) == 0 and lease.is_refused
+    assert used(tier) == {"*": 0, "a": 7, "b": 5}
+    tier.release(lease)
+
+
+def test_what_a_tenant_is_sure_of_does_not_depend_on_worth() -> None:
+    quotas = Quotas(12, {"*": 0, "a": 6, "b": 6})
+    tier = Tier(TierName.CPU, 12, _Worthless(), bypasses=True, quotas=quotas)
+    store(tier, "xxxxx", A)
+    store(tier, "yyyyyyy", B)
+    lease = tier.reserve(prompt("zzzz", A), 0, 4, Outlook(0, 0, 0))
+    assert len(lease) == 1 and lease.is_refused
+    assert used(tier) == {"*": 0, "a": 6, "b": 6}
     tier.release(lease)
 
 

@@ -144,6 +144,19 @@ def test_the_names_of_a_tails_units_tell_how_many_there_are() -> None:
     assert tail_keys(BlockKey(b"x" * 40), 2) == tail_keys(BlockKey(b"x" * 40), 2)
 
 
+def test_discarded_tails_leave_nothing_behind_though_none_is_evicted() -> None:
+    index, kept = TailIndex(), 3
+    for number in range(500):
+        key = BlockKey(number.to_bytes(16, "little"))
+        index.insert(Tail(ROOTS[0], key, ids(number)), float(number))
+        if number >= kept:
+            oldest = BlockKey((number - kept).to_bytes(16, "little"))
+            assert index.discard(ROOTS[0], oldest).tolist() == [number - kept]
+        index.check()
+        assert sum(map(len, index._queues)) <= 100
+    assert [index.evict().tolist() for _ in range(kept + 1)] == [[497], [498], [499], []]
+
+
 def test_the_check_notices_lost_units_and_lost_queue_entries() -> None:
     index = TailIndex()
     index.insert(Tail(ROOTS[0], key_of("a"), ids(1, 2)), 1.0)

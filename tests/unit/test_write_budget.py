@@ -147,26 +147,41 @@ def test_puts_past_dram_have_the_limit_too() -> None:
     world.check_nothing_is_held()
 
 
-def test_a_tail_is_written_whole_or_not_at_all() -> None:
-    for units_per_s, tails in ((0.3, 0), (0.4, 1)):  # three units at once, and four
-        world = TailWorld(WINDOWS, cpu=40, ssd=40, write_blocks_per_s=units_per_s)
-        world.put("ab", tail_at=2)  # two blocks and a tail of two units
+def test_blocks_and_their_tail_are_written_together_or_not_at_all() -> None:
+    world = TailWorld(WINDOWS, cpu=40, ssd=40, write_blocks_per_s=0.5)  # five units at once
+    ssd, found = world.cache.tiers.by_name[SSD], []
+    for word, pause_s in (("ab", 0.0), ("cd", 6.0), ("cd", 0.0)):  # four units each
+        world.put(word, tail_at=2)
         world.finish_all()
-        ssd = world.cache.tiers.by_name[SSD]
-        assert (ssd.index.num_blocks, ssd.tails.num_tails) == (2, tails)
-        world.cache.check()
+        found.append((ssd.index.num_blocks, ssd.tails.num_tails))
+        world.now += pause_s
+        world.engine.tick(world.now)
+    assert found == [(2, 1), (2, 1), (4, 2)]
+    world.cache.check()
 
 
-def test_a_tail_that_no_burst_pays_for_is_written_once_the_budget_is_full() -> None:
+def test_under_a_lasting_limit_all_that_is_written_can_be_resumed() -> None:
+    world = TailWorld(WINDOWS, cpu=900, ssd=900, write_blocks_per_s=2.0)
+    ssd = world.cache.tiers.by_name[SSD]
+    for number in range(40):  # ten units a second
+        world.put(chr(ord("A") + number) * 8, tail_at=8)
+        world.finish_all()
+        world.now += 1.0
+        world.engine.tick(world.now)
+    assert ssd.index.num_blocks == 8 * ssd.tails.num_tails
+    assert 8 <= ssd.tails.num_tails <= 10
+
+
+def test_what_no_burst_pays_for_is_written_once_the_budget_is_full() -> None:
     world = TailWorld(WINDOWS, cpu=40, ssd=40, write_blocks_per_s=0.1)  # one unit at once
     ssd, found = world.cache.tiers.by_name[SSD], []
-    for _ in range(4):
-        world.put("ab", tail_at=2)
+    for word in ("ab", *["cd"] * 5):  # four units each
+        world.put(word, tail_at=2)
         world.finish_all()
         found.append((ssd.index.num_blocks, ssd.tails.num_tails))
         world.now += 10.0
         world.engine.tick(world.now)
-    assert found == [(1, 0), (2, 0), (2, 1), (2, 1)]
+    assert found == [*[(2, 1)] * 4, (4, 2), (4, 2)]
 
 
 # Write-backs

@@ -181,13 +181,21 @@ def test_an_engine_does_not_start_on_another_layouts_chunks(tmp_path: Path) -> N
         pass
 
 
-@pytest.mark.parametrize("limit", ["retention_s", "ssd_write_mb_s", "remote_write_mb_s"])
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [
+        ("retention_s", 60.0),
+        ("ssd_write_mb_s", 60.0),
+        ("remote_write_mb_s", 60.0),
+        ("quotas", "a=1"),
+    ],
+)
 def test_a_limit_that_such_a_tier_does_not_keep_is_refused_by_name(
-    limit: str, tmp_path: Path
+    limit: str, value: float | str, tmp_path: Path
 ) -> None:
     config = CacheConfig(
         num_cpu_blocks=2, num_ssd_blocks=2, ssd_cache_dirs=[str(tmp_path)],
-        **{limit: 60.0},  # type: ignore[arg-type]
+        **{limit: value},  # type: ignore[arg-type]
     )  # fmt: skip
     memory = HostSegment.create(4096, 2)
     try:
