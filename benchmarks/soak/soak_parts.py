@@ -140,8 +140,8 @@ class Part:
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
                 files += len(os.listdir(f"/proc/{pid}/fd"))
-                [line] = [x for x in status.splitlines() if x.startswith("RssAnon")]
-                memory += int(line.split()[1]) * 1024
+                lines = [x for x in status.splitlines() if x.startswith("RssAnon")]
+                memory += sum(int(line.split()[1]) * 1024 for line in lines)  # none once it ended
         return Use(memory, files)
 
     def _signal(self, number: int) -> None:

@@ -40,6 +40,8 @@ class RankOps:
 
     def end(self) -> None:
         """The registration is over, and with it every task. Idempotent."""
+        if self._line is not None:
+            self._line.close()
         self._worker = self._line = None
         self._tasks.attach(None, 0)
 

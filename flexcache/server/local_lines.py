@@ -45,13 +45,26 @@ class LocalLine:
         self._can_wait = can_wait
         self._messages: deque[RankMessage] = deque()
         self._is_reporting = False
+        self._is_closed = False
+        self._closing = threading.Lock()
 
     def put(self, message: RankMessage) -> None:
-        """Leave a message for the rank, and wake its thread unless it looks anyway."""
-        self._messages.append(message)
-        can_wait = isinstance(message, RunOp) and self._can_wait(message)
-        if not can_wait and not self._is_reporting:
-            self._wake()
+        """Leave a message for the rank, and wake its thread unless it looks anyway.
+
+        What comes after `close` is dropped: the server will hear that the rank has left.
+        """
+        with self._closing:
+            if self._is_closed:
+                return
+            self._messages.append(message)
+            can_wait = isinstance(message, RunOp) and self._can_wait(message)
+            if not can_wait and not self._is_reporting:
+                self._wake()
+
+    def close(self) -> None:
+        """Take nothing more, and wake the rank's thread no more: its client may be closed."""
+        with self._closing:
+            self._is_closed = True
 
     def take(self) -> list[Execute | Drop | Ended | SessionOver]:
         """Return the messages that have come since the last call, in order."""

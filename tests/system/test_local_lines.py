@@ -101,6 +101,20 @@ def test_a_rank_that_has_left_is_passed_nothing_more() -> None:
         assert identity not in lines
 
 
+def test_a_closed_client_is_not_woken_for_an_op_though_the_server_does_not_know_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running_cluster(server_timeout_s=2 * PATIENCE_S) as cluster:
+        manager, [client] = cluster.manager, cluster.clients
+        with standing_loop(monkeypatch):
+            client.close()
+            task_id, mask = manager.put_match(TOKENS)
+            assert mask.all()
+            manager.launch([task_id], [cluster.slots(BLOCKS)])
+        assert manager.wait([task_id], PATIENCE_S)[task_id].status is KVStatus.FAILED
+        manager.check()
+
+
 class Lines(LocalLines):
     """The server of a line: each report is answered at once."""
 

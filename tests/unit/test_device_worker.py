@@ -14,7 +14,7 @@ from engine_memory import DeviceMemory, EngineMemory
 from overlaid import OverlaidTensors
 
 from flexcache.client.lent_tensors import LentTensors
-from flexcache.errors import UnsupportedLayoutError
+from flexcache.errors import DeviceLostError, UnsupportedLayoutError
 from flexcache.ids import OpKind
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.layout import BlockLayout, bytes_per_index, describe_kv_caches
@@ -490,6 +490,27 @@ def test_a_copy_that_cannot_start_fails_its_op_and_the_worker_goes_on(
     worker.advance()
     copier.started[0][2].is_past = True
     assert worker.advance() == [Done(2, 1)]
+
+
+def test_nothing_more_is_started_on_a_device_that_is_lost(
+    segment: HostSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, copier = late_worker(segment)
+    num_started = 0
+
+    def lose(*copies: object) -> None:
+        nonlocal num_started
+        num_started += 1
+        raise DeviceLostError("no device")
+
+    monkeypatch.setattr(copier, "start", lose)
+    for op_id in range(1, 4):
+        worker.execute(load(op_id, [op_id], [op_id]))
+    assert worker.advance() == [Done(1, 0, error="no device")]
+    assert num_started == 1
+    assert worker.failure == "no device"
+    worker.close()
+    assert [done.op_id for done in worker.abandon("left")] == [2, 3]
 
 
 @pytest.mark.parametrize("name", ["meta", "xpu:1"])

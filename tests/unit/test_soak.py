@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
+from cluster import until
 from soak import unexplained
 from soak_faults import Outage
+from soak_parts import Part
 from soak_users import NUM_TURNS, Failure, conversations
 
 
@@ -31,3 +34,15 @@ def test_only_the_absence_of_what_a_request_needs_explains_its_failure() -> None
         Failure(35.0, "tiny", "a cache's absence fails no request"),
     ]
     assert unexplained([*explained, *lost], outages) == lost
+
+
+def test_a_process_that_has_ended_and_that_its_parent_has_not_noticed_uses_nothing(
+    tmp_path: Path,
+) -> None:
+    part = Part("sleeper", ["sh", "-c", "true & exec sleep 600"], "", tmp_path / "log")
+    part.start()
+    try:
+        until(lambda: any(") Z " in Path(f"/proc/{pid}/stat").read_text() for pid in part.pids))
+        assert part.use().num_files > 0
+    finally:
+        part.kill()

@@ -182,9 +182,10 @@ class DeviceWorker:
         # On the CPU a start is the whole copy: few of them per turn, so that messages get through.
         self._turn_bytes = 0
         while self._turn_bytes < _TURN_BYTES and (start := self._next_start()) is not None:
-            if not (ended := start()):
-                break
+            ended = start()
             done.extend(ended)
+            if not ended or self._lost is not None:
+                break
         done.extend(self._in_flight.take_landed())
         if self._direct is not None:
             done.extend(self._direct.advance())
