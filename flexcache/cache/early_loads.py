@@ -36,6 +36,7 @@ _MAX_OPEN = 64
 _KEEP = 0.9  # weight of the past, per load
 _FIRST_HOLD_S = 1.0  # assumed until the first loads have ended
 _LEAST_USED = 0.01
+_HALF_LIFE_S = 60.0  # of the past, without loads
 
 
 @dataclass(slots=True)
@@ -78,30 +79,44 @@ class EarlyLoad:
 
 
 class _Experience:
-    """How long requests have lately waited before they asked, and DRAM has held what was loaded."""
+    """How long requests have lately waited before they asked, and DRAM has held what was loaded.
+
+    The latter is forgotten with time: once nothing may be evicted for loads, none would teach that
+    they are used again.
+    """
 
     def __init__(self) -> None:
         self.wait_s = 0.0
         self._held_s = _FIRST_HOLD_S
         self._used = 1.0
+        self._learned_s = 0.0
 
-    @property
-    def hold_s(self) -> float:
-        """Seconds for which a load is held, per load that is used."""
-        return self._held_s / self._used
+    def hold_s(self, now: float) -> float:
+        """Return the seconds for which a load is held, per load that is used."""
+        held_s, used = self._remembered(now)
+        return held_s / used
 
     def asked(self, wait_s: float) -> None:
         self.wait_s = _KEEP * self.wait_s + (1 - _KEEP) * wait_s
 
-    def used(self, held_s: float) -> None:
-        self._add(held_s, 1.0)
+    def used(self, since_s: float, now: float) -> None:
+        self._add(now - since_s, 1.0, now)
 
-    def wasted(self, held_s: float) -> None:
-        self._add(held_s, 0.0)
+    def wasted(self, since_s: float, now: float) -> None:
+        self._add(now - since_s, 0.0, now)
 
-    def _add(self, held_s: float, used: float) -> None:
-        self._held_s = _KEEP * self._held_s + (1 - _KEEP) * held_s
-        self._used = max(_KEEP * self._used + (1 - _KEEP) * used, _LEAST_USED)
+    def _add(self, held_s: float, used: float, now: float) -> None:
+        past_held_s, past_used = self._remembered(now)
+        self._held_s = _KEEP * past_held_s + (1 - _KEEP) * held_s
+        self._used = max(_KEEP * past_used + (1 - _KEEP) * used, _LEAST_USED)
+        self._learned_s = now
+
+    def _remembered(self, now: float) -> tuple[float, float]:
+        """Return the seconds and the share of loads that were used, on the way back to the first
+        assumption."""
+        share = 0.5 ** ((now - self._learned_s) / _HALF_LIFE_S)
+        held_s = share * self._held_s + (1 - share) * _FIRST_HOLD_S
+        return held_s, share * self._used + (1 - share)
 
 
 class EarlyLoads:
@@ -135,10 +150,10 @@ class EarlyLoads:
         """Blocks that are on their way or wait for their request."""
         return self._num_blocks
 
-    def terms(self) -> EarlyTerms:
+    def terms(self, now: float) -> EarlyTerms:
         """Return what the next one may take."""
         room = max(0, self._max_blocks - self._num_blocks) if self.num_open < _MAX_OPEN else 0
-        return EarlyTerms(room, self._experience.wait_s, self._experience.hold_s)
+        return EarlyTerms(room, self._experience.wait_s, self._experience.hold_s(now))
 
     # -- loads -----------------------------------------------------------------------------------
 
@@ -147,7 +162,7 @@ class EarlyLoads:
         num_there = plan.sources.get(TierName.CPU, 0)
         if num_there:
             there = self._host.index.locate(keys.root, keys.key(plan.start + num_there - 1))
-            self._host.keep(there, min(self._experience.hold_s, self._ttl_s))
+            self._host.keep(there, min(self._experience.hold_s(now), self._ttl_s))
         num_below = plan.num_blocks - num_there
         if not num_below:
             return
@@ -202,7 +217,7 @@ class EarlyLoads:
         """Let go of what a prefetch has brought: its request has gone."""
         for load in [*self._behind, *self._landed]:
             if load.task_id == task_id:
-                self._experience.wasted(now - load.begun_s)
+                self._experience.wasted(load.begun_s, now)
                 self._waste(load)
                 return
 
@@ -242,7 +257,7 @@ class EarlyLoads:
             if load.is_used or not is_open:
                 continue
             load.is_used = True
-            self._experience.used(now - load.begun_s)
+            self._experience.used(load.begun_s, now)
             if load.asked_s is None:
                 self._experience.asked(now - load.begun_s)
             if load.has_landed and load.asked_s is None:
@@ -278,7 +293,7 @@ class EarlyLoads:
     def expire(self, now: float) -> None:
         """Let go of blocks that no request has asked for in time."""
         while self._landed and self._landed[0].until_s <= now:
-            self._experience.wasted(now - self._landed[0].begun_s)
+            self._experience.wasted(self._landed[0].begun_s, now)
             self._waste(self._landed[0])
 
     def forget(self) -> None:

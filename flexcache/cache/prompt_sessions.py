@@ -76,7 +76,7 @@ class _Reach(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _PromptSession:
     ends: dict[End, _Reach] = field(default_factory=dict)
-    """In the order in which they came."""
+    """In the order in which they came last."""
     is_over: bool = False
     keep_until_s: float = 0.0
     """When it returns, if a hint said so."""
@@ -154,12 +154,14 @@ class PromptSessions:
         session = self._sessions.get(session_id)
         if session is None:
             session = self._sessions[session_id] = _PromptSession()
+            if len(self._sessions) > self._max_ends:  # of most of them, nothing was stored
+                self._forget_oldest()
         else:
             self._sessions.move_to_end(session_id)
         return session
 
     def _add(self, session: _PromptSession, end: End, stop: int, floor: int) -> None:
-        known = session.ends.get(end)
+        known = session.ends.pop(end, None)
         if known is not None:
             session.ends[end] = _Reach(stop, min(floor, known.floor))
             return

@@ -1,6 +1,7 @@
 """I/O on slots: whole blocks in the caller's memory, plain or packed on the device.
 
-Packing takes longer than the device does, so it runs on threads:
+Packing takes longer than the device does, so it runs on threads. Unpacking has its own: no read
+waits for what is being packed.
 
     write    pieces --pack--> room --I/O--> front of the slot
     read     pieces <-unpack- room <--I/O-- front of the slot
@@ -74,7 +75,7 @@ class SlotIO:
         slot_bytes: Size of a slot.
         forms: Form of each slot, which is kept up to date. None: all are plain, and stay so.
         codec: Packs what is written. Needs ``forms``.
-        executor: Packs and unpacks, instead of threads.
+        packing: Packs, instead of threads.
 
     Attributes:
         depth: Requests that may be unfinished at a time.
@@ -90,7 +91,7 @@ class SlotIO:
         slot_bytes: int,
         forms: SlotForms | None = None,
         codec: Codec = Codec.NONE,
-        executor: Executor | None = None,
+        packing: Executor | None = None,
     ) -> None:
         if codec is not Codec.NONE:
             SlotPacker(codec, slot_bytes)  # refused now rather than on a thread
@@ -105,9 +106,10 @@ class SlotIO:
         self._worked: deque[_Move] = deque()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         num_threads = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
-        self._executor = executor or ThreadPoolExecutor(
+        self._packing = packing or ThreadPoolExecutor(
             num_threads, thread_name_prefix="flexcache-pack"
         )
+        self._unpacking = ThreadPoolExecutor(num_threads, thread_name_prefix="flexcache-unpack")
         self.depth = io.depth
         if codec is not Codec.NONE or (forms is not None and forms["filled"].any()):
             self.depth = min(io.depth, max(2 * num_threads, _MOST_ROOM_BYTES // slot_bytes))
@@ -135,7 +137,7 @@ class SlotIO:
                 self._look_up_form(move)
             elif self._codec is not Codec.NONE and request.may_pack:
                 move.room = self._take_room()
-                self._executor.submit(self._work, self._pack, move)
+                self._packing.submit(self._work, self._pack, move)
                 continue
             ready.append(self._io_of(move))
         self._io.submit(ready)
@@ -156,7 +158,7 @@ class SlotIO:
             move = self._moves[completion.token]
             move.problem = _problem_of(completion, self._num_bytes(move))
             if move.request.direction is Direction.READ and move.filled and not move.problem:
-                self._executor.submit(self._work, self._unpack, move)
+                self._unpacking.submit(self._work, self._unpack, move)
             else:
                 moved.append(self._end(move))
         return moved
@@ -168,7 +170,8 @@ class SlotIO:
     def close(self) -> None:
         """Wait for what is unfinished and release all resources. Idempotent."""
         if self._event >= 0:
-            self._executor.shutdown(wait=True)
+            for executor in (self._packing, self._unpacking):
+                executor.shutdown(wait=True)
             self._io.close()
             os.close(self._event)
             self._event = -1

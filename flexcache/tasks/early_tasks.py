@@ -8,12 +8,17 @@ A state machine without I/O.
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import islice
+
 from flexcache.cache.block_keys import PromptKeys
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import SessionId, TierName
 from flexcache.tasks.matching import Matcher
 from flexcache.tasks.runner import TaskRunner
 from flexcache.tasks.sessions import TaskSessions
+
+_FETCHES_A_TURN = 8  # other tasks go on between turns
 
 
 class EarlyTasks:
@@ -46,7 +51,8 @@ class EarlyTasks:
         """Let go of what was loaded in vain, and load for sessions that return."""
         self._cache.early.expire(now)
         sessions = self._cache.sessions
-        while (keys := sessions.take_returning(now)) is not None:
+        returning = iter(partial(sessions.take_returning, now), None)
+        for keys in islice(returning, _FETCHES_A_TURN):
             plan = self._matcher.plan_return(keys, now)
             num_below = plan.num_blocks - plan.sources.get(TierName.CPU, 0)
             sessions.counters.fetched_blocks += num_below

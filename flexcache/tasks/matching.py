@@ -125,7 +125,7 @@ class Matcher:
 
     def _terms(self) -> EarlyTerms:
         """Return what an early load may take; nothing where DRAM is no tier."""
-        terms = self._cache.early.terms()
+        terms = self._cache.early.terms(self._cache.tiers.now)
         return terms if self._cache.direct_stores is None else terms._replace(num_blocks=0)
 
     def _plan(

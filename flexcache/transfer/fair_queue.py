@@ -7,7 +7,7 @@ come, first served. Everything is O(1) per op.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
@@ -40,6 +40,7 @@ _STORES_FIRST = (Urgency.STORE, Urgency.NEEDED, Urgency.EARLY)
 @dataclass(frozen=True, slots=True)
 class _Waiting(Generic[Item]):
     item: Item
+    owner: int
     urgency: Urgency
     num_blocks: int
 
@@ -48,10 +49,9 @@ class FairQueue(Generic[Item]):
     """Waiting ops by class and by owner."""
 
     def __init__(self) -> None:
-        self._queues: dict[Urgency, OrderedDict[int, deque[OpId]]] = {
+        self._queues: dict[Urgency, OrderedDict[int, OrderedDict[OpId, None]]] = {
             urgency: OrderedDict() for urgency in Urgency
         }
-        """Those of ops that were discarded are skipped later."""
         self._waiting: dict[OpId, _Waiting[Item]] = {}
         self._num_blocks = dict.fromkeys(Urgency, 0)
         self._loads_since_store = 0
@@ -66,13 +66,14 @@ class FairQueue(Generic[Item]):
     def add(
         self, op_id: OpId, item: Item, *, owner: int, urgency: Urgency, num_blocks: int = 1
     ) -> None:
-        self._waiting[op_id] = _Waiting(item, urgency, num_blocks)
+        self._waiting[op_id] = _Waiting(item, owner, urgency, num_blocks)
         self._num_blocks[urgency] += num_blocks
-        self._queues[urgency].setdefault(owner, deque()).append(op_id)
+        self._queues[urgency].setdefault(owner, OrderedDict())[op_id] = None
 
     def discard(self, op_id: OpId) -> None:
-        """Remove an op that should no longer run."""
-        self._pop(op_id)
+        """Remove an op that should no longer run, if it waits."""
+        if op_id in self._waiting:
+            self._remove(op_id)
 
     def next(self) -> Item | None:
         """Remove and return the op whose turn it is."""
@@ -86,29 +87,32 @@ class FairQueue(Generic[Item]):
         return None
 
     def check(self) -> None:
-        """Raise `InternalError` if the blocks are miscounted. O(ops)."""
+        """Raise `InternalError` if ops or their blocks are miscounted. O(ops)."""
         counted = dict.fromkeys(Urgency, 0)
         for waiting in self._waiting.values():
             counted[waiting.urgency] += waiting.num_blocks
         if counted != self._num_blocks:
             raise InternalError(f"blocks that wait for a worker are miscounted: {counted}")
+        lines = [ops for queue in self._queues.values() for ops in queue.values()]
+        if sum(map(len, lines)) != len(self._waiting) or not all(lines):
+            raise InternalError("an op is queued that does not wait, or an owner without ops")
 
-    def _pop(self, op_id: OpId) -> _Waiting[Item] | None:
-        waiting = self._waiting.pop(op_id, None)
-        if waiting is not None:
-            self._num_blocks[waiting.urgency] -= waiting.num_blocks
+    def _remove(self, op_id: OpId) -> _Waiting[Item]:
+        waiting = self._waiting.pop(op_id)
+        self._num_blocks[waiting.urgency] -= waiting.num_blocks
+        queue = self._queues[waiting.urgency]
+        ops = queue[waiting.owner]
+        del ops[op_id]
+        if not ops:
+            del queue[waiting.owner]
         return waiting
 
     def _take(self, urgency: Urgency) -> Item | None:
         queue = self._queues[urgency]
-        while queue:
-            owner, op_ids = next(iter(queue.items()))
-            taken: _Waiting[Item] | None = None
-            while op_ids and taken is None:
-                taken = self._pop(op_ids.popleft())
-            del queue[owner]
-            if op_ids:  # the owner's next turn comes after those of all others
-                queue[owner] = op_ids
-            if taken is not None:
-                return taken.item
-        return None
+        if not queue:
+            return None
+        owner = next(iter(queue))
+        item = self._remove(next(iter(queue[owner]))).item
+        if owner in queue:  # its next turn comes after those of all others
+            queue.move_to_end(owner)
+        return item

@@ -213,16 +213,16 @@ def test_nothing_that_is_likely_to_be_used_sooner_is_evicted_for_it() -> None:
 
 def test_the_longer_loads_are_held_in_vain_the_less_they_may_evict() -> None:
     world = world_with("abcd", "wxyz", cpu=12)
-    first = world.cache.early.terms()
+    first = world.cache.early.terms(world.now)
     prefetched(world, "abcd")
     world.get("abcd")
-    used_soon = world.cache.early.terms().hold_s
+    used_soon = world.cache.early.terms(world.now).hold_s
     assert used_soon < first.hold_s
     for _ in range(3):
         prefetched(world, "wxyz")
         world.tick(TTL_S)
         world.clear(CPU)
-    wasted = world.cache.early.terms()
+    wasted = world.cache.early.terms(world.now)
     assert wasted.hold_s > 10 * used_soon
     assert wasted.wait_s == 0.0, "of requests that did ask"
     for text in ("ghijkl", "mnopqr"):
@@ -230,6 +230,24 @@ def test_the_longer_loads_are_held_in_vain_the_less_they_may_evict() -> None:
         world.finish_all()
     world.tick(10)
     assert world.tasks[prefetched(world, "abcd")].plan.is_empty
+
+
+def test_loads_that_were_held_in_vain_are_forgotten_with_time() -> None:
+    world = world_with("abcd", "wxyz", cpu=12)
+    for _ in range(5):
+        prefetched(world, "wxyz")
+        world.tick(TTL_S)
+        world.clear(CPU)
+    for may_load in (False, True):
+        for text in ("ghijkl", "mnopqr"):
+            world.put(text)
+            world.finish_all()
+            world.get(text)
+            world.finish_all()
+        world.tick(10)
+        prefetched(world, "abcd")
+        assert world.cached(CPU, "abcd") == 4 * may_load
+        world.tick(600)
 
 
 def test_what_dram_has_of_a_prompt_is_kept_until_its_request_asks() -> None:
@@ -376,6 +394,25 @@ def test_what_a_session_needs_is_in_dram_when_it_returns() -> None:
     assert counters(world) == EarlyLoadCounters(early=4)
     world.finish_all()
     world.check_nothing_is_held()
+
+
+def test_many_sessions_that_return_at_once_are_loaded_for_a_few_at_a_time() -> None:
+    world = World(cpu=100, ssd=100, match_ttl_s=TTL_S)
+    for text in "abcdefghijklmnopqrst":
+        put = world.put(text)
+        world.cache.sessions.used(text, world.placed(text), world.tasks[put].plan)
+        world.finish_all()
+    world.clear(CPU)
+    for text in "abcdefghijklmnopqrst":
+        world.cache.sessions.hint(text, False, 20.0, world.now)
+    world.now += 20.0
+    open_after = []
+    while (deadline := world.engine.next_deadline()) is not None and deadline <= world.now:
+        world.tick()
+        open_after.append(world.cache.early.num_open)
+    assert open_after == [8, 16, 20]
+    world.finish_all()
+    assert world.cache.sessions.counters.fetched_blocks == 20
 
 
 def test_large_prompts_are_fetched_earlier() -> None:

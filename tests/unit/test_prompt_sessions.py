@@ -280,6 +280,27 @@ def test_the_least_recent_sessions_are_forgotten_when_there_are_too_many() -> No
     served.cache.check()
 
 
+def test_sessions_of_which_nothing_is_stored_are_forgotten_too() -> None:
+    served = Served()
+    sessions = PromptSessions(served.cache.tiers, max_ends=3)
+    served.cache.sessions = sessions
+    for number in range(9):
+        served.get(str(number), "x")
+    assert len(sessions) == 3
+    assert not served.over("5")
+    assert served.over("6")
+
+
+def test_a_session_returns_to_the_prompt_that_it_asked_for_last() -> None:
+    served = Served()
+    for word in ("xxx", "yy", "xxx"):
+        served.ask("a", word)
+    served.sessions.hint("a", False, 0.0, served.now)
+    keys = served.sessions.take_returning(served.now)
+    assert keys is not None
+    assert keys.slice(0, keys.num_blocks) == keys_of("xxx")
+
+
 @pytest.mark.parametrize(
     ("hint", "why"),
     [(("", True, None), "session_id must"), (("x" * 257, True, None), "session_id must"),

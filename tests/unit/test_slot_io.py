@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import select
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -114,10 +116,14 @@ def slots(request: pytest.FixtureRequest, file: int, opened: list[SlotIO]) -> Sl
 
 
 def slots_in(
-    file: int, opened: list[SlotIO], forms: SlotForms | None, codec: Codec = Codec.NONE
-) -> SlotIO:
+    file: int, opened: list[SlotIO], forms: SlotForms | None, codec: Codec = Codec.NONE,
+    packing: Executor | None = None,
+) -> SlotIO:  # fmt: skip
+    def locate(slot: int) -> tuple[int, int]:
+        return file, slot * SLOT_BYTES
+
     io = open_block_io("threads", 4)
-    opened.append(SlotIO(io, lambda slot: (file, slot * SLOT_BYTES), SLOT_BYTES, forms, codec))
+    opened.append(SlotIO(io, locate, SLOT_BYTES, forms, codec, packing))
     return opened[-1]
 
 
@@ -210,6 +216,30 @@ def test_more_requests_than_there_are_threads_all_end(slots: SlotIO) -> None:
     ]
     assert all(moved.problem is None for moved in move(slots, *requests).values())
     assert {slot: read(slots, slot)[1] for slot in contents} == contents
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_read_does_not_wait_for_what_is_being_packed(
+    file: int, opened: list[SlotIO], codec: Codec
+) -> None:
+    forms, may_pack = np.zeros(NUM_SLOTS, FORM), threading.Event()
+    write(slots_in(file, opened, forms, codec), 0, floats(1))
+    packing = ThreadPoolExecutor(1)
+    packing.submit(may_pack.wait)
+    slots = slots_in(file, opened, forms, codec, packing)
+    writes = [
+        SlotRequest(slot, Direction.WRITE, slot, in_pieces(floats(slot))) for slot in (2, 3, 4)
+    ]
+    slots.submit(writes)
+    try:
+        assert read(slots, 0)[1] == floats(1)
+    finally:
+        may_pack.set()
+    num_written = 0
+    while num_written < len(writes):
+        assert select.select(slots.filenos(), [], [], 60)[0]
+        num_written += len(slots.reap())
+    assert read(slots, 4)[1] == floats(4)
 
 
 def test_a_codec_without_its_library_is_refused_at_once(
