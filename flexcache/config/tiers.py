@@ -8,7 +8,15 @@ from typing import Annotated, Literal, get_args
 
 from msgspec import Meta
 
-from flexcache.config.values import Count, Gigabytes, Megabytes, Seconds, reject, setting
+from flexcache.config.values import (
+    Count,
+    Gigabytes,
+    Megabytes,
+    Retention,
+    Seconds,
+    reject,
+    setting,
+)
 
 EvictionName = Literal["density", "lru"]
 EVICTION_POLICIES: tuple[str, ...] = get_args(EvictionName)
@@ -136,7 +144,7 @@ class TierConfig:
         "that promise the fewest hits per time kept, by the return times of similar prompts; LRU "
         "where that is no better.",
     )
-    retention_s: Seconds | None = setting(
+    retention_s: Retention | None = setting(
         None,
         "Blocks that were not used for this long are dropped from every tier, and not taken over "
         "at a restart. Unset: they stay until their room is needed.",

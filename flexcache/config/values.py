@@ -15,9 +15,11 @@ from flexcache.errors import ConfigError
 
 Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
-Megabytes = Annotated[float, Meta(gt=0)]
+Megabytes = Annotated[float, Meta(gt=0, le=1e12)]
 Gigabytes = Annotated[float, Meta(gt=0, le=1e9)]
 """At most an exabyte: a larger number is a typing error."""
+Retention = Annotated[float, Meta(ge=0.1, le=1e9)]
+"""Seconds: long enough for sweeps between, and at most a lifetime."""
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 

@@ -215,10 +215,9 @@ class PoolDoctor:
         for directory in at_hand.values():
             directory.set_direct()  # read the device, not the kernel's page cache
         records = contents.records
-        with _page_aligned(header.slot_bytes) as room:
-            reader = _SlotReader(data_fds, header.slot_bytes, room)
-            positions = self.progress(range(len(records)))
-            wrong = [i for i in positions if not reader.is_right(records[i])]
+        reader = _SlotReader(data_fds, header.slot_bytes)
+        positions = self.progress(range(len(records)))
+        wrong = [i for i in positions if not reader.is_right(records[i])]
         slots: SlotIds = records["slot"][wrong]
         return slots
 
@@ -227,21 +226,12 @@ def _num_rows(index_fd: int) -> int:
     return max(0, os.fstat(index_fd).st_size - HEADER_BYTES) // RECORD_BYTES
 
 
-@contextlib.contextmanager
-def _page_aligned(size: int) -> Iterator[memoryview]:
-    with mmap.mmap(-1, size) as pages, memoryview(pages) as view:
-        yield view
-
-
 class _SlotReader:
-    """Reads slots and compares them with their records.
+    """Reads slots and compares them with their records."""
 
-    Args:
-        room: Page-aligned memory of a slot's size.
-    """
-
-    def __init__(self, fds: Sequence[int], slot_bytes: int, room: memoryview) -> None:
-        self._fds, self._slot_bytes, self._room = fds, slot_bytes, room
+    def __init__(self, fds: Sequence[int], slot_bytes: int) -> None:
+        self._fds, self._slot_bytes = fds, slot_bytes
+        self._room = memoryview(mmap.mmap(-1, slot_bytes))  # on a page's boundary
         self._block = memoryview(bytearray(slot_bytes))
         self._packers: dict[Codec, SlotPacker] = {}
 

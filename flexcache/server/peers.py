@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from flexcache.errors import ConfigError, RegistrationError
+from flexcache.errors import ConfigError, MissingDependencyError, RegistrationError
 from flexcache.logs import log_event
 from flexcache.protocol.messages import (
     HelloEngine,
@@ -183,7 +183,7 @@ class Peers:
             cache = self._slot.open(model, hello.model.tokens_per_block, hello.engine, now)
         except DirectoryInUseError as error:
             return Refused(str(error), final=False)  # it may be free soon
-        except ConfigError as error:
+        except (ConfigError, MissingDependencyError) as error:
             return Refused(str(error))
         except (RegistrationError, OSError) as error:
             return Refused(str(error), final=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -115,3 +116,15 @@ def test_compression_is_refused_where_ranks_use_the_ssd_themselves(
     ssd = {"num_ssd_blocks": 8, "ssd_cache_dirs": [str(tmp_path)], "ssd_compression": "lz4"}
     with pytest.raises(ConfigError, match="DRAM"):
         CacheConfig(**{"num_cpu_blocks": 8, **ssd, **settings})  # type: ignore[arg-type]
+
+
+def test_doctor_says_that_the_codec_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_cluster([tmp_path], make_kv=noise_in_kv, ssd_compression="lz4") as cluster:
+        assert cluster.put(TOKENS, SOURCE).mask.all()
+    for module in ("lz4", "lz4.block", "lz4.frame"):
+        monkeypatch.setitem(sys.modules, module, None)
+    code, said = doctor(tmp_path, "--verify")
+    assert code == 1
+    assert "lz4 is not installed" in said

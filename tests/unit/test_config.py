@@ -86,6 +86,8 @@ def test_a_bad_model_is_refused_by_name(change: dict[str, Any], named: str) -> N
         ({**BASE, "remote_url": "ftp://host/kv"}, "must begin with one of"),
         ({**BASE, "op_timeout_s": 0}, r"op_timeout_s = 0\.0: must be a number greater than 0"),
         ({**BASE, "op_timeout_s": float("nan")}, "op_timeout_s = nan"),
+        ({**BASE, "ssd_write_mb_s": float("inf")}, "ssd_write_mb_s = inf"),
+        ({**BASE, "retention_s": 1e-320}, "retention_s = 1e-320"),
         ({**BASE, "write_back_max_dirty": 0.8}, "greater than 0 and at most 0.75"),
         ({**BASE, "ssd_queue_depth": 2.5}, "must be a whole number of at least 1"),
         ({**BASE, "curve_keys": 5}, "curve_keys = 5: must be text"),
