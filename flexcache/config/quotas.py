@@ -130,6 +130,8 @@ def _parse_quota(text: str, entry: str) -> Quota:
     tenant = tenant.strip()
     if not equals or not tenant:
         raise reject("quotas", text, f"{entry!r} must read TENANT=AMOUNT or TENANT=DRAM/SSD")
+    if ";" in tenant or "\n" in tenant:
+        raise reject("quotas", text, "tenants are separated by commas")
     dram, slash, ssd = amounts.partition("/")
     first = _parse_amount(text, dram)
     return Quota(tenant, first, _parse_amount(text, ssd) if slash else first)

@@ -254,16 +254,19 @@ class KVRouter:
         """Return what a request in flight is expected to cost, for other routers."""
         return self.dispatcher.load.work(request_id)
 
-    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> None:
+    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> bool:
         """Count a request that another router sent; `first_token` and `ended` follow.
+
+        Returns whether it counts: not at a worker that is unknown here.
 
         Args:
             owner: The other router.
             request_id: Unique among the requests of all routers.
         """
-        if worker in self.fleet:
-            number = self.fleet[worker].number
-            self.dispatcher.load.add(request_id, number, now, work, owner)
+        if worker not in self.fleet:
+            return False
+        self.dispatcher.load.add(request_id, self.fleet[worker].number, now, work, owner)
+        return True
 
     def forget_owner(self, owner: str, now: float) -> int:
         """Forget the requests of another router; returns their number."""

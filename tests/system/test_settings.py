@@ -296,12 +296,13 @@ SCENARIOS = [
     ),
     *(
         Scenario(
-            f"{method} in a store",
-            lambda d, method=method: {**remote(d), "remote_compression": method},  # type: ignore[misc]
-            comes_back_from("REMOTE"),
+            f"{method} in {name}",
+            lambda d, s=settings, n=name, m=method: {**s(d), f"{n}_compression": m},  # type: ignore[misc]
+            comes_back_from(name.upper()),
             package_is_missing(package),
         )
-        for method, package in {"zstd": "zstandard", "lz4": "lz4"}.items()
+        for name, settings in (("ssd", ssd), ("remote", remote))
+        for method, package in (("zstd", "zstandard"), ("lz4", "lz4"))
     ),
     Scenario(
         "sizes in GB and large blocks",
@@ -321,15 +322,6 @@ SCENARIOS = [
             "ssd_past_dram": "never",
         },
         comes_back_from("SSD"),
-    ),
-    *(
-        Scenario(
-            f"{method} on SSD",
-            lambda d, method=method: {**ssd(d), "ssd_compression": method},  # type: ignore[misc]
-            comes_back_from("SSD"),
-            package_is_missing(package),
-        )
-        for method, package in {"zstd": "zstandard", "lz4": "lz4"}.items()
     ),
     Scenario(
         "SSD past DRAM",

@@ -39,7 +39,7 @@ def test_amounts_are_shares_or_bytes_of_one_tier_or_each(
     assert parse_quotas(text) == (Quota("t", dram, ssd),)
 
 
-def test_a_name_may_hold_anything_but_a_comma() -> None:
+def test_a_name_may_hold_signs_that_separate_nothing() -> None:
     names = [quota.tenant for quota in parse_quotas("team a=1%,x=y=1%,*=1%,a/b=1%")]
     assert names == ["team a", "x=y", "*", "a/b"]
 
@@ -50,6 +50,8 @@ def test_a_name_may_hold_anything_but_a_comma() -> None:
         ("a", "'a' must read TENANT=AMOUNT"),
         ("=50%", "must read TENANT=AMOUNT"),
         ("a=50%,", "'' must read TENANT=AMOUNT"),
+        ("a=50%;b=20%", "separated by commas"),
+        ("a=50%\nb=20%", "separated by commas"),
         ("a=", "'' must be an amount"),
         ("a=lots", "'lots' must be an amount"),
         ("a=-5%", "'-5%' must be an amount"),

@@ -61,6 +61,14 @@ def store(tier: Tier, word: str, root: RootId) -> int:
     return count
 
 
+def store_tail(tier: Tier, word: str, root: RootId, num_units: int) -> None:
+    """Store a tail behind a prompt."""
+    tail = tier.reserve_tail(root, key_of(word), num_units)
+    assert tail is not None
+    tier.publish(tail, num_units)
+    tier.release(tail)
+
+
 def used(tier: Tier) -> dict[str, int]:
     assert tier.quotas is not None
     return {tenant: use.used for tenant, use in tier.quotas.uses().items()}
@@ -275,10 +283,7 @@ def test_after_a_restart_blocks_are_counted_for_their_tenants_again() -> None:
 def test_tails_count_and_are_evicted_with_their_tenants_blocks() -> None:
     tier = tier_of(6, {"*": 0, "a": 3, "b": 3})
     store(tier, "x", A)
-    tail = tier.reserve_tail(A, key_of("x"), 3)
-    assert tail is not None
-    tier.publish(tail, 3)
-    tier.release(tail)
+    store_tail(tier, "x", A, 3)
     store(tier, "y", B)
     assert used(tier) == {"*": 0, "a": 4, "b": 1}
     assert store(tier, "xx", B) == 2
@@ -290,10 +295,7 @@ def test_tails_count_and_are_evicted_with_their_tenants_blocks() -> None:
 def test_the_rest_of_a_tail_is_used_before_more_is_evicted() -> None:
     tier = tier_of(20, {"*": 0, "a": 10, "b": 10})
     store(tier, "x", A)
-    tail = tier.reserve_tail(A, key_of("x"), 12)
-    assert tail is not None
-    tier.publish(tail, 12)
-    tier.release(tail)
+    store_tail(tier, "x", A, 12)
     store(tier, "xxxxxxx", B)
     assert store(tier, "yyyy", B) == 4, "one more than it is sure of"
     assert tier.match(prompt("xxxxxxx", B)).num_blocks == 7

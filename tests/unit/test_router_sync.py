@@ -30,10 +30,14 @@ class Book:
 
     def __init__(self) -> None:
         self.requests: dict[str, tuple[str, bool]] = {}
+        self.unknown: set[str] = set()
 
-    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> None:
+    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> bool:
         assert request_id not in self.requests
+        if worker in self.unknown:
+            return False
         self.requests[request_id] = (worker, False)
+        return True
 
     def first_token(self, request_id: str, now: float) -> None:
         worker, has_begun = self.requests[request_id]
@@ -54,6 +58,21 @@ def test_batches_survive_the_wire() -> None:
     ]  # fmt: skip
     assert decode(encode(1.0, events)) == events
     assert encode(1.0, [Alive()]) != encode(2.0, [Alive()])
+
+
+def test_requests_at_a_worker_count_once_it_is_known() -> None:
+    book = Book()
+    book.unknown.add("new")
+    peer = Peer("other", book)
+    running = [request("a"), request("b", "new", has_first_token=True), request("c", "new")]
+    peer.apply([Began(each) for each in running], 0.0)
+    peer.apply([AnswerBegan("c"), Over("c")], 0.0)
+    assert set(book.requests) == {"other a"}
+    peer.check({"other a"})
+    book.unknown.clear()
+    peer.apply([Snapshot(running[:2])], 1.0)
+    assert book.requests == {"other a": ("w", False), "other b": ("new", True)}
+    peer.check({"other a", "other b"})
 
 
 def test_a_snapshot_repairs_what_was_lost() -> None:

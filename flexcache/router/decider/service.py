@@ -113,7 +113,6 @@ class DeciderService:
             self._publisher = LifePublisher(self.config.sync_endpoint, self._own_requests)
             self._publisher.start()
             self.decider.observer = self._publisher
-        self._follower.start()
         await self.tokenizers.start()
         self._feed = Feed(self.routing, asyncio.get_running_loop())
         self._cache_session = aiohttp.ClientSession(headers=cache_headers(self.config))
@@ -132,6 +131,7 @@ class DeciderService:
             asyncio.create_task(self._tick()),
         ]
         await is_set_within(self._known, 2 * self.config.health_timeout_s)
+        self._follower.start()  # now, since requests count at known workers only
         if not await self._follower.caught_up(_CATCH_UP_S):
             log_event(
                 logger, logging.WARNING, "peer_silent", waited_s=_CATCH_UP_S,

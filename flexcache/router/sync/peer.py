@@ -18,7 +18,7 @@ LEASE_S = 10.0
 class LoadBook(Protocol):
     """The part of `KVRouter` that counts load."""
 
-    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> None: ...
+    def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> bool: ...
 
     def first_token(self, request_id: str, now: float) -> None: ...
 
@@ -37,7 +37,8 @@ class Peer:
         self.name = name
         self._book = book
         self._requests: dict[str, tuple[str, bool]] = {}
-        """Worker of each running request, and whether its answer has begun."""
+        """Worker of each request that counts, and whether its answer has begun. One at a worker
+        that is not known here yet is left out, and counts from a later snapshot on."""
         self._heard_s: float | None = None
         self._num_batches = 0
         self._num_gaps = 0
@@ -106,10 +107,10 @@ class Peer:
 
     def _begin(self, request: RunningRequest, now: float) -> None:
         self._end(request.request_id, now)  # a retry has the same id, and its end may be lost
+        local = self._local(request.request_id)
+        if not self._book.follow(self.name, local, request.worker, request.work, now):
+            return
         self._requests[request.request_id] = (request.worker, False)
-        self._book.follow(
-            self.name, self._local(request.request_id), request.worker, request.work, now
-        )
         if request.has_first_token:
             self._answer(request.request_id, now)
 
