@@ -255,18 +255,13 @@ class KVRouter:
         return self.dispatcher.load.work(request_id)
 
     def follow(self, owner: str, request_id: str, worker: str, work: Work, now: float) -> bool:
-        """Count a request that another router sent; `first_token` and `ended` follow.
+        """Count a request of another router, `owner`; `first_token` and `ended` follow.
 
-        Returns whether it counts: not at a worker that is unknown here.
-
-        Args:
-            owner: The other router.
-            request_id: Unique among the requests of all routers.
+        Returns whether it counts: not at a worker that is unknown here. Ids are unique everywhere.
         """
-        if worker not in self.fleet:
-            return False
-        self.dispatcher.load.add(request_id, self.fleet[worker].number, now, work, owner)
-        return True
+        if worker in self.fleet:
+            self.dispatcher.load.add(request_id, self.fleet[worker].number, now, work, owner)
+        return worker in self.fleet
 
     def forget_owner(self, owner: str, now: float) -> int:
         """Forget the requests of another router; returns their number."""
