@@ -171,11 +171,10 @@ class TokenBlockKeys:
         self._probed[index] = key
         return key
 
-    def keep_tokens(self) -> None:
-        """Copy the tokens, unless they are read-only: keys are asked for after the caller's call,
-        when its array may hold another prompt."""
-        if not self._data.readonly:
-            self._data = memoryview(bytes(self._data))
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether the tokens are the caller's, whose array may hold another prompt afterwards."""
+        return not self._data.readonly
 
     def packed(self, stop: int) -> tuple[int, memoryview]:
         return 0, self._data[: stop * self._bytes_per_block]

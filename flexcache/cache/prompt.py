@@ -142,7 +142,7 @@ class PromptMaker:
             )
         as_int64 = tokens.astype(np.int64, copy=False)
         if isinstance(token_ids, list | tuple) or as_int64 is not tokens:
-            as_int64.flags.writeable = False  # it is not the caller's: `keep_tokens` copies nothing
+            as_int64.flags.writeable = False  # it is not the caller's
         return TokenBlockKeys(
             self._root(namespace, TOKEN_KEYS), as_int64, self.tokens_per_block, content
         )

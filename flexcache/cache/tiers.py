@@ -106,11 +106,10 @@ class Tiers:
 
     def _defer(self, keys: BlockKeys, stop: int) -> None:
         if self.forecaster is not None:
-            if isinstance(keys, TokenBlockKeys):
-                keys.keep_tokens()
             self._deferred.append(_Deferred(keys, stop, self.now))
-            if len(self._deferred) > _MAX_DEFERRED:
-                self.settle()
+            is_borrowed = isinstance(keys, TokenBlockKeys) and keys.is_borrowed
+            if is_borrowed or len(self._deferred) > _MAX_DEFERRED:
+                self.settle()  # to copy a long prompt would take longer
 
     def have_locally(self, keys: BlockKeys, stop: int) -> bool:
         """Whether a tier on this machine can supply the first ``stop`` blocks of a prompt."""
