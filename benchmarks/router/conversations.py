@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
-
-WORDS = (
-    "block", "of", "a", "prompt", "that", "cache", "has", "seen", "before", "tier", "0", "1", "2",
-    "3", "4", "5", "6", "7", "8", "9",
-)  # fmt: skip
+import router_path  # noqa: F401
+from users import WORDS
 
 
 @dataclass(frozen=True, kw_only=True)

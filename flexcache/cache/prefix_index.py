@@ -40,6 +40,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, LruRanking, Outlook, Ranking
+from flexcache.cache.staircase import cover
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -127,18 +128,7 @@ class Run:
 
         Blocks that are to be retained for longer are more recent already, and stay so.
         """
-        recency = self.recency
-        kept = 0
-        while kept < len(recency) and recency[kept][1] > now:
-            kept += 1
-        if kept and recency[kept - 1][0] >= length:
-            return
-        covered = kept
-        while covered < len(recency) and recency[covered][0] <= length:
-            covered += 1
-        if covered == kept and covered < len(recency) and recency[covered][1:] == (now, kind):
-            return
-        recency[kept:covered] = [(length, now, kind)]
+        cover(self.recency, (length, now, kind))
 
     def truncate(self, length: int) -> None:
         del self.keys[length:]

@@ -181,14 +181,17 @@ class PromptMaker:
 
 def check_session_id(session_id: object) -> None:
     """Raise `ValueError` unless this can name a session."""
-    if not isinstance(session_id, str) or not 0 < len(session_id) <= MAX_SESSION_ID_LENGTH:
-        raise ValueError(
-            f"a session_id must be a string of 1 to {MAX_SESSION_ID_LENGTH} characters"
-        )
+    check_name("session_id", session_id, MAX_SESSION_ID_LENGTH)
+
+
+def check_name(what: str, name: object, longest: int) -> None:
+    """Raise `ValueError` unless this is a name of 1 to ``longest`` characters."""
+    if not isinstance(name, str) or not 0 < len(name) <= longest:
+        raise ValueError(f"a {what} must be a string of 1 to {longest} characters")
     try:
-        session_id.encode()
+        name.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair: it fits no message
-        raise ValueError(f"session_id = {session_id!r}: {error.reason}") from None
+        raise ValueError(f"{what} = {name!r}: {error.reason}") from None
 
 
 def check_hint(session_id: object, over: object, returns_in_s: object) -> None:

@@ -1,11 +1,8 @@
 """Retention: drops from a tier the blocks and tails that were not used for a set time.
 
 Eviction goes by what blocks are worth, and priorities and hints shift when they are due. Retention
-goes by time alone, so it keeps a record of its own of when a run's blocks were last used. Since a
-prompt may use only a part of a run, that is a staircase:
-
-    run      |0------------------9|
-    uses     |---day 5---|--day 3-|      its last four blocks were last used on day 3
+goes by time alone, so it keeps a record of its own of when a run's blocks were last used, a
+`staircase`.
 
 Times are kept as *stamps*, of which a retention time has `_STAMPS`. If a block has the present
 stamp, so have all before it: of all uses within a stamp only the first costs more than a look.
@@ -21,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.prefix_index import NO_BLOCKS, BlockIds, PrefixIndex, PrefixMatch, Run
+from flexcache.cache.staircase import cover
 from flexcache.cache.tail_index import Tail, TailIndex
 from flexcache.errors import InternalError
 
@@ -83,17 +81,8 @@ class Retention:
         while run is not None:
             if run.uses is None:
                 run.uses = []
-            uses, kept = run.uses, 0
-            while kept < len(uses) and uses[kept][1] > stamp:
-                kept += 1
-            if kept and uses[kept - 1][0] >= length:
+            if not cover(run.uses, (length, stamp)):
                 return
-            covered = kept
-            while covered < len(uses) and uses[covered][0] <= length:
-                covered += 1
-            if covered < len(uses) and uses[covered][1] == stamp:
-                return
-            uses[kept:covered] = [(length, stamp)]
             length, run = run.parent_length, run.parent
 
     # -- sweeps ----------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def check_ssd_compression(subject: Subject) -> Iterator[Finding]:
     if config is None or config.ssd_compression == "none":
         return
     try:
-        open_compressor(Codec[config.ssd_compression.upper()])
+        open_compressor(Codec.of(config.ssd_compression))
     except MissingDependencyError as missing:
         what, _, remedy = str(missing).partition("; ")
         yield error(f"ssd_compression = {config.ssd_compression}: {what}", remedy)

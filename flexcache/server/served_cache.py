@@ -106,7 +106,7 @@ class ServedCache:
         if config.remote_url is not None:
             check_packages(config.remote_url, config.remote_compression)
         if config.ssd_compression != "none":
-            open_compressor(Codec[config.ssd_compression.upper()])
+            open_compressor(Codec.of(config.ssd_compression))
         check_pool_fits(
             shards.stored_bytes * sizes.num_host_blocks,
             in_control_group=config.hugepages != "reserved",  # those are not counted there

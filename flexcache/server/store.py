@@ -37,8 +37,6 @@ class CacheStore:
         disk_pool: The SSD tier's files; None without such a tier.
     """
 
-    _has_packed_slots = False
-
     def __init__(
         self,
         config: CacheConfig,
@@ -51,6 +49,7 @@ class CacheStore:
         self._sizes = sizes
         self.segments = list(memory)
         self.disk_pool: DiskPool | None = None
+        self._has_packed_slots = False
 
     def open(self) -> None:
         """Make the host pool and open the SSD files.

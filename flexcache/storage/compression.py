@@ -19,6 +19,11 @@ class Codec(IntEnum):
     ZSTD = 1
     LZ4 = 2
 
+    @classmethod
+    def of(cls, setting: str) -> Codec:
+        """Return the codec of a setting: ``none``, ``zstd`` or ``lz4``."""
+        return cls[setting.upper()]
+
 
 class Compressor(ABC):
     """One codec. Not thread-safe."""

@@ -19,7 +19,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from flexcache.storage.block_io import BlockIO, Completion, Direction, Request
+from flexcache.storage.block_io import BlockIO, Direction, Request
 from flexcache.storage.compression import Codec
 from flexcache.storage.packed_slots import SlotPacker, filled_bytes
 from flexcache.storage.slot_index import SlotForms, SlotIds
@@ -156,7 +156,7 @@ class SlotIO:
         self._io.submit(packed)
         for completion in self._io.reap():
             move = self._moves[completion.token]
-            move.problem = _problem_of(completion, self._num_bytes(move))
+            move.problem = completion.problem(self._num_bytes(move))
             if move.request.direction is Direction.READ and move.filled and not move.problem:
                 self._unpacking.submit(self._work, self._unpack, move)
             else:
@@ -232,11 +232,3 @@ class SlotIO:
         if codec not in mine:
             mine[codec] = SlotPacker(codec, self._slot_bytes)
         return mine[codec]
-
-
-def _problem_of(completion: Completion, num_bytes: int) -> str | None:
-    if completion.result < 0:
-        return os.strerror(-completion.result)
-    if completion.result != num_bytes:
-        return f"{completion.result} of {num_bytes} bytes moved"
-    return None

@@ -11,6 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+WORDS = (
+    "block", "of", "a", "prompt", "that", "cache", "has", "seen", "before", "tier", "0", "1", "2",
+    "3", "4", "5", "6", "7", "8", "9",
+)  # fmt: skip
+"""Each is about a token of the models that `make_models` makes."""
+
 Turn = tuple[list[int], int]
 """Tokens that the user adds to the conversation, and how many the engine answers with."""
 

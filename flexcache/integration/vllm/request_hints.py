@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from flexcache.cache.prompt import check_hint, check_session_id
+from flexcache.cache.prompt import check_hint, check_name, check_session_id
 from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
@@ -109,10 +109,8 @@ def _bool(hint: Any) -> bool:
 
 
 def _namespace(hint: Any) -> str:
-    if not isinstance(hint, str) or not 0 < len(hint) <= _LONGEST_NAMESPACE:
-        raise ValueError(f"must be a string of 1 to {_LONGEST_NAMESPACE} characters")
-    hint.encode()
-    return hint
+    check_name("namespace", hint, _LONGEST_NAMESPACE)
+    return str(hint)
 
 
 def _session_id(hint: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ class Completion:
 
     token: int
     result: int
+
+    def problem(self, num_bytes: int) -> str | None:
+        """Return why it did not move this many bytes; None if it did."""
+        if self.result < 0:
+            return os.strerror(-self.result)
+        return None if self.result == num_bytes else f"{self.result} of {num_bytes} bytes moved"
 
 
 class BlockIO(ABC):

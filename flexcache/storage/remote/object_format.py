@@ -63,7 +63,7 @@ class BlockCodec:
     """
 
     def __init__(self, compression: str = "none") -> None:
-        self._codec = Codec[compression.upper()]
+        self._codec = Codec.of(compression)
         self._compressors: dict[Codec, Compressor] = {}
         if self._codec is not Codec.NONE:
             self._compressor(self._codec)

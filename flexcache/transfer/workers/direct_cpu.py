@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,18 +70,16 @@ class CpuDirectIO:
     def _end(self, completion: Completion) -> Transferred:
         transfer, buffer = self._in_flight.pop(completion.token)
         try:
-            return self._judge(transfer, buffer, completion.result)
+            return self._judge(transfer, buffer, completion)
         finally:
             self._free.append(buffer)
 
-    def _judge(self, transfer: Transfer, buffer: int, result: int) -> Transferred:
-        token = transfer.token
-        if result < 0:
-            is_bad = -result in BAD_BLOCK_ERRORS
-            return Transferred(token, os.strerror(-result), is_bad=is_bad)
-        if result != transfer.length:
-            error = f"{result} of {transfer.length} bytes moved"
-            return Transferred(token, error, is_bad=True)
+    def _judge(self, transfer: Transfer, buffer: int, completion: Completion) -> Transferred:
+        token, result = transfer.token, completion.result
+        problem = completion.problem(transfer.length)
+        if problem is not None:
+            is_bad = result >= 0 or -result in BAD_BLOCK_ERRORS
+            return Transferred(token, problem, is_bad=is_bad)
         found = checksum([self._bytes(transfer, buffer)])
         if transfer.direction is Direction.WRITE:
             return Transferred(token, None, found)

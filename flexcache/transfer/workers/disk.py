@@ -276,7 +276,7 @@ def main() -> None:
         return locate_slot(slot, config.data_fds, config.slot_bytes)
 
     survey = index.survey(config.num_slots)
-    codec = Codec[config.compression.upper()]
+    codec = Codec.of(config.compression)
     slots = SlotIO(io, locate, config.slot_bytes, survey.forms, codec)
     worker = DiskWorker(slots, segments, index, commit, survey.last_generation)
     serve(

@@ -77,6 +77,28 @@ def sglang_command(
     ]  # fmt: skip
 
 
+def _vllm_options(cache: dict[str, object], publisher: dict[str, str]) -> list[str]:
+    transfer = {
+        **FLEXCACHE, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": cache,
+    }  # fmt: skip
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", **publisher}
+    return ["--kv-transfer-config", json.dumps(transfer), "--kv-events-config", json.dumps(events)]
+
+
+def _sglang_options(cache: dict[str, object], publisher: dict[str, str]) -> list[str]:
+    linker = {
+        "linker": "FlexCacheLinker", "linker_module_path": "flexcache.integration.sglang",
+        "linker_extra_config": cache,
+    }  # fmt: skip
+    return [
+        "--enable-unified-cache-external-linker",
+        "--unified-cache-external-linker-backend", "dynamic",
+        "--unified-cache-external-linker-config", json.dumps(linker),
+        "--kv-events-config", json.dumps({"publisher": "zmq", **publisher}),
+    ]  # fmt: skip
+
+
 class Fleet:
     """All parts, by name.
 
@@ -112,7 +134,7 @@ class Fleet:
         """Return an engine like this one, without a cache."""
         port = free_port()
         log = self._directory / f"{serving.name}-alone.log"
-        return self._engine_part(f"{serving.name} alone", serving, port, log, (), ())
+        return self._engine_part(f"{serving.name} alone", serving, port, log)
 
     def _add_server(self, serving: Serving, ssd: Path) -> str:
         """Returns the addresses of its events, as the router wants them."""
@@ -146,48 +168,27 @@ class Fleet:
         port, events, replay = (free_port() for _ in range(3))
         extra = {"endpoint": self._endpoint(serving), "skip_slow_loads": False}
         publisher = {"endpoint": f"tcp://*:{events}", "replay_endpoint": f"tcp://*:{replay}"}
-        for_vllm = (
-            "--kv-transfer-config",
-            json.dumps({
-                **FLEXCACHE, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": extra,
-            }),
-            "--kv-events-config",
-            json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", **publisher}),
-        )  # fmt: skip
-        for_sglang = (
-            "--enable-unified-cache-external-linker",
-            "--unified-cache-external-linker-backend", "dynamic",
-            "--unified-cache-external-linker-config",
-            json.dumps({
-                "linker": "FlexCacheLinker", "linker_module_path": "flexcache.integration.sglang",
-                "linker_extra_config": extra,
-            }),
-            "--kv-events-config", json.dumps({"publisher": "zmq", **publisher}),
-        )  # fmt: skip
+        options = (_sglang_options if serving.is_sglang else _vllm_options)(extra, publisher)
         log = self._directory / f"{serving.name}.log"
-        self.parts[serving.name] = self._engine_part(
-            serving.name, serving, port, log, for_vllm, for_sglang
-        )
+        self.parts[serving.name] = self._engine_part(serving.name, serving, port, log, options)
         self.urls[serving.name] = url = f"http://127.0.0.1:{port}"
         pair = f"tcp://127.0.0.1:{events},tcp://127.0.0.1:{replay}"
         return f'[[workers]]\nurl = "{url}"\nevents = ["{pair}"]\n'
 
     def _engine_part(
-        self, name: str, serving: Serving, port: int, log: Path,
-        for_vllm: Sequence[str], for_sglang: Sequence[str],
-    ) -> Part:  # fmt: skip
+        self, name: str, serving: Serving, port: int, log: Path, options: Sequence[str] = ()
+    ) -> Part:
         health = f"http://127.0.0.1:{port}/health"
         paths = [str(SUPPORT), str(ROOT)]
         if not serving.is_sglang:
             environment = {**ENGINE_ENV, "PYTHONPATH": os.pathsep.join(paths)}
-            return Part(name, vllm_command(serving, port, for_vllm), health, log, environment)
+            return Part(name, vllm_command(serving, port, options), health, log, environment)
         assert self._sglang_python is not None
         from sglang_engine import ENVIRONMENT, STAND_INS
 
         environment = {**ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND": "0",
                        "PYTHONPATH": os.pathsep.join([str(STAND_INS), *paths])}  # fmt: skip
-        command = sglang_command(serving, self._sglang_python, port, for_sglang)
+        command = sglang_command(serving, self._sglang_python, port, options)
         return Part(name, command, health, log, environment)
 
     def _add_router(self, workers: Sequence[str], shared_events: Sequence[str]) -> str:

@@ -10,11 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
+from users import WORDS
 
-WORDS = (
-    "block", "of", "a", "prompt", "that", "cache", "has", "seen", "before", "tier", "0", "1", "2",
-    "3", "4", "5", "6", "7", "8", "9",
-)  # fmt: skip
 FIRST_WORDS, NEXT_WORDS, NUM_TURNS = 220, 130, 6
 NUM_ANSWER = 8
 TIMEOUT_S = 300.0

@@ -1,6 +1,6 @@
 """Everything at once, for an hour: engines, caches, a store and the router, while they are killed.
 
-    python benchmarks/soak/soak.py [--minutes 60] [--sglang-python FILE] [--small-disk DIR]
+    python benchmarks/soak.py [--minutes 60] [--sglang-python FILE] [--small-disk DIR]
         [--users 8] [--fault-every 10] [--seed 1] [--json FILE]
 
 Two vLLM engines (one has a model with sliding windows) and an SGLang engine run on the CPU, each
@@ -27,7 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
-import soak_path  # noqa: F401
+import search_path  # noqa: F401
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
