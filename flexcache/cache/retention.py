@@ -14,8 +14,9 @@ Pure: no clock. Not thread-safe.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
-import numpy.typing as npt
 
 from flexcache.cache.prefix_index import NO_BLOCKS, BlockIds, PrefixIndex, PrefixMatch, Run
 from flexcache.cache.staircase import cover
@@ -62,16 +63,17 @@ class Retention:
         """Record that the matched blocks were used. Amortised O(1)."""
         self._note(match.run, match.length, self._stamp(now))
 
-    def restored(self, match: PrefixMatch, written_s: npt.NDArray[np.float64]) -> None:
-        """Record that the last blocks of the match were written at these times.
+    def restored(self, run: Run, used_s: Iterable[tuple[int, float]]) -> None:
+        """Record when a restored run's blocks were last used: where they end, and when.
 
-        All that is before a block was used when it was written.
+        Times do not rise, nor above those of the blocks that the run hangs off.
         """
-        stamps = np.maximum.accumulate(written_s[::-1] // self._stamp_s)[::-1]
-        ends = [*(np.flatnonzero(np.diff(stamps)) + 1).tolist(), len(stamps)]
-        start = match.length - len(stamps)
-        for end in reversed(ends):
-            self._note(match.run, start + end, int(stamps[end - 1]))
+        run.uses = []
+        for end, time in used_s:
+            stamp = self._stamp(time)
+            if run.uses and run.uses[-1][1] == stamp:
+                run.uses.pop()
+            run.uses.append((end, stamp))
 
     def _stamp(self, time: float) -> int:
         return int(time // self._stamp_s)

@@ -159,6 +159,44 @@ def test_exactly_what_can_be_reached_is_restored(history, random) -> None:  # ty
         assert slots(tier, w, root) == [latest[w[:stop], root] for stop in range(1, len(w) + 1)]
 
 
+@given(st.lists(st.tuples(words, st.sampled_from([ROOT, OTHER_ROOT])), max_size=40), st.randoms())
+def test_restored_blocks_are_told_in_order_and_go_by_their_last_use(history, random) -> None:  # type: ignore[no-untyped-def]
+    """A block was last used when the last block behind it was written."""
+    free = list(range(len(history)))
+    random.shuffle(free)
+    made = [record(w, free[i], i + 1, root) for i, (w, root) in enumerate(history)]
+    latest = {(w, root): i for i, (w, root) in enumerate(history)}
+    whole = {
+        (w, root): i
+        for (w, root), i in latest.items()
+        if all((w[:stop], root) in latest for stop in range(1, len(w)))
+    }
+    last_use = {
+        (w, root): max(i for (v, other), i in whole.items() if other == root and v.startswith(w))
+        for w, root in whole
+    }
+    tier = Tier(TierName.SSD, 40, retention_s=100.0)
+    told: list[tuple[str, RootId]] = []
+
+    def stored(root, parent, keys, content, first) -> None:  # type: ignore[no-untyped-def]
+        assert parent is None or (parent.decode(), root) in told
+        told.extend((key.decode(), root) for key in keys)
+
+    tier.on_stored.append(stored)
+    found = np.concatenate([np.empty(0, SLOT_RECORD), *made])
+    restore_tier(tier, found, np.arange(float(len(history))))
+    tier.check()
+    assert sorted(told) == sorted(whole)
+    left = {free[i]: place for place, i in whole.items()}
+    while left:
+        word, root = place = left.pop(tier.index.evict(1).tolist()[0])
+        tier.index.check()
+        assert all(last_use[place] <= last_use[other] for other in left.values())
+        assert not any(
+            v != word and v.startswith(word) for v, other in left.values() if other == root
+        )
+
+
 def tail_records(word: str, count: int, first_slot: int, first_generation: int = 1) -> Records:
     """Make the records of the units of a tail behind ``word``."""
     names = [bytes(name) for name in tail_keys(key_of(word), count)]
