@@ -96,7 +96,7 @@ def server(tmp_path: Path) -> Iterator[PlayedServer]:
 @pytest.fixture
 def client(server: PlayedServer) -> Iterator[EngineClient]:
     model = ModelConfig("m", 1, 1, 8, torch.float16)
-    config = CacheConfig(endpoint=server.endpoint, server_timeout_s=1e5)
+    config = CacheConfig(endpoint=server.endpoint, server_timeout_s=2 * WAIT_S)
     client = EngineClient(RemoteTransport(server.endpoint, model, config, "e", 0.0))
     client.start()
     yield client
