@@ -253,8 +253,7 @@ class StorePlanner:
         """
         tail_end = 0 if plan.tail is None else plan.tail.position
         for tier in self._tiers.lower if tiers is None else tiers:
-            is_use = not plan.is_write_back
-            begin = tier.match(keys, plan.outlook, retain_s, is_use).num_blocks
+            begin = tier.match(keys, plan.outlook, retain_s, not plan.is_write_back).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
             end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop, start)
             late = self._write_back.get(tier.name) if tiers is None else None
@@ -289,8 +288,7 @@ class StorePlanner:
         end = begin + room
         outlook = self._tiers.recall(keys) if plan.outlook is None else plan.outlook
         lease = tier.reserve(keys, begin, end, outlook, retain_s)
-        if plan.is_write_back:
-            lease.used_s = self._host.last_used(cached, begin)
+        lease.used_s = self._host.last_used(cached, begin) if plan.is_write_back else None
         plan.stores[tier.name] = lease
         plan.store_starts[tier.name] = begin
         self._backlog.reserve(plan, tier.name, len(lease))
@@ -326,9 +324,8 @@ class StorePlanner:
         for chunk in chunks(begin, end, self._chunk_blocks):
             low, high = chunk.start - begin, chunk.stop - begin
             used_s = None if lease.used_s is None else float(lease.used_s[high - 1])
-            self._add_store(
-                plan, tier, keys, chunk.start, source[low:high], lease.blocks[low:high], [], used_s
-            )
+            target = lease.blocks[low:high]
+            self._add_store(plan, tier, keys, chunk.start, source[low:high], target, [], used_s)
 
     def _add_store(
         self, plan: Plan, tier: Tier, keys: BlockKeys, first: int, source: BlockIds,
