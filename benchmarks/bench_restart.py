@@ -28,8 +28,8 @@ import torch
 import typer
 from reporting import Say, run_and_show
 
-from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 import flexcache.transfer.workers.copy_cpu  # noqa: F401  an engine's rank has loaded it before
+from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.bench.results import Case, Result
 from flexcache.storage.pool_directory import INDEX_FILE
 from flexcache.storage.slot_index import (
