@@ -48,11 +48,11 @@ def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None)
 
     O(n log depth).
 
-    The tier must be unused. Blocks count as used when they were written.
+    The tier must be unused. A block was last used when the last block behind it was written, also
+    for the tier's retention.
 
     Args:
-        written_s: When they were, as far as that is known, for a tier that keeps nothing for long.
-            What was written before a block whose time is known was not written later than it.
+        written_s: When they were, for a tier with a retention time; rises with the generations.
     """
     if written_s is None:
         written_s = np.zeros(len(records))
@@ -62,8 +62,7 @@ def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None)
         tails = whole_tails(records[of_tails], written_s[of_tails])
         records, written_s = records[~of_tails], written_s[~of_tails]
     by_age = np.argsort(records["generation"])
-    records = take(records, by_age)
-    written_s = np.minimum.accumulate(written_s[by_age][::-1])[::-1]
+    records, written_s = take(records, by_age), written_s[by_age]
     parents = link(records)
     found = reaches_start(records, parents)
     with _uncollected():
@@ -120,7 +119,10 @@ def reaches_start(records: Records, parents: Indices) -> npt.NDArray[np.bool_]:
 
 
 def _digests(records: Records, field: str) -> _Words:
-    """Return a digest of each record's root and of one of its keys. It only finds candidates."""
+    """Return a digest of each record's root and of one of its keys.
+
+    What it finds is compared in full; of two keys with one digest, the older is dropped.
+    """
     digests = np.empty(len(records), np.uint64)
     for start in range(0, len(records), _CHUNK_ROWS):
         part = records[start : start + _CHUNK_ROWS]
