@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from cluster import running_cluster, until
 from ports import free_port
 
 from flexcache.cache.write_budget import BURST_S
+from flexcache.logs import LogEvent
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.pool_directory import PoolDirectory
 from flexcache.storage.slot_index import RECORD, SlotIndex
@@ -42,6 +44,22 @@ def test_no_more_is_written_to_ssd_than_the_limit_allows(tmp_path: Path) -> None
         assert "limits: SSD writes 0.01 MB/s" in shown.stdout
         # What was not written is served from DRAM all the same.
         assert cluster.get(TOKENS + 39_000, SOURCE[:4]).mask[: 4 * 16].all()
+
+
+def test_what_the_limit_keeps_from_being_written_at_a_stop_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "flexcache")
+    settings = {"ssd_write_policy": "write_back", "ssd_write_mb_s": 10e3 / 1e6}
+    with running_cluster([tmp_path], **settings) as cluster:
+        cluster.put(TOKENS, SOURCE)
+        assert cluster.manager.stats()["tiers"]["SSD"]["dirty_blocks"] == 24
+    events = [record.msg for record in caplog.records if isinstance(record.msg, LogEvent)]
+    (lost,) = (event for event in events if event.name == "dirty_blocks_lost")
+    assert lost.fields["tier"] == "SSD"
+    with running_cluster([tmp_path]) as cluster:
+        kept = cluster.manager.stats()["tiers"]["SSD"]["indexed"]
+    assert 0 < kept == 24 - lost.fields["blocks"]
 
 
 def test_unused_blocks_expire_while_no_request_comes(tmp_path: Path) -> None:
