@@ -64,7 +64,7 @@ def test_what_the_limit_keeps_from_being_written_at_a_stop_is_logged(
 
 def test_unused_blocks_expire_while_no_request_comes(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
-    with running_cluster([tmp_path], retention_s=0.5, http_endpoint=http) as cluster:
+    with running_cluster([tmp_path], retention_s=3.0, http_endpoint=http) as cluster:
         cluster.put(TOKENS, SOURCE)
         tiers = cluster.manager.stats
         until(lambda: not any(tier["indexed"] for tier in tiers()["tiers"].values()))
@@ -73,7 +73,7 @@ def test_unused_blocks_expire_while_no_request_comes(tmp_path: Path) -> None:
         with urllib.request.urlopen(f"http://{http}/metrics", timeout=60) as page:
             metrics = page.read().decode()
         assert 'flexcache_tier_expired_blocks_total{tier="CPU"} 24.0' in metrics
-        assert "flexcache_retention_seconds 0.5" in metrics
+        assert "flexcache_retention_seconds 3.0" in metrics
 
 
 @pytest.mark.parametrize(("age_s", "num_left"), [(0, 24), (3600, 0)])
