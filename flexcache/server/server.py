@@ -379,5 +379,7 @@ class _EngineUse:
             server._route()
             if not server.hub.outbox.is_empty:
                 server._reactor.wake()
+            elif (cache := server._cache) is not None:
+                server._reactor.wake_by(cache.tasks.queries.next_op_deadline())
         finally:
             server._changed.release()
