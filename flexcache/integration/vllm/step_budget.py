@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 
 SHARE = 0.25
-"""Of a step, that all loads within it may take. Most of it is hidden: layers are computed while
+"""Part of a step that all loads within it may take. Most of it is hidden: layers are computed while
 later ones are copied."""
 _SIZES_PER_OCTAVE = 4  # of steps that are told apart
 _NUM_STEPS = 16  # recent ones, of each size
