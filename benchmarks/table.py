@@ -122,6 +122,7 @@ def benchmarks(directory: Path, traces: Path | None, venvs: Path | None) -> list
         Benchmark("overhead", "bench_overhead.py", ("--model", "tiny", *tmp), 900),
         Benchmark("TTFT", "bench_ttft.py", ("--tokens", "4000", "--system", "vLLM alone",
                   "--system", "FlexCache", *tmp), 400),
+        Benchmark("hits beside", "bench_hits_beside.py", tmp, 400),
         Benchmark("LMCache", "bench_peers.py", ("--only", "server", *peers, *tmp), 300,
                   needs="venvs"),
         Benchmark("proxy", "router/bench_proxy.py",
