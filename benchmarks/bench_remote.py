@@ -1,7 +1,7 @@
 """Mooncake and S3: FlexCache's reads and writes beside the store's own calls, in one run.
 
     python benchmarks/bench_remote.py [--rounds 9] [--store mooncake --store s3 --store file]
-        [--delay-ms 10] [--loss 0.001]
+        [--delay-ms 10] [--loss 0.001] [--json FILE]
 
 Starts each store on loopback and measures it as `flexcache bench remote` does. With a delay or
 loss, the store is behind a proxy that adds them: all of S3, but of Mooncake only its master.
@@ -12,16 +12,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import search_path  # noqa: F401
 import typer
-from rich.console import Console
-from rich.table import Table
+from reporting import Say, run_and_show
 from slow_link import behind_link
 from stores import mooncake_master, mooncake_segment, s3_server
 
-from flexcache.bench.remote import ROUND_BYTES, measure_store
+from flexcache.bench.remote import measure_store
+from flexcache.bench.results import Case, Result
 
 BLOCK_SIZES = (2 << 20, 400 << 10)
 
@@ -48,26 +50,29 @@ def file() -> Iterator[str]:
 STORES = {"mooncake": mooncake, "s3": s3, "file": file}
 
 
+def measure(store: str, rounds: int, delay_ms: float, loss: float) -> Iterator[Result]:
+    with ExitStack() as stack:
+        url = stack.enter_context(STORES[store]())
+        if delay_ms or loss:
+            link = behind_link(url, delay_s=delay_ms / 1e3, loss=loss)
+            _, url = stack.enter_context(link)
+        for size in BLOCK_SIZES:
+            yield from measure_store(url, size, rounds)
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="After one to warm up.")] = 9,
     store: Annotated[list[str], typer.Option(help="One of mooncake, s3, file.")] = list(STORES),  # noqa: B006
     delay_ms: Annotated[float, typer.Option(help="One-way delay of the link.")] = 0.0,
     loss: Annotated[float, typer.Option(help="Share of chunks of 64 KiB lost once.")] = 0.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
-    table = Table(title=f"GB/s, medians of {rounds} rounds of {ROUND_BYTES >> 20} MiB")
-    for heading in ("what", "FlexCache", "own calls", "ratio"):
-        table.add_column(heading, justify="left" if heading == "what" else "right")
-    for name in store:
-        with ExitStack() as stack:
-            url = stack.enter_context(STORES[name]())
-            if delay_ms or loss:
-                link = behind_link(url, delay_s=delay_ms / 1e3, loss=loss)
-                _, url = stack.enter_context(link)
-            for size in BLOCK_SIZES:
-                for result in measure_store(url, size, rounds):
-                    figures = (result.median, result.bound, result.ratio)
-                    table.add_row(result.name, *(f"{figure:.2f}" for figure in figures))
-    Console().print(table)
+    def sections(_: Say) -> dict[str, list[Case]]:
+        return {
+            "remote": [Case(name, partial(measure, name, rounds, delay_ms, loss)) for name in store]
+        }
+
+    raise typer.Exit(run_and_show(sections, Path(tempfile.gettempdir()), json_file))
 
 
 if __name__ == "__main__":

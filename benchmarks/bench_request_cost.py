@@ -1,6 +1,6 @@
 """What a request that hits nothing costs an engine that keeps its cache in its own process.
 
-    python benchmarks/bench_request_cost.py [--requests 250]
+    python benchmarks/bench_request_cost.py [--requests 250] [--json FILE]
 
 A look-up that finds nothing, and a put of 43 blocks from launch to end, through the calls of vLLM's
 connector, with a rank in the same process. Processor time, which a busy machine changes least: of
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -19,13 +21,17 @@ import numpy as np
 import search_path  # noqa: F401
 import typer
 from cluster import Cluster, running_cluster
+from reporting import Say, run_and_show
 
+from flexcache.bench.results import Case, Result
 from flexcache.integration.vllm.calls import CacheCalls
 
 BLOCK = 16
 NUM_BLOCKS = 43
 POLL_S = 0.0005
 WARM_UP = 100
+ROUND = 25
+"""Requests whose mean is one sample."""
 
 
 def make_requests(count: int) -> list[Any]:
@@ -72,21 +78,37 @@ def wakes() -> dict[str, int]:
     return counts
 
 
-def main(requests: Annotated[int, typer.Option(help="To measure with.")] = 250) -> None:
+def measure(num_requests: int) -> Iterator[Result]:
+    engine_us, all_us = list[float](), list[float]()
     with running_cluster(num_cpu_blocks=2000, transfer_chunk_mb=64.0) as cluster:
         cache = CacheCalls(cluster.manager, BLOCK, ("bench",))
-        made = make_requests(requests + WARM_UP)
+        made = make_requests(num_requests + WARM_UP)
         for request in made[:WARM_UP]:
             serve(cluster, cache, request)
-        before, thread_s, process_s = wakes(), time.thread_time(), time.process_time()
-        for request in made[WARM_UP:]:
-            serve(cluster, cache, request)
-        thread_s, process_s = time.thread_time() - thread_s, time.process_time() - process_s
+        before = wakes()
+        for start in range(WARM_UP, len(made), ROUND):
+            batch = made[start : start + ROUND]
+            thread_s, process_s = time.thread_time(), time.process_time()
+            for request in batch:
+                serve(cluster, cache, request)
+            engine_us.append((time.thread_time() - thread_s) / len(batch) * 1e6)
+            all_us.append((time.process_time() - process_s) / len(batch) * 1e6)
         after = wakes()
-    print(f"engine's thread {thread_s / requests * 1e6:.0f} us of processor time a request")
-    print(f"all threads {process_s / requests * 1e6:.0f} us")
+    yield Result("engine's thread, a request", "us", engine_us)
+    yield Result("all threads, a request", "us", all_us)
     for name, count in after.items():
-        print(f"{name} was woken {(count - before.get(name, 0)) / requests:.1f} times a request")
+        woken = (count - before.get(name, 0)) / num_requests
+        yield Result(f"wakes of {name}, a request", "", [woken])
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="To measure with.")] = 250,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
+) -> None:
+    def sections(_: Say) -> dict[str, list[Case]]:
+        return {"request cost": [Case("nothing hit", partial(measure, requests))]}
+
+    raise typer.Exit(run_and_show(sections, Path(), json_file))
 
 
 if __name__ == "__main__":

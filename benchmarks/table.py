@@ -1,108 +1,151 @@
 """All targets in one table, from one command: what is reached, beside which bound or peer.
 
-    python benchmarks/table.py [ONLY]... [--traces DIR] [--venvs DIR] [--out DIR]
+    python benchmarks/table.py [ONLY]... --traces DIR --venvs DIR [--dir DIR] [--out DIR]
 
 Runs the benchmarks that have targets one after the other, each within a time limit; none stops the
-others. It takes about an hour on an idle machine: a busy one misses what is absolute. Ends with
-the table, which is also in OUT/table.md beside what each benchmark wrote; exit status 1 if one of
-them left no figures. `ONLY` selects benchmarks by their names.
+others. It takes half an hour on an idle machine: a busy one misses what is absolute. Ends with the
+table, which is also in OUT/table.md beside what each benchmark wrote; exit status 1 if one of them
+left no figures. `ONLY` selects benchmarks by their names.
 
 A row's figure is measured *alone* (its target is absolute) or beside a bound or peer in the *same
-run*. What this command does not run is *quoted* from docs/benchmarks.md.
+run*. What this command does not run is *quoted* from docs/benchmarks.md. A row without a figure
+says why.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import report_figures as read
 import search_path  # noqa: F401
 import typer
 from bounded_steps import Outcome, Step, run_steps
+from report_figures import Figures, Reader
 from rich.console import Console
-from table_rows import QUOTED, Row, markdown, rows_of_cases, rows_of_decisions, rows_of_hit_rates
+from table_goals import AGENTS_TRACE, CHAT_TRACE, GOALS, QUOTED_ROWS, SSD_RUNS
+from table_rows import Findings, Row, markdown, rows_for
 
 HERE = Path(__file__).resolve().parent
-TOTAL_S = 2 * 3600.0
-TRACES = {
-    # The shares of the way from LRU to the optimum to reach, by the tier's size in blocks.
-    "conversation_trace.jsonl": {
-        "1000": 0.18, "2000": 0.22, "5000": 0.21, "10000": 0.10, "20000": 0.10,
-    },
-    "claude_code_a.jsonl.gz": {"1000": 0.50, "2000": 0.50, "5000": 0.24},
-}  # fmt: skip
-QUOTED_ROWS = (
-    Row("REMOTE, Mooncake and shared directory", "0.88 to 1.53x, 0.54 to 1.0x",
-        "the store's own calls, in processor time", None, ">= 0.9x", False, QUOTED),
-    Row("gap between tokens while others' hits are loaded, p99", "0.98 to 1.03x",
-        "the same hits from vLLM's own cache", None, "<= 1.03x", True, QUOTED),
-    Row("TTFT of those hits, DRAM / SSD", "1.27x / 1.35x", "the same", None,
-        "<= 1.10x / 1.20x", False, QUOTED),
-    Row("request cycles at 128k tokens of LMCache's server", "35/s", "", None, "", None, QUOTED),
-)  # fmt: skip
+TOTAL_S = 3600.0
 
 
-def steps_for(directory: Path, traces: Path | None, venvs: Path | None) -> list[Step]:
-    """Return the benchmarks, those that need the quietest machine first."""
+@dataclass(frozen=True)
+class Benchmark:
+    """A program, and what its report says.
+
+    Attributes:
+        limit_s: Of each run.
+        runs: How often it runs; a figure is the median.
+        needs: What has to be given for it to run: "traces", "venvs", or nothing.
+    """
+
+    title: str
+    program: str
+    arguments: Sequence[str]
+    limit_s: float
+    reader: Reader = read.of_cases
+    runs: int = 1
+    needs: str = ""
+
+    def steps(self, out: Path) -> list[Step]:
+        """Return a step per run, each with a report of its own in `out`."""
+        is_cli = self.program == "bench"
+        program = ("-m", "flexcache.cli", "bench") if is_cli else (str(HERE / self.program),)
+        return [
+            Step(title, (sys.executable, *program, *self.arguments, "--json", str(out / file)),
+                 self.limit_s)
+            for title, file in ((title, f"{title}.json") for title in self.titles)
+        ]  # fmt: skip
+
+    @property
+    def titles(self) -> list[str]:
+        """The names of the runs."""
+        if self.runs == 1:
+            return [self.title]
+        return [f"{self.title} {number}" for number in range(1, self.runs + 1)]
+
+    def findings(self, outcomes: Mapping[str, Outcome], out: Path) -> Findings:
+        """Read the reports of those runs that took place."""
+        reports, reasons = list[Figures](), []
+        for title in self.titles:
+            if title not in outcomes:
+                continue
+            try:
+                report = json.loads((out / f"{title}.json").read_text())
+                reports.append(self.reader(report))
+                reasons.append(read.failures_in_cases(report))
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                said = outcomes[title].result
+                reasons.append(f"unreadable report: {error!r}" if said == "passed" else said)
+        reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+        return Findings(reports, reason or ("" if reports else self.absence))
+
+    @property
+    def absence(self) -> str:
+        """Why there is no figure of it although nothing failed."""
+        return f"needs --{self.needs}" if self.needs else "not chosen"
+
+
+def benchmarks(directory: Path, traces: Path | None, venvs: Path | None) -> list[Benchmark]:
+    """Return all of them, those that need the quietest machine first.
+
+    Args:
+        directory: For the files of tiers and stores.
+    """
     tmp = ("--dir", str(directory))
     peers = () if venvs is None else ("--venvs", str(venvs))
+    proxies = () if venvs is None else ("--peers", str(venvs))
+    chat, agents = ((str(traces / name) if traces else "") for name in (CHAT_TRACE, AGENTS_TRACE))
 
-    def step(title: str, program: str, limit_s: float, *arguments: str, reads: str) -> Step:
-        file = report_of(directory, title)
-        command = (sys.executable, str(HERE / program), *arguments, "--json", str(file))
-        return Step(title, command, limit_s, reads=reads)
+    def hit_rates(title: str, trace: str, sizes: Sequence[int], *more: str) -> Benchmark:
+        chosen = [word for size in sizes for word in ("--size", str(size))]
+        arguments = ("--trace", trace, *chosen, *more)
+        return Benchmark(
+            title, "bench_eviction.py", arguments, 600, read.of_hit_rates, needs="traces"
+        )
 
-    file = report_of(directory, "machine")
-    machine = (sys.executable, "-m", "flexcache.cli", "bench", *tmp, "--json", str(file))
-    steps = [
-        step("control", "run.py", 600, *tmp, reads="cases"),
-        Step("machine", machine, 900, reads="cases"),
-        step("overhead", "bench_overhead.py", 1200, "--model", "tiny", *tmp, reads="cases"),
-        step("TTFT", "bench_ttft.py", 1200, *tmp, *peers, reads="cases"),
-        step("growth", "bench_growth.py", 1800, "--requests", "200000", reads="cases"),
-        step("proxy", "router/bench_proxy.py", 600, reads="cases"),
-    ]
-    if traces is not None:
-        for trace in TRACES:
-            more = ("--trace", str(traces / trace))
-            steps.append(step(trace, "bench_eviction.py", 900, *more, reads="rates"))
-        chat = ("--conversation", str(traces / "conversation_trace.jsonl"))
-        steps.append(step("decisions", "router/bench_decisions.py", 1800, *chat, reads="decisions"))
-    return steps
-
-
-def report_of(directory: Path, title: str) -> Path:
-    """Return the file that a benchmark writes."""
-    return directory / f"{title}.json"
-
-
-def rows_of(outcome: Outcome) -> list[Row]:
-    """Return the rows that a benchmark has written; none if it wrote nothing that can be read."""
-    title = outcome.step.title
-    try:
-        report = json.loads(report_of(outcome.output.parent, title).read_text())
-        match outcome.step.reads:
-            case "cases":
-                return list(rows_of_cases(report))
-            case "rates":
-                return list(rows_of_hit_rates(report, title, TRACES[title]))
-            case _:
-                return list(rows_of_decisions(report))
-    except (OSError, ValueError, KeyError):
-        return []
+    return [
+        Benchmark("server", "run.py", ("server", *tmp), 180),
+        Benchmark("match", "run.py", ("control", "--only", "get_match, 131,072"), 120),
+        Benchmark("allocate", "run.py", ("index", "--only", "50,000 leaves"), 180),
+        Benchmark("index memory", "run.py", ("index", "--only", "memory of the index"), 120),
+        Benchmark("request cost", "bench_request_cost.py", (), 120),
+        Benchmark("DRAM", "bench", ("dram", "--only", "64 requests", *tmp), 180),
+        Benchmark("SSD", "bench", ("ssd", *tmp), 180, runs=SSD_RUNS),
+        Benchmark("remote", "bench_remote.py", ("--store", "mooncake", "--store", "file"), 300),
+        Benchmark("overhead", "bench_overhead.py", ("--model", "tiny", *tmp), 900),
+        Benchmark("TTFT", "bench_ttft.py", ("--tokens", "4000", "--system", "vLLM alone",
+                  "--system", "FlexCache", *tmp), 400),
+        Benchmark("LMCache", "bench_peers.py", ("--only", "server", *peers, *tmp), 300,
+                  needs="venvs"),
+        Benchmark("proxy", "router/bench_proxy.py",
+                  ("--aborts", "0", *tmp, *proxies), 400),
+        Benchmark("router tokens", "router/bench_tokens.py", (), 300, read.of_tokens),
+        Benchmark("router index", "router/bench_router_index.py", ("--workers", "1000", *peers),
+                  600, read.of_router_index),
+        hit_rates("hit rate, chat", chat, (1000, 2000, 5000, 10000, 20000, 50000)),
+        hit_rates("hit rate, chat, half of all ends known", chat, (1000, 5000, 10000, 20000),
+                  "--hints", "0.5"),
+        hit_rates("hit rate, agents", agents, (1000, 2000, 5000, 20000)),
+        Benchmark("decisions", "router/bench_decisions.py",
+                  ("--conversation", chat, "--claude-code", agents), 1200, read.of_decisions,
+                  needs="traces"),
+    ]  # fmt: skip
 
 
-def describe(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the table, how many targets are reached, and which benchmarks failed."""
+def describe(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield the table, how many targets are reached, how long each step took and which failed."""
     yield from markdown(rows)
     known = [row for row in rows if row.reached is not None]
-    yield f"\n{sum(row.reached is True for row in known)} of {len(known)} targets are reached."
-    for outcome in outcomes:
-        if not outcome.passed:  # or it says that a target is missed
-            yield f"* {outcome.step.title}: {outcome.result}; see {outcome.errors}"
+    yield f"\n{sum(row.reached is True for row in known)} of {len(known)} targets are reached.\n"
+    for outcome in outcomes:  # some programs also fail if they miss a target
+        more = "" if outcome.passed else f": {outcome.result}; see {outcome.errors}"
+        yield f"* {outcome.step.title}, {outcome.took_s:.0f} s{more}"
 
 
 def main(
@@ -111,25 +154,32 @@ def main(
         Path | None, typer.Option(help="Directory with both traces; none: no hit rates.")
     ] = None,
     venvs: Annotated[Path | None, typer.Option(help="Of peers; made where missing.")] = None,
+    directory: Annotated[Path, typer.Option("--dir", help="For SSD tiers.")] = Path("."),
     out: Annotated[Path, typer.Option(help="For the table and all that is written.")] = Path(
         "table"
     ),
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    directory = out.resolve()
-    steps = steps_for(directory, traces, venvs)
-    unknown = set(only or ()) - {step.title for step in steps}
+    out = out.resolve()
+    everything = benchmarks(directory.resolve(), traces, venvs and venvs.resolve())
+    unknown = set(only or ()) - {each.title for each in everything}
     if unknown:
-        names = ", ".join(step.title for step in steps)
+        names = ", ".join(each.title for each in everything)
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: there are {names}")
-    chosen = [step for step in steps if not only or step.title in only]
-    outcomes = list(run_steps(chosen, directory, TOTAL_S, Console(stderr=True)))
-    found = [rows_of(outcome) for outcome in outcomes]
-    rows = [row for rows in found for row in rows]
-    text = "\n".join(describe(outcomes, [*rows, *(() if only else QUOTED_ROWS)]))
-    (directory / "table.md").write_text(text + "\n")
+    given = {"": True, "traces": traces is not None, "venvs": venvs is not None}
+    chosen = [each for each in everything if given[each.needs] and (not only or each.title in only)]
+    steps = [step for each in chosen for step in each.steps(out)]
+    for step in steps:
+        (out / f"{step.title}.json").unlink(missing_ok=True)
+    outcomes = list(run_steps(steps, out, TOTAL_S, Console(stderr=True)))
+    by_title = {outcome.step.title: outcome for outcome in outcomes}
+    findings = {each.title: each.findings(by_title, out) for each in everything}
+    goals = [goal for goal in GOALS if not only or goal.step in only]
+    rows = [*rows_for(goals, findings), *(() if only else QUOTED_ROWS)]
+    text = "\n".join(describe(rows, outcomes))
+    (out / "table.md").write_text(text + "\n")
     print(text)
-    raise typer.Exit(int(not all(found)))
+    raise typer.Exit(int(not all(findings[each.title].reports for each in chosen)))
 
 
 if __name__ == "__main__":

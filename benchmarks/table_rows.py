@@ -1,17 +1,40 @@
-"""Rows of the table of targets: read from the reports of benchmarks, or quoted."""
+"""Rows of the table of targets: a goal beside what was found."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from flexcache.bench.report import figure
+from report_figures import LESS_IS_BETTER, Figure, Figures, text_of
 
 SAME_RUN, ALONE, QUOTED = "same run", "alone", "quoted"
 """Where the bound or the peer was measured: in the same run, nowhere (the target is absolute), or
 elsewhere."""
-_LESS_IS_BETTER = ("us", "ms", "s", "bytes")
+NO_FIGURE = "no figure"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a figure is to reach.
+
+    Attributes:
+        what: The row's name.
+        step: The benchmark that measures it.
+        figure: Its name in the report; None for all that have a limit of their own.
+        limit: In the figure's unit.
+        reach: Of the bound.
+        peer: Name of another figure of that report, to be shown beside it.
+        quoted: Peers that were measured elsewhere.
+    """
+
+    what: str
+    step: str
+    figure: str | None
+    limit: float | None = None
+    reach: float | None = None
+    peer: str = ""
+    quoted: str = ""
 
 
 @dataclass(frozen=True)
@@ -22,7 +45,7 @@ class Row:
         beside: The bound or peer, with its figure.
         ratio: The figure over it; None without one.
         reached: None if it is not known.
-        source: `SAME_RUN`, `ALONE` or `QUOTED`.
+        source: `SAME_RUN`, `ALONE` or `QUOTED`; "" without a figure.
     """
 
     what: str
@@ -34,63 +57,93 @@ class Row:
     source: str
 
 
-def rows_of_cases(report: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the results that have a target, from a report that `flexcache bench` writes."""
-    for case in report["cases"]:
-        for result in case["results"]:
-            if result["reach"] is None and result["limit"] is None:
-                continue
-            yield _row_of(result, case["section"])
+@dataclass(frozen=True)
+class Findings:
+    """What the runs of a benchmark left.
+
+    Attributes:
+        reports: Figures of each run.
+        reason: Why there are none, or not all.
+    """
+
+    reports: Sequence[Figures]
+    reason: str = ""
 
 
-def _row_of(result: Mapping[str, Any], section: str) -> Row:
-    unit, bound = result["unit"], result["bound"]
-    sign = "<=" if unit in _LESS_IS_BETTER else ">="
-    targets = []
-    if result["reach"] is not None:
-        targets.append(f"{sign} {figure(result['reach'])}x")
-    if result["limit"] is not None:
-        targets.append(f"{sign} {figure(result['limit'])} {unit}".rstrip())
-    at = "" if result["at"] is None else f", {figure(result['at'])} {result['parameter']}"
+def rows_for(goals: Sequence[Goal], findings: Mapping[str, Findings]) -> Iterator[Row]:
+    """Yield the rows of all goals, also of those whose benchmark left no figure."""
+    for goal in goals:
+        found = findings[goal.step]
+        if goal.figure is not None:
+            yield _row(goal, goal.figure, found)
+            continue
+        names = [name for name, each in _first(found).items() if each.limit is not None]
+        for name in names:
+            yield _row(goal, name, found)
+        if not names:
+            yield _row_without(goal, found.reason)
+
+
+def _first(found: Findings) -> Figures:
+    return found.reports[0] if found.reports else {}
+
+
+def _row(goal: Goal, name: str, found: Findings) -> Row:
+    runs = [report[name] for report in found.reports if name in report]
+    if not runs:
+        return _row_without(goal, found.reason or f"its report has no {name!r}")
+    value, unit = statistics.median(run.value for run in runs), runs[0].unit
+    ratios = [run.value / run.bound for run in runs if run.bound]
+    ratio = statistics.median(ratios) if ratios else None
+    limit = runs[0].limit if goal.limit is None else goal.limit
+    peer = _first(found).get(goal.peer)
+    beside = (
+        _bound_of(runs),
+        "" if peer is None else f"{goal.peer}: {text_of(peer.value, peer.unit)}",
+        f"{goal.quoted} (quoted)" if goal.quoted else "",
+    )
     return Row(
-        f"{section}: {result['name']}{at}",
-        f"{figure(result['p50'])} {unit}".rstrip(),
-        "" if bound is None else f"{result['bound_name']}: {figure(bound)} {unit}".rstrip(),
-        result["ratio"],
-        ", ".join(targets),
-        result["is_reached"],
-        ALONE if bound is None else SAME_RUN,
+        goal.what if goal.figure else f"{goal.what}: {name}",
+        text_of(value, unit) + (f" (median of {len(runs)} runs)" if len(runs) > 1 else ""),
+        "; ".join(filter(None, beside)),
+        ratio,
+        _target(goal, limit, unit),
+        _is_reached([(value, limit), (ratio, goal.reach)], unit),
+        SAME_RUN if any(beside[:2]) else ALONE,
     )
 
 
-def rows_of_hit_rates(
-    rates: Mapping[str, Mapping[str, float]], trace: str, goals: Mapping[str, float]
-) -> Iterator[Row]:
-    """Yield how far the default policy is from LRU towards the optimum.
-
-    Args:
-        rates: What `bench_eviction.py` writes: hit rates by policy and size.
-        goals: The shares of the way to reach, by size.
-    """
-    for size, goal in goals.items():
-        if size not in rates["default"]:
-            continue
-        lru, ours, best = (rates[name][size] for name in ("lru", "default", "optimum"))
-        way = (ours - lru) / (best - lru) if best > lru else 1.0
-        yield Row(
-            f"hit rate, {trace}, {size} blocks: way from LRU to the optimum", f"{way:.0%}",
-            f"LRU {lru:.2%}, optimum {best:.2%}", None, f">= {goal:.0%}", round(way, 2) >= goal,
-            SAME_RUN,
-        )  # fmt: skip
+def _bound_of(runs: Sequence[Figure]) -> str:
+    if runs[0].bound is None:
+        return runs[0].beside
+    bound = statistics.median(run.bound for run in runs if run.bound is not None)
+    return f"{runs[0].beside}: {text_of(bound, runs[0].unit)}"
 
 
-def rows_of_decisions(report: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the targets in what `bench_decisions.py` writes."""
-    for target in report["targets"]:
-        value, bound = target["value"], target["bound"]
-        if bound is not None:
-            found, limit = figure(value), f"<= {figure(bound)}"
-            yield Row(f"router: {target['name']}", found, "", None, limit, value <= bound, SAME_RUN)
+def _target(goal: Goal, limit: float | None, unit: str) -> str:
+    sign = "<=" if unit in LESS_IS_BETTER else ">="
+    targets = []
+    if limit is not None:
+        targets.append(f"{sign} {text_of(limit, unit)}")
+    if goal.reach is not None:
+        targets.append(f"{sign} {goal.reach:.2f}x")
+    return ", ".join(targets)
+
+
+def _is_reached(
+    pairs: Sequence[tuple[float | None, float | None]], unit: str
+) -> bool | None:  # fmt: skip
+    verdicts = []
+    for value, goal in pairs:
+        if goal is not None:
+            if value is None:
+                return None
+            verdicts.append(value <= goal if unit in LESS_IS_BETTER else value >= goal)
+    return all(verdicts) if verdicts else None
+
+
+def _row_without(goal: Goal, reason: str) -> Row:
+    return Row(goal.what, f"{NO_FIGURE}: {reason}", goal.quoted, None, "", None, "")
 
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:

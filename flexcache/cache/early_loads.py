@@ -296,6 +296,13 @@ class EarlyLoads:
             self._experience.wasted(self._landed[0].begun_s, now)
             self._waste(self._landed[0])
 
+    def let_go_expired(self, now: float) -> None:
+        """Let go of blocks that were not used for so long that the tier has dropped them."""
+        for load in self._landed.copy():
+            if not self._host.index.contains(load.root, load.key):
+                self._experience.wasted(load.begun_s, now)
+                self._waste(load)
+
     def forget(self) -> None:
         """Let go of all that has landed: the tier is to be cleared."""
         while self._landed:

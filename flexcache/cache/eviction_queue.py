@@ -9,7 +9,8 @@ all, and then falls. So the worst tail of a kind stands at one of the two ends o
     ...
 
 Under LRU, age alone counts, and the oldest tail goes. The ends themselves are in a heap by what
-their tails are worth, so that the worst of them is at hand.
+their tails are worth, so that the worst of them is at hand. A tail has one entry, at which both
+ends arrive, and which goes with it: there are no stale ones to clean up.
 
 Pure: no I/O, no clock. Not thread-safe.
 """
@@ -19,13 +20,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from functools import partial
+from itertools import chain
 from typing import NamedTuple, Protocol
 
+from flexcache.cache.sorted_tails import Entry, SortedTails
 from flexcache.errors import InternalError
-
-Entry = tuple[float, int]
-"""Time and number of a tail; both negated where the youngest comes first."""
 
 RETIRED = -1e300
 """Time of use of tails that go before all that are not retired."""
@@ -35,7 +34,7 @@ _TURNS = 16
 """Parts of the ends that are weighed in turn, so that seldom an eviction weighs them all."""
 _SPARE_ENTRIES = 64
 _GROWTH = 3
-"""Times its size after the last removal of stale entries, at which a heap is searched for them."""
+"""Times the number of ends, at which their order is sorted again without what is outdated."""
 _RETAINED = 1e12
 """Worth above that of any tail that is not to be retained."""
 
@@ -93,36 +92,44 @@ class EvictionQueue:
     A time in the future means that the tail is to be retained until then, if possible.
 
     Args:
-        is_queued: Whether a tail (number, time, kind) is in the queue in its present state.
-            Entries of others are stale, and dropped when they reach an end.
+        is_evictable: Whether a queued tail, given by its number, may go. One that may not leaves
+            the queue when it hides what is behind it; it is then no longer queued.
     """
 
-    def __init__(self, ranking: Ranking, is_queued: Callable[[int, float, int], bool]) -> None:
+    def __init__(self, ranking: Ranking, is_evictable: Callable[[int], bool]) -> None:
         self.now = 0.0
         self._ranking = ranking
-        self._is_queued = is_queued
+        self._is_evictable = is_evictable
         self._num_kinds = ranking.num_kinds
-        num_ends = ranking.num_kinds * (2 if ranking.num_kinds > 1 else 1)
-        self._heaps: list[list[Entry]] = [[] for _ in range(num_ends)]
-        """The oldest of each kind first, then the youngest of each first."""
+        self._has_kinds = ranking.num_kinds > 1
+        self._tails = [SortedTails() for _ in range(self._num_kinds)]
+        num_ends = self._num_kinds * (2 if self._has_kinds else 1)
         self._worths = [math.inf] * num_ends
+        """Worth of the oldest tail of each kind, then of the youngest of each."""
         self._order: list[tuple[float, int]] = []
-        """A heap of worths and ends; stale unless it is the end's present worth."""
-        self._limits = [_SPARE_ENTRIES] * num_ends
+        """A heap of worths and ends; outdated unless it is the end's present worth."""
         self._version = ranking.version
         self._turn = 0
         self._refresh_at = math.inf if ranking.is_lru else 0.0
 
     def add(self, number: int, time: float, kind: int) -> None:
-        """Add a tail in its present state; an earlier entry for it is stale. Amortised O(log n)."""
-        self._push(kind, (time, number), time)
-        if self._num_kinds > 1:
-            self._push(self._num_kinds + kind, (-time, -number), time)
+        """Add a tail that is not in the queue. O(log n)."""
+        tails, entry = self._tails[kind], (time, number)
+        tails.add(entry)
+        if tails.oldest is entry:
+            self._weigh(kind)
+        if self._has_kinds and tails.youngest is entry:
+            self._weigh(self._num_kinds + kind)
+
+    def remove(self, number: int, time: float, kind: int) -> None:
+        """Take out a tail that was added with this time and kind. O(log n)."""
+        self._tails[kind].remove((time, number))
+        self._weigh_both(kind)
 
     def pop(self, below: float = math.inf) -> tuple[int, float, int] | None:
-        """Take out the tail that is worth least: its number, time and kind; or a stale entry.
+        """Take out the tail that is worth least: its number, time and kind.
 
-        None if all are worth ``below`` or more. Amortised O(log n).
+        None if all are worth ``below`` or more. Amortised O(log ends).
         """
         order, worths = self._order, self._worths
         if self.now >= self._refresh_at or self._version != self._ranking.version:
@@ -132,11 +139,8 @@ class EvictionQueue:
         if not order or order[0][0] >= below:
             return None
         end = order[0][1]
-        time, number = heapq.heappop(self._heaps[end])
-        self._weigh(end)
-        if end < self._num_kinds:
-            return number, time, end
-        return -number, -time, end - self._num_kinds
+        time, number = self._pop_from(end)
+        return number, time, end % self._num_kinds
 
     def worth(self, time: float, kind: int) -> float:
         """Return what a tail is worth now; under LRU the time itself."""
@@ -146,13 +150,15 @@ class EvictionQueue:
             return _RETAINED + time
         return self._ranking.worth(kind, self.now - time)
 
-    def _push(self, end: int, entry: Entry, time: float) -> None:
-        heap = self._heaps[end]
-        heapq.heappush(heap, entry)
-        if heap[0] is entry:
+    def _pop_from(self, end: int) -> Entry:
+        kind = end % self._num_kinds
+        tails = self._tails[kind]
+        entry = tails.pop_oldest() if end == kind else tails.pop_youngest()
+        if tails:
             self._weigh(end)
-        if len(heap) > self._limits[end]:
-            self._drop_stale(end)
+        else:
+            self._weigh_both(kind)
+        return entry
 
     def _refresh(self) -> None:
         """Weigh the ends whose turn it is, or all if the ranking has changed."""
@@ -160,22 +166,26 @@ class EvictionQueue:
         if self._version != self._ranking.version or begin < self._turn - _TURNS:
             begin = self._turn - _TURNS
         for turn in range(begin, self._turn):
-            for end in range(turn % _TURNS, len(self._heaps), _TURNS):
-                heap = self._heaps[end]
-                while heap and not self._is_queued(*self._tail(end, heap[0])):
-                    heapq.heappop(heap)  # it hides what is behind it
+            for end in range(turn % _TURNS, len(self._worths), _TURNS):
+                tails = self._tails[end % self._num_kinds]
+                while tails and not self._is_evictable(self._entry_at(end)[1]):
+                    self._pop_from(end)
                 self._weigh(end)
         self._version = self._ranking.version
         self._refresh_at = (
             math.inf if self._ranking.is_lru else (self._turn + 1) * _REFRESH_S / _TURNS
         )
 
+    def _weigh_both(self, kind: int) -> None:
+        """Weigh both ends of a kind."""
+        self._weigh(kind)
+        if self._has_kinds:
+            self._weigh(self._num_kinds + kind)
+
     def _weigh(self, end: int) -> None:
-        heap, worth = self._heaps[end], math.inf
-        if heap and end < self._num_kinds:
-            worth = self.worth(heap[0][0], end)
-        elif heap and not self._ranking.is_lru:
-            worth = self.worth(-heap[0][0], end - self._num_kinds)
+        kind, worth = end % self._num_kinds, math.inf
+        if self._tails[kind] and (end == kind or not self._ranking.is_lru):
+            worth = self.worth(self._entry_at(end)[0], kind)
         if worth == self._worths[end]:
             return
         self._worths[end] = worth
@@ -183,27 +193,25 @@ class EvictionQueue:
         if len(self._order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
             self._order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
 
-    def _tail(self, end: int, entry: Entry) -> tuple[int, float, int]:
-        if end < self._num_kinds:
-            return entry[1], entry[0], end
-        return -entry[1], -entry[0], end - self._num_kinds
-
-    def _drop_stale(self, end: int) -> None:
-        heap = {entry for entry in self._heaps[end] if self._is_queued(*self._tail(end, entry))}
-        self._heaps[end] = sorted(heap)
-        self._limits[end] = max(_SPARE_ENTRIES, _GROWTH * len(heap))
-        self._weigh(end)
+    def _entry_at(self, end: int) -> Entry:
+        kind = end % self._num_kinds
+        tails = self._tails[kind]
+        return tails.oldest if end == kind else tails.youngest
 
     def check(self, queued: dict[int, tuple[float, int]]) -> None:
-        """Raise `InternalError` if one of these tails, number -> (time, kind), is not in the queue,
+        """Raise `InternalError` if the queue has others than these tails, number -> (time, kind),
         or an end that has one would not be found. O(entries).
         """
         order = set(self._order)
         for end, worth in enumerate(self._worths):
             if worth < math.inf and (worth, end) not in order:
                 raise InternalError(f"end {end} of the eviction queue is not in order")
-        entries = [set(map(partial(self._tail, end), heap)) for end, heap in enumerate(self._heaps)]
-        for number, (time, kind) in queued.items():
-            ends = range(kind, len(entries), self._num_kinds)
-            if any((number, time, kind) not in entries[end] for end in ends):
-                raise InternalError(f"run {number} could be evicted and is not queued")
+        found = dict[int, tuple[float, int]]()
+        for kind, tails in enumerate(self._tails):
+            tails.check()
+            found |= {number: (time, kind) for time, number in tails}
+            if tails and self._worths[kind] == math.inf:
+                raise InternalError(f"end {kind} of the eviction queue has no worth")
+        if found != queued or sum(1 for _ in chain(*self._tails)) != len(found):
+            wrong = sorted(number for number, _ in found.items() ^ queued.items())
+            raise InternalError(f"runs {wrong} and their entries in the eviction queue differ")

@@ -17,12 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.load_cost import LoadCost, why_recomputed
 from flexcache.cache.load_ways import LoadWays, Way
 from flexcache.cache.plan import LOAD_OP, EarlyTerms, Plan, block_names, chunks
 from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.remote_tier import RemoteTier
+from flexcache.cache.retention import Seconds
 from flexcache.cache.tail_loads import TailLoads
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
@@ -158,7 +161,8 @@ class LoadPlanner:
         self, plan: Plan, keys: BlockKeys, start: int, stop: int, prefill_blocks_per_s: float
     ) -> None:
         """Load the cached part of blocks ``[start, stop)``."""
-        on_host = self._host.match(keys)
+        is_use = plan.kind is TaskKind.GET  # a prefetch may be for nothing
+        on_host = self._host.match(keys, is_use=is_use)
         covered = min(on_host.num_blocks, stop)
         segments: list[_Segment] = []
         for tier in self._tiers.lower:
@@ -166,7 +170,7 @@ class LoadPlanner:
                 break
             if tier.name in self._tiers.unavailable:
                 continue
-            match = tier.match(keys)
+            match = tier.match(keys, is_use=is_use)
             begin, end = max(covered, start), min(match.num_blocks, stop)
             if begin >= end:
                 continue
@@ -257,6 +261,8 @@ class LoadPlanner:
                 plan.skipped[plan.staging.why_short("host")] = stop - begin - len(plan.staging)
         else:  # another task is loading them, or only the engine has the blocks before them
             plan.staging = self._host.reserve_private(keys.root, stop - begin)
+        if plan.kind is TaskKind.PREFETCH:
+            plan.staging.used_s = _last_used(segments)
         staged = plan.staging.blocks.copy()
         plan.stop = begin + len(staged)
         for tier, match, low, high in segments:
@@ -276,3 +282,10 @@ class LoadPlanner:
                 if plan.kind is TaskKind.GET:
                     upload = next(self._op_ids)
                     plan.graph.add(upload, OpKind.H2D, chunk.start, landing, None, [op])
+
+
+def _last_used(segments: list[_Segment]) -> Seconds | None:
+    """Return when the blocks that lower tiers supply were last used, where that matters."""
+    times = [tier.last_used(match, low) for tier, match, low, _ in segments]
+    pieces = [t[: s.end - s.begin] for t, s in zip(times, segments, strict=True) if t is not None]
+    return np.concatenate(pieces) if pieces else None

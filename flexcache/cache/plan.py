@@ -207,8 +207,10 @@ def chunks(start: int, stop: int, size: int) -> Iterator[range]:
         yield range(low, min(low + size, stop))
 
 
-def block_names(tier: Tier, keys: BlockKeys, start: int, stop: int) -> BlockNames:
+def block_names(
+    tier: Tier, keys: BlockKeys, start: int, stop: int, used_s: float | None = None
+) -> BlockNames:
     """Name blocks ``[start, stop)`` of a prompt, for storage that outlives this process."""
     root = tier.root_at_store(keys.root) if isinstance(tier, RemoteTier) else keys.root
     parent = keys.key(start - 1) if start else b""
-    return BlockNames(root, start, parent, list(keys.slice(start, stop)))
+    return BlockNames(root, start, parent, list(keys.slice(start, stop)), used_s)

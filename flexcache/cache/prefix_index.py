@@ -182,7 +182,7 @@ class PrefixIndex:
         self._next_run_id = 0
         self._tenant_of = tenant_of
         self._now = 0.0
-        self._queues = [EvictionQueue(self.ranking, self._is_queued) for _ in range(num_tenants)]
+        self._queues = [EvictionQueue(self.ranking, self._is_evictable) for _ in range(num_tenants)]
         self._num_blocks = 0
         self._discarded: dict[int, None] = {}  # runs with blocks that wait for their last unpin
         self.on_removed: list[Callable[[RootId, Sequence[BlockKey]], None]] = []
@@ -344,7 +344,7 @@ class PrefixIndex:
         if kept:
             run.recency.append((kept, *recency[len(run.recency)][1:]))
         run.recency.append((run.length, RETIRED, 0))
-        run.queued = None  # its queue entry dates from when it was ordinary
+        self._unqueue(run)
         self._queue_if_evictable(run)
         return ordinary - kept
 
@@ -397,7 +397,7 @@ class PrefixIndex:
         match = PrefixMatch(run, run.length, run.depth + run.length)
         due = now + retain
         last = run.recency[-1][1] if run.recency else due
-        run.queued = None  # its tail is another one now
+        self._unqueue(run)  # its tail is another one now
         run.recency.append((run.length, min(due, last), outlook.rear))
         self.touch(match, now, retain, outlook)
         self._queue_if_evictable(run)
@@ -417,9 +417,7 @@ class PrefixIndex:
         queue.now = self._now
         while missing > 0 and (tail := queue.pop(below)) is not None:
             run_id, time, kind = tail
-            run = self._runs.get(run_id)
-            if run is None or run.queued != (time, kind):
-                continue
+            run = self._runs[run_id]
             run.queued = None
             recency, length, start = run.recency, len(run.keys), run.held_length
             if length <= start:
@@ -490,7 +488,7 @@ class PrefixIndex:
                 recency.append((offset, *run.recency[len(recency)][1:]))
             run.recency = [*recency, (run.length, _DISCARDED, 0)]
             self._discarded[run.run_id] = None
-            run.queued = None  # its queue entry dates from when it was more recent
+            self._unqueue(run)
 
     def _tell_removed(self, run: Run, offset: int, keys: list[BlockKey]) -> None:
         """Report keys that can no longer be found."""
@@ -530,7 +528,7 @@ class PrefixIndex:
         self._num_blocks -= len(freed)
         if keep:
             run.truncate(keep)
-            run.queued = None
+            self._unqueue(run)
             self._queue_if_evictable(run)
         else:
             self._remove(run)
@@ -538,6 +536,7 @@ class PrefixIndex:
 
     def _remove(self, run: Run) -> None:
         """Forget a run without blocks."""
+        self._unqueue(run)
         del self._runs[run.run_id]
         parent = run.parent
         if parent is None:
@@ -556,15 +555,19 @@ class PrefixIndex:
             run.queued = (time, kind)
             run.queue.add(run.run_id, time, kind)
 
-    def _is_queued(self, run_id: int, time: float, kind: int) -> bool:
-        """Whether an entry of the queue stands for a run that can be evicted."""
-        run = self._runs.get(run_id)
-        if run is None or run.queued != (time, kind):
-            return False
-        if run.length <= run.held_length:
-            run.queued = None  # until it is released
-            return False
-        return True
+    def _unqueue(self, run: Run) -> None:
+        """Take a run's entry out of the queue: it would be found there too late."""
+        if run.queued is not None:
+            run.queue.remove(run.run_id, *run.queued)
+            run.queued = None
+
+    def _is_evictable(self, run_id: int) -> bool:
+        """Whether a queued run can be evicted. One that is held is queued at its release."""
+        run = self._runs[run_id]
+        if run.length > run.held_length:
+            return True
+        run.queued = None
+        return False
 
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(blocks)."""

@@ -33,6 +33,8 @@ _DROPS = 4096
 """Blocks that it drops."""
 _ALL = 1 << 62
 
+Seconds = npt.NDArray[np.float64]
+
 
 class Retention:
     """The age limit of one tier.
@@ -62,16 +64,35 @@ class Retention:
         """Record that the matched blocks were used. Amortised O(1)."""
         self._note(match.run, match.length, self._stamp(now))
 
-    def restored(self, match: PrefixMatch, written_s: npt.NDArray[np.float64]) -> None:
-        """Record that the last blocks of the match were written at these times.
+    def used_before(self, match: PrefixMatch, times_s: Seconds) -> None:
+        """Record that the last blocks of the match, which are new here, were last used at these
+        times.
 
-        All that is before a block was used when it was written.
+        All that is before a block was used when the block was.
         """
-        stamps = np.maximum.accumulate(written_s[::-1] // self._stamp_s)[::-1]
+        stamps = np.maximum.accumulate(times_s[::-1] // self._stamp_s)[::-1]
         ends = [*(np.flatnonzero(np.diff(stamps)) + 1).tolist(), len(stamps)]
         start = match.length - len(stamps)
+        assert match.run is not None
+        match.run.uses = _cut(match.run.uses or [], start)  # what was there before was evicted
         for end in reversed(ends):
             self._note(match.run, start + end, int(stamps[end - 1]))
+
+    def last_used(self, match: PrefixMatch, start: int) -> Seconds:
+        """Return when the matched blocks from position ``start`` on were last used.
+
+        To within half a stamp.
+        """
+        stamps = np.empty(match.num_blocks - start)
+        run, length = match.run, match.length
+        while run is not None and run.depth + length > start:
+            first = max(0, start - run.depth)
+            ends, stamps_of_run = zip(*(run.uses or ()), strict=True)
+            steps = np.searchsorted(ends, np.arange(first, length), side="right")
+            low = run.depth + first - start
+            stamps[low : low + length - first] = np.array(stamps_of_run)[steps]
+            length, run = run.parent_length, run.parent
+        return (stamps + 0.5) * self._stamp_s
 
     def _stamp(self, time: float) -> int:
         return int(time // self._stamp_s)
@@ -151,6 +172,14 @@ class Retention:
                 raise InternalError(f"run {number} has blocks that were never used")
             if run.parent is not None and _stamp_at(run.parent, run.parent_length) < stamps[0]:
                 raise InternalError(f"run {number} was used later than what is before it")
+
+
+def _cut(uses: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    """Return the uses of a run's first ``length`` blocks only."""
+    kept = [step for step in uses if step[0] <= length]
+    if length and len(kept) < len(uses) and (not kept or kept[-1][0] < length):
+        kept.append((length, uses[len(kept)][1]))
+    return kept
 
 
 def _num_since(run: Run, oldest: int) -> int:

@@ -140,14 +140,14 @@ class StorePlanner:
         Does not touch the GPU. The graph is empty if no tier lacks anything.
 
         Args:
-            tiers: Write only to these, whatever their write policy.
+            tiers: Write back to these only, whatever their write policy: no use of the blocks.
             tail_at: Write the tail behind this many blocks too, unless it is 0.
             start: The blocks before it were offered by an earlier put of the same request.
         """
         cached = self._host.index.match(keys)
         if self._shape is None or self._shape.dense_blocks:
             stop = min(stop, cached.num_blocks)
-        plan = Plan(TaskKind.STORE, keys.root, stop, stop)
+        plan = Plan(TaskKind.STORE, keys.root, stop, stop, is_write_back=tiers is not None)
         self._tiers.num_holders += 1
         if self._tails is not None and 0 < tail_at <= plan.stop:
             self._tails.find(plan, keys, tail_at, retain_s)
@@ -174,7 +174,6 @@ class StorePlanner:
                 path = self._host.index.path_keys(self._host.index.locate(root, last))
                 keys = EngineBlockKeys(root, path, len(path), content)
                 plan = self.plan_store(keys, len(path), tiers=[tier])
-                plan.is_write_back = True
                 num_beyond = sum(plan.dropped.pop(why, 0) for why in _why_later(name))
                 if num_beyond:
                     late.dirty.add(root, path[-num_beyond:], content, is_old=True)
@@ -254,7 +253,7 @@ class StorePlanner:
         """
         tail_end = 0 if plan.tail is None else plan.tail.position
         for tier in self._tiers.lower if tiers is None else tiers:
-            begin = tier.match(keys, plan.outlook, retain_s).num_blocks
+            begin = tier.match(keys, plan.outlook, retain_s, not plan.is_write_back).num_blocks
             begin += tier.num_in_flight(keys, begin, plan.stop)
             end = plan.stop if tiers is not None else self._admitted(tier, keys, plan.stop, start)
             late = self._write_back.get(tier.name) if tiers is None else None
@@ -289,6 +288,7 @@ class StorePlanner:
         end = begin + room
         outlook = self._tiers.recall(keys) if plan.outlook is None else plan.outlook
         lease = tier.reserve(keys, begin, end, outlook, retain_s)
+        lease.used_s = self._host.last_used(cached, begin) if plan.is_write_back else None
         plan.stores[tier.name] = lease
         plan.store_starts[tier.name] = begin
         self._backlog.reserve(plan, tier.name, len(lease))
@@ -323,17 +323,17 @@ class StorePlanner:
         source = self._host.index.blocks(cached, begin)
         for chunk in chunks(begin, end, self._chunk_blocks):
             low, high = chunk.start - begin, chunk.stop - begin
-            self._add_store(
-                plan, tier, keys, chunk.start, source[low:high], lease.blocks[low:high], []
-            )
+            used_s = None if lease.used_s is None else float(lease.used_s[high - 1])
+            target = lease.blocks[low:high]
+            self._add_store(plan, tier, keys, chunk.start, source[low:high], target, [], used_s)
 
     def _add_store(
         self, plan: Plan, tier: Tier, keys: BlockKeys, first: int, source: BlockIds,
-        target: BlockIds, depends_on: Sequence[OpId],
+        target: BlockIds, depends_on: Sequence[OpId], used_s: float | None = None,
     ) -> None:  # fmt: skip
         names = None
         if self.is_recording or isinstance(tier, RemoteTier):
-            names = block_names(tier, keys, first, first + len(target))
+            names = block_names(tier, keys, first, first + len(target), used_s)
         plan.graph.add(
             next(self._op_ids), STORE_OP[tier.name], first, source, target, depends_on, names
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.plan import LOAD_OP, Plan, PlannedTail, chunks
 from flexcache.cache.remote_tier import RemoteTier
@@ -113,7 +115,8 @@ class TailLoads:
         planned, tier = plan.tail, found.tier
         assert planned is not None
         count = len(found.tail.units)
-        tier.use_tail(found.tail)
+        is_use = plan.kind is TaskKind.GET  # a prefetch may be for nothing
+        tier.use_tail(found.tail, is_use=is_use)
         if tier is not self._host:
             if not self._host.is_tail_in_flight(keys.root, planned.key, count):
                 planned.staging = self._host.reserve_tail(keys.root, planned.key, count)
@@ -121,6 +124,8 @@ class TailLoads:
                 planned.staging = self._host.reserve_private(keys.root, count)
             if planned.staging is None or len(planned.staging) < count:
                 return False
+            if not is_use:
+                planned.staging.used_s = np.array([found.tail.used])
             planned.units = planned.staging.blocks.copy()
         if plan.kind is TaskKind.GET:
             planned.num_copied = count

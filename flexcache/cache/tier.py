@@ -32,7 +32,7 @@ from flexcache.cache.eviction_queue import RETIRED, Outlook, Ranking
 from flexcache.cache.prefix_index import EMPTY_MATCH, NO_BLOCKS, PrefixIndex, PrefixMatch
 from flexcache.cache.prompt_content import PromptContent
 from flexcache.cache.quotas import Quotas
-from flexcache.cache.retention import Retention
+from flexcache.cache.retention import Retention, Seconds
 from flexcache.cache.tail_index import Tail, TailIndex, tail_keys
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId, TierName
@@ -72,6 +72,8 @@ class Lease:
     """Once published, the blocks count as used this much later than their last use."""
     outlook: Outlook | None = None
     """Kinds of the prompt's blocks, if known."""
+    used_s: Seconds | None = None
+    """When each of its blocks, or its tail, was last used; None for once they are published."""
     is_refused: bool = False
     """Whether it is shorter than asked for since what the tier holds is worth more."""
     to_publish: int = 0
@@ -166,11 +168,19 @@ class Tier:
         self._now = max(self._now, now)
 
     def match(
-        self, keys: BlockKeys, outlook: Outlook | None = None, retain_s: float = 0.0
-    ) -> PrefixMatch:
-        """Return the longest cached prefix of a prompt, and `use` it."""
+        self, keys: BlockKeys, outlook: Outlook | None = None, retain_s: float = 0.0,
+        is_use: bool = True,
+    ) -> PrefixMatch:  # fmt: skip
+        """Return the longest cached prefix of a prompt, and `use` it.
+
+        Args:
+            is_use: Else it becomes more recent only, and expires as if nothing had happened.
+        """
         match = self.index.match(keys)
-        self.use(match, outlook, retain_s)
+        if is_use:
+            self.use(match, outlook, retain_s)
+        else:
+            self.keep(match, retain_s)
         return match
 
     def use(self, match: PrefixMatch, outlook: Outlook | None, retain_s: float = 0.0) -> None:
@@ -345,10 +355,10 @@ class Tier:
             self.tails.retire(match.run.root, keys, RETIRED)
         return self.index.retire(match, start)
 
-    def use_tail(self, tail: Tail, retain_s: float = 0.0) -> None:
+    def use_tail(self, tail: Tail, retain_s: float = 0.0, is_use: bool = True) -> None:
         """Make a tail as recent as the prefix that it stands on, or as now without one."""
         self.tails.touch(tail, self._tail_due(tail, retain_s))
-        tail.used = self._now
+        tail.used = self._now if is_use else tail.used
 
     def pin_tail(self, tail: Tail) -> None:
         """Keep a tail in place until `unpin_tail`."""
@@ -379,6 +389,11 @@ class Tier:
     def retention_s(self) -> float | None:
         """How long what is not used is kept; None if it has no such limit."""
         return None if self._retention is None else self._retention.retention_s
+
+    def last_used(self, match: PrefixMatch, start: int) -> Seconds | None:
+        """Return when the matched blocks from position ``start`` on were last used; None if that
+        does not matter."""
+        return None if self._retention is None else self._retention.last_used(match, start)
 
     @property
     def next_expiry(self) -> float | None:
@@ -557,8 +572,10 @@ class Tier:
             parent, lease.root, lease.keys[start:stop], lease.blocks[start:stop],
             self._tick(), lease.retain_s, lease.outlook,
         )  # fmt: skip
-        if self._retention is not None:
+        if self._retention is not None and lease.used_s is None:
             self._retention.used(lease.published, self._now)
+        elif self._retention is not None and lease.used_s is not None:
+            self._retention.used_before(lease.published, lease.used_s[start:stop])
         self.index.pin(lease.published)
         lease.num_published = stop - start
         lease.blocks = np.concatenate((lease.blocks[start:stop], lease.blocks[:start],
@@ -575,7 +592,7 @@ class Tier:
         if not is_whole or self.tails.find(tail.root, tail.key) is not None:
             return
         self.tails.insert(tail, self._tail_due(tail, lease.retain_s))
-        tail.used = self._now
+        tail.used = self._now if lease.used_s is None else float(lease.used_s[-1])
         self.tails.pin(tail)
         lease.num_published = len(lease)
         self._num_leased -= lease.num_published
@@ -627,7 +644,7 @@ class Tier:
             match = self.index.insert(parent, run.root, run.keys, run.blocks, self._tick())
             if self._retention is not None:
                 written_s = np.full(len(run.keys), self._now)
-                self._retention.restored(
+                self._retention.used_before(
                     match, written_s if run.written_s is None else run.written_s
                 )
             taken.append(run.blocks)

@@ -153,7 +153,10 @@ class TieredCache:
     def tick(self, now: float) -> None:
         """Let time pass: blocks expire, and budgets of writes grow."""
         self.tiers.advance(now)
+        expiry_s = self.tiers.host.next_expiry
         self.tiers.expire(now)
+        if expiry_s is not None and expiry_s <= now:
+            self.early.let_go_expired(now)
 
     def next_deadline(self) -> float | None:
         """When something is due: to `tick`, or for `stores` to write back."""

@@ -6,6 +6,7 @@ number of a removed worker is given to the next new one. Pure.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from flexcache.errors import ConfigError, InternalError
 from flexcache.router.workers import WorkerSpec, WorkerState
 
 _MAX_MASKS = 1000
+_MAX_GONE = 1000
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class Fleet:
         self._free: list[int] = []
         self._masks: dict[str | None, np.ndarray] = {}
         """By model: which workers may be chosen."""
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        """Models of workers that were removed, those of the latest last."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -93,18 +97,27 @@ class Fleet:
         self._masks.clear()
         changes = Changes()
         for name in [name for name in self._members if name not in wanted]:
-            number = self._members.pop(name).number
+            member = self._members.pop(name)
+            self._remember_gone(member.models)
+            number = member.number
             self._by_number[number] = None
             self._free.append(number)
             changes.removed.append(number)
         for name, spec in wanted.items():
-            member = self._members.get(name)
-            if member is None:
+            known = self._members.get(name)
+            if known is None:
                 changes.added.append(self._add(spec))
-            elif member.spec != spec:
-                member.spec = spec
-                changes.changed.append(member.number)
+            elif known.spec != spec:
+                known.spec = spec
+                changes.changed.append(known.number)
         return changes
+
+    def _remember_gone(self, models: Collection[str]) -> None:
+        for model in models:
+            self._gone[model] = None
+            self._gone.move_to_end(model)
+        while len(self._gone) > _MAX_GONE:
+            self._gone.popitem(last=False)
 
     def _add(self, spec: WorkerSpec) -> int:
         if self._free:
@@ -131,8 +144,10 @@ class Fleet:
     ) -> np.ndarray | None:
         """Return which numbers may be chosen, as booleans not to be changed; None: there is none.
 
-        A model that no worker serves is left to the engines to refuse. Workers that were tried are
-        chosen again only if there are no others.
+        A model is served by those that list it, also if none of them is up: SGLang answers for any
+        name, with the model that it has. A name that no worker has ever listed may be a new
+        adapter; it is left to the engines. Workers that were tried are chosen again only if there
+        are no others.
 
         Args:
             only: Names of those to choose from; None: all.
@@ -159,12 +174,18 @@ class Fleet:
         return [self._members[name].number for name in names if name in self._members]
 
     def _able(self, model: str | None) -> np.ndarray:
-        up = [member for member in self._members.values() if member.state is WorkerState.UP]
-        serving = [member for member in up if not member.models or model in member.models]
-        able = serving if model is not None and serving else up
+        able = [member for member in self._members.values() if member.state is WorkerState.UP]
+        if model is not None:
+            if self._is_listed(model):
+                able = [member for member in able if model in member.models]
+            else:
+                able = [member for member in able if not member.models] or able
         mask = np.zeros(len(self._by_number), dtype=bool)
         mask[[member.number for member in able]] = True
         return mask
+
+    def _is_listed(self, model: str) -> bool:
+        return model in self._gone or any(model in member.models for member in self)
 
     def check(self) -> None:
         """Verify that each number is free or belongs to one worker.

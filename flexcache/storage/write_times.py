@@ -1,8 +1,9 @@
 """Write times of SSD slots: the generation of a record is also the time at which it was written.
 
-Generations only have to rise. They are counted in microseconds since the epoch, or, where records
-are written faster than that or the clock was set back, by one from the last. Pools of before have
-small ones: when their records were written is unknown.
+Of two records of one block the later one counts. Generations are microseconds since the epoch, or,
+where records are written faster than that or the clock was set back, rise by one from the last. A
+block that is written long after its last use has the time of that use. Pools of before have small
+generations: their records count as decades old.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 _PER_SECOND = 1_000_000
-_FIRST_TIME = 1_600_000_000 * _PER_SECOND
-"""In September 2020: smaller generations are counts."""
 
 
 def next_generation(last: int, wall_s: float) -> int:
@@ -26,7 +25,12 @@ def next_generation(last: int, wall_s: float) -> int:
 
 
 def ages_s(generations: npt.NDArray[np.uint64], wall_s: float) -> npt.NDArray[np.float64]:
-    """Return how long ago records were written, in seconds; 0 where that is unknown."""
-    ages = wall_s - generations.astype(np.float64) / _PER_SECOND
-    ages[generations < _FIRST_TIME] = 0.0
-    return np.maximum(ages, 0.0)
+    """Return how long ago records were written, in seconds; 0 for times to come."""
+    return np.maximum(wall_s - generations.astype(np.float64) / _PER_SECOND, 0.0)
+
+
+def older(
+    generations: npt.NDArray[np.int64], ages_s: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
+    """Return the generations of records whose blocks were last used that long before."""
+    return np.maximum(generations - (ages_s * _PER_SECOND).astype(np.int64), 1)

@@ -19,13 +19,15 @@ class BlockNames(msgspec.Struct, frozen=True):
     """Names of an op's blocks in storage that outlives the process.
 
     ``keys`` are those of consecutive blocks of one prompt, the first at position ``first``;
-    ``parent`` is the key of the block before it, empty if there is none.
+    ``parent`` is the key of the block before it, empty if there is none. ``used_s`` is when all of
+    them had last been used, in seconds of the machine's monotonic clock; None for now.
     """
 
     root: bytes
     first: int
     parent: bytes
     keys: list[bytes]
+    used_s: float | None = None
 
 
 class Execute(msgspec.Struct, tag=True, frozen=True):

@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -173,6 +174,11 @@ class PackingPool:
         slots.close()
         commit.close()
 
+    def generations(self) -> list[int]:
+        records = SlotIndex([self.index_fd], POOL_ID).load(4).records
+        generations: list[int] = np.sort(records, order="slot")["generation"].tolist()
+        return generations
+
     def forms(self) -> list[tuple[int, int]]:
         forms: list[tuple[int, int]] = SlotIndex([self.index_fd], POOL_ID).survey(4).forms.tolist()
         return forms
@@ -256,6 +262,18 @@ def test_a_slot_that_the_pool_does_not_have_is_refused(packing_pool: PackingPool
         done = run(worker, store(1, [0], [NUM_BLOCKS]), store(2, [1], [1]))
     assert "malformed op" in (done[1].error or "")
     assert done[2].num_ok == 1
+
+
+def test_blocks_are_recorded_with_the_time_of_their_last_use(packing_pool: PackingPool) -> None:
+    names = BlockNames(ROOT, 0, b"", [b"block 0", b"block 1"], time.monotonic() - 500.0)
+    with packing_pool.worker(Codec.NONE) as worker:
+        before_s = time.time()
+        run(worker, order(1, OpKind.H2DISK, [0, 1], [0, 1], names=names), store(2, [2], [2]))
+        after_s = time.time()
+    old, old_too, new = (generation / 1e6 for generation in packing_pool.generations())
+    assert before_s - 501.0 <= old <= after_s - 500.0
+    assert before_s - 501.0 <= old_too <= after_s - 500.0
+    assert before_s <= new <= after_s + 1.0
 
 
 MALFORMED = [

@@ -47,12 +47,15 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.ranking = Scripted()
         self.tails: dict[int, tuple[float, int]] = {}
-        self.queue = EvictionQueue(self.ranking, self.is_queued)
+        self.held: set[int] = set()
+        self.queue = EvictionQueue(self.ranking, self.is_evictable)
         self.next_number = 0
         self.now = 0
 
-    def is_queued(self, number: int, time: float, kind: int) -> bool:
-        return self.tails.get(number) == (time, kind)
+    def is_evictable(self, number: int) -> bool:
+        if number in self.held:
+            del self.tails[number]  # it leaves the queue with this
+        return number not in self.held
 
     @rule(kind=st.integers(0, NUM_KINDS - 1), retain=st.sampled_from([0, 0, 0, 4, -2]))
     def add(self, kind: int, retain: int) -> None:
@@ -68,13 +71,20 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def retire(self, which: int) -> None:
         number = self.some(which)
+        self.queue.remove(number, *self.tails[number])
         self.tails[number] = (RETIRED, 0)
         self.queue.add(number, *self.tails[number])
 
     @precondition(lambda self: self.tails)
     @rule(which=st.integers(0, 99))
+    def remove(self, which: int) -> None:
+        number = self.some(which)
+        self.queue.remove(number, *self.tails.pop(number))
+
+    @precondition(lambda self: self.tails)
+    @rule(which=st.integers(0, 99))
     def hold(self, which: int) -> None:
-        del self.tails[self.some(which)]
+        self.held.add(self.some(which))
 
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:
@@ -89,10 +99,11 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     @rule(below=st.sampled_from([math.inf, math.inf, 3.0]))
     def pop(self, below: float) -> None:
         self.wait(1)
-        worth = min(map(self.worth, ends_of(self.tails)), default=math.inf)
         popped = self.queue.pop(below)
-        while popped is not None and not self.is_queued(*popped):
+        while popped is not None and popped[0] in self.held:
+            assert self.tails.pop(popped[0]) == popped[1:]
             popped = self.queue.pop(below)
+        worth = min(map(self.worth, ends_of(self.tails)), default=math.inf)
         if popped is None:
             assert worth >= below
         else:
@@ -101,6 +112,9 @@ class EvictionQueueMachine(RuleBasedStateMachine):
             del self.tails[number]
 
     def change(self, number: int, kind: int, retain: int) -> None:
+        if number in self.tails:
+            self.queue.remove(number, *self.tails[number])
+        self.held.discard(number)
         self.tails[number] = (self.now + retain, kind)
         self.queue.add(number, *self.tails[number])
 
@@ -118,6 +132,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
         self.queue.check(self.tails)
 
     def teardown(self) -> None:
+        self.held.clear()
         while self.tails:
             before = len(self.tails)
             self.pop(math.inf)
@@ -131,7 +146,7 @@ TestEvictionQueueMachine.settings = settings(stateful_step_count=60)
 def test_compared_worths_are_at_most_a_second_old() -> None:
     random = Random(5)
     ranking, tails = Scripted(), dict[int, tuple[float, int]]()
-    queue = EvictionQueue(ranking, lambda number, time, kind: tails.get(number) == (time, kind))
+    queue = EvictionQueue(ranking, lambda number: True)
     now, num_popped = 0.0, 0
 
     def worths(time: float, kind: int) -> list[float]:
@@ -144,8 +159,6 @@ def test_compared_worths_are_at_most_a_second_old() -> None:
         queue.add(number, *tails[number])
         if random.random() < 0.9:
             popped = queue.pop()
-            while popped is not None and tails.get(popped[0]) != popped[1:]:
-                popped = queue.pop()
             assert popped is not None
             worth = min(worths(*tails.pop(popped[0])))
             assert all(worth <= max(worths(*tail)) for tail in ends_of(tails))
@@ -153,21 +166,74 @@ def test_compared_worths_are_at_most_a_second_old() -> None:
     assert num_popped > 2_000
 
 
-def test_stale_entries_do_not_pile_up() -> None:
-    tails = dict.fromkeys(range(10), (0.0, 0))
-    queue = EvictionQueue(Scripted(), lambda number, time, kind: tails[number] == (time, kind))
-    for now in range(10_000):
-        tails[now % 10] = (now, now % NUM_KINDS)
+class Counted(float):
+    """A time that counts how often one was compared."""
+
+    num_compared = 0
+
+    def __lt__(self, other: float) -> bool:
+        Counted.num_compared += 1
+        return float(self) < other
+
+    def __eq__(self, other: object) -> bool:
+        Counted.num_compared += 1
+        return float(self) == other
+
+    __hash__ = float.__hash__
+
+
+def test_no_call_does_much_work_however_many_tails_come_and_go() -> None:
+    random, num_tails = Random(3), 5_000
+    ranking, tails = Scripted(), dict[int, tuple[float, int]]()
+    num_looks = 0
+
+    def look(number: int) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return True
+
+    queue = EvictionQueue(ranking, look)
+    for number in range(4 * num_tails):
+        now = Counted(number / 100)
         queue.now = now
-        queue.add(now % 10, *tails[now % 10])
-    assert max(map(len, [*queue._heaps, queue._order])) < 200
+        Counted.num_compared = num_looks = 0
+        tails[number] = now - random.choice([Counted(0), Counted(10)]), random.randrange(NUM_KINDS)
+        queue.add(number, Counted(tails[number][0]), tails[number][1])
+        if len(tails) > num_tails:
+            popped = queue.pop()
+            assert popped is not None
+            del tails[popped[0]]
+            used = random.choice(list(tails)[:100])
+            queue.remove(used, *tails.pop(used))
+        assert Counted.num_compared < 400
+        assert num_looks <= 2 * NUM_KINDS
+        if number % num_tails == 0:
+            queue.check(tails)
+
+
+def test_the_order_of_ends_does_not_grow() -> None:
+    queue = EvictionQueue(Scripted(), lambda number: True)
+    for now in range(10_000):
+        queue.now = now
+        queue.add(now, now, now % NUM_KINDS)
+        if now >= 10:
+            queue.remove(now - 10, now - 10, (now - 10) % NUM_KINDS)
+    assert len(queue._order) < 200
 
 
 def test_a_missing_tail_is_noticed() -> None:
     queue = EvictionQueue(Scripted(), lambda *_: True)
     queue.add(1, 0.0, 0)
-    with pytest.raises(InternalError, match="run 2"):
+    with pytest.raises(InternalError, match=r"runs \[2\]"):
         queue.check({1: (0.0, 0), 2: (0.0, 0)})
+
+
+def test_a_tail_that_is_not_in_the_queue_is_not_taken_out_of_it() -> None:
+    queue = EvictionQueue(Scripted(), lambda *_: True)
+    queue.add(1, 0.0, 0)
+    for wrong in [(2, 0.0, 0), (1, 1.0, 0), (1, 0.0, 1)]:
+        with pytest.raises(InternalError, match="not in the eviction queue"):
+            queue.remove(*wrong)
 
 
 def test_an_end_that_would_not_be_found_is_noticed() -> None:

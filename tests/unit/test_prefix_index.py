@@ -556,7 +556,7 @@ def _forget_to_queue(tree: Damaged) -> None:
 
 
 def _lose_the_queue(tree: Damaged) -> None:
-    tree.index._queues[0]._heaps[0].clear()
+    tree.index._queues[0]._tails[0]._lists.clear()
 
 
 def _cut_off_a_branch(tree: Damaged) -> None:

@@ -15,8 +15,9 @@ from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.restore import restore_tier
 from flexcache.cache.tier import Tier
 from flexcache.config.groups import KVGroup
-from flexcache.ids import RootId, TierName
-from flexcache.storage.write_times import ages_s, next_generation
+from flexcache.ids import OpKind, RootId, TierName
+from flexcache.storage.write_times import ages_s, next_generation, older
+from flexcache.tasks.instructions import DISK
 
 CPU, SSD = TierName.CPU, TierName.SSD
 KEEP_S = 64.0
@@ -65,6 +66,27 @@ class RetainedTier(RuleBasedStateMachine):
         """Priorities shift the order of eviction only."""
         count = store(self.tier, word, root, retain_s)
         self.use(root, word[:count])
+
+    @rule(root=some_root, word=some_word, age_s=st.sampled_from([0.0, 5.0, 30.0, 60.0]))
+    def load_early(self, root: RootId, word: str, age_s: float) -> None:
+        """Blocks of another tier, where they were last used before; the first half later."""
+        keys = prompt(word, root)
+        start = self.tier.match(keys, is_use=False).num_blocks
+        lease = self.tier.reserve(keys, start, len(word))
+        new, half = len(lease), len(lease) // 2
+        lease.used_s = self.now - np.array([age_s / 2] * half + [age_s] * (new - half))
+        self.tier.publish(lease, new)
+        self.tier.release(lease)
+        used_s = lease.used_s.tolist()
+        self.used |= {(root, word[: start + i + 1]): used for i, used in enumerate(used_s)}
+        if new:
+            for prefix in prefixes(word[:start]):
+                self.used[root, prefix] = max(self.used[root, prefix], used_s[0])
+            match = self.tier.index.match(keys)
+            expected = [self.used[root, prefix] for prefix in prefixes(word[: match.num_blocks])]
+            last_used = self.tier.last_used(match, 0)
+            assert last_used is not None
+            assert np.abs(last_used - expected).max() <= 0.51 * STAMP_S + 1e-2
 
     @rule(root=some_root, word=some_word)
     def get(self, root: RootId, word: str) -> None:
@@ -280,5 +302,100 @@ def test_generations_rise_and_are_times() -> None:
     assert next_generation(first, wall_s) == first + 1
     assert next_generation(first, wall_s - 3600) == first + 1
     generations = np.array([17, first, first + 1], dtype=np.uint64)
-    assert ages_s(generations, wall_s + 100.0).round(3).tolist() == [0.0, 100.0, 100.0]
-    assert ages_s(generations, wall_s - 100.0).tolist() == [0.0, 0.0, 0.0]
+    assert ages_s(generations, wall_s + 100.0).round(3).tolist() == [wall_s + 100.0, 100.0, 100.0]
+    assert ages_s(generations[1:], wall_s - 100.0).tolist() == [0.0, 0.0]
+    late = older(np.array([first, first]), np.array([40.0, 0.0]))
+    assert ages_s(late.astype(np.uint64), wall_s + 100.0).round(3).tolist() == [140.0, 100.0]
+
+
+# What is no use
+
+
+def in_lower_tiers(text: str) -> World:
+    """Store a prompt 500 s ago, of which DRAM has nothing left."""
+    world = World(cpu=10, ssd=20, retention_s=600.0)
+    world.put(text)
+    world.finish_all()
+    world.clear(CPU)
+    world.tick(500.0)
+    return world
+
+
+def prefetch(world: World, text: str) -> None:
+    world.prefetch(text)
+    world.finish_all()
+
+
+def test_prefetches_do_not_keep_what_no_request_uses() -> None:
+    world = in_lower_tiers("abcd")
+    prefetch(world, "abcd")
+    world.tick(60.0)
+    prefetch(world, "abcd")
+    assert world.cached(CPU, "abcd") == world.cached(SSD, "abcd") == 4
+    world.tick(55.0)
+    assert world.cached(CPU, "abcd") == world.cached(SSD, "abcd") == 0
+    assert world.stats().tiers["CPU"].indexed == 0, "the early load holds it no more"
+    world.check_nothing_is_held()
+
+
+def test_a_get_after_a_prefetch_is_a_use() -> None:
+    world = in_lower_tiers("abcd")
+    prefetch(world, "abcd")
+    world.get("abcd")
+    world.finish_all()
+    world.tick(200.0)
+    assert [world.cached(tier, "abcd") for tier in (CPU, SSD)] == [4, 0]
+
+
+def test_hints_that_a_session_returns_do_not_keep_it() -> None:
+    world = in_lower_tiers("")
+    put = world.put("abcd")
+    world.cache.sessions.used("a session", world.placed("abcd"), world.tasks[put].plan)
+    world.finish_all()
+    world.clear(CPU)
+    for _ in range(6):
+        world.tick(99.0)
+        world.cache.sessions.hint("a session", False, 1.0, world.now)
+        world.tick(1.0)
+        world.finish_all()
+    assert world.cached(CPU, "abcd") == world.cached(SSD, "abcd") == 4
+    world.tick(80.0)
+    assert world.cached(CPU, "abcd") == world.cached(SSD, "abcd") == 0
+
+
+def test_an_early_load_of_a_tail_is_no_use_of_it() -> None:
+    world = TailWorld(STATE, cpu=10, ssd=20, retention_s=600.0)
+    world.put("ab", tail_at=2)
+    world.finish_all()
+    world.cache.tiers.clear("CPU")
+    world.now += 500.0
+    world.engine.tick(world.now)
+    world.prefetch("ab")
+    world.finish_all()
+    assert world.has_tail(CPU, "ab")
+    world.now += 140.0
+    world.engine.tick(world.now)
+    assert [tier.num_indexed for tier in world.cache.tiers] == [0, 0]
+    world.cache.check()
+
+
+def test_blocks_that_are_written_back_late_are_as_old_as_their_use() -> None:
+    world = World(cpu=10, ssd=20, policy="write_back", retention_s=600.0)
+    world.down(DISK)
+    world.put("abcd")
+    world.finish_all()
+    world.tick(200.0)
+    world.get("ab")
+    world.finish_all()
+    world.tick(300.0)
+    world.up(DISK)
+    world.tick()
+    names = [run.op.names for run in world.ops(OpKind.H2DISK)]
+    ages_s = [world.now - n.used_s for n in names if n is not None and n.used_s is not None]
+    assert all(abs(age - used) <= 10 for age, used in zip(ages_s, [300, 500], strict=True))
+    world.finish_all()
+    assert world.cached(SSD, "abcd") == 4
+    world.tick(150.0)
+    assert world.cached(SSD, "abcd") == 2
+    world.tick(200.0)
+    assert world.cached(SSD, "abcd") == 0

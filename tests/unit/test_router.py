@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -200,8 +201,31 @@ def test_a_worker_that_is_down_or_draining_or_does_not_serve_the_model_is_not_ch
     decision = router.choose(request(request_id="3", model="adapter"), 0.0)
     assert decision is not None
     assert (decision.worker, decision.others) == ("c", ())
-    # The engines answer for a model that none of them serves.
+    # The engines answer for a model that none of them has listed: it may be a new adapter.
     assert router.choose(request(request_id="4", model="unknown"), 0.0) is not None
+
+
+def test_a_model_whose_workers_are_away_is_not_served_by_others() -> None:
+    router = make_router("a", "b", "c")
+    router.set_models("a", ["llama"])
+    router.set_models("b", ["qwen"])
+
+    def worker_for(model: str) -> str | None:
+        decision = router.choose(request(request_id=f"{model} {next(numbers)}", model=model), 0.0)
+        return None if decision is None else decision.worker
+
+    numbers = itertools.count()
+    assert worker_for("qwen") == "b"
+    assert worker_for("unknown") == "c"  # has not told what it serves
+    router.set_state("b", WorkerState.DOWN)
+    assert worker_for("qwen") is None
+    router.set_workers([worker("a"), worker("c")])
+    assert worker_for("qwen") is None
+    router.set_models("c", ["qwen"])
+    assert worker_for("qwen") == "c"
+    router.set_models("c", ["other"])
+    assert worker_for("qwen") is None
+    router.check()
 
 
 def test_workers_that_failed_a_request_come_last() -> None:

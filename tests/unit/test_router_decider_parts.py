@@ -25,6 +25,7 @@ from flexcache.router.link.server import LinkServer
 from flexcache.router.load import Work
 from flexcache.router.request import RouteRequest
 from flexcache.router.router import KVRouter
+from flexcache.router.tokens.body import named_model
 from flexcache.router.workers import WorkerSpec
 
 A, B = "http://a:1", "http://b:1"
@@ -40,8 +41,8 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.005)
 
 
-def arrival(name: str, *, tried: tuple[str, ...] = ()) -> Arrival:
-    return Arrival(request_id=name, method="POST", path="/v1/completions", body=b"x", tried=tried)
+def arrival(name: str, *, tried: tuple[str, ...] = (), body: bytes = b"x") -> Arrival:
+    return Arrival(request_id=name, method="POST", path="/v1/completions", body=body, tried=tried)
 
 
 @dataclass
@@ -70,7 +71,10 @@ class World:
     async def read(self, arrival: Arrival) -> RouteRequest:
         if self.is_failing:
             raise RuntimeError("a tokenizer with a fault")
-        return RouteRequest(request_id=arrival.request_id, num_tokens=3, token_ids=[1, 2, 3])
+        return RouteRequest(
+            request_id=arrival.request_id, num_tokens=3, token_ids=[1, 2, 3],
+            model=named_model(arrival.body),
+        )  # fmt: skip
 
     @property
     def load(self) -> int:
@@ -171,6 +175,24 @@ def test_without_a_worker_requests_are_refused_also_those_that_wait() -> None:
                 await task
             assert refusal.value.status == 503
         assert world.decider.queue_stats().refused["no_worker"] == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_model_whose_workers_are_down_is_refused_at_once(is_failing: bool) -> None:
+    async def test() -> None:
+        world = World(is_failing=is_failing)
+        world.routing.set_models(A, ["small"])
+        for rank in range(2):
+            world.routing.set_models(f"{B}#{rank}", ["large"])
+        world.decider.roster.probed(A, Probe.BAD, 0.0)
+        with pytest.raises(NotRouted, match="'small' is up") as refusal:
+            await world.decider.choose(arrival("a", body=b'{"model": "small"}'))
+        assert refusal.value.status == 503 and refusal.value.retry_after_s
+        choice = await world.decider.choose(arrival("b", body=b'{"model": "large"}'))
+        assert choice.url == B
+        assert world.decider.queue_stats().refused["no_worker"] == 1
 
     run(test())
 

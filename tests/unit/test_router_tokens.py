@@ -334,6 +334,22 @@ def shared(directory: Path) -> Iterator[Reader]:
     made.close()
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "m", "messages": 5}',
+        b'{"model": "m", "messages": [%s 1]}' % (b"[]," * 60_000),
+        b'{"messages": [], "prompt_logprobs": "x", "model": "m"}',
+    ],
+)
+def test_the_model_is_known_of_a_body_that_is_not_read(
+    make_reader: Callable[..., Reader], body: bytes
+) -> None:
+    request = make_reader().read(CHAT, body)
+    assert request.token_ids is None
+    assert request.model == "m"
+
+
 def test_hostile_bodies_cost_little(make_reader: Callable[..., Reader]) -> None:
     reader = make_reader(max_body=1 << 20, max_messages=100, max_text=100_000)
     user = {"role": "user", "content": "x"}

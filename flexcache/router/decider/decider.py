@@ -21,6 +21,7 @@ from flexcache.router.load import Work
 from flexcache.router.request import Decision, RouteRequest
 from flexcache.router.router import KVRouter
 from flexcache.router.stats import QueueStats
+from flexcache.router.tokens.body import named_model
 from flexcache.router.workers import WorkerSpec, WorkerState
 from flexcache.tasks.histogram import Histogram
 
@@ -154,7 +155,11 @@ class Decider:
                 )  # fmt: skip
             self._is_reading = False
             num_tokens = len(arrival.body) // _BYTES_PER_TOKEN
-            return RouteRequest(request_id=arrival.request_id, num_tokens=num_tokens)
+            return RouteRequest(
+                request_id=arrival.request_id,
+                num_tokens=num_tokens,
+                model=named_model(arrival.body),
+            )
         self._is_reading = True
         return request
 
@@ -220,6 +225,9 @@ class Decider:
         if named is not None and not any(self.roster.is_up(name) for name in named):
             self._num_without_worker += 1
             raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
+        if self.routing.fleet.eligible(request.model, only=named) is None:
+            self._num_without_worker += 1
+            raise NotRouted(503, f"no worker that serves {request.model!r} is up", _RETRY_S)
         return self.routing.choose(request, self.clock(), tried=tried, only=named)
 
     def choice(self, decision: Decision, matched_tokens: int | None) -> Choice:

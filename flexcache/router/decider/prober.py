@@ -41,8 +41,8 @@ class Prober:
     Args:
         session: For requests to engines; headers of its own carry the engines' key.
         on_probe: Called with URL and result.
-        on_details: Called with URL, names of models and adapters, and capacities; empty if the
-            engine does not say.
+        on_details: Called with URL, names of models and adapters (None: the engine did not answer),
+            and capacities (empty: it did not tell them).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Prober:
         timeout_s: float,
         details_interval_s: float,
         on_probe: Callable[[str, Probe], None],
-        on_details: Callable[[str, list[str], list[Capacity]], None],
+        on_details: Callable[[str, list[str] | None, list[Capacity]], None],
     ) -> None:
         self._session = session
         self._engines = Engines(session, timeout_s)
@@ -112,13 +112,14 @@ class Prober:
 
     async def _read_details(self, url: str) -> None:
         """Read models and capacities; what cannot be read is left out."""
-        cards = await self._engines.models(url, {}) or []
+        cards = await self._engines.models(url, {})
         capacities: list[Capacity] = []
         try:
             capacities = list(parse_capacities((await self._get(url, "/metrics")).decode()))
         except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError) as error:
             log_event(logger, logging.DEBUG, "capacity_unknown", url=url, error=repr(error))
-        self._on_details(url, [card.id for card in cards], capacities)
+        models = None if cards is None else [card.id for card in cards]
+        self._on_details(url, models, capacities)
 
     async def _get(self, url: str, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)

@@ -196,11 +196,12 @@ class DeciderService:
         if self.roster.is_known:
             self._known.set()
 
-    def _details_read(self, url: str, models: list[str], capacities: list[Capacity]) -> None:
+    def _details_read(self, url: str, models: list[str] | None, capacities: list[Capacity]) -> None:
         for spec in self.roster.specs:
             if spec.url != url:
                 continue
-            self.routing.set_models(spec.name, models)
+            if models is not None:
+                self.routing.set_models(spec.name, models)
             for capacity in capacities:
                 if capacity.rank in (None, spec.data_parallel_rank or 0):
                     self.routing.set_capacity(

@@ -25,6 +25,7 @@ from flexcache.router.tokens.body import (
     Kind,
     UnknownPrompt,
     count_structure,
+    named_model,
     read_body,
     read_prompt,
 )
@@ -134,7 +135,7 @@ class Tokenizers:
             request_id=arrival.request_id,
             num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
             token_ids=None if prompt is None else prompt.ids,
-            model=body.model,
+            model=body.model or named_model(arrival.body),
             adapter=adapter,
             cache_salt=body.cache_salt,
             session_id=arrival.headers.get("x-session-id") or body.session_id,

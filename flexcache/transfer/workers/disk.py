@@ -33,7 +33,7 @@ from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.pool_directory import data_file_bytes, index_file_bytes, reserve_space
 from flexcache.storage.slot_index import FORM, Records, SlotIndex, make_records
 from flexcache.storage.slot_io import SlotIO, SlotRequest
-from flexcache.storage.write_times import next_generation
+from flexcache.storage.write_times import next_generation, older
 from flexcache.transfer.messages import (
     Done,
     Drop,
@@ -149,7 +149,8 @@ class DiskWorker:
             together = np.concatenate(records)
             first = next_generation(self._last_generation, time.time())
             self._last_generation = first + len(together) - 1
-            together["generation"] = np.arange(first, first + len(together))
+            rising = np.arange(first, first + len(together))
+            together["generation"] = older(rising, _ages_s(self._group))
             self._commit.start(np.concatenate(slots), together)
         return refused
 
@@ -247,6 +248,15 @@ def _op_of(message: Execute) -> BlockOp:
 
 def _is_to_be_recorded(op: BlockOp) -> bool:
     return op.direction is Direction.WRITE and op.names is not None and op.num_ok > 0
+
+
+def _ages_s(ops: Sequence[BlockOp]) -> npt.NDArray[np.float64]:
+    """Return how long ago each block that the ops have written was last used."""
+    now, ages = time.monotonic(), []
+    for op in ops:
+        used_s = None if op.names is None else op.names.used_s
+        ages.append(np.full(op.num_ok, 0.0 if used_s is None else max(0.0, now - used_s)))
+    return np.concatenate(ages)
 
 
 class DiskWorkerConfig(WorkerConfig, frozen=True):

@@ -1,0 +1,51 @@
+"""The prober tells apart an engine that serves nothing known from one that did not say."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+aiohttp = pytest.importorskip("aiohttp")
+
+from aiohttp import web  # noqa: E402
+from aiohttp.test_utils import TestServer  # noqa: E402
+
+from flexcache.router.decider.prober import Prober  # noqa: E402
+
+PATIENCE_S = 60
+
+
+def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:
+    answers = iter([(200, ["small"]), (503, []), (200, [])])
+    told: list[list[str] | None] = []
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    async def models(_: web.Request) -> web.Response:
+        status, names = next(answers)
+        return web.json_response({"data": [{"id": name} for name in names]}, status=status)
+
+    async def test() -> None:
+        is_over = asyncio.Event()
+
+        def on_details(url: str, names: list[str] | None, _: object) -> None:
+            told.append(names)
+            if len(told) == 3:
+                is_over.set()
+
+        app = web.Application()
+        app.router.add_get("/health", health)
+        app.router.add_get("/v1/models", models)
+        async with TestServer(app) as server, aiohttp.ClientSession() as session:
+            prober = Prober(
+                session, interval_s=0.0, timeout_s=5.0,
+                details_interval_s=0.0, on_probe=lambda *_: None, on_details=on_details,
+            )  # fmt: skip
+            prober.follow((str(server.make_url("")).rstrip("/"),))
+            await is_over.wait()
+            await prober.close()
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+    assert told == [["small"], None, []]
