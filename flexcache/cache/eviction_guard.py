@@ -57,15 +57,14 @@ class Seen:
 def unshared(match: PrefixMatch) -> Iterator[tuple[PrefixMatch, int]]:
     """Yield the runs of a match, last first, and the depth from which on nothing else uses them.
 
-    Nothing but the runs behind them tells of other uses.
+    Another use shows by the runs behind one, or by what a run has beyond the match.
     """
     run, length, behind = match.run, match.length, None
-    while run is not None:
+    while run is not None and length == run.length:
         others = (c.parent_length for c in (run.children or {}).values() if c is not behind)
         start = max(others, default=0)
-        if length <= start:
-            return
-        yield PrefixMatch(run, run.length, run.depth + run.length), run.depth + start
+        if start < length:
+            yield PrefixMatch(run, length, run.depth + length), run.depth + start
         if start:
             return
         run, length, behind = run.parent, run.parent_length, run
