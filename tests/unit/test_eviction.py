@@ -369,7 +369,7 @@ def sessions_that_tell(tells: bool) -> tuple[int, World]:
 def test_sessions_that_tell_when_they_are_over_are_kept_until_then() -> None:
     silent, _ = sessions_that_tell(tells=False)
     told, world = sessions_that_tell(tells=True)
-    assert told > 1.2 * silent
+    assert told > 1.05 * silent
     forecaster = world.forecaster
     assert forecaster is not None
     fresh = []

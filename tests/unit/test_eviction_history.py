@@ -184,19 +184,19 @@ def test_levels_are_bounded(length: int, num_seen: int, gap: float, generated: f
 
 def test_what_is_over_counts_neither_as_kept_nor_as_returned() -> None:
     history = History(512)
-    history.look_up(keys_of_word("sys"), 0.0)
-    told = history.look_up(keys_of_word("sysab"), 1.0)
-    history.store(keys_of_word("sysab"), 5)
+    for at, word in enumerate(("sysq", "sysr", "sysab")):
+        told = history.look_up(keys_of_word(word), float(at))
+        history.store(keys_of_word(word), len(word))
     assert history.end(told)
     assert not history.end(told), "it has been recorded"
     fronts, rears = history.snapshot()
-    assert (len(fronts.lasted), len(rears.lasted)) == (1, 1), "others use the front, too"
-    turn = history.look_up(keys_of_word("sysabcd"), 2.0)
+    assert fronts.returned.tolist() == [True, False], "others use the front, too"
+    assert rears.returned.tolist() == [True, False], "what others wrote is still kept"
+    turn = history.look_up(keys_of_word("sysabcd"), 3.0)
     assert history.end(turn)
     fronts, rears = history.snapshot()
-    assert (len(fronts.lasted), len(rears.lasted)) == (1, 1), "a next turn's front is its own"
-    assert rears.lasted.tolist() == [2.0], "what others wrote is still kept"
-    assert not rears.returned.any()
+    assert fronts.returned.tolist() == [True, True], "a next turn's front is its own"
+    assert rears.returned.tolist() == [True, False], "neither rear of the session counts"
 
 
 def test_a_visit_of_a_session_that_names_itself_is_told_from_others() -> None:
