@@ -117,6 +117,7 @@ def benchmarks(directory: Path, traces: Path | None, venvs: Path | None) -> list
         Benchmark("request cost", "bench_request_cost.py", (), 120),
         Benchmark("DRAM", "bench", ("dram", "--only", "64 requests", *tmp), 180),
         Benchmark("SSD", "bench", ("ssd", *tmp), 180, runs=SSD_RUNS),
+        Benchmark("restart", "bench_restart.py", ("--slots", "1000000", *tmp), 300),
         Benchmark("remote", "bench_remote.py", ("--store", "mooncake", "--store", "file"), 300),
         Benchmark("overhead", "bench_overhead.py", ("--model", "tiny", *tmp), 900),
         Benchmark("TTFT", "bench_ttft.py", ("--tokens", "4000", "--system", "vLLM alone",

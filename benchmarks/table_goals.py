@@ -130,6 +130,8 @@ GOALS = [
     *_of_hits_beside(),
     *_of_hit_rates(),
     *_of_router(),
+    Goal("restart with 10^6 slots on SSD, from start() to the first hit", "restart",
+         "until the first hit, 1,000,000 slots", limit=1),
     Goal("memory of the index, a block", "index memory", "memory per block, keys included",
          limit=160),
 ]  # fmt: skip
