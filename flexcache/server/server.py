@@ -31,7 +31,6 @@ from flexcache.errors import ClosedError
 from flexcache.ids import SessionId, TaskId
 from flexcache.logs import log_event
 from flexcache.protocol.runtime import (
-    calls_path,
     check_endpoint,
     private_endpoint,
 )
@@ -110,7 +109,6 @@ class KVServer:
             client_timeout_s=config.client_timeout_s,
             owner=engine,
             prompt_detail=config.prompt_detail,
-            calls_path=calls_path(self.endpoint, has_keys=config.curve_keys is not None),
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
         self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)
@@ -219,11 +217,16 @@ class KVServer:
         if cache is None:
             config = dataclasses.replace(self.config, tokens_per_block=tokens_per_block)
             cache = ServedCache(model, config, shards)
-        cache.open()
+        store, endpoint = cache.store, self._endpoint
+        assert endpoint is not None
+
+        def begin_workers() -> None:
+            self._pool.add_store_workers(store, endpoint.worker_address)
+            self._pool.start_due(time.monotonic())
+
+        cache.open(begin_workers)
         self._cache = cache
         self._observers.follow(cache)
-        assert self._endpoint is not None
-        self._pool.add_store_workers(cache.store, self._endpoint.worker_address)
         return cache
 
     # -- calls from this process -----------------------------------------------------------------
@@ -376,5 +379,7 @@ class _EngineUse:
             server._route()
             if not server.hub.outbox.is_empty:
                 server._reactor.wake()
+            elif (cache := server._cache) is not None:
+                server._reactor.wake_by(cache.tasks.queries.next_op_deadline())
         finally:
             server._changed.release()
