@@ -60,11 +60,12 @@ def unshared(match: PrefixMatch) -> Iterator[tuple[PrefixMatch, int]]:
     Another use shows by the runs behind one, or by what a run has beyond the match.
     """
     run, length, behind = match.run, match.length, None
-    while run is not None and length == run.length:
+    while run is not None:
         others = (c.parent_length for c in (run.children or {}).values() if c is not behind)
         start = max(others, default=0)
-        if start < length:
-            yield PrefixMatch(run, length, run.depth + length), run.depth + start
+        if not start < length == run.length:
+            return
+        yield PrefixMatch(run, length, run.depth + length), run.depth + start
         if start:
             return
         run, length, behind = run.parent, run.parent_length, run
