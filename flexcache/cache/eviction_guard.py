@@ -19,7 +19,7 @@ import numpy as np
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.eviction_queue import LruRanking, Outlook, Ranking
-from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch
+from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
 from flexcache.ids import BlockKey, RootId
 
 MAX_SHADOW = 65_536
@@ -59,16 +59,17 @@ def unshared(match: PrefixMatch) -> Iterator[tuple[PrefixMatch, int]]:
 
     Another use shows by the runs behind one, or by what a run has beyond the match.
     """
-    run, length, behind = match.run, match.length, None
-    while run is not None:
+    run, length = match.run, match.length
+    behind: Run | None = None
+    while run is not None and length == run.length:
         others = (c.parent_length for c in (run.children or {}).values() if c is not behind)
         start = max(others, default=0)
-        if not start < length == run.length:
-            return
-        yield PrefixMatch(run, length, run.depth + length), run.depth + start
+        if start < length:
+            yield PrefixMatch(run, length, run.depth + length), run.depth + start
         if start:
             return
-        run, length, behind = run.parent, run.parent_length, run
+        behind, length = run, run.parent_length
+        run = run.parent
 
 
 class Shadow:
