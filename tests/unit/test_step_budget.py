@@ -95,8 +95,8 @@ def test_an_idle_step_says_nothing() -> None:
 def test_loads_of_a_new_server_count_from_zero() -> None:
     loads = LoadTimes()
     loads.read(1000, 1.0)
-    loads.read(100, 0.1)
-    assert loads.seconds(1100) == pytest.approx(1.1)
+    loads.read(100, 0.5)
+    assert loads.seconds(1100) == pytest.approx(1.5)
 
 
 _steps = st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 1.0)), max_size=60)
