@@ -33,9 +33,9 @@ MODEL = ModelConfig("bench", 1, 1, 8, torch.uint8)
 KEY_BYTES = 32
 SLACK_BLOCKS = 20_000
 
-_LIMITS_US = {"all cached": 80, "first three quarters cached": 160, "none cached": 60}
+_LIMITS_US = {"all cached": 70, "first three quarters cached": 107, "none cached": 17}
 """At `_LIMITED` tokens, from tokens; with `block_keys` `_KEYS_LIMIT_US`, whatever is cached."""
-_KEYS_LIMIT_US = 30
+_KEYS_LIMIT_US = 25
 _LIMITED = 131_072
 
 

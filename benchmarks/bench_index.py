@@ -31,8 +31,8 @@ PROMPT_BLOCKS = 1_000
 TURN_BLOCKS = 16
 """Blocks that each turn of a conversation adds."""
 ALLOCATED = 4
-_ALLOCATE_LIMIT_US = 20
-_BYTES_LIMIT = 300
+_ALLOCATE_LIMIT_US = 15
+_BYTES_LIMIT = 160
 _LEAF_S = 0.01
 """Seconds between two uses of leaves."""
 _ROUNDS = 1_000

@@ -144,7 +144,8 @@ def describe(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Yield the table, how many targets are reached, how long each step took and which failed."""
     yield from markdown(rows)
     known = [row for row in rows if row.reached is not None]
-    yield f"\n{sum(row.reached is True for row in known)} of {len(known)} targets are reached.\n"
+    num_reached, num_open = sum(row.reached is True for row in known), len(rows) - len(known)
+    yield f"\n{num_reached} of {len(known)} targets are reached, {num_open} are open.\n"
     for outcome in outcomes:  # some programs also fail if they miss a target
         more = "" if outcome.passed else f": {outcome.result}; see {outcome.errors}"
         yield f"* {outcome.step.title}, {outcome.took_s:.0f} s{more}"

@@ -123,7 +123,9 @@ def test_the_router_s_index_stands_beside_dynamo_s() -> None:
     }  # fmt: skip
     figures = read.of_router_index(report)
     assert figures["decide, p99"] == Figure(34.0, "us", 34.0, "Dynamo's tree")
-    assert figures["events"] == Figure(1.1, "million blocks/s", 0.6, "Dynamo's tree")
+    assert figures["events"] == Figure(
+        1.1, "million blocks/s", beside="decoded; from bytes: FlexCache 0.7, RadixTree 0.6"
+    )
     assert figures["memory"] == Figure(160.0, "bytes")
 
 
@@ -161,7 +163,7 @@ def test_a_benchmark_that_left_nothing_has_a_row_with_the_reason(tmp_path: Path)
     report_of(tmp_path / "index 1.json", case_of(reason="no disk"))
     text = "\n".join(describe(rows("killed after 60 s"), []))
     assert "| copy | no figure: no disk; killed after 60 s |" in text
-    assert "0 of 0 targets are reached" in text
+    assert "0 of 0 targets are reached, 2 are open" in text
 
 
 def test_a_benchmark_that_did_not_run_says_what_it_needs(tmp_path: Path) -> None:
