@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
-import zmq
 
 from flexcache.cache.prompt import Prompt
+from flexcache.client.call_socket import CallSocket
 from flexcache.errors import InternalError, ServerLostError
 from flexcache.ids import SessionId, TaskId, TaskKind, TierName
 from flexcache.protocol.messages import (
@@ -39,9 +39,7 @@ from flexcache.request_info import PromptDetail
 from flexcache.tasks.ids import TaskIds
 from flexcache.tasks.instructions import MatchedTask
 
-_COPY_BELOW_BYTES = 64 << 10
 _MAX_PROMPT_BYTES = MAX_FRAME_BYTES - 4096  # the request itself has a place in the frame
-_SLICE_MS = 100  # how soon a waiting call sees that the server is lost
 
 
 class Calls:
@@ -65,7 +63,7 @@ class Calls:
         self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._socket: zmq.Socket[bytes] | None = None
+        self._socket: CallSocket | None = None
         self._ids = TaskIds(SessionId(0))
         self._uses_scratch = False
         self._is_lost = threading.Event()
@@ -79,13 +77,12 @@ class Calls:
 
     def begin(
         self,
-        socket: zmq.Socket[bytes],
+        socket: CallSocket,
         session: SessionId,
         uses_scratch: bool,
         prompt_detail: PromptDetail,
     ) -> None:
         """Serve callers by ``socket``, which `end` closes."""
-        socket.rcvtimeo = _SLICE_MS
         with self._lock:
             self._socket = socket
             self._ids = TaskIds(session)
@@ -161,9 +158,7 @@ class Calls:
             for message in messages:
                 if self._socket is None or self._is_lost.is_set():
                     return
-                try:
-                    self._socket.send(self._encode(message), zmq.NOBLOCK)
-                except zmq.Again:
+                if not self._socket.send(self._encode(message)):
                     self._give_up("takes no messages")
 
     def _tokens_beside(self, prompt: Prompt, key_bytes: int, num_bytes: int) -> bytes:
@@ -188,21 +183,17 @@ class Calls:
         socket = self._socket
         if socket is None or self._is_lost.is_set():
             raise ServerLostError(f"{self._endpoint}: {self._reason}")
-        try:
-            if payload is None:
-                socket.send(self._encode(request), zmq.NOBLOCK)
-            else:
-                socket.send(self._encode(request), zmq.NOBLOCK | zmq.SNDMORE)
-                socket.send(payload, zmq.NOBLOCK, copy=len(payload) < _COPY_BELOW_BYTES)
-        except zmq.Again:
+        if not socket.send(self._encode(request), payload):
             self._fail("takes no messages")
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                data = socket.recv()
-            except zmq.Again:  # a slice of time has passed
+                data = socket.receive()
+            except ConnectionError:
+                self._fail("has hung up")
+            if data is None:  # a slice of time has passed
                 if self._is_lost.is_set():
-                    raise ServerLostError(self._reason) from None
+                    raise ServerLostError(self._reason)
                 if time.monotonic() > deadline:
                     self._fail(f"did not answer within {self._timeout_s:g} s")
                 continue

@@ -52,6 +52,8 @@ class Reactor:
     def add_socket(self, socket: RouterSocket) -> None:
         """End a wait when the socket has a message."""
         self._poller.register(socket.zmq_socket, zmq.POLLIN)
+        for fd in socket.fds:
+            self._poller.register(fd, zmq.POLLIN)
 
     # -- any thread ------------------------------------------------------------------------------
 

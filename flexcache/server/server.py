@@ -31,6 +31,7 @@ from flexcache.errors import ClosedError
 from flexcache.ids import SessionId, TaskId
 from flexcache.logs import log_event
 from flexcache.protocol.runtime import (
+    calls_path,
     check_endpoint,
     private_endpoint,
 )
@@ -109,6 +110,7 @@ class KVServer:
             client_timeout_s=config.client_timeout_s,
             owner=engine,
             prompt_detail=config.prompt_detail,
+            calls_path=calls_path(self.endpoint, has_keys=config.curve_keys is not None),
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
         self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)
