@@ -515,7 +515,7 @@ def _lose_a_block(tree: Damaged) -> None:
 
 def _empty_a_run(tree: Damaged) -> None:
     tree.branch.keys.clear()
-    tree.branch.blocks = ids()
+    del tree.branch.blocks[:]
 
 
 def _lose_a_run(tree: Damaged) -> None:
