@@ -4,6 +4,7 @@
                 |                   +--too old, cancelled, cleared--> wasted
                 +--its get begins--> used: late
                 +--cancelled, failed--> wasted
+                +--too old: what was not begun is not read
 
 Blocks have landed when they and all before them are in DRAM: those that continue a load of another
 prompt wait for it. Landed blocks are pinned until their request asks, so neither other early loads
@@ -19,6 +20,7 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,6 +70,7 @@ class EarlyLoad:
     num_blocks: int
     begun_s: float
     until_s: float
+    """Until then it may be on its way; from its landing on, until then it is kept."""
     match: PrefixMatch = EMPTY_MATCH
     tail: Tail | None = None
     has_landed: bool = False
@@ -125,7 +128,7 @@ class EarlyLoads:
     Args:
         host: The DRAM tier.
         share: Share of it that they may take; 0 for half, where only callers begin them.
-        ttl_s: How long landed blocks wait for their request.
+        ttl_s: How long landed blocks wait for their request, and a load for its turn.
     """
 
     def __init__(self, host: Tier, share: float, ttl_s: float) -> None:
@@ -287,8 +290,17 @@ class EarlyLoads:
     # -- time ------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do at the earliest."""
-        return self._landed[0].until_s if self._landed else None
+        """When `take_overdue` or `expire` has something to do at the earliest."""
+        times = [load.until_s for load in (*self._moving.values(), *self._landed[:1])]
+        return min((time for time in times if time < math.inf), default=None)
+
+    def take_overdue(self, now: float) -> EarlyLoad | None:
+        """Return a load that has been on its way for too long, each once; None if there is none."""
+        for load in self._moving.values():
+            if load.until_s <= now:
+                load.until_s = math.inf
+                return load
+        return None
 
     def expire(self, now: float) -> None:
         """Let go of blocks that no request has asked for in time."""

@@ -487,7 +487,7 @@ class PrefixIndex:
         keep = max(offset, run.held_length)
         if keep < run.length:
             freed.extend(self._cut(run, keep))
-        if offset < run.length:  # pinned: unfindable now, freed at the unpin
+        if offset < keep:  # pinned: unfindable now, freed at the unpin
             recency = [segment for segment in run.recency if segment[0] < offset]
             if offset:
                 recency.append((offset, *run.recency[len(recency)][1:]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
 _PIPE_WIDTH = 180  # characters; output to a pipe need not fit a terminal
 
 
-class ProfileName(str, Enum):
-    """Kinds of traffic that there are suggestions for."""
-
-    CHAT = "chat"
-    AGENTS = "agents"
-    BATCH = "batch"
-
-
 def config(
     file: Annotated[
         Path | None,
@@ -39,22 +30,26 @@ def config(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     profile: Annotated[
-        ProfileName | None,
-        typer.Option(help="Print a settings file to begin with for this traffic, with reasons."),
+        str | None,
+        typer.Option(
+            metavar="[chat|agents|batch]",
+            help="Print a settings file to begin with for this traffic, with reasons.",
+        ),
     ] = None,
 ) -> None:
     """Show the settings in effect and where each comes from. Secrets are masked.
 
-    With --profile, suggest settings instead.
+    With --profile, suggest settings instead; it takes no other options.
 
     Exits with status 1 if a setting is unknown or invalid. Settings given to vLLM in
     kv_connector_extra_config override these; this command does not see them.
     """
-    from flexcache.config.profiles import render_profile
     from flexcache.config.settings import read_effective_settings
 
     if profile is not None:
-        typer.echo(render_profile(profile.value), nl=False)
+        if file is not None or as_json or describe:
+            raise typer.BadParameter("takes no other options", param_hint="--profile")
+        _print_profile(profile)
         return
     console = Console()
     with user_errors(console):
@@ -68,6 +63,15 @@ def config(
         _show(wide, found, describe)
     if found.error is not None:
         raise typer.Exit(1)
+
+
+def _print_profile(name: str) -> None:
+    from flexcache.config.profiles import PROFILES, render_profile
+
+    if name not in PROFILES:
+        known = ", ".join(PROFILES)
+        raise typer.BadParameter(f"{name!r} is not one of {known}", param_hint="--profile")
+    typer.echo(render_profile(name), nl=False)
 
 
 def _endpoint_error(found: EffectiveSettings) -> str | None:

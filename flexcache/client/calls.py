@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
+import zmq
 
 from flexcache.cache.prompt import Prompt
-from flexcache.client.call_socket import CallSocket
 from flexcache.errors import InternalError, ServerLostError
 from flexcache.ids import SessionId, TaskId, TaskKind, TierName
 from flexcache.protocol.messages import (
@@ -39,7 +39,9 @@ from flexcache.request_info import PromptDetail
 from flexcache.tasks.ids import TaskIds
 from flexcache.tasks.instructions import MatchedTask
 
+_COPY_BELOW_BYTES = 64 << 10
 _MAX_PROMPT_BYTES = MAX_FRAME_BYTES - 4096  # the request itself has a place in the frame
+_SLICE_MS = 100  # how soon a waiting call sees that the server is lost
 
 
 class Calls:
@@ -63,7 +65,7 @@ class Calls:
         self._timeout_s = timeout_s
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._socket: CallSocket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
         self._ids = TaskIds(SessionId(0))
         self._uses_scratch = False
         self._is_lost = threading.Event()
@@ -77,12 +79,13 @@ class Calls:
 
     def begin(
         self,
-        socket: CallSocket,
+        socket: zmq.Socket[bytes],
         session: SessionId,
         uses_scratch: bool,
         prompt_detail: PromptDetail,
     ) -> None:
         """Serve callers by ``socket``, which `end` closes."""
+        socket.rcvtimeo = _SLICE_MS
         with self._lock:
             self._socket = socket
             self._ids = TaskIds(session)
@@ -158,7 +161,9 @@ class Calls:
             for message in messages:
                 if self._socket is None or self._is_lost.is_set():
                     return
-                if not self._socket.send(self._encode(message)):
+                try:
+                    self._socket.send(self._encode(message), zmq.NOBLOCK)
+                except zmq.Again:
                     self._give_up("takes no messages")
 
     def _tokens_beside(self, prompt: Prompt, key_bytes: int, num_bytes: int) -> bytes:
@@ -183,17 +188,21 @@ class Calls:
         socket = self._socket
         if socket is None or self._is_lost.is_set():
             raise ServerLostError(f"{self._endpoint}: {self._reason}")
-        if not socket.send(self._encode(request), payload):
+        try:
+            if payload is None:
+                socket.send(self._encode(request), zmq.NOBLOCK)
+            else:
+                socket.send(self._encode(request), zmq.NOBLOCK | zmq.SNDMORE)
+                socket.send(payload, zmq.NOBLOCK, copy=len(payload) < _COPY_BELOW_BYTES)
+        except zmq.Again:
             self._fail("takes no messages")
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                data = socket.receive()
-            except ConnectionError:
-                self._fail("has hung up")
-            if data is None:  # a slice of time has passed
+                data = socket.recv()
+            except zmq.Again:  # a slice of time has passed
                 if self._is_lost.is_set():
-                    raise ServerLostError(self._reason)
+                    raise ServerLostError(self._reason) from None
                 if time.monotonic() > deadline:
                     self._fail(f"did not answer within {self._timeout_s:g} s")
                 continue

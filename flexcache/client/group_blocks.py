@@ -80,6 +80,8 @@ class GroupTable:
         Raises:
             ValueError: They are of the wrong kind or not as many as the task needs.
         """
+        if group_blocks is not None and len(slot_mappings):
+            raise ValueError("give slot_mappings or group_blocks, not both")
         if self._groups and group_blocks is None:
             raise ValueError("a model with groups needs group_blocks, not slot_mappings")
         if group_blocks is None:

@@ -133,8 +133,9 @@ class RankTasks:
         """Return whether an op of a server in this process can be taken when its gate opens.
         Thread-safe."""
         worker = self._worker
-        is_shut = worker is not None and not worker.is_open(run.task_id)
-        return run.gated and is_shut and not self.keeps_loads
+        if not run.gated or worker is None or self.keeps_loads:
+            return False
+        return not worker.is_open(run.task_id) and not self._gates.is_shut(run.task_id)
 
     def given(self, message: Execute) -> None:
         """The worker was given an op."""

@@ -22,7 +22,6 @@ import numpy as np
 
 from flexcache.cache.journal import Change
 from flexcache.cache.prompt import Prompt
-from flexcache.client.call_socket import CallSocket, ZmqCallSocket, connect_past_zmq
 from flexcache.client.calls import Calls
 from flexcache.client.launcher import ServerLauncher
 from flexcache.client.life import SessionLife, SessionState, Settled
@@ -85,7 +84,6 @@ class RemoteTransport:
         self.endpoint = endpoint
         self._engine = engine
         self._spec = ModelSpec.of(model, config.tokens_per_block)
-        self._timeout_s = config.server_timeout_s
         self._client = uuid.uuid4().hex
         self._link = ServerLink(endpoint, config.curve_keys, config.server_timeout_s)
         self._calls = Calls(endpoint, config.server_timeout_s, on_lost=self._link.wake)
@@ -288,11 +286,7 @@ class RemoteTransport:
 
     def _begin_session(self, welcome: WelcomeEngine) -> None:
         self._link.attend(welcome.server_pid, [welcome.fence])
-        socket: CallSocket | None = connect_past_zmq(
-            welcome.calls_path, welcome.server_pid, self._calls_identity, self._timeout_s
-        )
-        if socket is None:
-            socket = ZmqCallSocket(self._link.connect(self._calls_identity, immediate=False))
+        socket = self._link.connect(self._calls_identity, immediate=False)
         try:
             self._fence = Fence.open(welcome.fence)
         except RegistrationError as error:  # it died a moment after it had welcomed us

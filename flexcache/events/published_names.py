@@ -30,6 +30,7 @@ class PublishedNames:
     def __init__(self, hashes: str) -> None:
         self._hashes = hashes
         self._keys: dict[RootId, dict[int, BlockKey]] = {}
+        """By root; the one to which something was stored last comes last."""
 
     def __len__(self) -> int:
         return sum(map(len, self._keys.values()))
@@ -42,7 +43,7 @@ class PublishedNames:
             elif change.medium is not Medium.STORAGE:
                 continue
             elif isinstance(change, Stored):
-                keys = self._keys.setdefault(change.root, {})
+                keys = self._keys[change.root] = self._keys.pop(change.root, {})
                 keys.update(zip(names_of(change.keys, self._hashes), change.keys, strict=True))
             else:
                 self._remove(change)
@@ -57,8 +58,12 @@ class PublishedNames:
             del self._keys[removed.root]
 
     def find(self, name: int) -> PublishedBlock | None:
-        """Return the block below DRAM with this name, the low 64 bits of its published hash."""
-        for root, keys in self._keys.items():
+        """Return the block below DRAM with this name, the low 64 bits of its published hash.
+
+        Where several roots (namespaces, say) have one, that of the root to which something was
+        stored last. O(roots).
+        """
+        for root, keys in reversed(self._keys.items()):
             key = keys.get(name)
             if key is not None:
                 return PublishedBlock(root, key)

@@ -175,8 +175,6 @@ class WelcomeEngine(msgspec.Struct, tag=True, frozen=True):
     uses_scratch: bool
     prompt_detail: PromptDetail = msgspec.field(default=PromptDetail.NOTHING, name="wanted")
     """How much detail about prompts the server passes on."""
-    calls_path: str = ""
-    """Path to a Unix socket that takes calls as a stream (`protocol.call_stream`), if any."""
 
 
 class Readiness(msgspec.Struct, tag=True, frozen=True):

@@ -29,7 +29,6 @@ _numbers = count()
 _PROBE_PATIENCE_S = 0.3
 _MAX_SOCKET_PATH = 107
 _BACKLOG = 100
-_WORKERS_SUFFIX, _CALLS_SUFFIX = ".work", ".call"
 
 
 def runtime_dir() -> Path:
@@ -112,16 +111,6 @@ def check_endpoint(endpoint: str, has_keys: bool = False) -> None:
     raise ConfigError(f"endpoint = {endpoint!r}: must be ipc://PATH or tcp://127.0.0.1:PORT")
 
 
-def calls_path(endpoint: str, has_keys: bool) -> str:
-    """Return where schedulers of the same host call the server at an endpoint, past zmq.
-
-    Empty if they cannot: what keys protect takes no other way, and a port has none.
-    """
-    if has_keys or not endpoint.startswith("ipc://"):
-        return ""
-    return str(runtime_dir() / f"{_short(endpoint)}{_CALLS_SUFFIX}")
-
-
 def _lock_path(address: str) -> Path:
     endpoint = server_of(address)
     if endpoint.startswith("ipc://"):
@@ -149,8 +138,7 @@ def is_served(endpoint: str) -> bool:
 
 
 def listen_privately(endpoint: str) -> int:
-    """Make a socket that listens at a path or ``ipc://`` endpoint for this user only; the lock is
-    held.
+    """Make a socket that listens at an ``ipc://`` endpoint for this user only; the lock is held.
 
     The mode is set before the socket has a name: no other user can connect in between, and the
     process-wide umask stays as it is.
@@ -187,7 +175,7 @@ class EndpointLock:
             raise ConfigError(f"endpoint = {endpoint!r}: in use by process {owner}")
         self._fd = fd
         os.ftruncate(fd, 0)
-        self._worker_socket = runtime_dir() / f"{_short(endpoint)}{_WORKERS_SUFFIX}"
+        self._worker_socket = runtime_dir() / f"{_short(endpoint)}.work"
         os.write(fd, f"{os.getpid()}\n{self._worker_socket}\n".encode())
         _remove_stale(self._path)
 
@@ -207,8 +195,7 @@ class EndpointLock:
 
 def _remove(lock: Path, worker_socket: Path | None) -> None:
     """Remove the sockets that belong to a held lock, then the lock itself."""
-    calls_socket = worker_socket and worker_socket.with_suffix(_CALLS_SUFFIX)
-    for path in (lock.with_suffix(""), worker_socket, calls_socket, lock):
+    for path in (lock.with_suffix(""), worker_socket, lock):
         if path is not None:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()

@@ -7,8 +7,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from flexcache.errors import ConfigError
 from flexcache.protocol.curve import secure_server
-from flexcache.protocol.runtime import EndpointLock, calls_path, listen_privately
-from flexcache.server.call_sockets import ClientSocket
+from flexcache.protocol.runtime import EndpointLock, listen_privately
+from flexcache.server.router_socket import RouterSocket
 
 
 class Endpoint:
@@ -31,7 +31,7 @@ class Endpoint:
         self._lock = EndpointLock(address)
         self._authenticator: ThreadAuthenticator | None = None
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = ClientSocket(self.context)
+        self.socket = RouterSocket(self.context)
         try:
             self.address = self._bind(address, curve_keys)
         except BaseException:
@@ -46,8 +46,6 @@ class Endpoint:
         try:
             if address.startswith("ipc://"):
                 socket.setsockopt(zmq.USE_FD, listen_privately(address))
-            if path := calls_path(address, has_keys=curve_keys is not None):
-                self.socket.listen(path)
             socket.bind(address)
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(f"endpoint = {address!r}: {error.strerror or error}") from None

@@ -9,6 +9,7 @@ carries it out after releasing the lock. The sockets are used by this thread onl
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from flexcache.server.outbox import PeerMessage, make_execute
 from flexcache.server.reactor import EndReport, Reactor
 from flexcache.server.router_socket import RouterSocket, Sent
 from flexcache.server.workers import WorkerPool
+from flexcache.tasks.engine import KVTaskEngine
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.messages import Stop
 
@@ -114,7 +116,9 @@ class EventLoop:
                 times.append(now + _IDLE_POLL_S)
             if self._hub.cache is not None:
                 times.append(self._hub.cache.tasks.next_deadline())
-        return min((moment for moment in times if moment is not None), default=None)
+            due = min((moment for moment in times if moment is not None), default=None)
+            self._reactor.wakes_at_s = math.inf if due is None else due
+        return due
 
     def _take_events(self, ended: list[EndReport]) -> None:
         now = time.monotonic()
@@ -183,8 +187,23 @@ class EventLoop:
             while time.monotonic() < deadline and self._is_unfinished():
                 self._pool.start_due(time.monotonic())
                 self._take_events(self._reactor.wait(lambda now: now + 0.05))
+            self._report_dirty(cache.tasks)
         self._stop_peers()
         self._pool.stop(_DRAIN_TIMEOUT_S)
+
+    def _report_dirty(self, tasks: KVTaskEngine) -> None:
+        """Log what could not be written back in time, or without exceeding the limit of writes."""
+        with self._changed:
+            dirty_blocks = tasks.queries.dirty_blocks()
+            throttled = {tier: tasks.cache.stores.throttled_until(tier) for tier in dirty_blocks}
+        for tier, count in dirty_blocks.items():
+            limit = f"{tier.value.lower()}_write_mb_s"
+            log_event(
+                logger, logging.WARNING, "dirty_blocks_lost", tier=tier.value, blocks=count,
+                reason=f"not written within {_DRAIN_TIMEOUT_S:g} s"
+                + (f" with {limit}" if throttled[tier] else ""),
+                effect="they are computed again when they are needed",
+            )  # fmt: skip
 
     def _is_unfinished(self) -> bool:
         """Whether bytes move, or dirty blocks wait for a worker or the end of a clearing."""

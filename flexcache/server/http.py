@@ -85,7 +85,7 @@ class Served(Protocol):
         namespace: Sequence[str] = (),
         block_hash: int | None = None,
     ) -> int:
-        """Start a prefetch; return how many blocks will be in DRAM.
+        """Start a prefetch; return how many blocks are being loaded to DRAM.
 
         Raises `ValueError` unless exactly one of tokens, keys and hash is given, and is valid.
         """
@@ -264,8 +264,7 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
 
     async def prefetch(request: Request) -> Response:
         wanted = await _read(request, PrefetchRequest, patience_s)
-        keys = wanted.block_keys
-        block_keys = None if keys is None else [bytes.fromhex(key) for key in keys]
+        block_keys = None if wanted.block_keys is None else _parse_keys(wanted.block_keys)
         num_blocks = await run_in_threadpool(
             server.prefetch, wanted.token_ids, block_keys, wanted.namespace, wanted.block_hash
         )
@@ -295,6 +294,13 @@ def _make_app(server: Served, gate: _Gate, patience_s: float) -> Starlette:
             FlexCacheError: partial(_refused, status=503),
         },
     )
+
+
+def _parse_keys(texts: Sequence[str]) -> list[bytes]:
+    try:
+        return [bytes.fromhex(text) for text in texts]
+    except ValueError as error:
+        raise ValueError(f"block_keys: {error}") from None
 
 
 async def _read(request: Request, kind: type[T], patience_s: float) -> T:

@@ -18,7 +18,6 @@ class HubConfig:
         owner: The engine in this process, if it shares the cache with no other.
         prompt_detail: How much of a prompt's metadata the observers need.
         first_session: Number of the first session.
-        calls_path: Where schedulers of this host call, past zmq; empty if they cannot.
     """
 
     epoch: int
@@ -27,4 +26,3 @@ class HubConfig:
     owner: str | None = None
     prompt_detail: PromptDetail = PromptDetail.NOTHING
     first_session: int = 1
-    calls_path: str = ""

@@ -116,6 +116,8 @@ class LocalLines:
             self._route()
             if self._reactor.stopping or not self._hub.outbox.is_empty:
                 self._reactor.wake()
+            elif (cache := self._hub.cache) is not None:
+                self._reactor.wake_by(cache.tasks.queries.next_op_deadline())
         with self._changed:
             if (cache := self._hub.cache) is not None:
                 cache.tasks.cache.tiers.settle()  # the answers did not wait for it

@@ -12,7 +12,7 @@ from flexcache.cache.continuation import IndexedKeys, find_prefix
 from flexcache.cache.prompt import Prompt, PromptMaker, check_hint
 from flexcache.errors import RegistrationError
 from flexcache.events.wire import low_64_bits
-from flexcache.ids import MAX_KEY_BYTES, TaskKind
+from flexcache.ids import MAX_KEY_BYTES, TaskKind, TierName
 from flexcache.request_info import PromptDetail
 from flexcache.server.local_session import LocalSession
 from flexcache.server.served_cache import ServedCache
@@ -64,7 +64,7 @@ class Operator:
                 ``block_hash``, by which KV events named its last block below DRAM.
 
         Returns:
-            How many of its blocks will be in DRAM.
+            How many of its blocks are being loaded: those that DRAM has already do not count.
 
         Raises:
             ValueError: Not exactly one of the three is given, or it makes no sense.
@@ -86,7 +86,7 @@ class Operator:
         assert task is not None  # it may wait
         if task.num_blocks:
             session.launch([task.task_id], [np.empty(0, np.int64)], gated=False)
-        return task.num_blocks
+        return task.num_blocks - task.sources.get(TierName.CPU, 0)
 
     def session_hint(
         self, session_id: str, over: bool = False, returns_in_s: float | None = None

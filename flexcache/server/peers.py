@@ -209,7 +209,7 @@ class Peers:
         missing, problems = self._readiness.missing(engine), self._readiness.problems(engine)
         welcome = WelcomeEngine(
             session, self._config.server_pid, fence.path, missing, scratch is not None,
-            self._config.prompt_detail, self._config.calls_path,
+            self._config.prompt_detail,
         )  # fmt: skip
         self._outbox.send(identity, welcome)
         self._outbox.send(identity, Readiness(missing, problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -27,11 +28,13 @@ class Reactor:
         spins: Whether to look for the main socket's next message for a moment before sleeping,
             since waking up takes longer than most requests. Only in a process that has no other
             use for the interpreter.
+        wakes_at_s: When the present wait ends by itself, as its loop has planned it.
     """
 
     def __init__(self) -> None:
         self.stopping = False
         self.spins = False
+        self.wakes_at_s = math.inf
         self._poller = zmq.Poller()
         self._wake_fd = -1
         self._pidfds: dict[int, EndReport] = {}
@@ -52,8 +55,6 @@ class Reactor:
     def add_socket(self, socket: RouterSocket) -> None:
         """End a wait when the socket has a message."""
         self._poller.register(socket.zmq_socket, zmq.POLLIN)
-        for fd in socket.fds:
-            self._poller.register(fd, zmq.POLLIN)
 
     # -- any thread ------------------------------------------------------------------------------
 
@@ -61,6 +62,15 @@ class Reactor:
         """End the current or the next wait."""
         if self._wake_fd >= 0:
             os.eventfd_write(self._wake_fd, 1)
+
+    def wake_by(self, due_s: float | None) -> None:
+        """End the wait early if something is due before it would end by itself.
+
+        Must be called under the lock under which the wait was planned.
+        """
+        if due_s is not None and due_s < self.wakes_at_s:
+            self.wakes_at_s = due_s
+            self.wake()
 
     def stop(self) -> None:
         """Have the loop end. Safe in a signal handler."""

@@ -37,11 +37,6 @@ class RouterSocket:
         socket.rcvhwm = _RECEIVE_QUEUE
         socket.sndhwm = _SEND_QUEUE
 
-    @property
-    def fds(self) -> list[int]:
-        """Descriptors that are readable when a message has come, besides zmq's."""
-        return []
-
     def has_message(self) -> bool:
         """Whether a message can be received at once."""
         return bool(int(self.zmq_socket.getsockopt(zmq.EVENTS)) & _READABLE)

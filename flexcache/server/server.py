@@ -31,7 +31,6 @@ from flexcache.errors import ClosedError
 from flexcache.ids import SessionId, TaskId
 from flexcache.logs import log_event
 from flexcache.protocol.runtime import (
-    calls_path,
     check_endpoint,
     private_endpoint,
 )
@@ -110,7 +109,6 @@ class KVServer:
             client_timeout_s=config.client_timeout_s,
             owner=engine,
             prompt_detail=config.prompt_detail,
-            calls_path=calls_path(self.endpoint, has_keys=config.curve_keys is not None),
         )
         host = LocalHost(self._reactor, lambda identity, now: self.hub.peer_died(identity, now))
         self.hub = Hub(hub_config, host, self._open_cache, self._own_stats)
@@ -376,5 +374,7 @@ class _EngineUse:
             server._route()
             if not server.hub.outbox.is_empty:
                 server._reactor.wake()
+            elif (cache := server._cache) is not None:
+                server._reactor.wake_by(cache.tasks.queries.next_op_deadline())
         finally:
             server._changed.release()

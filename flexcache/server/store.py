@@ -80,7 +80,7 @@ class CacheStore:
         """Return the records of the SSD tier's slots that can be used.
 
         Raises:
-            ConfigError: An index cannot be read.
+            ConfigError: An index cannot be read, or slots are packed by an unknown codec.
             MissingDependencyError: Slots are packed by a codec whose library is not installed.
         """
         assert self.disk_pool is not None
@@ -95,7 +95,7 @@ class CacheStore:
             )  # fmt: skip
             return records[~is_packed]
         for codec in np.unique(records["codec"][is_packed]).tolist():
-            open_compressor(Codec(codec))
+            open_compressor(Codec.numbered(codec))
         self._has_packed_slots = True
         return records
 

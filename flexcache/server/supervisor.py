@@ -66,6 +66,8 @@ class WorkerSupervisor:
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
+                assert self._process.stdin is not None
+                _close(self._process.stdin)
                 self._process = None
             if self.pidfd >= 0:
                 os.close(self.pidfd)

@@ -6,7 +6,7 @@ import io
 from abc import ABC, abstractmethod
 from enum import IntEnum
 
-from flexcache.errors import MissingDependencyError
+from flexcache.errors import ConfigError, MissingDependencyError
 from flexcache.storage.remote.base import Parts, num_bytes_of, scatter
 
 _ZSTD_LEVEL = 1  # KV hardly compresses: the lowest level gains all there is to gain
@@ -23,6 +23,22 @@ class Codec(IntEnum):
     def of(cls, setting: str) -> Codec:
         """Return the codec of a setting: ``none``, ``zstd`` or ``lz4``."""
         return cls[setting.upper()]
+
+    @classmethod
+    def numbered(cls, number: int) -> Codec:
+        """Return the codec of a slot's record.
+
+        Raises:
+            ConfigError: There is none of this number.
+        """
+        try:
+            return cls(number)
+        except ValueError:
+            raise ConfigError(
+                f"ssd_cache_dirs: blocks are packed by codec {number}, which this version does "
+                "not know; use the version that wrote them, or clear the directories: flexcache "
+                "doctor DIR --clear"
+            ) from None
 
 
 class Compressor(ABC):

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 
 from flexcache.cache.block_keys import PromptKeys
+from flexcache.cache.early_loads import EarlyLoad
 from flexcache.cache.tiered_cache import TieredCache
 from flexcache.ids import SessionId, TierName
 from flexcache.tasks.matching import Matcher
@@ -41,15 +42,14 @@ class EarlyTasks:
         if owner is None:
             return False
         for load in self._matcher.awaited(owner, keys, stop, now):
-            task = self._sessions.tasks.get(load.task_id)
-            if task is not None and task.waiting:
-                task.errors.append("its request has come, and loads the rest")
-                self._runner.end_unstarted(task, now)
+            self._end_unstarted(load, "its request has come, and loads the rest", now)
         return bool(self._matcher.awaited(owner, keys, stop, now))
 
     def tick(self, now: float) -> None:
-        """Let go of what was loaded in vain, and load for sessions that return."""
+        """Let go of what was loaded, or waits, in vain, and load for sessions that return."""
         self._cache.early.expire(now)
+        while (load := self._cache.early.take_overdue(now)) is not None:
+            self._end_unstarted(load, "it had no turn in time", now)
         sessions = self._cache.sessions
         returning = iter(partial(sessions.take_returning, now), None)
         for keys in islice(returning, _FETCHES_A_TURN):
@@ -57,6 +57,16 @@ class EarlyTasks:
             num_below = plan.num_blocks - plan.sources.get(TierName.CPU, 0)
             sessions.counters.fetched_blocks += num_below
             self._runner.load_early(plan, keys, now)
+
+    def _end_unstarted(self, load: EarlyLoad, reason: str, now: float) -> None:
+        """Read nothing more for an early load than what is being read."""
+        task = self._sessions.tasks.get(load.task_id)
+        if task is None or not task.waiting:
+            return
+        task.errors.append(reason)
+        if not (task.running or task.moved or TierName.CPU in task.plan.sources):
+            task.cancel()  # it has brought nothing, and nothing has failed
+        self._runner.end_unstarted(task, now)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do at the earliest."""

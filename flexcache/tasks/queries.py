@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexcache.cache.tiered_cache import TieredCache
-from flexcache.ids import SessionId
+from flexcache.ids import SessionId, TierName
 from flexcache.tasks.accounts import Accounts
 from flexcache.tasks.deadlines import TaskDeadlines
 from flexcache.tasks.executors import Executors
@@ -70,6 +70,10 @@ class TaskQueries:
         """Whether ops are with it."""
         return self._executors.is_busy(executor)
 
+    def next_op_deadline(self) -> float | None:
+        """When the first op that runs misses its deadline, which a call may have set. O(1)."""
+        return self._executors.next_deadline()
+
     def is_looking_up(self, lookup_id: int) -> bool:
         """Whether a question to the remote store is still open."""
         return self._lookups is not None and self._lookups.is_open(lookup_id)
@@ -78,6 +82,11 @@ class TaskQueries:
     def store_outage(self) -> str | None:
         """Why the breaker of the remote store is open; None while it is closed."""
         return None if self._breaker.is_closed else self._breaker.last_reason
+
+    def dirty_blocks(self) -> dict[TierName, int]:
+        """Blocks that wait to be written back, by the tiers for which some do."""
+        counts = {tier: self._cache.stores.num_dirty(tier) for tier in WORKERS}
+        return {tier: count for tier, count in counts.items() if count}
 
     @property
     def num_held_up(self) -> int:

@@ -17,6 +17,9 @@ WORDS = (
 )  # fmt: skip
 """Each is about a token of the models that `make_models` makes."""
 
+START_S = 0.5
+"""Between the first requests of two users: no rush at the start, which would be a miss for all."""
+
 Turn = tuple[list[int], int]
 """Tokens that the user adds to the conversation, and how many the engine answers with."""
 
@@ -58,15 +61,17 @@ class Users:
     Args:
         sessions: The turns of each; users take them in order.
         think_s: Between an answer and the user's next request.
+        apart_s: Between the first requests of two users.
     """
 
     def __init__(
-        self, sessions: Sequence[Sequence[Turn]], num_users: int, think_s: float, now: float
-    ) -> None:
+        self, sessions: Sequence[Sequence[Turn]], num_users: int, think_s: float, now: float,
+        apart_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self._sessions = sessions
         self._next = 0
         self._think_s = think_s
-        self._thinking = [_User(now) for _ in range(num_users)]
+        self._thinking = [_User(now + number * apart_s) for number in range(num_users)]
         self._asking: dict[str, tuple[_User, Answer]] = {}
         self.answers: list[Answer] = []
 
@@ -119,7 +124,7 @@ def converse(
     from vllm import SamplingParams
 
     began = time.monotonic()
-    users = Users(sessions, num_users, think_s, began)
+    users = Users(sessions, num_users, think_s, began, START_S)
     while not users.are_done:
         for name, prompt, num_wanted in users.ask(time.monotonic()):
             sampling = SamplingParams(temperature=0, max_tokens=num_wanted, ignore_eos=True)

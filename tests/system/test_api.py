@@ -208,6 +208,8 @@ def test_a_model_without_groups_may_be_given_the_ids_of_its_only_groups_blocks()
             manager.launch([task_id], group_blocks=[[[5, -3]]])
         with pytest.raises(ValueError, match="needs slots for 2 blocks, 3 were given"):
             manager.launch([task_id], group_blocks=[[[5, 3, 1]]])
+        with pytest.raises(ValueError, match="not both"):
+            manager.launch([task_id], [cluster.slots([5, 3])], group_blocks=[[[5, 3]]])
         manager.launch([task_id], group_blocks=[[np.array([5, 3])]])
         assert manager.wait([task_id], 30)[task_id].mask.all()
         assert cluster.get(np.arange(32), [8, 9]).mask.all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from cluster import running_cluster, until
 from ports import free_port
 
 from flexcache.cache.write_budget import BURST_S
+from flexcache.logs import LogEvent
 from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.pool_directory import PoolDirectory
 from flexcache.storage.slot_index import RECORD, SlotIndex
@@ -44,9 +46,25 @@ def test_no_more_is_written_to_ssd_than_the_limit_allows(tmp_path: Path) -> None
         assert cluster.get(TOKENS + 39_000, SOURCE[:4]).mask[: 4 * 16].all()
 
 
+def test_what_the_limit_keeps_from_being_written_at_a_stop_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "flexcache")
+    settings = {"ssd_write_policy": "write_back", "ssd_write_mb_s": 10e3 / 1e6}
+    with running_cluster([tmp_path], **settings) as cluster:
+        cluster.put(TOKENS, SOURCE)
+        assert cluster.manager.stats()["tiers"]["SSD"]["dirty_blocks"] == 24
+    events = [record.msg for record in caplog.records if isinstance(record.msg, LogEvent)]
+    (lost,) = (event for event in events if event.name == "dirty_blocks_lost")
+    assert lost.fields["tier"] == "SSD"
+    with running_cluster([tmp_path]) as cluster:
+        kept = cluster.manager.stats()["tiers"]["SSD"]["indexed"]
+    assert 0 < kept == 24 - lost.fields["blocks"]
+
+
 def test_unused_blocks_expire_while_no_request_comes(tmp_path: Path) -> None:
     http = f"127.0.0.1:{free_port()}"
-    with running_cluster([tmp_path], retention_s=0.5, http_endpoint=http) as cluster:
+    with running_cluster([tmp_path], retention_s=3.0, http_endpoint=http) as cluster:
         cluster.put(TOKENS, SOURCE)
         tiers = cluster.manager.stats
         until(lambda: not any(tier["indexed"] for tier in tiers()["tiers"].values()))
@@ -55,7 +73,7 @@ def test_unused_blocks_expire_while_no_request_comes(tmp_path: Path) -> None:
         with urllib.request.urlopen(f"http://{http}/metrics", timeout=60) as page:
             metrics = page.read().decode()
         assert 'flexcache_tier_expired_blocks_total{tier="CPU"} 24.0' in metrics
-        assert "flexcache_retention_seconds 0.5" in metrics
+        assert "flexcache_retention_seconds 3.0" in metrics
 
 
 @pytest.mark.parametrize(("age_s", "num_left"), [(0, 24), (3600, 0)])

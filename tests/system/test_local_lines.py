@@ -19,6 +19,7 @@ from flexcache.server.local_lines import LocalLine, LocalLines
 from flexcache.tasks.instructions import RunOp
 from flexcache.transfer.graph import TransferOp
 from flexcache.transfer.messages import Done
+from flexcache.transfer.workers.device import DeviceWorker
 
 TOKENS = np.arange(64)
 BLOCKS = [0, 1, 2, 3]
@@ -82,6 +83,21 @@ def test_the_loop_is_woken_for_what_a_report_has_it_do(
         assert cluster.manager.clear("CPU") == len(BLOCKS)
         assert cluster.get(TOKENS, [4, 5, 6, 7]).mask.all()
         assert cluster.read([4, 5, 6, 7]) == expected
+
+
+def test_the_deadline_of_an_op_is_seen_in_time_though_nothing_else_wakes_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flexcache.client.link._PING_INTERVAL_S", 2 * PATIENCE_S)
+    with running_cluster(client_timeout_s=20 * PATIENCE_S, op_timeout_s=0.2) as cluster:
+        manager = cluster.manager
+        task_id, _ = manager.put_match(TOKENS)
+        with monkeypatch.context() as patched:
+            patched.setattr(DeviceWorker, "advance", lambda worker: [])  # it hangs
+            manager.launch([task_id], [cluster.slots(BLOCKS)])
+            response = manager.wait([task_id], PATIENCE_S)[task_id]
+        assert response.status is KVStatus.FAILED
+        assert "missed its deadline" in (response.error or "")
 
 
 def test_a_rank_that_has_left_is_passed_nothing_more() -> None:
@@ -156,6 +172,9 @@ def test_an_op_waits_for_its_gate_unless_that_is_open_or_the_engine_waits_for_th
         client.open_gates([1])
         assert not tasks.can_wait(op(1, gated=True))
         assert not RankTasks(False, lambda: None).can_wait(op(1, gated=True))
+        with tasks._changed:
+            tasks._gates.shut([3])  # it was to be opened while there was no server
+        assert not tasks.can_wait(op(3, gated=True))
         keeping = RankTasks(True, lambda: None)
         keeping.attach(client._worker, 1)
         assert not keeping.can_wait(op(2, gated=True))

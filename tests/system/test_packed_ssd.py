@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from flexcache import CacheConfig, ModelConfig
 from flexcache.cli import app
 from flexcache.errors import ConfigError
+from flexcache.storage.disk_pool import DiskPool
 from flexcache.storage.pool_directory import DATA_FILE
-from flexcache.storage.slot_index import HEADER_BYTES
+from flexcache.storage.slot_index import HEADER_BYTES, RECORD, SlotIndex
 
 TOKENS = np.arange(24 * 16)
 SLOT_BYTES = 2 * 3 * 16 * 4 * 32 * 2  # K and V, layers, tokens, heads, size of a head, bfloat16
@@ -107,6 +108,19 @@ def test_ranks_that_read_the_ssd_themselves_do_not_find_packed_blocks(
         assert cluster.put(TOKENS, SOURCE).mask.all()
         comes_back(cluster, expected)
         assert ops(cluster)["DISK2D"] == 24
+
+
+def test_a_codec_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    with running_cluster([tmp_path], make_kv=noise_in_kv, ssd_compression="zstd") as cluster:
+        cluster.put(TOKENS, SOURCE)
+    pool = DiskPool([str(tmp_path)], SLOT_BYTES, 96, direct_io=False)
+    index = SlotIndex(pool.index_fds, pool.pool_id)
+    found = index.load(96).records
+    found["codec"] = 77
+    index.write(found["slot"], found.view(RECORD))
+    pool.close()
+    with pytest.raises(ConfigError, match="codec 77"), running_cluster([tmp_path]):
+        pass
 
 
 @pytest.mark.parametrize("settings", [{"ssd_past_dram": "always"}, {"num_cpu_blocks": 0}])

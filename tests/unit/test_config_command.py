@@ -178,3 +178,13 @@ def test_an_unknown_profile_is_refused_with_the_known_ones(
     result = run(monkeypatch, "--profile", "chats")
     assert result.exit_code == 2
     assert all(name in result.output for name in PROFILES)
+    assert "Value error" not in result.output
+
+
+@pytest.mark.parametrize("other", [["--json"], ["--config", "a.toml"], ["--describe"]])
+def test_a_profile_takes_no_other_options(
+    monkeypatch: pytest.MonkeyPatch, other: list[str]
+) -> None:
+    result = run(monkeypatch, "--profile", "chat", *other)
+    assert result.exit_code == 2
+    assert "takes no other options" in result.output

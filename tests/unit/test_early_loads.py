@@ -316,9 +316,29 @@ def test_a_request_does_not_wait_for_what_has_not_begun_at_all() -> None:
     assert not awaits(world, "xyz")
     world.tick()
     assert world.final(behind).num_ok == 0
+    assert world.final(behind).status is KVStatus.CANCELLED, "nothing has failed"
     assert world.tasks[world.get("xyz")].plan.sources == {SSD: 3}
     world.finish_all()
     world.check_nothing_is_held()
+
+
+def test_a_load_that_has_no_turn_at_a_busy_disk_gives_its_room_back() -> None:
+    world = world_with("abcdefgh", "xyz", cpu=40, ssd=60, chunk=1, op_timeout_s=1e4)
+    reading = world.prefetch("abcdefgh")
+    world.tick(1.0)
+    waiting = world.prefetch("xyz")
+    for due in (TTL_S - 1.0, 1.0):
+        deadline = world.engine.next_deadline()
+        assert deadline is not None
+        world.tick(due)
+        assert deadline == world.now
+    assert world.final(waiting).status is KVStatus.CANCELLED
+    assert world.stats().tiers["CPU"].leased == 8, "what is being read goes on"
+    world.finish_all()
+    assert world.final(reading).num_ok == 8
+    assert world.cached(CPU, "xyz") == 0
+    assert counters(world) == EarlyLoadCounters()
+    world.engine.check()
 
 
 # -- loads behind other loads ---------------------------------------------------------------------

@@ -73,6 +73,11 @@ def test_the_wait_for_an_engine_that_is_busy_counts() -> None:
     assert users.are_done
 
 
+def test_users_begin_one_after_the_other() -> None:
+    users = Users([[([1], 1)]] * 3, 3, THINK_S, 0.0, apart_s=1.0)
+    assert [len(users.ask(now)) for now in (0.0, 0.9, 1.0, 5.0)] == [1, 0, 1, 1]
+
+
 def test_a_request_is_in_time_if_both_its_times_are() -> None:
     def answer(ttft_s: float, tpot_s: float) -> Answer:
         return Answer(0, 0, 100, 60, 10.0, 10.0 + ttft_s, 10.0 + ttft_s + 4 * tpot_s, 5)

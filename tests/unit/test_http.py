@@ -223,7 +223,7 @@ def test_hints_about_sessions_are_passed_on(server: PlayedServer, service: HttpS
         ("/cache/prefetch", '{"token_ids": "abc"}', "token_ids"),
         ("/cache/prefetch", f'{{"token_ids": [1, {2**70}]}}', "$.token_ids[1]"),
         ("/cache/prefetch", '{"token_ids": [-1]}', "int` >= 0 - at `$.token_ids[0]"),
-        ("/cache/prefetch", '{"block_keys": ["xy"]}', "hexadecimal"),
+        ("/cache/prefetch", '{"block_keys": ["xy"]}', "block_keys: "),
         ("/cache/prefetch", '{"block_hash": "ab"}', "block_hash"),
         ("/cache/prefetch", "[" * 100_000, ""),
         ("/cache/session", "{}", "session_id"),

@@ -196,6 +196,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         assert sorted(freed) == sorted(ids_of(self.model.discard(root, word)))
         self.free += freed
 
+    @rule()
+    def sweep(self) -> None:
+        freed = self.index.sweep().tolist()
+        swept = [b for b in self.model.evictable() if b.found_as is None]
+        assert sorted(freed) == sorted(ids_of(swept))
+        self.model.remove(swept)
+        self.free += freed
+
     @invariant()
     def is_consistent(self) -> None:
         self.index.check()
@@ -464,6 +472,25 @@ def test_blocks_before_a_discarded_one_are_as_recent_as_they_were() -> None:
     assert sorted(index.evict(2).tolist()) == [4, 5]
     assert sorted(index.evict(2).tolist()) == [2, 3]
     assert sorted(index.evict(2).tolist()) == [10, 11]
+
+
+def test_discarded_blocks_are_swept_once_they_are_unpinned() -> None:
+    index = PrefixIndex()
+    match = store(index, "abc", 0)
+    index.pin(match)
+    index.discard(ROOT, key_of("a"))
+    assert index.sweep().tolist() == []
+    index.unpin(match)
+    assert index.sweep().tolist() == [0, 1, 2]
+    index.check()
+    assert index.evict(9).tolist() == []
+
+
+def test_what_was_dropped_at_once_does_not_wait_for_a_sweep() -> None:
+    index = PrefixIndex()
+    store(index, "abc", 0)
+    index.discard(ROOT, key_of("a"))
+    assert not index._discarded
 
 
 def test_keys_that_do_not_chain_match_nothing() -> None:

@@ -43,6 +43,7 @@ class NamesMachine(RuleBasedStateMachine):
         self.form = form
         self.names = PublishedNames(form)
         self.below: set[PublishedBlock] = set()
+        self.last_root = ROOTS[0]
 
     def apply(self, *changes: Change) -> None:
         self.names.apply(changes)
@@ -51,6 +52,7 @@ class NamesMachine(RuleBasedStateMachine):
     def store(self, root: RootId, keys: list[BlockKey]) -> None:
         self.apply(stored(keys, root))
         self.below |= {PublishedBlock(root, key) for key in keys}
+        self.last_root = root
 
     @rule(root=some_root, keys=some_keys)
     def remove(self, root: RootId, keys: list[BlockKey]) -> None:
@@ -80,6 +82,7 @@ class NamesMachine(RuleBasedStateMachine):
             found = self.names.find(told_name(key, self.form))
             places = {PublishedBlock(root, key) for root in ROOTS} & self.below
             assert found in places if places else found is None
+            assert PublishedBlock(self.last_root, key) not in places or found[0] == self.last_root
 
 
 TestNames = NamesMachine.TestCase

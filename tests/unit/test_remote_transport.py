@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +22,6 @@ from flexcache.client.client import EngineClient
 from flexcache.client.remote import RemoteTransport
 from flexcache.errors import ClosedError
 from flexcache.ids import RootId, SessionId, TaskKind
-from flexcache.protocol.call_stream import CallReader
 from flexcache.protocol.fence import Fence
 from flexcache.protocol.messages import (
     HelloEngine,
@@ -72,13 +68,11 @@ class PlayedServer:
     def say(self, identity: bytes, message: ToClient) -> None:
         self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
 
-    def welcome(self, uses_scratch: bool = False, calls_path: str = "") -> bytes:
+    def welcome(self, uses_scratch: bool = False) -> bytes:
         """Begin a session; return the identity that gets its events."""
         identity, _ = self.next(HelloEngine)
-        welcome = WelcomeEngine(
-            SESSION, os.getpid(), self.fence.path, [], uses_scratch, calls_path=calls_path
-        )
-        self.say(identity, welcome)
+        path = self.fence.path
+        self.say(identity, WelcomeEngine(SESSION, os.getpid(), path, [], uses_scratch))
         return identity
 
     def close(self) -> None:
@@ -96,7 +90,7 @@ def server(tmp_path: Path) -> Iterator[PlayedServer]:
 @pytest.fixture
 def client(server: PlayedServer) -> Iterator[EngineClient]:
     model = ModelConfig("m", 1, 1, 8, torch.float16)
-    config = CacheConfig(endpoint=server.endpoint, server_timeout_s=2 * WAIT_S)
+    config = CacheConfig(endpoint=server.endpoint)
     client = EngineClient(RemoteTransport(server.endpoint, model, config, "e", 0.0))
     client.start()
     yield client
@@ -153,48 +147,3 @@ def test_a_match_after_the_shutdown_is_refused(
         client.match(TaskKind.GET, PROMPT)
     with pytest.raises(ClosedError):
         client.match_nowait(TaskKind.GET, PROMPT, look_up=False)
-
-
-_LISTEN = """
-import socket, sys
-with socket.socket(socket.AF_UNIX) as listener:
-    listener.bind(sys.argv[1])
-    listener.listen()
-    print("listens", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_calls_do_not_go_to_a_socket_at_which_another_process_listens(
-    server: PlayedServer, client: EngineClient, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "calls")
-    command = [sys.executable, "-c", _LISTEN, path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline()
-        server.welcome(calls_path=path)
-        client.wait_ready(WAIT_S)
-        load(server, client)
-
-
-def test_a_match_whose_server_hangs_up_is_a_miss_at_once_and_a_new_session_is_sought(
-    server: PlayedServer, client: EngineClient, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "calls")
-    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as thread:
-        listener.settimeout(WAIT_S)
-        listener.bind(path)
-        listener.listen()
-        server.welcome(calls_path=path)
-        client.wait_ready(WAIT_S)
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(WAIT_S)
-            matching = thread.submit(client.match, TaskKind.GET, PROMPT)
-            reader, calls = CallReader(), []
-            while len(calls) < 2:
-                calls += reader.read(connection.recv(1 << 16))
-        assert isinstance(msgspec.msgpack.decode(calls[1][0], type=ToServer), Match)
-        assert matching.result(WAIT_S).num_blocks == 0
-    server.next(HelloEngine)

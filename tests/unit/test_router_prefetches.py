@@ -10,10 +10,9 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="calls need the extra `router`")
 
-import aiohttp
 from aiohttp import web
 
-from flexcache.router.decider.prefetches import MAX_RUNNING, Prefetches
+from flexcache.router.decider.prefetches import MAX_RUNNING, Prefetches, open_session
 
 PATIENCE_S = 60.0
 LONG_S = 3600.0
@@ -64,7 +63,7 @@ async def calling(
     *urls: str, timeout_s: float = LONG_S, clock: Clock | None = None, token: str | None = None
 ) -> AsyncIterator[Prefetches]:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
+    async with open_session(headers) as session:
         prefetches = Prefetches(session, timeout_s=timeout_s, clock=clock or Clock())
         prefetches.follow(urls)
         try:
@@ -117,6 +116,24 @@ def test_a_cache_that_is_slow_gets_a_bounded_number_of_calls() -> None:
             await until(lambda: not prefetches.stats()[url].running)
             assert len(cache.asked) == MAX_RUNNING
             assert prefetches.stats()[url].results == {"accepted": MAX_RUNNING, "busy": 5}
+
+    run(test)
+
+
+def test_caches_that_do_not_answer_take_no_connections_of_others() -> None:
+    async def test() -> None:
+        silent, quick = Cache(), Cache()
+        silent.may_answer.clear()
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(serving(silent)) for _ in range(8)]
+            urls.append(await stack.enter_async_context(serving(quick)))
+            prefetches = await stack.enter_async_context(calling(*urls))
+            for url in urls[:-1]:
+                for number in range(MAX_RUNNING):
+                    prefetches.begin(url, number, 1)
+            prefetches.begin(urls[-1], 7, 1)
+            await until(lambda: quick.asked == [{"block_hash": 7}])
+            silent.may_answer.set()
 
     run(test)
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import aiohttp
 
@@ -23,6 +23,12 @@ MAX_RUNNING = 16
 """Calls to one cache at a time; it answers within milliseconds."""
 _ACCEPTED = 202
 _MAX_ANSWER_BYTES = 200
+
+
+def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """Open a session in which no cache takes the connections of another."""
+    connector = aiohttp.TCPConnector(limit=0, limit_per_host=MAX_RUNNING)
+    return aiohttp.ClientSession(headers=headers, connector=connector)
 
 
 class _Cache:
@@ -46,7 +52,7 @@ class Prefetches:
     """Calls to caches, bounded in number. For one event loop.
 
     Args:
-        session: For requests to caches; headers of its own carry their token.
+        session: For requests to caches (`open_session`); its headers carry their token.
         timeout_s: How long a cache may take to answer.
         clock: Monotonic, in seconds.
     """

@@ -18,7 +18,7 @@ from flexcache.logs import log_event
 from flexcache.router.decider.decider import Decider
 from flexcache.router.decider.health import Probe
 from flexcache.router.decider.line import WaitingLine
-from flexcache.router.decider.prefetches import Prefetches
+from flexcache.router.decider.prefetches import Prefetches, open_session
 from flexcache.router.decider.prober import Capacity, Prober
 from flexcache.router.decider.roster import Roster
 from flexcache.router.discovery.discovery import Discovery
@@ -115,7 +115,7 @@ class DeciderService:
             self.decider.observer = self._publisher
         await self.tokenizers.start()
         self._feed = Feed(self.routing, asyncio.get_running_loop())
-        self._cache_session = aiohttp.ClientSession(headers=cache_headers(self.config))
+        self._cache_session = open_session(cache_headers(self.config))
         self._prefetches = Prefetches(self._cache_session)
         self._session = aiohttp.ClientSession(headers=self.engine_headers)
         self._prober = Prober(
