@@ -1,4 +1,4 @@
-"""The cost of the SSD tier's durability, and the duration of restarts.
+"""The cost of the SSD tier's durability.
 
     python benchmarks/bench_ssd.py [DIRECTORY] [--gb 2] [--rounds 5] [--engine auto]
 
@@ -10,26 +10,16 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from flexcache.bench.raw_disk import QUEUE_DEPTH, Fio, raw_disks
-from flexcache.bench.ssd import BLOCK_BYTES, ROOT, beside_raw, driven_workers
-from flexcache.cache.restore import restore_tier
-from flexcache.cache.tier import Tier
+from flexcache.bench.ssd import BLOCK_BYTES, beside_raw, driven_workers
 from flexcache.config.tiers import SSD_SYNCS
-from flexcache.ids import TierName
 from flexcache.storage.block_io import open_block_io
-from flexcache.storage.disk_pool import DiskPool
-from flexcache.storage.slot_index import RECORD, SlotIndex, make_records
 
-RESTART_SIZES = (10_000, 100_000, 1_000_000)
-BLOCKS_PER_PROMPT = 50
 SYNCED_PEER = f"fio, fdatasync every {QUEUE_DEPTH}"
 
 
@@ -55,48 +45,6 @@ def measure_durability(console: Console, path: Path, size: int, rounds: int, eng
     console.print(table)
 
 
-def measure_restart(console: Console, path: Path) -> None:
-    """From an index full of prompts, some of which share a beginning, to a tier with all of it."""
-    table = Table("restart", "load the index", "restore the tier", "together", "CPU time")
-    for size in track(RESTART_SIZES, "restarts", console=console):
-        pool = DiskPool([str(path / str(size))], BLOCK_BYTES, size, direct_io=False)
-        rng = np.random.default_rng(0)
-        records, slots = some_prompts(size, rng), rng.permutation(size)
-        in_order = np.argsort(slots)
-        SlotIndex(pool.index_fds, pool.pool_id).write(slots[in_order], records[in_order])
-        started, cpu_before = time.perf_counter(), time.process_time()
-        loaded = pool.load()
-        restoring = time.perf_counter()
-        tier = Tier(TierName.SSD, size)
-        report = restore_tier(tier, loaded)
-        ended, cpu_after = time.perf_counter(), time.process_time()
-        assert report.num_restored == size
-        pool.close()
-        table.add_row(
-            f"{size:,} slots", f"{restoring - started:.2f} s", f"{ended - restoring:.2f} s",
-            f"{ended - started:.2f} s", f"{cpu_after - cpu_before:.2f} s",
-        )  # fmt: skip
-    console.print(table)
-
-
-def some_prompts(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Records of prompts of fifty blocks on average; half of them go on from an earlier block."""
-    records, known = [np.empty(0, RECORD)], [(-1, b"")]
-    made = 0
-    while made < count:
-        length = min(count - made, int(rng.integers(1, 2 * BLOCKS_PER_PROMPT)))
-        last, parent = known[int(rng.integers(len(known)))] if rng.random() < 0.5 else (-1, b"")
-        data = rng.bytes(32 * length)
-        keys = [data[i : i + 32] for i in range(0, len(data), 32)]
-        records.append(make_records(ROOT, last + 1, parent, keys, np.zeros(length, np.uint64)))
-        branch = int(rng.integers(length))
-        known.append((last + 1 + branch, keys[branch]))
-        made += length
-    together = np.concatenate(records)
-    together["generation"] = np.arange(1, count + 1)
-    return together
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", nargs="?", default=None)
@@ -108,7 +56,6 @@ def main() -> None:
     size = int(options.gb * 1e9) // BLOCK_BYTES * BLOCK_BYTES
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         measure_durability(console, Path(directory), size, options.rounds, options.engine)
-        measure_restart(console, Path(directory))
 
 
 if __name__ == "__main__":

@@ -389,13 +389,7 @@ class PrefixIndex:
         offset = run.length
         run.blocks.frombytes(blocks.tobytes())
         run.keys.extend(keys)
-        code = (run.run_id << _OFFSET_BITS) + offset
-        directory = self._directories.setdefault(root, {})
-        before = len(directory)
-        directory.update(zip(keys, range(code, code + len(keys)), strict=True))
-        if len(directory) != before + len(keys):
-            raise InternalError("a key was inserted twice")
-        self._num_blocks += len(keys)
+        self._enter(run, offset, keys)
         match = PrefixMatch(run, run.length, run.depth + run.length)
         due = now + retain
         last = run.recency[-1][1] if run.recency else due
@@ -404,6 +398,32 @@ class PrefixIndex:
         self.touch(match, now, retain, outlook)
         self._queue_if_evictable(run)
         return match
+
+    def restore(
+        self, root: RootId, parent: BlockKey | None, keys: list[BlockKey], blocks: BlockIds,
+        recency: list[Segment],
+    ) -> Run:  # fmt: skip
+        """Add a run that is to have these segments, behind the cached block ``parent``.
+
+        None of its keys may be cached; the run keeps the lists. No block may be more recent than
+        one before it.
+        """
+        before = EMPTY_MATCH if parent is None else self.locate(root, parent)
+        run = self._add_run(root, before.run, before.length)
+        run.keys, run.blocks, run.recency = keys, blocks, recency
+        self._enter(run, 0, keys)
+        self._queue_if_evictable(run)
+        return run
+
+    def _enter(self, run: Run, offset: int, keys: Sequence[BlockKey]) -> None:
+        """Make the keys of a run's last blocks findable, from ``offset`` on."""
+        code = (run.run_id << _OFFSET_BITS) + offset
+        directory = self._directories.setdefault(run.root, {})
+        before = len(directory)
+        directory.update(zip(keys, range(code, code + len(keys)), strict=True))
+        if len(directory) != before + len(keys):
+            raise InternalError("a key was inserted twice")
+        self._num_blocks += len(keys)
 
     def evict(
         self, count: int, before: float = math.inf, below: float = math.inf, tenant: int = 0

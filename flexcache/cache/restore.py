@@ -4,30 +4,34 @@ A slot's record has the key of its block, the key of the block before it, its po
 prompt, and when it was written (generation). Blocks may since have been evicted and overwritten in
 any order, so some records have lost the blocks they build on, and some keys occur twice.
 
-The work is done on whole arrays, with one Python step per part of a prompt that was written without
-a break.
+All is done on whole arrays, up to the runs that the tier takes (`restored_runs`).
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.restore_tails import are_tails, whole_tails
-from flexcache.cache.tier import RestoredRun, Tier
-from flexcache.ids import BlockKey, RootId
+from flexcache.cache.restored_runs import follow, restored_runs, take, words_of
+from flexcache.cache.tier import Tier
 
 Records = npt.NDArray[Any]
-"""Structured: slot, generation, position, root, key and key_bytes, parent and parent_bytes."""
+"""As in `SLOT_RECORD`: slot, generation, position, root, key, parent, and the keys' bytes."""
 Indices = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
+_Words = npt.NDArray[np.uint64]
 
 _ORPHAN = -1
+_CHUNK_ROWS = 1 << 12  # their words stay in the processor's cache
+_PRIME = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,11 @@ def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None)
 
     O(n log depth).
 
-    The tier must be unused. Blocks count as used when they were written.
+    The tier must be unused. A block was last used when the last block behind it was written, also
+    for the tier's retention.
 
     Args:
-        written_s: When they were, as far as that is known, for a tier that keeps nothing for long.
+        written_s: When they were, for a tier with a retention time; rises with the generations.
     """
     if written_s is None:
         written_s = np.zeros(len(records))
@@ -57,14 +62,27 @@ def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None)
         tails = whole_tails(records[of_tails], written_s[of_tails])
         records, written_s = records[~of_tails], written_s[~of_tails]
     by_age = np.argsort(records["generation"])
-    records, written_s = records[by_age], written_s[by_age]
+    records, written_s = take(records, by_age), written_s[by_age]
     parents = link(records)
-    order, parents = _order(records, parents)
-    tier.restore(_runs(records[order], parents, written_s[order]))
+    found = reaches_start(records, parents)
+    with _uncollected():
+        tier.restore(restored_runs(records, parents, found, written_s))
     if tails:
         tier.restore_tails(tails)
-    num_restored = len(order) + sum(len(tail.units) for tail in tails)
+    num_restored = int(found.sum()) + sum(len(tail.units) for tail in tails)
     return RestoreReport(num_restored, num_records - num_restored)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Put garbage collections off: each would look at all the keys that are there already."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def link(records: Records) -> Indices:
@@ -75,87 +93,90 @@ def link(records: Records) -> Indices:
     builds on an orphan is not itself an orphan: see `reaches_start`.
     """
     count = len(records)
-    keys = _identities(records, "key")
-    latest = dict(zip(keys, range(count), strict=True))
-    before = map(latest.get, _identities(records, "parent"), repeat(_ORPHAN))
-    parents = np.fromiter(before, np.int64, count)
-    position = records["position"].astype(np.int64)
-    parents[(parents != _ORPHAN) & (position[parents] != position - 1)] = _ORPHAN
-    starts = position == 0
-    parents[starts] = np.flatnonzero(starts)
-    superseded = np.ones(count, np.bool_)
-    superseded[np.fromiter(latest.values(), np.int64, len(latest))] = False
-    parents[superseded] = _ORPHAN
+    itself = np.arange(count)
+    own = _digests(records, "key")
+    latest = _latest(own)
+    # Most records follow the one that they build on; the others are looked for.
+    parents = itself - 1
+    follows = _fit(records, parents)
+    follows[1:] &= latest[:-1] == itself[:-1]
+    others = np.flatnonzero(~follows)
+    wanted = _digests(take(records, others), "parent")
+    parents[others] = _find(wanted, own, np.flatnonzero(latest == itself))
+    parents[others[~_fit(records, parents[others], others)]] = _ORPHAN
+    starts = records["position"] == 0
+    parents[starts] = itself[starts]
+    parents[latest != itself] = _ORPHAN
     return parents
-
-
-def _identities(records: Records, field: str) -> list[bytes]:
-    """Return root, length and key of each record as one byte string."""
-    layout = [("root", records.dtype["root"]), ("size", "<u2"), ("key", records.dtype[field])]
-    joined = np.empty(len(records), layout)
-    joined["root"], joined["size"] = records["root"], records[f"{field}_bytes"]
-    joined["key"] = records[field]
-    identities: list[bytes] = joined.view(f"V{joined.itemsize}").tolist()
-    return identities
 
 
 def reaches_start(records: Records, parents: Indices) -> npt.NDArray[np.bool_]:
     """Whether each record has all the blocks before it."""
-    return _walk(records, parents)[0]
+    itself = np.arange(len(records))
+    first = follow(np.where(parents == _ORPHAN, itself, parents))
+    is_start: npt.NDArray[np.bool_] = parents == itself
+    return is_start[first]
 
 
-def _walk(
-    records: Records, parents: Indices
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
-    """Walk from all records towards their prompts' starts at once, doubling the step each time.
+def _digests(records: Records, field: str) -> _Words:
+    """Return a digest of each record's root and of one of its keys.
 
-    Returns:
-        Whether the start was reached; the highest generation on the way.
+    What it finds is compared in full; of two keys with one digest, the older is dropped.
     """
-    count = len(records)
-    ancestors = np.where(parents == _ORPHAN, np.arange(count), parents)
-    is_start = ancestors == np.arange(count)
-    is_start &= parents != _ORPHAN
-    newest = records["generation"].copy()
-    for _ in range(int(records["position"].max(initial=0)).bit_length()):
-        newest = np.maximum(newest, newest[ancestors])
-        ancestors = ancestors[ancestors]
-    return is_start[ancestors], newest
+    digests = np.empty(len(records), np.uint64)
+    for start in range(0, len(records), _CHUNK_ROWS):
+        part = records[start : start + _CHUNK_ROWS]
+        sizes = part[f"{field}_bytes"].astype(np.uint64)
+        of_roots = _stir(sizes, words_of(part, "root"))
+        digests[start : start + _CHUNK_ROWS] = _stir(of_roots, words_of(part, field))
+    return digests
 
 
-def _order(records: Records, parents: Indices) -> tuple[Indices, Indices]:
-    """Order the restorable records as they were written, each after the one it builds on.
+def _stir(digests: _Words, words: _Words) -> _Words:
+    for column in range(words.shape[1]):
+        digests = (digests ^ words[:, column]) * _PRIME
+        digests ^= digests >> _HALF
+    return digests
 
-    A block older than the one it builds on (which was evicted and written again) follows it
-    directly.
 
-    Returns:
-        The records' indices; for each, the place of its parent among them.
+def _latest(digests: _Words) -> Indices:
+    """Return the index of the last record with the same digest as each."""
+    order = np.argsort(digests)
+    in_order = digests[order]
+    starts = np.flatnonzero(np.append(True, in_order[1:] != in_order[:-1])[: len(order)])
+    latest = np.empty(len(order), np.int64)
+    if len(order):
+        last = np.maximum.reduceat(order, starts)
+        latest[order] = np.repeat(last, np.diff(starts, append=len(order)))
+    return latest
+
+
+def _find(wanted: _Words, digests: _Words, among: Indices) -> Indices:
+    """Return the index of the record among these that has each of the digests; -1 for none."""
+    if not len(wanted) or not len(among):
+        return np.full(len(wanted), _ORPHAN)
+    among = among[np.argsort(digests[among])]
+    in_order = digests[among]
+    order = np.argsort(wanted)  # neighbours are found close to each other
+    places = np.empty(len(wanted), np.int64)
+    places[order] = np.searchsorted(in_order, wanted[order])
+    places = np.minimum(places, len(among) - 1)
+    return np.where(in_order[places] == wanted, among[places], _ORPHAN)
+
+
+def _fit(records: Records, parents: Indices, which: Indices | None = None) -> npt.NDArray[np.bool_]:
+    """Return which records, of all or of some, build on those that are thought to be before them.
+
+    Exact; -1 fits none.
     """
-    whole, newest = _walk(records, parents)
-    kept = np.flatnonzero(whole)
-    order = kept[np.lexsort((records["position"][kept], newest[kept]))]
-    places = np.empty(len(records), np.int64)
-    places[order] = np.arange(len(order))
-    return order, places[parents[order]]
-
-
-def _runs(records: Records, parents: Indices, written_s: Seconds) -> Iterator[RestoredRun]:
-    """Cut ordered records wherever one does not build on the one before it."""
-    count = len(records)
-    if not count:
-        return
-    starts = [0, *(np.flatnonzero(parents[1:] != np.arange(count - 1)) + 1).tolist()]
-    keys, slots = _keys(records, "key"), np.ascontiguousarray(records["slot"])
-    firsts = records[starts]
-    roots, befores = firsts["root"].tolist(), _keys(firsts, "parent")
-    for root, before, (start, stop) in zip(roots, befores, pairwise([*starts, count]), strict=True):
-        yield RestoredRun(
-            RootId(root), before or None, keys[start:stop], slots[start:stop], written_s[start:stop]
-        )
-
-
-def _keys(records: Records, field: str) -> list[BlockKey]:
-    sizes = records[f"{field}_bytes"].tolist()
-    padded = records[field].tolist()
-    return [BlockKey(key[:size]) for key, size in zip(padded, sizes, strict=True)]
+    fit: npt.NDArray[np.bool_] = parents != _ORPHAN
+    for start in range(0, len(parents), _CHUNK_ROWS):
+        rows = slice(start, start + _CHUNK_ROWS)
+        part = records[rows] if which is None else take(records, which[rows])
+        before = take(records, parents[rows])
+        fit[rows] &= part["position"] == before["position"] + 1
+        fit[rows] &= part["parent_bytes"] == before["key_bytes"]
+        for ours, theirs in (("root", "root"), ("parent", "key")):
+            for own, other in zip(words_of(part, ours).T, words_of(before, theirs).T, strict=True):
+                fit[rows] &= own == other
+    return fit

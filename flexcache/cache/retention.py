@@ -14,6 +14,8 @@ Pure: no clock. Not thread-safe.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -63,6 +65,18 @@ class Retention:
     def used(self, match: PrefixMatch, now: float) -> None:
         """Record that the matched blocks were used. Amortised O(1)."""
         self._note(match.run, match.length, self._stamp(now))
+
+    def restored(self, run: Run, used_s: Iterable[tuple[int, float]]) -> None:
+        """Record when a restored run's blocks were last used: where they end, and when.
+
+        Times do not rise, nor above those of the blocks that the run hangs off.
+        """
+        run.uses = []
+        for end, time in used_s:
+            stamp = self._stamp(time)
+            if run.uses and run.uses[-1][1] == stamp:
+                run.uses.pop()
+            run.uses.append((end, stamp))
 
     def used_before(self, match: PrefixMatch, times_s: Seconds) -> None:
         """Record that the last blocks of the match, which are new here, were last used at these

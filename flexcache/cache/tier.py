@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,17 +96,23 @@ class Lease:
         return f"{tier}_worth_less" if self.is_refused else f"{tier}_tier_full"
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredRun:
-    """Consecutive blocks of a prompt that survived the last process."""
+class RestoredRun(NamedTuple):
+    """Consecutive blocks of a prompt that survived the last process.
+
+    Attributes:
+        parent: Key of the block before them; None at the prompt's start.
+        ends: Where blocks end that were last used at once; none for all of them, now.
+        ages: How many blocks of the tier were written since, and one.
+        written_s: When that was.
+    """
 
     root: RootId
     parent: BlockKey | None
-    """Key of the block before them; None at the prompt's start."""
-    keys: Sequence[BlockKey]
+    keys: list[BlockKey]
     blocks: BlockIds
-    written_s: npt.NDArray[np.float64] | None = None
-    """When each of them was written; None for now."""
+    ends: Sequence[int] = ()
+    ages: Sequence[int] = (1,)
+    written_s: Sequence[float] = ()
 
 
 @dataclass(slots=True)
@@ -636,17 +643,16 @@ class Tier:
     def restore(self, runs: Iterable[RestoredRun]) -> None:
         """Index blocks whose bytes are already in place, each run after the one it builds on.
 
-        Later runs count as more recent. O(1) Python steps per run.
+        No block may have been used later than one before it. O(1) Python steps per run.
         """
-        taken = [NO_BLOCKS]
+        taken, now = [NO_BLOCKS], self._tick()
         for run in runs:
-            parent = EMPTY_MATCH if run.parent is None else self.index.locate(run.root, run.parent)
-            match = self.index.insert(parent, run.root, run.keys, run.blocks, self._tick())
+            ends = run.ends or [len(run.keys)]
+            times = [now - age * _TICK_S for age in run.ages]
+            recency = [(end, time, 0) for end, time in zip(ends, times, strict=True)]
+            added = self.index.restore(run.root, run.parent, run.keys, run.blocks, recency)
             if self._retention is not None:
-                written_s = np.full(len(run.keys), self._now)
-                self._retention.used_before(
-                    match, written_s if run.written_s is None else run.written_s
-                )
+                self._retention.restored(added, zip(ends, run.written_s or [now], strict=True))
             taken.append(run.blocks)
             self._charge(run.root, run.blocks)
             for tell in self.on_stored:

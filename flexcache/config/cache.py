@@ -74,7 +74,8 @@ class CacheConfig(TierConfig):
     layerwise_load: Literal["auto", "on", "off"] = setting(
         "auto",
         "vLLM computes while a load from DRAM arrives, layer by layer: on (its step waits for the "
-        "layers), off (requests wait between steps), auto (on while nothing else runs).",
+        "layers), off (requests wait between steps), auto (on while nothing else runs; in vLLM "
+        "also if the load is short beside the step).",
     )
     match_ttl_s: Seconds = setting(
         120.0, "A match that is not launched is cancelled after this long.", "s"

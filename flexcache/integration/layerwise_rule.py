@@ -29,6 +29,11 @@ class LayerwiseRule:
         self._always = setting == "on"
         self._running: set[str] = set()
 
+    @property
+    def depends_on_times(self) -> bool:
+        """Whether it matters how long loads and steps take."""
+        return not self._is_off and not self._always
+
     def step(self, request_ids: Iterable[str]) -> None:
         """Record which requests the step computes that is about to start."""
         self._running = set(request_ids)
@@ -37,5 +42,6 @@ class LayerwiseRule:
         self._running.discard(request_id)
 
     def allows(self, request_id: str) -> bool:
-        """Return whether a load from DRAM may run within the step in which the request starts."""
+        """Return whether a load from DRAM may run within the step in which the request starts,
+        however long it takes."""
         return not self._is_off and (self._always or self._running <= {request_id})

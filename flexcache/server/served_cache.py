@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexcache.cache.build import CacheSizes, build_cache
@@ -24,6 +25,7 @@ from flexcache.storage.memory_limit import check_pool_fits
 from flexcache.storage.remote import check_packages
 from flexcache.storage.shard_layouts import ShardLayouts
 from flexcache.storage.shards import Shards
+from flexcache.storage.slot_index import Records
 from flexcache.storage.write_times import ages_s
 from flexcache.tasks.engine import KVTaskEngine
 
@@ -142,23 +144,28 @@ class ServedCache:
             max_open_tasks=config.max_open_tasks,
         )
 
-    def open(self) -> None:
+    def open(self, store_opened: Callable[[], None] = lambda: None) -> None:
         """Open the store and index what the SSD files hold already.
+
+        Args:
+            store_opened: Called once the files have been read, before they are indexed: workers
+                start meanwhile.
 
         Raises:
             ConfigError: A directory is another process's, cannot be used, or is refused.
         """
         self.store.open()
         try:
-            if self.store.disk_pool is not None:
-                self._restore(self.store.disk_pool)
+            pool, started = self.store.disk_pool, time.monotonic()
+            records = None if pool is None else self.store.load_slots()
+            store_opened()
+            if pool is not None and records is not None:
+                self._restore(pool, records, started)
         except BaseException:
             self.store.close()
             raise
 
-    def _restore(self, pool: DiskPool) -> None:
-        started = time.monotonic()
-        records = self.store.load_slots()
+    def _restore(self, pool: DiskPool, records: Records, started: float) -> None:
         ages = ages_s(records["generation"], time.time())
         report = self.tasks.restore(records, ages, started)
         found = pool.identity

@@ -217,11 +217,16 @@ class KVServer:
         if cache is None:
             config = dataclasses.replace(self.config, tokens_per_block=tokens_per_block)
             cache = ServedCache(model, config, shards)
-        cache.open()
+        store, endpoint = cache.store, self._endpoint
+        assert endpoint is not None
+
+        def begin_workers() -> None:
+            self._pool.add_store_workers(store, endpoint.worker_address)
+            self._pool.start_due(time.monotonic())
+
+        cache.open(begin_workers)
         self._cache = cache
         self._observers.follow(cache)
-        assert self._endpoint is not None
-        self._pool.add_store_workers(cache.store, self._endpoint.worker_address)
         return cache
 
     # -- calls from this process -----------------------------------------------------------------

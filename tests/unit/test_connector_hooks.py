@@ -16,7 +16,6 @@ LEFT_TO_VLLM = {
     "set_host_xfer_buffer_ops": "for transports that cannot reach the device",
     "finish_forward": "copies out of a step's blocks begin in a later step",
     "reset_capture_state": "a captured graph waits for no layer",
-    "handle_preemptions": "blocks under way are pinned",
     "get_kv_connector_kv_cache_events": "the scheduler's side knows all changes",
     "get_handshake_metadata": "workers find the cache by its address",
     "set_xfer_handshake_metadata": "workers find the cache by its address",

@@ -138,25 +138,75 @@ def test_keys_of_several_sizes_that_end_in_zeros_are_told_apart() -> None:
 
 
 words = st.text("ab", min_size=1, max_size=5)
+roots = st.sampled_from([ROOT, OTHER_ROOT])
+History = list[tuple[str, RootId]]
+"""Which block was written at each generation, to a slot of its own."""
 
 
-@given(st.lists(st.tuples(words, st.sampled_from([ROOT, OTHER_ROOT])), max_size=40), st.randoms())
-def test_exactly_what_can_be_reached_is_restored(history, random) -> None:  # type: ignore[no-untyped-def]
-    """``history``: which block was written at each generation, to a slot of its own."""
+def made_of(history: History, random: random.Random) -> tuple[Records, list[int]]:
+    """Return the records of a history in any order, and their slots in its order."""
     free = list(range(len(history)))
     random.shuffle(free)
     made = [record(w, free[i], i + 1, root) for i, (w, root) in enumerate(history)]
     random.shuffle(made)
-    latest = {(w, root): free[i] for i, (w, root) in enumerate(history)}
-    whole = {
-        (w, root)
-        for w, root in latest
+    return np.concatenate([np.empty(0, SLOT_RECORD), *made]), free
+
+
+def reachable(history: History) -> dict[tuple[str, RootId], int]:
+    """Return the blocks that have all before them, and when each was last written."""
+    latest = {place: i for i, place in enumerate(history)}
+    return {
+        (w, root): i
+        for (w, root), i in latest.items()
         if all((w[:stop], root) in latest for stop in range(1, len(w)))
     }
-    tier = restored(np.concatenate([np.empty(0, SLOT_RECORD), *made]), capacity=40)
+
+
+@given(st.lists(st.tuples(words, roots), max_size=40), st.randoms())
+def test_exactly_what_can_be_reached_is_restored(history, random) -> None:  # type: ignore[no-untyped-def]
+    found, free = made_of(history, random)
+    whole = reachable(history)
+    tier = restored(found, capacity=40)
     assert tier.index.num_blocks == len(whole)
     for w, root in whole:
-        assert slots(tier, w, root) == [latest[w[:stop], root] for stop in range(1, len(w) + 1)]
+        expected = [free[whole[w[:stop], root]] for stop in range(1, len(w) + 1)]
+        assert slots(tier, w, root) == expected
+
+
+@given(st.lists(st.tuples(words, st.integers(0, 2), roots), max_size=12), st.randoms())
+def test_restored_blocks_are_told_in_order_and_go_by_their_last_use(parts, random) -> None:  # type: ignore[no-untyped-def]
+    """A block was last used when the last block behind it was written.
+
+    ``parts``: prompts, each written from its first block on, or from a later one.
+    """
+    history = [
+        (w[:stop], root) for w, start, root in parts for stop in range(start + 1, len(w) + 1)
+    ]
+    found, free = made_of(history, random)
+    whole = reachable(history)
+    last_use = {
+        (w, root): max(i for (v, other), i in whole.items() if other == root and v.startswith(w))
+        for w, root in whole
+    }
+    tier = Tier(TierName.SSD, 60, retention_s=100.0)
+    told: History = []
+
+    def stored(root, parent, keys, content, first) -> None:  # type: ignore[no-untyped-def]
+        assert parent is None or (parent.decode(), root) in told
+        told.extend((key.decode(), root) for key in keys)
+
+    tier.on_stored.append(stored)
+    restore_tier(tier, found, found["generation"].astype(np.float64))
+    tier.check()
+    assert sorted(told) == sorted(whole)
+    left = {free[i]: place for place, i in whole.items()}
+    while left:
+        word, root = place = left.pop(tier.index.evict(1).tolist()[0])
+        tier.index.check()
+        assert all(last_use[place] <= last_use[other] for other in left.values())
+        assert not any(
+            v != word and v.startswith(word) for v, other in left.values() if other == root
+        )
 
 
 def tail_records(word: str, count: int, first_slot: int, first_generation: int = 1) -> Records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from flexcache.errors import ConfigError
 from flexcache.integration.layerwise_rule import LayerwiseRule
 from flexcache.integration.vllm.layerwise import find_obstacle
+from flexcache.integration.vllm.step_budget import StepBudget
 from flexcache.integration.vllm.step_loads import StepLoads
 from flexcache.transfer.workers import device
 from flexcache.transfer.workers.layer_load import LayerLoad
@@ -254,6 +256,107 @@ def test_a_layer_that_comes_after_it_was_read_does_not_count() -> None:
     if load.begin_part():
         load.part_started(1, None)
     assert loads.finish() == {7}
+
+
+# -- beside other requests -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def auto(engine: Engine, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets how many seconds a token takes to load, as far as is known."""
+    gets = engine.scheduler.connector._scheduler.gets
+    monkeypatch.setattr(gets, "layerwise", LayerwiseRule("auto", None))
+
+    def use(seconds: float) -> None:
+        budget = StepBudget(lambda: (1_000_000, 1_000_000 * seconds), 0.0)
+        monkeypatch.setattr(gets, "budget", budget)
+
+    return use
+
+
+def serve_beside(engine: Engine, running: list[int], hit: list[int]) -> list[list[tuple[str, int]]]:
+    """Serve ``hit`` while ``running`` generates; return for each step from the arrival of the hit
+    on which requests got a token, and which."""
+    llm_engine, steps = engine.llm.llm_engine, []
+    for name, prompt, count in (("running", running, 24), ("hit", hit, 8)):
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        for _ in range(3 if name == "running" else 40):
+            outputs = llm_engine.step()
+            if name == "hit":
+                steps.append([(o.request_id, o.outputs[0].token_ids[-1]) for o in outputs])
+    assert not llm_engine.has_unfinished_requests()
+    return steps
+
+
+def test_a_short_load_runs_within_a_step_that_others_compute_in(
+    engine: Engine,
+    watch: Watch,
+    auto: Callable[[float], None],
+    on_the_gpu: dict[str, torch.Tensor],
+) -> None:
+    running, hit = make_prompt(40, next(_seeds)), make_prompt(300, next(_seeds))
+    cold = tokens_of(engine, hit)
+    engine.forget_gpu()
+    scrub(on_the_gpu)
+    auto(1e-9)
+    steps = serve_beside(engine, running, hit)
+    assert [name for name, _ in steps[0]] == ["running", "hit"]
+    assert [token for step in steps for name, token in step if name == "hit"] == cold
+    assert watch.by_layer == [True]
+    assert compare_probes(engine.probe_dir)["different"] == []
+
+
+def test_a_long_load_is_waited_for_between_steps_while_others_compute(
+    engine: Engine, watch: Watch, auto: Callable[[float], None]
+) -> None:
+    running, hit = make_prompt(40, next(_seeds)), make_prompt(300, next(_seeds))
+    engine.generate(hit)
+    engine.forget_gpu()
+    auto(1.0)
+    steps = serve_beside(engine, running, hit)
+    assert [name for name, _ in steps[0]] == ["running"]
+    assert watch.by_layer == [False]
+
+
+@pytest.mark.parametrize("clears_blocks", [False, True])
+def test_copies_begin_before_inputs_are_prepared_but_after_blocks_are_cleared(
+    engine: Engine, watch: Watch, monkeypatch: pytest.MonkeyPatch, clears_blocks: bool
+) -> None:
+    worker, order = get_kv_transfer_group()._worker, []
+    runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner = runner.model_runner
+    load, update, take_step = worker.client.load_by_layer, runner._update_states, watch.take_step
+
+    def note_load(*arguments: Any) -> Any:
+        order.append("load")
+        return load(*arguments)
+
+    def note_update(scheduled: Any) -> Any:
+        order.append("prepare")
+        return update(scheduled)
+
+    def clearing(scheduled: Any) -> Any:
+        return dataclasses.replace(take_step(scheduled), clears_blocks=clears_blocks)
+
+    prompt = make_prompt(300, next(_seeds))
+    cold = tokens_of(engine, prompt)
+    engine.forget_gpu()
+    monkeypatch.setattr(worker.client, "load_by_layer", note_load)
+    monkeypatch.setattr(runner, "_update_states", note_update)
+    monkeypatch.setattr(engine.scheduler.connector._scheduler, "take_step", clearing)
+    assert tokens_of(engine, prompt) == cold
+    expected = ["prepare", "load"] if clears_blocks else ["load", "prepare"]
+    assert order[:2] == expected
+
+
+def test_vllm_says_which_blocks_it_clears(engine: Engine) -> None:
+    side, blocks = engine.scheduler.connector._scheduler, [[7], None]
+    seen = [
+        side.take_step(SimpleNamespace(num_scheduled_tokens={}, new_block_ids_to_zero=cleared))
+        for cleared in blocks
+    ]
+    assert [metadata.clears_blocks for metadata in seen] == [True, False]
 
 
 # -- loads that do not ---------------------------------------------------------------------------

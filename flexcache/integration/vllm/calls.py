@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexcache.errors import FlexCacheError
-from flexcache.ids import TierName
+from flexcache.ids import OpKind, TierName
 from flexcache.integration.counters import read_counters
 from flexcache.integration.safe_calls import safely
 from flexcache.integration.task_calls import TaskCalls
@@ -184,6 +184,15 @@ class CacheCalls(TaskCalls):
             return read_counters(self._manager.stats(), self._block_size)
         except FlexCacheError:
             return None
+
+    def read_loads(self) -> tuple[int, float] | None:
+        """Return how many tokens were loaded from DRAM and the seconds in which loads ran, since
+        startup; None if the server does not answer."""
+        try:
+            loads = self._manager.stats()["engine"]["ops"][OpKind.H2D.value]
+        except FlexCacheError:
+            return None
+        return loads["blocks"] * self._block_size, loads["seconds"]
 
     def _namespace_of(self, request: Any) -> Sequence[str]:
         namespace = read_namespace(request)

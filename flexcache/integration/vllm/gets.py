@@ -30,6 +30,7 @@ from flexcache.integration.vllm.early_lookups import EarlyLookUps
 from flexcache.integration.vllm.metadata import Load
 from flexcache.integration.vllm.requests import Get, RequestRecord, StepLoad
 from flexcache.integration.vllm.siblings import is_served_by_sibling
+from flexcache.integration.vllm.step_budget import StepBudget
 from flexcache.logs import log_event
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Gets:
         has_siblings: Whether other connectors serve requests too.
 
     Attributes:
-        layerwise: Decides which loads run within a step.
+        layerwise: Decides which loads run within a step, however long they take.
+        budget: Which others are short enough.
         early: Look-ups ahead of vLLM's question.
         early_loads: Loads to DRAM ahead of it.
         forget_blocks: vLLM's function to drop blocks from its prefix cache, once bound.
@@ -60,12 +62,13 @@ class Gets:
 
     def __init__(
         self, cache: CacheCalls, block_size: int, tables: BlockTables, layerwise: LayerwiseRule,
-        config: CacheConfig, has_siblings: bool,
+        budget: StepBudget, config: CacheConfig, has_siblings: bool,
     ) -> None:  # fmt: skip
         self._cache = cache
         self._block_size = block_size
         self._tables = tables
         self.layerwise = layerwise
+        self.budget = budget
         self._match_ttl_s = config.match_ttl_s
         self._lookup_timeout_s = config.remote_lookup_timeout_s
         self._has_siblings = has_siblings
@@ -133,10 +136,20 @@ class Gets:
         get.by_layer = (
             self.forget_blocks is not None
             and get.sources.keys() == {TierName.CPU}
-            and num_computed + get.num_tokens < request.num_tokens  # there is something to compute
-            and self.layerwise.allows(request.request_id)
+            and self._may_run_in_step(request, get.num_tokens, num_computed + get.num_tokens)
         )
         return get.num_tokens, not get.by_layer
+
+    def _may_run_in_step(self, request: Any, num_loaded: int, num_computed: int) -> bool:
+        """Return whether a load from DRAM, after which ``num_computed`` tokens are there, may run
+        within the step."""
+        num_left = request.num_tokens - num_computed
+        if not num_left:
+            return False
+        if self.layerwise.allows(request.request_id):
+            return True
+        is_open = self.layerwise.depends_on_times
+        return is_open and self.budget.has_room(num_loaded, num_left, time.monotonic())
 
     def _open_get(self, request: Any, record: RequestRecord, num_computed: int) -> Get | None:
         """Return the request's get for the tokens after ``num_computed``, if it has one."""
@@ -226,6 +239,7 @@ class Gets:
             first = start // self._block_size
             key = request.block_hashes[first]
             record.step_load = StepLoad(first, key, list(tables[0][first:]))
+            self.budget.add(num_external, request.num_tokens - start - num_external)
             self._step.by_layer[request_id] = None
 
     def _launch(self, get: Get, tables: Tables, num_external: int) -> bool:

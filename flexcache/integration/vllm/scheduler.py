@@ -37,6 +37,7 @@ from flexcache.integration.vllm.put_points import PutPoints, tail_interval
 from flexcache.integration.vllm.puts import Puts
 from flexcache.integration.vllm.siblings import read_transfer_config
 from flexcache.integration.vllm.stats import FlexCacheStats
+from flexcache.integration.vllm.step_budget import StepBudget
 from flexcache.logs import log_event
 from flexcache.manager import KVManager
 
@@ -74,14 +75,18 @@ class FlexCacheScheduler:
         self._cache = CacheCalls(self.manager, block_size, namespace, keys_per_position)
         self._tables = BlockTables(model.groups, cached_group_ids(kv_cache_config), block_size)
         has_siblings = transfer is not vllm_config.kv_transfer_config
-        self.gets = Gets(self._cache, block_size, self._tables, layerwise, config, has_siblings)
+        self._is_shared = place.endpoint is not None
+        self._stats_interval_s = _SHARED_STATS_INTERVAL_S if self._is_shared else _STATS_INTERVAL_S
+        budget = StepBudget(self._cache.read_loads, self._stats_interval_s)
+        self.gets = Gets(
+            self._cache, block_size, self._tables, layerwise, budget, config, has_siblings
+        )
         interval = tail_interval(model.groups, block_size, config.tail_interval_tokens)
         self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
         self._publishes = config.kv_events and place.endpoint is None
         self._prefill = PrefillMeter()
         self._reported: Mapping[str, float] = {}
         self._has_news = False
-        self._is_shared = place.endpoint is not None
         self._stats_due_s = 0.0
         self._admitted: set[str] = set()
         """Requests that have GPU blocks."""
@@ -110,7 +115,9 @@ class FlexCacheScheduler:
         self.gets.look_up_early()
         self.gets.early_loads.begin()
         num_tokens = sum(num_scheduled_tokens.values())
-        rate = self._prefill.step(num_tokens, time.monotonic())
+        now = time.monotonic()
+        self.gets.budget.begin_step(len(num_scheduled_tokens), num_tokens, now)
+        rate = self._prefill.step(num_tokens, now)
         if rate is not None:
             self._cache.report_prefill(rate)
         idle = num_tokens == 0
@@ -120,11 +127,13 @@ class FlexCacheScheduler:
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
         self.puts.scheduled(scheduled)
-        return FlexCacheMetadata(loads, stores, idle)
+        clears_blocks = bool(getattr(scheduled, "new_block_ids_to_zero", None))
+        return FlexCacheMetadata(loads, stores, idle, clears_blocks)
 
     def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
         """End a step. On all ranks, the gets between steps of the requests ``received`` have ended;
         ``bad_blocks`` were not loaded."""
+        self.gets.budget.end_step(time.monotonic())
         self._has_news |= bool(received) or self.gets.is_computing
         self._has_news |= self.puts.release()
         if bad_blocks:
@@ -150,8 +159,7 @@ class FlexCacheScheduler:
         if not has_news or (may_wait and now < self._stats_due_s):
             return None
         self._has_news = self.gets.has_matched = False
-        interval_s = _SHARED_STATS_INTERVAL_S if self._is_shared else _STATS_INTERVAL_S
-        self._stats_due_s = now + interval_s
+        self._stats_due_s = now + self._stats_interval_s
         counters = self._cache.read_counters()
         if counters is None:
             return None

@@ -41,6 +41,7 @@ class FlexCacheWorker:
         self._bad_blocks: set[int] = set()
         self._in_step = StepLoads((), self._config.server_timeout_s)
         self._idle = False
+        self._begun: FlexCacheMetadata | None = None
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._kv_caches = kv_caches
@@ -86,7 +87,10 @@ class FlexCacheWorker:
             self.register(self._kv_caches)
 
     def begin_step(self, metadata: FlexCacheMetadata) -> None:
-        """Take the step's new tasks and open their gates to the GPU."""
+        """Take the step's new tasks and open their gates to the GPU. Idempotent."""
+        if metadata is self._begun:
+            return
+        self._begun = metadata
         self._idle = metadata.idle
         new: list[int] = []
         for load in metadata.loads:

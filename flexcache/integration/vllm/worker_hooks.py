@@ -45,6 +45,13 @@ class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
     def restore_kv_caches(self) -> None:
         self._worker.restore()
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Begin copies while vLLM prepares the inputs of the step, unless it clears blocks first.
+        Called at the beginning of a step by vLLM 0.32 and later."""
+        metadata = kv_connector_metadata
+        if isinstance(metadata, FlexCacheMetadata) and not metadata.clears_blocks:
+            self._worker.begin_step(metadata)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, FlexCacheMetadata)

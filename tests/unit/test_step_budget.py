@@ -1,0 +1,117 @@
+"""Which loads are short enough to run within a step that others compute in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexcache.integration.vllm.step_budget import SHARE, LoadTimes, StepBudget, StepTimes
+
+
+class Counters:
+    """What a cache says of its loads, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.so_far: tuple[int, float] | None = (1000, 0.010)
+        self.num_read = 0
+
+    def read(self) -> tuple[int, float] | None:
+        self.num_read += 1
+        return self.so_far
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def budget(counters: Counters) -> StepBudget:
+    """Loads 100 tokens a millisecond; a step of 32 tokens has taken 40 ms, so 1,000 tokens fit."""
+    budget = StepBudget(counters.read, interval_s=1.0)
+    take_step(budget, 32, 0.040)
+    return budget
+
+
+def take_step(budget: StepBudget, num_tokens: int, seconds: float, now: float = 0.0) -> None:
+    budget.begin_step(0, num_tokens, now)
+    budget.end_step(now + seconds)
+
+
+def test_a_load_has_room_up_to_its_share_of_the_step(budget: StepBudget) -> None:
+    assert SHARE == 0.25
+    assert budget.has_room(990, 32, now=1.0)
+    assert not budget.has_room(1010, 32, now=1.0)
+
+
+def test_loads_of_one_step_share_its_room(budget: StepBudget) -> None:
+    budget.add(600, 32)
+    assert budget.has_room(390, 32, now=1.0)
+    assert not budget.has_room(410, 32, now=1.0)
+    take_step(budget, 64, 0.040)
+    assert budget.has_room(990, 64, now=1.0)
+
+
+def test_requests_that_compute_more_make_room_for_more(budget: StepBudget) -> None:
+    take_step(budget, 128, 0.160)
+    assert not budget.has_room(1010, 100, now=1.0)
+    assert budget.has_room(3990, 128, now=1.0)
+    budget.add(2000, 64)
+    assert budget.has_room(1990, 64, now=1.0)
+
+
+def test_running_requests_lengthen_the_step(budget: StepBudget) -> None:
+    assert not budget.has_room(990, 20, now=1.0)
+    budget.begin_step(12, 12, 1.0)
+    assert budget.has_room(990, 20, now=1.0)
+
+
+def test_nothing_runs_within_a_step_before_times_are_known(counters: Counters) -> None:
+    budget = StepBudget(counters.read, interval_s=1.0)
+    assert not budget.has_room(1, 1000, now=0.0)
+    counters.so_far = None
+    budget = StepBudget(counters.read, interval_s=1.0)
+    take_step(budget, 32, 0.040)
+    assert not budget.has_room(1, 1000, now=0.0)
+
+
+def test_the_counters_are_not_read_again_too_soon(budget: StepBudget, counters: Counters) -> None:
+    for now in (5.0, 5.5, 5.9):
+        budget.has_room(1, 32, now)
+    assert counters.num_read == 1
+    counters.so_far = (2000, 1.010)  # a thousand tokens in a second
+    assert not budget.has_room(500, 32, now=6.0)
+    assert counters.num_read == 2
+
+
+def test_an_idle_step_says_nothing() -> None:
+    steps = StepTimes()
+    steps.begin(0, 0.0)
+    steps.end(9.0)
+    assert steps.at_least(1 << 20) == 0
+
+
+def test_loads_of_a_new_server_count_from_zero() -> None:
+    loads = LoadTimes()
+    loads.read(1000, 1.0)
+    loads.read(100, 0.5)
+    assert loads.seconds(1100) == pytest.approx(1.5)
+
+
+_steps = st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 1.0)), max_size=60)
+
+
+@given(_steps)
+def test_a_step_takes_at_least_as_long_as_a_smaller_one(seen: list[tuple[int, float]]) -> None:
+    """Steps of powers of two are told apart, and of each the fastest of the last 16 counts."""
+    steps, now = StepTimes(), 0.0
+    for power, seconds in seen:
+        steps.begin(1 << power, now)
+        now += seconds
+        steps.end(now)
+    expected = 0.0
+    for power in range(10):
+        alike = [seconds for each, seconds in seen if each == power]
+        expected = max(expected, min(alike[-16:], default=0.0))
+        assert steps.at_least(1 << power) == pytest.approx(expected)
