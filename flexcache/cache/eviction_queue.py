@@ -210,8 +210,10 @@ class EvictionQueue:
             tails.check()
             if any(of_kind != kind for _, _, of_kind in tails):
                 raise InternalError(f"a tail of another kind is among those of kind {kind}")
-            if tails and self._worths[kind] == math.inf:
-                raise InternalError(f"end {kind} of the eviction queue has no worth")
+            if bool(tails) == (self._worths[kind] == math.inf):
+                raise InternalError(f"end {kind} of the eviction queue has no worth, or no tail")
+            if not tails and self._worths[-self._num_kinds + kind] < math.inf:
+                raise InternalError(f"the other end of kind {kind} has a worth and no tail")
         if wrong := queued.symmetric_difference(chain(*self._tails)):
             numbers = sorted({number for _, number, _ in wrong})
             raise InternalError(f"runs {numbers} and their entries in the eviction queue differ")

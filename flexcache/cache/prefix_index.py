@@ -410,7 +410,7 @@ class PrefixIndex:
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
         run = self._add_run(root, before.run, before.length)
-        run.keys, run.blocks, run.recency = keys, blocks, recency
+        run.keys, run.blocks, run.recency = keys, array("q", blocks.tobytes()), recency
         self._enter(run, 0, keys)
         self._queue_if_evictable(run)
         return run

@@ -211,6 +211,14 @@ def test_no_call_does_much_work_however_many_tails_come_and_go() -> None:
             queue.check(set(tails.values()))
 
 
+def test_a_held_tail_hides_nothing() -> None:
+    queue = EvictionQueue(Scripted(), lambda number: number != 0)
+    for age in (4, 3, 2):  # of kind 2 they are worth 6, 2 and 5
+        queue.add((float(4 - age), 4 - age, 2))
+    queue.now = 4.0
+    assert queue.pop() == (1.0, 1, 2)
+
+
 def test_the_order_of_ends_does_not_grow() -> None:
     queue = EvictionQueue(Scripted(), lambda number: True)
     for now in range(10_000):

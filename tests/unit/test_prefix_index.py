@@ -449,16 +449,26 @@ def test_a_discarded_block_can_be_stored_again_beside_its_pinned_remains() -> No
     assert index.blocks(index.match(prompt("abcd"))).tolist() == [0, 1, 10, 11]
 
 
-def test_discarded_blocks_are_evicted_before_any_that_can_be_found() -> None:
+@pytest.mark.parametrize("num_pinned", [3, 4])
+def test_discarded_blocks_are_evicted_before_any_that_can_be_found(num_pinned: int) -> None:
     index = PrefixIndex()
     store(index, "old", 10, now=1)
     store(index, "abcd", 0, now=2)
-    pinned = index.match(prompt("abc"))
-    index.pin(pinned)  # the run's last block could still be evicted, and is queued as such
-    assert index.discard(ROOT, key_of("ab")).tolist() == [3]
+    pinned = index.match(prompt("abcd"[:num_pinned]))
+    index.pin(pinned)  # the run's last block could be evicted before, and is queued as such
+    assert index.discard(ROOT, key_of("ab")).tolist() == [0, 1, 2, 3][num_pinned:]
     index.unpin(pinned)
-    assert sorted(index.evict(2).tolist()) == [1, 2]
+    assert sorted(index.evict(num_pinned - 1).tolist()) == [0, 1, 2, 3][1:num_pinned]
     assert cached(index, "old") == 3
+
+
+def test_blocks_due_before_those_they_follow_are_found_in_time() -> None:
+    index = PrefixIndex()
+    store(index, "x", 9, now=9)
+    store(index, "a", 0, now=10)
+    index.insert(index.match(prompt("a")), ROOT, keys_of("ab", 1), ids(1), now=12, retain=-4)
+    store(index, "y", 8, now=12)
+    assert [index.evict(1).tolist() for _ in range(4)] == [[1], [9], [0], [8]]
 
 
 def test_blocks_before_a_discarded_one_are_as_recent_as_they_were() -> None:
