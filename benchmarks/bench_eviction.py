@@ -7,8 +7,9 @@ blocks of a prompt, ``input_length // 512``, are dropped: engines do not cache p
 prompt is looked up in the real tier, without bytes, and what is missing of it is stored. The order
 of requests is that of their times. The optimum (Belady) knows the future, and may refuse a block.
 
-With hints, a seeded share of the lineages say that they are over after their last prompt, a lineage
-being a line of prompts each of which continues the one before. LRU gets no hints.
+With hints, a seeded share of the lineages say that they are over after their last prompt. A lineage
+is a line of prompts each of which continues the one before. Only a session that names itself with
+each prompt can say so; those lineages do, and the others do not. LRU gets no hints.
 
 Correctness comes first: a plain simulation of LRU must hit exactly what the tier hits under `lru`,
 at the first size, or the run ends there. Without a trace, generated workloads are compared instead,
@@ -33,10 +34,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.eviction import make_forecaster
+from flexcache.cache.eviction_guard import unshared
 from flexcache.cache.eviction_history import STRETCH_TOKENS
-from flexcache.cache.prefix_index import PrefixMatch
 from flexcache.cache.tier import Tier
 from flexcache.config.cache import CacheConfig
 from flexcache.ids import TierName
@@ -46,6 +46,9 @@ DEFAULT = str(CacheConfig(num_cpu_blocks=1).eviction_policy)
 TOLERANCE = 0.0005
 """Share of blocks by which the default may hit less than LRU."""
 HINT_SEED = 19
+
+Sessions = dict[int, str]
+"""Name of the session that a request belongs to, by the request's number."""
 
 console = Console(width=160)
 
@@ -59,13 +62,15 @@ class Replayed:
 
 
 def replay(
-    requests: Sequence[Request], capacity: int, policy: str, over: frozenset[int] = frozenset()
+    requests: Sequence[Request], capacity: int, policy: str, sessions: Sessions | None = None
 ) -> Replayed:
     """Serve requests from the real tier: each prompt is looked up, and what is missing is stored.
 
     Args:
-        over: Numbers of the requests after which a lineage is over.
+        sessions: The lineages that say that they are over.
     """
+    sessions = sessions or {}
+    last = {session: number for number, session in sorted(sessions.items())}
     forecaster = make_forecaster(policy, STRETCH_TOKENS)
     ranking = None if forecaster is None else forecaster.ranking(capacity)
     tier, hits = Tier(TierName.CPU, capacity, ranking, bypasses=True), 0
@@ -76,6 +81,8 @@ def replay(
         hits += there
         if forecaster is not None:
             forecaster.look_up(keys, request.time_s)
+            if number in sessions:
+                forecaster.name(keys, sessions[number])
             generated = request.output_tokens / STRETCH_TOKENS
             outlook = forecaster.store(keys, keys.num_blocks, generated)
             tier.match(keys, outlook)
@@ -83,23 +90,16 @@ def replay(
             lease = tier.reserve(keys, there, keys.num_blocks, outlook)
             tier.publish(lease, len(lease))
             tier.release(lease)
-        if number in over:
-            retire(tier, keys)
+        if number in sessions and last[sessions[number]] == number:
+            for match, start in unshared(tier.index.match(keys)):
+                tier.retire(match, start)
+            if forecaster is not None:
+                forecaster.end(sessions[number])
         if forecaster is not None and (study := forecaster.begin_study()) is not None:
             study.run()
             forecaster.adopt(study)
     tier.check()
     return Replayed(hits, tier.counters.stored_blocks)
-
-
-def retire(tier: Tier, keys: EngineBlockKeys) -> None:
-    """Have what only this prompt uses evicted before all else."""
-    match = tier.index.match(keys)
-    while (run := match.run) is not None and match.length == run.length:
-        tier.retire(match, run.depth + run.held_length)
-        if run.held_length:
-            break
-        match = PrefixMatch(run.parent, run.parent_length, run.depth)
 
 
 def plain_lru_hits(requests: Sequence[Request], capacity: int) -> int:
@@ -120,11 +120,10 @@ def plain_lru_hits(requests: Sequence[Request], capacity: int) -> int:
     return hits
 
 
-def last_prompts(requests: Sequence[Request], share: float) -> frozenset[int]:
-    """Return the last request of each lineage, for a seeded share of the lineages."""
+def sessions_of(requests: Sequence[Request], share: float) -> Sessions:
+    """Return which requests belong to which lineage, for a seeded share of the lineages."""
     lineage_of_block: dict[int, int] = {}  # of the last prompt that has the block
     start_of_new: list[int] = []
-    last: dict[int, int] = {}
     lineages: list[int] = []
     for number, request in enumerate(requests):
         ids = request.hash_ids
@@ -138,10 +137,10 @@ def last_prompts(requests: Sequence[Request], share: float) -> frozenset[int]:
             lineage = lineages[before] if continues else number
         start_of_new.append(num_seen)
         lineages.append(lineage)
-        last[lineage] = number
         lineage_of_block.update(dict.fromkeys(ids, number))
     chosen = random.Random(HINT_SEED)
-    return frozenset(number for number in last.values() if chosen.random() < share)
+    named = {lineage for lineage in dict.fromkeys(lineages) if chosen.random() < share}
+    return {number: str(line) for number, line in enumerate(lineages) if line in named}
 
 
 @dataclass
@@ -172,14 +171,14 @@ def compare(
 ) -> Comparison:
     total = sum(len(request.hash_ids) for request in requests)
     result = Comparison(name, len(requests), total, list(sizes))
-    over = last_prompts(requests, hints) if hints else frozenset[int]()
+    sessions = sessions_of(requests, hints) if hints else None
     task = bar.add_task(name, total=len(sizes) * 3)
     for size in sizes:
         plain = replay(requests, size, "lru")
         bar.advance(task)
         if size == sizes[0] and plain_lru_hits(requests, size) != plain.hits:
             raise RuntimeError(f"{name}, {size} blocks: the tier's LRU is not LRU")
-        default = replay(requests, size, DEFAULT, over)
+        default = replay(requests, size, DEFAULT, sessions)
         bar.advance(task)
         best = optimal_hits(requests, size)
         bar.advance(task)

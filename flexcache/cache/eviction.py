@@ -7,7 +7,7 @@ A `Forecaster` serves all tiers of a cache. It follows every look-up in its `His
 kinds of a prompt's blocks (`eviction_kinds`), and ranks the blocks of each tier by them, or by LRU
 as long as the tier's `Guard` says so. What it learns takes milliseconds and is done by a `Study`:
 
-    look_up, store --> prompts seen --> begin_study --> Study.run --> adopt --> new kinds, worths
+    look_up, name, store, end --> what was seen --> begin_study --> Study.run --> adopt --> worths
 
 Pure: no I/O, no clock, no thread: `Study.run` may be called on one. Not thread-safe otherwise.
 """
@@ -15,27 +15,33 @@ Pure: no I/O, no clock, no thread: `Study.run` may be called on one. Not thread-
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_guard import Guard, Seen
-from flexcache.cache.eviction_history import NUM_LEVELS, History, Snapshot, Visit
+from flexcache.cache.eviction_history import NUM_LEVELS, NUM_SPELLS, History, Snapshot, Visit
 from flexcache.cache.eviction_kinds import NUM_KINDS, Kinds, bin_of, make_kinds
 from flexcache.cache.eviction_queue import Outlook, Ranking
 from flexcache.cache.eviction_returns import LOW, Hazards, Levels, Spells, fit_hazards, gains
+from flexcache.ids import RootId
 
 VISITS_PER_FIT = 500
 _VISITS_PER_STUDY = 64
 _MAX_UNSTUDIED = 1_024
 """Prompts that wait for a study; the oldest are forgotten beyond it."""
+_MAX_SESSIONS = NUM_SPELLS
+_VISITS_OF_SESSION = 4
+"""Last visits of a session, which are over with it."""
 _MIN_RETURNS = 20
 """Returns of fronts, and of rears, before the first fit."""
 _NUM_EXAMPLES = 6_000
 _CLEAR_GAIN = 3.0
 """Times the gain that chance produces, from which on features are taken to foretell returns."""
+
+_NO_OUTLOOK = Outlook(0, 0, 0)
 
 
 class DensityRanking:
@@ -117,6 +123,8 @@ class Forecaster:
         self._guards: list[Guard] = []
         self._shadow_ranking = DensityRanking(is_lru=False)
         self._seen: deque[Seen] = deque(maxlen=_MAX_UNSTUDIED)
+        self._sessions: OrderedDict[str, tuple[tuple[RootId, Visit], ...]] = OrderedDict()
+        """The last visits of sessions that name themselves."""
         self._next_fit = VISITS_PER_FIT
         self._is_studying = False
         self._is_telling = False
@@ -132,6 +140,26 @@ class Forecaster:
     def look_up(self, keys: BlockKeys, now: float) -> None:
         """Record the look-up of a prompt."""
         self.history.look_up(keys, now)
+
+    def name(self, keys: BlockKeys, session_id: str) -> None:
+        """Record which session the last look-up of a prompt belongs to."""
+        visit = self.history.name(keys)
+        if visit is None:
+            return
+        visits = self._sessions.pop(session_id, ())
+        if not visits or visits[-1][1] is not visit:
+            visits = (*visits[1 - _VISITS_OF_SESSION :], (keys.root, visit))
+        self._sessions[session_id] = visits
+        if len(self._sessions) > _MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def end(self, session_id: str) -> None:
+        """Record that a session is over: of it there is nothing to foretell."""
+        for root, visit in self._sessions.pop(session_id, ()):
+            if self.history.end(visit) and (path := self.history.path(root, visit.last_key)):
+                self._seen.append(
+                    Seen(root, path, _NO_OUTLOOK, visit.time, visit.line, 0, is_over=True)
+                )
 
     def store(self, keys: BlockKeys, stop: int, generated: float = 0.0) -> Outlook | None:
         """Record that the first ``stop`` blocks of a prompt were computed; return their kinds.

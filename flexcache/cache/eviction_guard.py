@@ -12,14 +12,14 @@ Pure: no I/O, no clock. Not thread-safe.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from flexcache.cache.block_keys import EngineBlockKeys
 from flexcache.cache.eviction_queue import LruRanking, Outlook, Ranking
-from flexcache.cache.prefix_index import PrefixIndex
+from flexcache.cache.prefix_index import PrefixIndex, PrefixMatch, Run
 from flexcache.ids import BlockKey, RootId
 
 MAX_SHADOW = 65_536
@@ -42,6 +42,7 @@ class Seen:
     Attributes:
         line: Number of its line of prompts.
         num_compared: How many of its stretches count as looked up; 0 if they did already.
+        is_over: Whether this is no prompt but the end of its session.
     """
 
     root: RootId
@@ -50,6 +51,25 @@ class Seen:
     time: float
     line: int
     num_compared: int
+    is_over: bool = False
+
+
+def unshared(match: PrefixMatch) -> Iterator[tuple[PrefixMatch, int]]:
+    """Yield the runs of a match, last first, and the depth from which on nothing else uses them.
+
+    Another use shows by the runs behind one, or by what a run has beyond the match.
+    """
+    run, length = match.run, match.length
+    behind: Run | None = None
+    while run is not None and length == run.length:
+        others = (c.parent_length for c in (run.children or {}).values() if c is not behind)
+        start = max(others, default=0)
+        if start < length:
+            yield PrefixMatch(run, length, run.depth + length), run.depth + start
+        if start:
+            return
+        behind, length = run, run.parent_length
+        run = run.parent
 
 
 class Shadow:
@@ -79,6 +99,12 @@ class Shadow:
                 index.insert(match, seen.root, new[:count], no_ids, seen.time, outlook=seen.outlook)
         return match.num_blocks
 
+    def retire(self, seen: Seen) -> None:
+        """Have what only this prompt uses go first."""
+        match = self.index.match(EngineBlockKeys(seen.root, seen.keys, len(seen.keys)))
+        for run, start in unshared(match):
+            self.index.retire(run, start)
+
 
 class Guard:
     """Compares the shadows of one tier.
@@ -101,6 +127,10 @@ class Guard:
     def see(self, seen: Seen) -> None:
         """Show both shadows a prompt. O(its stretches), at C speed mostly."""
         if seen.line % self._share:
+            return
+        if seen.is_over:
+            self._density.retire(seen)
+            self._lru.retire(seen)
             return
         lead = self._density.see(seen) - self._lru.see(seen)
         if not seen.num_compared:

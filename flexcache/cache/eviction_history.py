@@ -11,6 +11,10 @@ the predecessor, the prompt continues it: a conversation's next turn, an agent's
 parts of a visit begin a spell, which ends with the first visit that reaches the end of the front,
 or the middle of the rear.
 
+Some sessions name themselves, and those may say that they are over. The open spells of their last
+visits then count for nothing: what is evicted first needs no forecast. So those who name themselves
+and are not over return all the more, if such sessions tend to tell.
+
 Pure: no I/O, no clock. Not thread-safe.
 """
 
@@ -39,7 +43,8 @@ _RETRY_S = 30.0
 """A prompt that is looked up once more within this time, and was not stored, is the same visit."""
 _TICK_S = 1e-6
 
-NUM_LEVELS = (9, 15, 15, 21, 21, 8, 20, 21)
+_RETURN_LEVELS = 9
+NUM_LEVELS = (2 * _RETURN_LEVELS, 15, 15, 21, 21, 8, 20, 21)
 """How many levels each feature of a visit has, in the order of `Visit.levels`."""
 _NEVER = math.inf
 _NO_SPELL = math.nan
@@ -49,8 +54,8 @@ class Visit:
     """A look-up of a prompt. Lengths are in stretches, and times in seconds."""
 
     __slots__ = (
-        "gap", "generated", "is_shown", "is_stored", "length", "line", "mean_gap", "noted_levels",
-        "num_branches", "num_returns", "num_seen", "number", "time",
+        "gap", "generated", "is_named", "is_shown", "is_stored", "last_key", "length", "line",
+        "mean_gap", "noted_levels", "num_branches", "num_returns", "num_seen", "number", "time",
     )  # fmt: skip
 
     def __init__(self, number: int, time: float, length: int, num_seen: int) -> None:
@@ -69,7 +74,11 @@ class Visit:
         self.generated = 0.0
         self.line = number
         """Number of the first visit in its line of prompts."""
+        self.is_named = False
+        """Whether it is of a session that names itself."""
         self.is_stored = False
+        self.last_key = BlockKey(b"")
+        """Key of the last stretch that was stored."""
         self.is_shown = False
         """Whether the guards have seen it."""
         self.noted_levels = b""
@@ -87,7 +96,7 @@ class Visit:
         """Return the level of each feature, below its number in `NUM_LEVELS`."""
         returns = self.num_returns
         return (
-            min(returns, 8),
+            min(returns, _RETURN_LEVELS - 1) + _RETURN_LEVELS * self.is_named,
             1 + _octave(self.gap) if returns else 0,
             1 + _octave(self.mean_gap) if returns else 0,
             _half_octave(self.length),
@@ -204,7 +213,37 @@ class History:
         if match.num_blocks < stretches.num_blocks:
             new = stretches.slice(match.num_blocks, stretches.num_blocks)
             match = self._insert(match, keys.root, new, visit.time)
-        return visit, self._index.path_keys(match)
+        path = self._index.path_keys(match)
+        visit.last_key = path[-1]
+        return visit, path
+
+    def name(self, keys: BlockKeys) -> Visit | None:
+        """Record that the last look-up of a prompt was that of a session that names itself."""
+        visit = self.recall(keys)
+        if visit is not None and not visit.is_named:
+            visit.is_named = True
+            self._note_levels(visit)
+        return visit
+
+    def end(self, visit: Visit) -> bool:
+        """Forget the spells of a visit whose session is over; return whether there are any.
+
+        The front is the session's own if the visit continues another.
+        """
+        slot = visit.number % NUM_SPELLS
+        if visit.number < self.num_visits - NUM_SPELLS:
+            return False
+        is_open = False
+        for ends, is_own in (
+            (self._front_ends, visit.num_returns > 0), (self._rear_ends, True)
+        ):  # fmt: skip
+            if is_own and ends[slot] == _NEVER:
+                ends[slot], is_open = _NO_SPELL, True
+        return is_open
+
+    def path(self, root: RootId, key: BlockKey) -> list[BlockKey]:
+        """Return the keys of a prompt's stretches up to this one; none if it is forgotten."""
+        return self._index.path_keys(self._index.locate(root, key))
 
     def recall(self, keys: BlockKeys) -> Visit | None:
         """Return the last visit of a prompt's longest known prefix; records nothing."""

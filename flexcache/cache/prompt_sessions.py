@@ -136,6 +136,7 @@ class PromptSessions:
             self.counters.returned_sessions += session.is_over
             session.is_over, session.keep_until_s = False, 0.0
             self.returns.forget(session_id)
+            self._tiers.name(keys, session_id)
         if stop:
             start = plan.start if plan.kind is TaskKind.PUT else stop
             self._add(session, (keys.root, keys.key(stop - 1)), stop, session.floor(keys, start))
@@ -222,6 +223,7 @@ class PromptSessions:
         if over:
             session.is_over, session.keep_until_s = True, 0.0
             self.returns.forget(session_id)
+            self._tiers.end(session_id)
             self._retire(session)
         return True
 

@@ -6,8 +6,8 @@ The first is the host tier (pinned DRAM): everything to or from the GPU passes t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from flexcache.cache.block_keys import BlockKeys, TokenBlockKeys
 from flexcache.cache.eviction import Forecaster
@@ -19,14 +19,6 @@ from flexcache.errors import InternalError
 from flexcache.ids import RootId, TierName
 
 _MAX_DEFERRED = 64
-
-
-class _Deferred(NamedTuple):
-    """A prompt that was looked up, or, if ``stop`` is not 0, offered with nothing new."""
-
-    keys: BlockKeys
-    stop: int
-    now: float
 
 
 class Tiers:
@@ -51,7 +43,7 @@ class Tiers:
         self.num_holders = 0
         self.lost: Counter[str] = Counter()
         self.forecaster = forecaster
-        self._deferred: list[_Deferred] = []
+        self._deferred: list[Callable[[], None]] = []
         self.journal: Journal | None = None
         self.now = 0.0
         self._withheld = Counter[TierName]()
@@ -71,7 +63,19 @@ class Tiers:
 
     def look_up(self, keys: BlockKeys) -> None:
         """Record the look-up of a prompt, later."""
-        self._defer(keys, 0)
+        if self.forecaster is not None:
+            self._defer(keys, partial(self.forecaster.look_up, keys, self.now))
+
+    def name(self, keys: BlockKeys, session_id: str) -> None:
+        """Record whose look-up of a prompt that was, later."""
+        if self.forecaster is not None:
+            self._defer(keys, partial(self.forecaster.name, keys, session_id))
+
+    def end(self, session_id: str) -> None:
+        """Record that a session is over."""
+        if self.forecaster is not None:
+            self.settle()
+            self.forecaster.end(session_id)
 
     def store(self, keys: BlockKeys, stop: int) -> Outlook | None:
         """Record that a prompt's first ``stop`` blocks were computed; return their kinds, if these
@@ -83,7 +87,8 @@ class Tiers:
 
     def store_nothing(self, keys: BlockKeys, stop: int) -> None:
         """Record likewise of a prompt whose blocks are all cached, later."""
-        self._defer(keys, stop)
+        if self.forecaster is not None:
+            self._defer(keys, partial(self._store_nothing, self.forecaster, keys, stop))
 
     def recall(self, keys: BlockKeys) -> Outlook | None:
         """Return the kinds of a prompt's blocks as of its last look-up, and record nothing."""
@@ -94,22 +99,20 @@ class Tiers:
 
     def settle(self) -> None:
         """Record what was put off, once those who looked up have their answers."""
-        if self.forecaster is None:
-            return
-        for keys, stop, now in self._deferred:
-            if not stop:
-                self.forecaster.look_up(keys, now)
-            elif (outlook := self.forecaster.store(keys, stop)) is not None:
-                for tier in self._tiers:
-                    tier.sort(keys, outlook)
+        for record in self._deferred:
+            record()
         self._deferred.clear()
 
-    def _defer(self, keys: BlockKeys, stop: int) -> None:
-        if self.forecaster is not None:
-            self._deferred.append(_Deferred(keys, stop, self.now))
-            is_borrowed = isinstance(keys, TokenBlockKeys) and keys.is_borrowed
-            if is_borrowed or len(self._deferred) > _MAX_DEFERRED:
-                self.settle()  # to copy a long prompt would take longer
+    def _store_nothing(self, forecaster: Forecaster, keys: BlockKeys, stop: int) -> None:
+        if (outlook := forecaster.store(keys, stop)) is not None:
+            for tier in self._tiers:
+                tier.sort(keys, outlook)
+
+    def _defer(self, keys: BlockKeys, record: Callable[[], None]) -> None:
+        self._deferred.append(record)
+        is_borrowed = isinstance(keys, TokenBlockKeys) and keys.is_borrowed
+        if is_borrowed or len(self._deferred) > _MAX_DEFERRED:
+            self.settle()  # to copy a long prompt would take longer
 
     def have_locally(self, keys: BlockKeys, stop: int) -> bool:
         """Whether a tier on this machine can supply the first ``stop`` blocks of a prompt."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import tracemalloc
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 
 from flexcache.cache.block_keys import EngineBlockKeys, TokenBlockKeys
 from flexcache.cache.eviction import Forecaster, Study, make_forecaster
-from flexcache.cache.eviction_guard import Guard, Seen
+from flexcache.cache.eviction_guard import Guard, Seen, Shadow, unshared
 from flexcache.cache.eviction_kinds import NUM_KINDS
-from flexcache.cache.eviction_queue import Outlook
+from flexcache.cache.eviction_queue import LruRanking, Outlook
+from flexcache.cache.prefix_index import PrefixIndex
 from flexcache.cache.prompt import PromptMaker
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiers import Tiers
@@ -45,12 +48,21 @@ class World:
         """Return how many blocks were found."""
         return sum(self.ask(now, numbers) for now, numbers in requests)
 
-    def ask(self, now: float, numbers: list[int]) -> int:
+    def end(self, session_id: str, numbers: list[int]) -> None:
+        """Say that a session is over whose last prompt this was."""
+        assert self.forecaster is not None
+        for match, start in unshared(self.tier.index.match(prompt_of(numbers))):
+            self.tier.retire(match, start)
+        self.forecaster.end(session_id)
+
+    def ask(self, now: float, numbers: list[int], session_id: str | None = None) -> int:
         tier, keys, forecaster = self.tier, prompt_of(numbers), self.forecaster
         tier.advance(now)
         there, outlook = tier.match(keys).num_blocks, None
         if forecaster is not None:
             forecaster.look_up(keys, now)
+            if session_id is not None:
+                forecaster.name(keys, session_id)
             outlook = forecaster.store(keys, keys.num_blocks)
         tier.match(keys, outlook)
         if there < keys.num_blocks:
@@ -301,3 +313,70 @@ def test_every_configurable_policy_can_be_created() -> None:
         make_forecaster(name, 16)
     with pytest.raises(ValueError, match=r"mru.*lru or density"):
         make_forecaster("mru", 10)
+
+
+def unshared_in(index: PrefixIndex, numbers: list[int]) -> list[tuple[int, int]]:
+    """Return the depths from which and up to which a prompt's runs are its own."""
+    found = unshared(index.match(prompt_of(numbers)))
+    return [(start, match.num_blocks) for match, start in found]
+
+
+def test_a_prompts_own_blocks_are_those_that_no_other_builds_on() -> None:
+    shadow = Shadow(100, LruRanking())
+    for at, numbers in enumerate(([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 5, 7, 8], [9, 10])):
+        shadow.see(seen_of(at, numbers))
+    index = shadow.index
+    assert unshared_in(index, [9, 10]) == [(0, 2)]
+    assert unshared_in(index, [1, 2, 5, 7, 8]) == [(3, 5)], "6 builds on 5"
+    assert unshared_in(index, [1, 2, 3, 4]) == [(2, 4)]
+    assert unshared_in(index, [1, 2]) == []
+    shadow.retire(seen_of(9, [1, 2, 5, 6]))
+    index.evict(1)
+    assert unshared_in(index, [1, 2, 5, 7, 8]) == [(3, 5), (2, 3)], "nothing else builds on 5"
+
+
+def test_shadows_evict_first_what_is_over() -> None:
+    guard = Guard(4, Backwards())
+    for at in range(4):
+        guard.see(seen_of(at, [at]))
+    guard.see(replace(seen_of(2, [2]), is_over=True))
+    guard.see(seen_of(5, [5]))
+    for shadow in (guard._lru, guard._density):
+        assert not shadow.index.contains(ROOT, prompt_of([2]).key(0))
+        assert shadow.index.num_blocks == 4
+
+
+def sessions_that_tell(tells: bool) -> tuple[int, World]:
+    """Serve sessions of one or four turns, each named; a half of all prompts are of no session."""
+    random, world, hits = np.random.default_rng(3), World("density", 400), 0
+    assert world.forecaster is not None
+    waiting: list[tuple[float, int, int, int]] = []  # when, number, turn, turns
+    for number in range(4_000):
+        waiting.append((float(number), number, 1, int(random.choice([1, 4]))))
+    heapq.heapify(waiting)
+    while waiting:
+        now, number, turn, turns = heapq.heappop(waiting)
+        numbers = list(range(number * 100, number * 100 + 4 * turn))
+        is_session = number % 2 == 0
+        hits += world.ask(now, numbers, str(number) if is_session and tells else None)
+        if turn < turns:
+            heapq.heappush(waiting, (now + random.exponential(60.0), number, turn + 1, turns))
+        elif is_session and tells:
+            world.end(str(number), numbers)
+    return hits, world
+
+
+def test_sessions_that_tell_when_they_are_over_are_kept_until_then() -> None:
+    silent, _ = sessions_that_tell(tells=False)
+    told, world = sessions_that_tell(tells=True)
+    assert told > 1.05 * silent
+    forecaster = world.forecaster
+    assert forecaster is not None
+    fresh = []
+    for name, start in (("a", 10**9), (None, 10**9 + 50)):
+        numbers = list(range(start, start + 4))
+        world.ask(1e5, numbers, name)
+        outlook = forecaster.recall(prompt_of(numbers))
+        assert outlook is not None
+        fresh.append(world.tier.index.ranking.worth(outlook.rear, 16.0))
+    assert fresh[0] > 1.5 * fresh[1], "those who name themselves and are not over return"

@@ -180,3 +180,31 @@ def test_levels_are_bounded(length: int, num_seen: int, gap: float, generated: f
     levels = visit.levels()
     assert len(levels) == len(NUM_LEVELS)
     assert all(0 <= level < count for level, count in zip(levels, NUM_LEVELS, strict=True))
+
+
+def test_what_is_over_counts_neither_as_kept_nor_as_returned() -> None:
+    history = History(512)
+    for at, word in enumerate(("sysq", "sysr", "sysab")):
+        told = history.look_up(keys_of_word(word), float(at))
+        history.store(keys_of_word(word), len(word))
+    assert history.end(told)
+    assert not history.end(told), "it has been recorded"
+    fronts, rears = history.snapshot()
+    assert fronts.returned.tolist() == [True, False], "others use the front, too"
+    assert rears.returned.tolist() == [True, False], "what others wrote is still kept"
+    turn = history.look_up(keys_of_word("sysabcd"), 3.0)
+    assert history.end(turn)
+    fronts, rears = history.snapshot()
+    assert fronts.returned.tolist() == [True, True], "a next turn's front is its own"
+    assert rears.returned.tolist() == [True, False], "neither rear of the session counts"
+
+
+def test_a_visit_of_a_session_that_names_itself_is_told_from_others() -> None:
+    history, keys = History(512), keys_of_word("ab")
+    other = history.look_up(keys_of_word("xy"), 0.0)
+    assert history.name(keys) is None, "it was not looked up"
+    visit = history.look_up(keys, 1.0)
+    assert history.name(keys) is visit
+    assert visit.noted_levels != other.noted_levels
+    _, rears = history.snapshot()
+    assert rears.levels.tolist() == [list(other.noted_levels), list(visit.noted_levels)]

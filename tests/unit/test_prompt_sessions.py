@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from task_builders import World
 
+from flexcache.cache.eviction import Forecaster
 from flexcache.cache.eviction_queue import RETIRED
+from flexcache.cache.plan import Plan
 from flexcache.cache.prompt import check_hint
 from flexcache.cache.prompt_sessions import PromptSessions
 from flexcache.cache.tier import Tier
 from flexcache.cache.tiered_cache import TieredCache
+from flexcache.cache.tiers import Tiers
 from flexcache.ids import TaskKind, TierName
 
 ROOM = 2000
@@ -289,6 +292,21 @@ def test_sessions_of_which_nothing_is_stored_are_forgotten_too() -> None:
     assert len(sessions) == 3
     assert not served.over("5")
     assert served.over("6")
+
+
+def test_the_policy_hears_which_prompts_are_named_and_which_sessions_are_over() -> None:
+    forecaster = Forecaster(512)
+    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
+    sessions, history = PromptSessions(tiers), forecaster.history
+    for session_id, word in (("a", "xxx"), (None, "yy")):
+        tiers.look_up(prompt(word))
+        sessions.used(session_id, prompt(word), Plan(TaskKind.GET, ROOT, 0, 0))
+    tiers.settle()
+    visits = [history.recall(prompt(word)) for word in ("xxx", "yy")]
+    assert [visit is not None and visit.is_named for visit in visits] == [True, False]
+    assert len(history.snapshot().rears.lasted) == 2
+    sessions.hint("a", True, None, 1.0)
+    assert len(history.snapshot().rears.lasted) == 1
 
 
 def test_a_session_returns_to_the_prompt_that_it_asked_for_last() -> None:
