@@ -46,13 +46,26 @@ class Changes:
     changed: list[int] = field(default_factory=list)
 
 
+def listed_name(model: str, listed: Collection[str]) -> str:
+    """Return the name under which a model is listed; empty: it is not.
+
+    SGLang's ``MODEL:ADAPTER`` is listed as its ``MODEL``.
+    """
+    return next((name for name in (model, model.rpartition(":")[0]) if name in listed), "")
+
+
 class Fleet:
-    """Numbers workers and tells which of them may be chosen."""
+    """Numbers workers and tells which of them may be chosen.
+
+    Attributes:
+        models: Names of the models that workers list, or listed before they were removed.
+    """
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self._by_number: list[Member | None] = []
         self._free: list[int] = []
+        self.models: set[str] = set()
         self._masks: dict[str | None, np.ndarray] = {}
         """By model: which workers may be chosen."""
         self._gone: OrderedDict[str, None] = OrderedDict()
@@ -94,7 +107,6 @@ class Fleet:
         wanted = {spec.name: spec for spec in specs}
         if len(wanted) < len(specs):
             raise ConfigError(f"workers = {[spec.name for spec in specs]!r}: a name is there twice")
-        self._masks.clear()
         changes = Changes()
         for name in [name for name in self._members if name not in wanted]:
             member = self._members.pop(name)
@@ -110,6 +122,7 @@ class Fleet:
             elif known.spec != spec:
                 known.spec = spec
                 changes.changed.append(known.number)
+        self._note_models()
         return changes
 
     def _remember_gone(self, models: Collection[str]) -> None:
@@ -134,7 +147,7 @@ class Fleet:
 
     def set_models(self, name: str, models: Collection[str]) -> None:
         self._members[name].models = frozenset(models)
-        self._masks.clear()
+        self._note_models()
 
     def eligible(
         self,
@@ -176,16 +189,18 @@ class Fleet:
     def _able(self, model: str | None) -> np.ndarray:
         able = [member for member in self._members.values() if member.state is WorkerState.UP]
         if model is not None:
-            if self._is_listed(model):
-                able = [member for member in able if model in member.models]
+            name = listed_name(model, self.models)
+            if name:
+                able = [member for member in able if name in member.models]
             else:
                 able = [member for member in able if not member.models] or able
         mask = np.zeros(len(self._by_number), dtype=bool)
         mask[[member.number for member in able]] = True
         return mask
 
-    def _is_listed(self, model: str) -> bool:
-        return model in self._gone or any(model in member.models for member in self)
+    def _note_models(self) -> None:
+        self._masks.clear()
+        self.models = {*self._gone, *(name for member in self for name in member.models)}
 
     def check(self) -> None:
         """Verify that each number is free or belongs to one worker.

@@ -228,6 +228,17 @@ def test_a_model_whose_workers_are_away_is_not_served_by_others() -> None:
     router.check()
 
 
+def test_an_adapter_that_is_named_with_its_model_goes_where_the_model_is() -> None:
+    router = make_router("a", "b")
+    router.set_models("a", ["s3://models:1"])
+    router.set_models("b", ["other"])
+    for number in range(10):
+        decision = router.choose(request(request_id=str(number), model="s3://models:1:lora"), 0.0)
+        assert decision is not None and decision.worker == "a"
+    router.set_state("a", WorkerState.DOWN)
+    assert router.choose(request(request_id="b", model="s3://models:1:lora"), 0.0) is None
+
+
 def test_workers_that_failed_a_request_come_last() -> None:
     router = make_router("a", "b")
     router.apply("tcp://a", stored(PROMPT))

@@ -197,6 +197,25 @@ def test_a_model_whose_workers_are_down_is_refused_at_once(is_failing: bool) -> 
     run(test())
 
 
+def test_a_request_does_not_wait_for_workers_that_do_not_serve_its_model() -> None:
+    async def test() -> None:
+        world = World(max_requests=1)
+        world.decider.roster.set_models(A, ["small"])
+        world.decider.roster.set_models(B, ["large"])
+        await world.decider.choose(arrival("a", body=b'{"model": "small"}'))
+        waiting = asyncio.create_task(
+            world.decider.choose(arrival("b", body=b'{"model": "small"}'))
+        )
+        await asyncio.sleep(0)
+        assert len(world.decider.line) == 1
+        choice = await world.decider.choose(arrival("c", body=b'{"model": "large"}'))
+        assert choice.url == B
+        world.decider.ended("a", Outcome.DONE)
+        assert (await waiting).url == A
+
+    run(test())
+
+
 def test_complete_answers_are_compared_with_predictions() -> None:
     async def test() -> None:
         world = World()
@@ -392,6 +411,26 @@ def test_a_worker_that_fails_without_a_decider_is_avoided(
                 choice = await chooser.choose(arrival(str(number)))
                 assert choice.worker != first.worker
                 chooser.ended(str(number), Outcome.DONE)
+
+    run(test())
+
+
+def test_without_a_decider_a_model_is_served_by_those_that_list_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        world = World()
+        async with linked(world, tmp_path) as (link, chooser):
+            world.decider.roster.set_models(A, ["small"])
+            world.decider.roster.set_models(B, ["large"])
+            world.decider.roster.probed(A, Probe.BAD, 0.0)
+            link.announce()
+            await until(lambda: chooser._models == {"small", "large"})
+            chooser._lose("test")
+            for body in (b'{"model": "large"}', b'{"model": "new"}', b"{}"):
+                choice = await chooser.choose(arrival(str(body), body=body))
+                assert choice.url == B
+            with pytest.raises(NotRouted) as refusal:
+                await chooser.choose(arrival("a", body=b'{"model": "small"}'))
+            assert refusal.value.status == 503
 
     run(test())
 

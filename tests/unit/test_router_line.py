@@ -117,6 +117,47 @@ def test_an_error_of_an_attempt_reaches_its_caller_and_not_the_next_one() -> Non
     run(test())
 
 
+def test_requests_of_other_kinds_do_not_wait_for_busy_workers() -> None:
+    async def test() -> None:
+        small, large, line = Room(0), Room(2), WaitingLine(3, 60)
+        waiting = asyncio.create_task(line.place(lambda: small.attempt(0), "small"))
+        await settle()
+        assert await line.place(lambda: large.attempt(1), "large") == 1
+        large.free = 0
+        late = [
+            asyncio.create_task(line.place(lambda n=n: large.attempt(n), "large")) for n in (2, 3)
+        ]
+        await settle()
+        assert len(line) == 3
+        with pytest.raises(NotRouted):
+            await line.place(lambda: large.attempt(4), "large")
+        large.free = 2
+        line.wake()
+        assert [await task for task in late] == [2, 3]
+        line.check()
+        small.free = 1
+        line.wake()
+        assert await waiting == 0
+
+    run(test())
+
+
+def test_of_several_kinds_the_oldest_request_tries_first() -> None:
+    async def test() -> None:
+        room, line = Room(0), WaitingLine(10, 60)
+        tasks = []
+        for number, kind in enumerate("abab"):
+            tasks.append(asyncio.create_task(line.place(lambda n=number: room.attempt(n), kind)))
+            await settle()
+        for _ in tasks:
+            room.free = 1
+            line.wake()
+            await settle()
+        assert room.served == [0, 1, 2, 3]
+
+    run(test())
+
+
 STEPS = st.lists(
     st.one_of(
         st.just(("arrive", 0)),

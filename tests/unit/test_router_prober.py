@@ -19,6 +19,7 @@ PATIENCE_S = 60
 def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:
     answers = iter([(200, ["small"]), (503, []), (200, [])])
     told: list[list[str] | None] = []
+    probed: list[int] = []
 
     async def health(_: web.Request) -> web.Response:
         return web.Response()
@@ -41,7 +42,8 @@ def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:
         async with TestServer(app) as server, aiohttp.ClientSession() as session:
             prober = Prober(
                 session, interval_s=0.0, timeout_s=5.0,
-                details_interval_s=0.0, on_probe=lambda *_: None, on_details=on_details,
+                details_interval_s=0.0, on_probe=lambda *_: probed.append(len(told)),
+                on_details=on_details,
             )  # fmt: skip
             prober.follow((str(server.make_url("")).rstrip("/"),))
             await is_over.wait()
@@ -49,3 +51,4 @@ def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
     assert told == [["small"], None, []]
+    assert probed[0] == 1, "it takes requests once its models are known"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
@@ -24,6 +24,7 @@ def spec(url: str, rank: int | None = None) -> WorkerSpec:
 class Book:
     def __init__(self) -> None:
         self.states: dict[str, WorkerState] = {}
+        self.models: dict[str, set[str]] = {}
 
     def set_workers(self, specs: Sequence[WorkerSpec]) -> None:
         names = [each.name for each in specs]
@@ -32,6 +33,10 @@ class Book:
     def set_state(self, worker: str, state: WorkerState) -> None:
         assert worker in self.states
         self.states[worker] = state
+
+    def set_models(self, worker: str, models: Collection[str]) -> None:
+        assert worker in self.states
+        self.models[worker] = set(models)
 
     @property
     def up(self) -> set[str]:
@@ -105,6 +110,30 @@ def test_circuits_never_take_all_engines_out(book: Book) -> None:
     assert book.up == {B}
 
 
+def test_circuits_never_take_all_engines_of_a_model_out(book: Book) -> None:
+    roster = two(book)
+    roster.set_models(A, ["small"])
+    roster.set_models(B, ["large"])
+    for _ in range(4):
+        roster.ended(A, Outcome.BROKEN, 1.0)
+    assert book.up == {A, B}
+    roster.set_models(B, ["large", "small"])
+    assert book.up == {B}
+    roster.drain([B])
+    assert book.up == {A}
+    roster.probed(A, Probe.BAD, 1.0)
+    assert book.up == set()
+
+
+def test_workers_of_a_known_engine_serve_its_models(book: Book) -> None:
+    roster = Roster(book)
+    roster.set_listed([spec(A)])
+    roster.set_models(A, ["small"])
+    roster.set_models("http://gone:1", ["large"])
+    roster.set_listed([spec(A, 0), spec(A, 1), spec(B)])
+    assert book.models == {A: {"small"}, f"{A}#0": {"small"}, f"{A}#1": {"small"}, B: set()}
+
+
 def test_clients_that_leave_say_nothing_of_an_engine(book: Book) -> None:
     roster = two(book)
     for _ in range(50):
@@ -170,7 +199,7 @@ def test_tables_agree_after_any_sequence(book: Book) -> None:
     for step in range(3000):
         some = rng.sample(specs, rng.randrange(len(specs) + 1))
         names = [each.name for each in some]
-        match rng.randrange(6):
+        match rng.randrange(7):
             case 0:
                 roster.set_listed(some)
             case 1:
@@ -181,6 +210,8 @@ def test_tables_agree_after_any_sequence(book: Book) -> None:
                 roster.drain([name for name in names if name in roster], rng.random() < 0.5)
             case 4:
                 roster.probed(rng.choice(specs).url, rng.choice(list(Probe)), step / 10)
+            case 6:
+                roster.set_models(rng.choice(specs).url, rng.sample("xyz", rng.randrange(3)))
             case 5:
                 roster.ended(rng.choice(specs).name, rng.choice(list(Outcome)), step / 10)
         roster.check()

@@ -16,6 +16,7 @@ from flexcache.router.decider.line import WaitingLine
 from flexcache.router.decider.roster import Roster
 from flexcache.router.decider.watchers import Watchers
 from flexcache.router.decisions import Decided, Ended
+from flexcache.router.fleet import listed_name
 from flexcache.router.link.messages import RunningRequest, WorkerAddress
 from flexcache.router.load import Work
 from flexcache.router.request import Decision, RouteRequest
@@ -196,7 +197,9 @@ class Decider:
     ) -> Decision:
         """Choose a worker as `place` does; returns why, and what is expected there."""
         arrived_s = self.clock()
-        decision = await self.line.place(lambda: self._try(request, tried, only))
+        model = request.model and listed_name(request.model, self.routing.fleet.models)
+        kind = (model, tried, only)
+        decision = await self.line.place(lambda: self._try(request, tried, only), kind)
         now = self.clock()
         self._waits_s.observe(now - arrived_s)
         predicted = None if request.token_ids is None else decision.matched_tokens
@@ -308,10 +311,16 @@ class Decider:
         if request.has_first_token:
             self.first_token(name)
 
+    def models(self) -> set[str]:
+        """Return the names of the models that workers serve, or served before they went."""
+        return self.routing.fleet.models
+
     def addresses(self) -> list[WorkerAddress]:
         """Return the workers that take requests."""
         return [
-            WorkerAddress(spec.name, spec.url, self._headers_for(spec))
+            WorkerAddress(
+                spec.name, spec.url, self._headers_for(spec), self.roster.models(spec.name)
+            )
             for spec in self.roster.specs
             if self.roster.state(spec.name) is WorkerState.UP
         ]

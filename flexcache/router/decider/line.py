@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,12 +18,15 @@ _SHORTEST_RETRY_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class _Turn:
+    kind: Hashable
     since: float
     event: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class WaitingLine:
-    """A bounded queue. The first in line tries whenever `wake` is called; the others wait for it.
+    """A bounded queue. Whenever `wake` is called, the first of each kind tries, in the order of
+    arrival; those behind it wait for it. Requests of other kinds do not, since other workers than
+    the busy ones may serve them.
 
     A request that leaves, because its client did or its time is over, holds nothing: whatever an
     attempt reserves is returned at once.
@@ -40,16 +43,18 @@ class WaitingLine:
         self.size = size
         self.refused = {"full": 0, "expired": 0}
         self._timeout_s = timeout_s
-        self._turns: OrderedDict[_Turn, None] = OrderedDict()
+        self._turns: dict[Hashable, OrderedDict[_Turn, None]] = {}
+        """By kind."""
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return sum(map(len, self._turns.values()))
 
-    async def place(self, attempt: Callable[[], T | None]) -> T:
+    async def place(self, attempt: Callable[[], T | None], kind: Hashable = None) -> T:
         """Wait for the turn and for an attempt that succeeds.
 
         Args:
             attempt: Returns None while every worker is busy.
+            kind: Of two requests of one kind, the attempts of both succeed, or of neither.
 
         Returns:
             What the attempt returned.
@@ -57,42 +62,42 @@ class WaitingLine:
         Raises:
             NotRouted: With 429: too many wait, or the wait was too long. What the attempt raises.
         """
-        if not self._turns and (result := attempt()) is not None:
+        if kind not in self._turns and (result := attempt()) is not None:
             return result
         loop = asyncio.get_running_loop()
-        if len(self._turns) >= self.size:
+        if len(self) >= self.size:
             self.refused["full"] += 1
-            raise NotRouted(429, "too many requests wait for a worker", self._retry_after_s())
-        turn = _Turn(loop.time())
-        self._turns[turn] = None
+            raise NotRouted(429, "too many requests wait for a worker", self._retry_after_s(kind))
+        turn = _Turn(kind, loop.time())
+        turns = self._turns.setdefault(kind, OrderedDict())
+        turns[turn] = None
         deadline = loop.call_later(self._timeout_s, turn.event.set)
         try:
             while True:
                 await turn.event.wait()
                 turn.event.clear()
-                if self._head() is turn and (result := attempt()) is not None:
+                if next(iter(turns)) is turn and (result := attempt()) is not None:
                     return result
                 if loop.time() >= deadline.when():
                     self.refused["expired"] += 1
                     message = f"every worker was busy for {self._timeout_s:g} s"
-                    raise NotRouted(429, message, self._retry_after_s())
+                    raise NotRouted(429, message, self._retry_after_s(kind))
         finally:
             deadline.cancel()
-            del self._turns[turn]
+            del turns[turn]
+            if not turns:
+                del self._turns[kind]
             self.wake()
 
     def wake(self) -> None:
-        """Let the first in line try: a worker may have room."""
-        head = self._head()
-        if head is not None:
-            head.event.set()
+        """Let the first of each kind try: a worker may have room."""
+        heads = [next(iter(turns)) for turns in self._turns.values()]
+        for turn in sorted(heads, key=lambda turn: turn.since):
+            turn.event.set()
 
-    def _head(self) -> _Turn | None:
-        return next(iter(self._turns), None)
-
-    def _retry_after_s(self) -> float:
-        """Return how long the first in line has waited: what a new request would wait."""
-        head = self._head()
+    def _retry_after_s(self, kind: Hashable) -> float:
+        """Return how long the first of its kind has waited: what a new request would wait."""
+        head = next(iter(self._turns.get(kind, ())), None)
         waited_s = 0.0 if head is None else asyncio.get_running_loop().time() - head.since
         return max(_SHORTEST_RETRY_S, waited_s)
 
@@ -101,6 +106,9 @@ class WaitingLine:
         Raises:
             InternalError: More wait than may, or not in the order of arrival.
         """
-        since = [turn.since for turn in self._turns]
-        if len(since) > self.size or since != sorted(since):
-            raise InternalError(f"line of {len(since)} of {self.size}: {since}")
+        for kind, turns in self._turns.items():
+            since = [turn.since for turn in turns]
+            if not since or since != sorted(since):
+                raise InternalError(f"line of {kind}: {since}")
+        if len(self) > self.size:
+            raise InternalError(f"line of {len(self)} of {self.size}")

@@ -92,11 +92,11 @@ class Prober:
         while True:
             wake.clear()
             probe = await self._probe(url)
-            self._on_probe(url, probe)
             is_up = probe is Probe.GOOD
             if is_up and (not was_up or loop.time() >= details_due):
-                details_due = loop.time() + self._details_interval_s
-                await self._read_details(url)
+                is_known = await self._read_details(url)  # before it gets requests
+                details_due = loop.time() + (self._details_interval_s if is_known else 0.0)
+            self._on_probe(url, probe)
             was_up = is_up
             await asyncio.sleep(_SHORTEST_S)  # failing requests must not become a storm of probes
             await is_set_within(wake, self._interval_s - _SHORTEST_S)
@@ -110,8 +110,12 @@ class Prober:
             return Probe.BAD
         return Probe.GOOD
 
-    async def _read_details(self, url: str) -> None:
-        """Read models and capacities; what cannot be read is left out."""
+    async def _read_details(self, url: str) -> bool:
+        """Read models and capacities; what cannot be read is left out.
+
+        Returns:
+            Whether the engine listed its models.
+        """
         cards = await self._engines.models(url, {})
         capacities: list[Capacity] = []
         try:
@@ -120,6 +124,7 @@ class Prober:
             log_event(logger, logging.DEBUG, "capacity_unknown", url=url, error=repr(error))
         models = None if cards is None else [card.id for card in cards]
         self._on_details(url, models, capacities)
+        return models is not None
 
     async def _get(self, url: str, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)

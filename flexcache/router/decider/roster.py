@@ -23,17 +23,21 @@ class WorkerBook(Protocol):
 
     def set_state(self, worker: str, state: WorkerState) -> None: ...
 
+    def set_models(self, worker: str, models: Collection[str]) -> None: ...
+
 
 class Roster:
     """Workers that are listed, those added and removed by hand, and the health of their engines.
 
-    Ranks of one URL share an engine, and its health. If no engine is both up and trusted, those
-    that are merely up get requests: a circuit must not turn an overload into an outage.
+    Ranks of one URL share an engine, its models and its health. If no engine that serves a model is
+    both up and trusted, those that are merely up get requests: a circuit must not turn an overload
+    into an outage.
 
     Args:
         book: Is kept up to date.
         on_change: Called with all workers when there are others than before.
-        on_state: Called when workers take requests that did not before, or the reverse.
+        on_state: Called when workers take requests that did not before, or the reverse, or serve
+            other models.
         on_doubt: Called with the URL of an engine that should be probed at once.
     """
 
@@ -54,6 +58,8 @@ class Roster:
         self._removed: set[str] = set()
         self._draining: set[str] = set()
         self._health: dict[str, Health] = {}
+        self._models: dict[str, frozenset[str]] = {}
+        """By URL; those that are known."""
         self._states: dict[str, WorkerState] = {}
         self._specs: dict[str, WorkerSpec] = {}
 
@@ -92,6 +98,10 @@ class Roster:
 
     def health(self, worker: str) -> Health:
         return self._health[self._specs[worker].url]
+
+    def models(self, worker: str) -> frozenset[str]:
+        """Return the names of the models and adapters that a worker serves; empty: unknown."""
+        return self._models.get(self._specs[worker].url, frozenset())
 
     # -- which there are ---------------------------------------------------------------------------
 
@@ -141,11 +151,13 @@ class Roster:
         self._draining &= specs.keys()
         urls = dict.fromkeys(spec.url for spec in specs.values())
         self._health = {url: self._health.get(url) or Health() for url in urls}
+        self._models = {k: v for k, v in self._models.items() if k in urls}
         self._states = {k: v for k, v in self._states.items() if k in specs}
         self._book.set_workers(self.specs)
         for name in specs.keys() - self._states.keys():
             self._states[name] = WorkerState.DOWN
             self._book.set_state(name, WorkerState.DOWN)
+            self._book.set_models(name, self.models(name))
         self._update_states()
         self._on_change(self.specs)
 
@@ -156,6 +168,17 @@ class Roster:
         if url in self._health:
             self._health[url].probed(probe, now)
             self._update_states()
+
+    def set_models(self, url: str, models: Collection[str]) -> None:
+        """Take note of what an engine serves; one that is gone is ignored."""
+        if url not in self._health or self._models.get(url) == frozenset(models):
+            return
+        self._models[url] = frozenset(models)
+        for spec in self.specs:
+            if spec.url == url:
+                self._book.set_models(spec.name, models)
+        self._update_states()
+        self._on_state()
 
     def ended(self, worker: str, outcome: Outcome, now: float) -> None:
         """Take note of how a request ended."""
@@ -169,10 +192,13 @@ class Roster:
     def _update_states(self) -> None:
         up = {name: self.health(name) for name in self._specs if self.health(name).is_up}
         takes = {name for name in up if name not in self._draining}
-        trusted = {name for name in takes if up[name].is_trusted} or takes
+        trusted = {name for name in takes if up[name].is_trusted}
+        served = frozenset[str]().union(*map(self.models, trusted))
+        needed = {name for name in takes if not self.models(name) <= served}
+        chosen = trusted | needed or takes
         is_changed = False
         for name in self._specs:
-            state = WorkerState.UP if name in trusted else WorkerState.DOWN
+            state = WorkerState.UP if name in chosen else WorkerState.DOWN
             if name in up and name in self._draining:
                 state = WorkerState.DRAINING
             if state is self._states[name]:

@@ -197,11 +197,11 @@ class DeciderService:
             self._known.set()
 
     def _details_read(self, url: str, models: list[str] | None, capacities: list[Capacity]) -> None:
+        if models is not None:
+            self.roster.set_models(url, models)
         for spec in self.roster.specs:
             if spec.url != url:
                 continue
-            if models is not None:
-                self.routing.set_models(spec.name, models)
             for capacity in capacities:
                 if capacity.rank in (None, spec.data_parallel_rank or 0):
                     self.routing.set_capacity(

@@ -40,11 +40,16 @@ class RunningRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerAddress(msgspec.Struct, frozen=True):
-    """A worker as a proxy needs it while the decider is away."""
+    """A worker as a proxy needs it while the decider is away.
+
+    Attributes:
+        models: Names of the models and adapters that it serves; empty: unknown.
+    """
 
     name: str
     url: str
     headers: dict[str, str]
+    models: frozenset[str]
 
 
 class ProxyCounters(msgspec.Struct, frozen=True):
@@ -113,14 +118,19 @@ class Welcome(_Message, frozen=True):
     Attributes:
         pid: Process to watch.
         workers: Those that take requests.
+        models: Names of all models that are known, also of those that none of them serves.
     """
 
     pid: int
     workers: list[WorkerAddress]
+    models: set[str]
 
 
 class Workers(_Message, frozen=True):
+    """Fields of a `Welcome`."""
+
     workers: list[WorkerAddress]
+    models: set[str]
 
 
 class Chosen(_Message, frozen=True):

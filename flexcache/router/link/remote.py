@@ -19,6 +19,7 @@ from flexcache.errors import UntrustedError
 from flexcache.logs import log_event
 from flexcache.protocol.trust import find_listener
 from flexcache.router.chooser import UNKNOWN, Arrival, Choice, NotRouted, Outcome, Usage
+from flexcache.router.fleet import listed_name
 from flexcache.router.link.messages import (
     BEAT_S,
     DECIDER_TIMEOUT_S,
@@ -41,6 +42,7 @@ from flexcache.router.link.messages import (
     encode,
 )
 from flexcache.router.load import Work
+from flexcache.router.tokens.body import named_model
 from flexcache.router.waiting import is_set_within
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,8 @@ Answer = Chosen | Refused | None
 class RemoteChooser:
     """Implements `Chooser` in a proxy process. For one event loop, between `open` and `close`.
 
-    While the decider is away, requests go to the worker with the fewest requests of this proxy.
+    While the decider is away, requests go to the worker with the fewest requests of this proxy
+    among those that list the model.
 
     Args:
         endpoint: Of the decider's `LinkServer`.
@@ -76,6 +79,7 @@ class RemoteChooser:
         self._is_linked = asyncio.Event()
         self._gone = asyncio.Event()
         self._workers: list[WorkerAddress] = []
+        self._models: set[str] = set()
         self._failed_s: dict[str, float] = {}
         self._asked: dict[str, asyncio.Future[Answer]] = {}
         self._running: dict[str, RunningRequest] = {}
@@ -162,9 +166,10 @@ class RemoteChooser:
 
     def _choose_alone(self, arrival: Arrival) -> Choice:
         """Choose the worker with the fewest of this proxy's requests."""
-        if not self._workers:
+        workers = self._able(named_model(arrival.body))
+        if not workers:
             raise NotRouted(503, "no worker is known and the decider is away", _RETRY_S)
-        load = dict.fromkeys((worker.name for worker in self._workers), 0)
+        load = dict.fromkeys((worker.name for worker in workers), 0)
         for running in self._running.values():
             if running.worker in load:
                 load[running.worker] += 1
@@ -174,7 +179,7 @@ class RemoteChooser:
             is_shunned = now - self._failed_s.get(worker.name, -_SHUN_S) < _SHUN_S
             return worker.name in arrival.tried, is_shunned, load[worker.name], random.random()
 
-        best, *others = sorted(self._workers, key=rank)
+        best, *others = sorted(workers, key=rank)
         num_tokens = len(arrival.body) // _BYTES_PER_TOKEN
         running = RunningRequest(arrival.request_id, best.name, Work(num_tokens, num_tokens))
         self._running[arrival.request_id] = running
@@ -184,6 +189,13 @@ class RemoteChooser:
             worker=best.name, url=best.url, headers=best.headers, matched_tokens=None,
             others=tuple(dict.fromkeys(each.url for each in others)),
         )  # fmt: skip
+
+    def _able(self, model: str | None) -> list[WorkerAddress]:
+        """Return the workers that may serve a model; see `Fleet.eligible`."""
+        name = None if model is None else listed_name(model, self._models)
+        if not name:
+            return self._workers
+        return [worker for worker in self._workers if name in worker.models]
 
     # -- the connection ----------------------------------------------------------------------------
 
@@ -245,7 +257,7 @@ class RemoteChooser:
 
     def _take(self, message: Welcome | Workers | Chosen | Refused | Alive) -> None:
         if isinstance(message, (Welcome, Workers)):
-            self._workers = message.workers
+            self._workers, self._models = message.workers, message.models
             if isinstance(message, Welcome):
                 self._watch(message.pid)
                 log_event(logger, logging.INFO, "decider_linked", decider=message.pid)

@@ -64,6 +64,10 @@ class LinkedDecider(Protocol):
         """Return the workers that take requests."""
         ...
 
+    def models(self) -> set[str]:
+        """Return the names of the models that workers serve, or served before they went."""
+        ...
+
 
 @dataclass(slots=True)
 class _Proxy:
@@ -119,7 +123,7 @@ class LinkServer:
 
     def announce(self) -> None:
         """Send every proxy the workers that take requests now."""
-        message = Workers(self._decider.addresses())
+        message = Workers(self._decider.addresses(), self._decider.models())
         for identity in self._proxies:
             self._send(identity, message)
 
@@ -174,7 +178,9 @@ class LinkServer:
         for running in hello.running:
             self._decider.adopt(running, identity.hex())
         log_event(logger, logging.INFO, "proxy_linked", proxy=hello.pid, running=len(hello.running))
-        self._send(identity, Welcome(os.getpid(), self._decider.addresses()))
+        self._send(
+            identity, Welcome(os.getpid(), self._decider.addresses(), self._decider.models())
+        )
 
     async def _choose(self, identity: bytes, proxy: _Proxy, message: Choose) -> None:
         name = message.request_id
