@@ -30,7 +30,7 @@ RETIRED = -1e300
 """Time of use of tails that go before all that are not retired."""
 _REFRESH_S = 1.0
 """Ages change all the time: the worths that are compared are at most this old."""
-_TURNS = 16
+_TURNS = 64
 """Parts of the ends that are weighed in turn, so that seldom an eviction weighs them all."""
 _SPARE_ENTRIES = 64
 _GROWTH = 3
@@ -112,22 +112,23 @@ class EvictionQueue:
         self._turn = 0
         self._refresh_at = math.inf if ranking.is_lru else 0.0
 
-    def add(self, number: int, time: float, kind: int) -> None:
+    def add(self, entry: Entry) -> None:
         """Add a tail that is not in the queue. O(log n)."""
-        tails, entry = self._tails[kind], (time, number)
+        kind = entry[2]
+        tails = self._tails[kind]
         tails.add(entry)
         if tails.oldest is entry:
             self._weigh(kind)
         if self._has_kinds and tails.youngest is entry:
             self._weigh(self._num_kinds + kind)
 
-    def remove(self, number: int, time: float, kind: int) -> None:
-        """Take out a tail that was added with this time and kind. O(log n)."""
-        self._tails[kind].remove((time, number))
-        self._weigh_both(kind)
+    def remove(self, entry: Entry) -> None:
+        """Take out a tail that was added with this entry. O(log n)."""
+        self._tails[entry[2]].remove(entry)
+        self._weigh_both(entry[2])
 
-    def pop(self, below: float = math.inf) -> tuple[int, float, int] | None:
-        """Take out the tail that is worth least: its number, time and kind.
+    def pop(self, below: float = math.inf) -> Entry | None:
+        """Take out the tail that is worth least.
 
         None if all are worth ``below`` or more. Amortised O(log ends).
         """
@@ -138,9 +139,7 @@ class EvictionQueue:
             heapq.heappop(order)
         if not order or order[0][0] >= below:
             return None
-        end = order[0][1]
-        time, number = self._pop_from(end)
-        return number, time, end % self._num_kinds
+        return self._pop_from(order[0][1])
 
     def worth(self, time: float, kind: int) -> float:
         """Return what a tail is worth now; under LRU the time itself."""
@@ -168,7 +167,10 @@ class EvictionQueue:
         for turn in range(begin, self._turn):
             for end in range(turn % _TURNS, len(self._worths), _TURNS):
                 tails = self._tails[end % self._num_kinds]
-                while tails and not self._is_evictable(self._entry_at(end)[1]):
+                while tails:
+                    entry = tails.oldest if end < self._num_kinds else tails.youngest
+                    if self._is_evictable(entry[1]):
+                        break
                     self._pop_from(end)
                 self._weigh(end)
         self._version = self._ranking.version
@@ -184,8 +186,11 @@ class EvictionQueue:
 
     def _weigh(self, end: int) -> None:
         kind, worth = end % self._num_kinds, math.inf
-        if self._tails[kind] and (end == kind or not self._ranking.is_lru):
-            worth = self.worth(self._entry_at(end)[0], kind)
+        tails = self._tails[kind]
+        if tails and end == kind:
+            worth = self.worth(tails.oldest[0], kind)
+        elif tails and not self._ranking.is_lru:
+            worth = self.worth(tails.youngest[0], kind)
         if worth == self._worths[end]:
             return
         self._worths[end] = worth
@@ -193,25 +198,22 @@ class EvictionQueue:
         if len(self._order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
             self._order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
 
-    def _entry_at(self, end: int) -> Entry:
-        kind = end % self._num_kinds
-        tails = self._tails[kind]
-        return tails.oldest if end == kind else tails.youngest
-
-    def check(self, queued: dict[int, tuple[float, int]]) -> None:
-        """Raise `InternalError` if the queue has others than these tails, number -> (time, kind),
-        or an end that has one would not be found. O(entries).
+    def check(self, queued: set[Entry]) -> None:
+        """Raise `InternalError` if the queue has others than these entries, or an end that has one
+        would not be found. O(entries).
         """
         order = set(self._order)
         for end, worth in enumerate(self._worths):
             if worth < math.inf and (worth, end) not in order:
                 raise InternalError(f"end {end} of the eviction queue is not in order")
-        found = dict[int, tuple[float, int]]()
         for kind, tails in enumerate(self._tails):
             tails.check()
-            found |= {number: (time, kind) for time, number in tails}
-            if tails and self._worths[kind] == math.inf:
-                raise InternalError(f"end {kind} of the eviction queue has no worth")
-        if found != queued or sum(1 for _ in chain(*self._tails)) != len(found):
-            wrong = sorted(number for number, _ in found.items() ^ queued.items())
-            raise InternalError(f"runs {wrong} and their entries in the eviction queue differ")
+            if any(of_kind != kind for _, _, of_kind in tails):
+                raise InternalError(f"a tail of another kind is among those of kind {kind}")
+            if bool(tails) == (self._worths[kind] == math.inf):
+                raise InternalError(f"end {kind} of the eviction queue has no worth, or no tail")
+            if not tails and self._worths[-self._num_kinds + kind] < math.inf:
+                raise InternalError(f"the other end of kind {kind} has a worth and no tail")
+        if wrong := queued.symmetric_difference(chain(*self._tails)):
+            numbers = sorted({number for _, number, _ in wrong})
+            raise InternalError(f"runs {numbers} and their entries in the eviction queue differ")

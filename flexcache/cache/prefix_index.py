@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -40,6 +41,7 @@ import numpy.typing as npt
 
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, LruRanking, Outlook, Ranking
+from flexcache.cache.sorted_tails import Entry
 from flexcache.cache.staircase import cover
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
@@ -53,9 +55,9 @@ _ONE_KIND = Outlook(0, 0, 0)
 _DISCARDED = float("-inf")  # recency of blocks that can no longer be found: the first to go
 
 
-def _joined(pieces: list[BlockIds]) -> BlockIds:
-    joined: BlockIds = np.concatenate(pieces) if pieces else NO_BLOCKS
-    return joined
+def _view(ids: array[int]) -> BlockIds:
+    """Return a view of a run's ids. It must be dropped before their number changes."""
+    return np.frombuffer(ids, dtype=np.int64) if ids else NO_BLOCKS
 
 
 Segment = tuple[int, float, int]
@@ -81,12 +83,12 @@ class Run:
         self.parent_length = parent_length
         self.depth: int = 0 if parent is None else parent.depth + parent_length
         self.keys: list[BlockKey] = []
-        self.blocks: BlockIds = NO_BLOCKS
+        self.blocks: array[int] = array("q")  # of a few ids, made and freed faster than numpy's
         self.holds: dict[int, int] | None = None  # length -> how often; below the longest also 0
         self.longest_holds: list[int] | None = None  # heap of the negated lengths
         self.children: dict[int, Run] | None = None
         self.recency: list[Segment] = []  # ends rise, times do not
-        self.queued: tuple[float, int] | None = None  # time and kind of its entry in the queue
+        self.queued: Entry | None = None  # its entry in the queue
         self.uses: list[tuple[int, int]] | None = None  # see `Retention`
 
     @property
@@ -132,7 +134,7 @@ class Run:
 
     def truncate(self, length: int) -> None:
         del self.keys[length:]
-        self.blocks = self.blocks[:length]
+        del self.blocks[length:]
         recency = self.recency
         while recency and (recency[-2][0] if len(recency) > 1 else 0) >= length:
             recency.pop()
@@ -258,7 +260,7 @@ class PrefixIndex:
         pieces: list[BlockIds] = []
         run, length = match.run, match.length
         while run is not None and run.depth + length > start:
-            pieces.append(run.blocks[max(0, start - run.depth) : length])
+            pieces.append(_view(run.blocks)[max(0, start - run.depth) : length])
             length, run = run.parent_length, run.parent
         if not pieces:
             return NO_BLOCKS
@@ -289,7 +291,7 @@ class PrefixIndex:
 
     def blocks_by_root(self) -> Iterator[tuple[RootId, BlockIds]]:
         """Yield the blocks of each run with its root."""
-        return ((run.root, run.blocks) for run in self._runs.values())
+        return ((run.root, _view(run.blocks)) for run in self._runs.values())
 
     def touch(
         self, match: PrefixMatch, now: float, retain: float = 0.0, outlook: Outlook | None = None
@@ -385,7 +387,7 @@ class PrefixIndex:
         if run is None or length != run.length:
             run = self._add_run(root, run, length)
         offset = run.length
-        run.blocks = np.concatenate((run.blocks, blocks))
+        run.blocks.frombytes(blocks.tobytes())
         run.keys.extend(keys)
         self._enter(run, offset, keys)
         match = PrefixMatch(run, run.length, run.depth + run.length)
@@ -408,7 +410,7 @@ class PrefixIndex:
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
         run = self._add_run(root, before.run, before.length)
-        run.keys, run.blocks, run.recency = keys, blocks, recency
+        run.keys, run.blocks, run.recency = keys, array("q", blocks.tobytes()), recency
         self._enter(run, 0, keys)
         self._queue_if_evictable(run)
         return run
@@ -432,17 +434,18 @@ class PrefixIndex:
         ``before`` or later, or is worth ``below`` or more. Amortised O(log leaves) per run cut,
         slices within a run.
         """
-        freed: list[BlockIds] = []
+        freed: array[int] = array("q")
         missing, queue = count, self._queues[tenant]
         queue.now = self._now
-        while missing > 0 and (tail := queue.pop(below)) is not None:
-            run_id, time, kind = tail
+        while missing > 0 and (entry := queue.pop(below)) is not None:
+            time, run_id, kind = entry
             run = self._runs[run_id]
             run.queued = None
             recency, length, start = run.recency, len(run.keys), run.held_length
             if length <= start:
                 continue
-            if recency[-1][1:] != (time, kind):  # it was used since
+            _, last_use, last_kind = recency[-1]
+            if last_use != time or last_kind != kind:  # it was used since
                 self._queue_if_evictable(run)
                 continue
             if time >= before:
@@ -452,8 +455,8 @@ class PrefixIndex:
                 start = max(start, recency[-2][0])
             keep = max(start, length - missing)
             missing -= length - keep
-            freed.append(self._cut(run, keep))
-        return _joined(freed)
+            freed += self._cut(run, keep)
+        return _view(freed)
 
     def discard(self, root: RootId, key: BlockKey) -> BlockIds:
         """Make a block with bad bytes and all after it unfindable; return the freed ids.
@@ -463,34 +466,36 @@ class PrefixIndex:
         code = self._directories.get(root, {}).get(key)
         if code is None:
             return NO_BLOCKS
-        freed: list[BlockIds] = []
+        freed: array[int] = array("q")
         tails = [(self._runs[code >> _OFFSET_BITS], code & _OFFSET_MASK)]
         for run, offset in tails:  # grows by the runs behind each, however deep
             children = (run.children or {}).values()
             tails += [(child, 0) for child in children if child.parent_length > offset]
         for run, offset in reversed(tails):  # the runs behind a run go before it
             self._discard_tail(run, offset, freed)
-        return _joined(freed)
+        return _view(freed)
 
     def sweep(self) -> BlockIds:
         """Remove discarded blocks that are no longer held; return their ids.
 
         O(runs with discarded blocks), which is O(1) if there are none.
         """
-        freed: list[BlockIds] = []
+        if not self._discarded:
+            return NO_BLOCKS
+        freed: array[int] = array("q")
         for run_id in sorted(self._discarded, reverse=True):  # children are younger than parents
             run = self._runs.get(run_id)
             if run is not None and run.recency[-1][1] == _DISCARDED:
                 start = run.recency[-2][0] if len(run.recency) > 1 else 0
                 keep = max(start, run.held_length)
                 if keep < run.length:
-                    freed.append(self._cut(run, keep))
+                    freed += self._cut(run, keep)
                 if keep > start:
                     continue
             del self._discarded[run_id]
-        return _joined(freed)
+        return _view(freed)
 
-    def _discard_tail(self, run: Run, offset: int, freed: list[BlockIds]) -> None:
+    def _discard_tail(self, run: Run, offset: int, freed: array[int]) -> None:
         """Discard a run's blocks from ``offset`` on, behind which no findable run starts."""
         directory = self._directories.get(run.root, {})
         code = run.run_id << _OFFSET_BITS
@@ -501,8 +506,8 @@ class PrefixIndex:
                 del directory[run.keys[position]]
         keep = max(offset, run.held_length)
         if keep < run.length:
-            freed.append(self._cut(run, keep))
-        if offset < run.length:  # pinned: unfindable now, freed at the unpin
+            freed.extend(self._cut(run, keep))
+        if offset < keep:  # pinned: unfindable now, freed at the unpin
             recency = [segment for segment in run.recency if segment[0] < offset]
             if offset:
                 recency.append((offset, *run.recency[len(recency)][1:]))
@@ -531,7 +536,7 @@ class PrefixIndex:
             parent.children[run.run_id] = run
         return run
 
-    def _cut(self, run: Run, keep: int) -> BlockIds:
+    def _cut(self, run: Run, keep: int) -> array[int]:
         """Drop the run's blocks from ``keep`` on, and the run itself when none is left."""
         directory = self._directories.get(run.root, {})
         code = (run.run_id << _OFFSET_BITS) + keep
@@ -544,7 +549,7 @@ class PrefixIndex:
             code += 1
         if not directory:
             self._directories.pop(run.root, None)
-        freed: BlockIds = run.blocks[keep:].copy() if keep else run.blocks
+        freed = run.blocks[keep:] if keep else run.blocks
         self._num_blocks -= len(freed)
         if keep:
             run.truncate(keep)
@@ -572,13 +577,13 @@ class PrefixIndex:
         """Queue a run's tail. If it is queued and used again, its entry is corrected at an end."""
         if run.queued is None and run.length > run.held_length:
             _, time, kind = run.recency[-1]
-            run.queued = (time, kind)
-            run.queue.add(run.run_id, time, kind)
+            run.queued = (time, run.run_id, kind)
+            run.queue.add(run.queued)
 
     def _unqueue(self, run: Run) -> None:
         """Take a run's entry out of the queue: it would be found there too late."""
         if run.queued is not None:
-            run.queue.remove(run.run_id, *run.queued)
+            run.queue.remove(run.queued)
             run.queued = None
 
     def _is_evictable(self, run_id: int) -> bool:
@@ -599,7 +604,7 @@ class PrefixIndex:
             runs = [run for run in self._runs.values() if self._tenant_of(run.root) == tenant]
             if any(run.queue is not queue for run in runs):
                 raise InternalError("a run is in the queue of another tenant")
-            queue.check({run.run_id: run.queued for run in runs if run.queued is not None})
+            queue.check({run.queued for run in runs if run.queued is not None})
         if num_blocks != self._num_blocks:
             raise InternalError(f"{num_blocks} blocks in runs, {self._num_blocks} counted")
         for directory in self._directories.values():

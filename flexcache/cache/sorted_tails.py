@@ -18,8 +18,8 @@ from operator import itemgetter
 
 from flexcache.errors import InternalError
 
-Entry = tuple[float, int]
-"""Time of last use and number of a tail."""
+Entry = tuple[float, int, int]
+"""Time of last use, number and kind of a tail."""
 
 MAX_LENGTH = 512
 """Entries of a list; the cost of an insertion is that of moving so many pointers."""

@@ -461,9 +461,9 @@ class Tier:
         Evicted blocks are handed over directly: through the free stack they would cost twice as
         much.
         """
-        num_free = min(count, self.pool.num_free)
-        blocks = self.pool.take(num_free)
+        num_free, blocks = min(count, self.pool.num_free), NO_BLOCKS
         if num_free:
+            blocks = self.pool.take(num_free)
             self._charge(root, blocks)
         if count > num_free:
             missing = count - num_free

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, Outlook
+from flexcache.cache.sorted_tails import Entry
 from flexcache.errors import InternalError
 
 NUM_KINDS = 3
@@ -34,9 +35,9 @@ class Scripted:
         return math.inf
 
 
-def ends_of(tails: dict[int, tuple[float, int]]) -> list[tuple[float, int]]:
+def ends_of(tails: dict[int, Entry]) -> list[Entry]:
     """Return the oldest and the youngest tail of each kind."""
-    of_kind = [[tail for tail in tails.values() if tail[1] == kind] for kind in range(NUM_KINDS)]
+    of_kind = [[tail for tail in tails.values() if tail[2] == kind] for kind in range(NUM_KINDS)]
     return [end for queue in of_kind if queue for end in (min(queue), max(queue))]
 
 
@@ -46,7 +47,7 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ranking = Scripted()
-        self.tails: dict[int, tuple[float, int]] = {}
+        self.tails: dict[int, Entry] = {}
         self.held: set[int] = set()
         self.queue = EvictionQueue(self.ranking, self.is_evictable)
         self.next_number = 0
@@ -71,15 +72,14 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def retire(self, which: int) -> None:
         number = self.some(which)
-        self.queue.remove(number, *self.tails[number])
-        self.tails[number] = (RETIRED, 0)
-        self.queue.add(number, *self.tails[number])
+        self.queue.remove(self.tails[number])
+        self.tails[number] = (RETIRED, number, 0)
+        self.queue.add(self.tails[number])
 
     @precondition(lambda self: self.tails)
     @rule(which=st.integers(0, 99))
     def remove(self, which: int) -> None:
-        number = self.some(which)
-        self.queue.remove(number, *self.tails.pop(number))
+        self.queue.remove(self.tails.pop(self.some(which)))
 
     @precondition(lambda self: self.tails)
     @rule(which=st.integers(0, 99))
@@ -100,36 +100,35 @@ class EvictionQueueMachine(RuleBasedStateMachine):
     def pop(self, below: float) -> None:
         self.wait(1)
         popped = self.queue.pop(below)
-        while popped is not None and popped[0] in self.held:
-            assert self.tails.pop(popped[0]) == popped[1:]
+        while popped is not None and popped[1] in self.held:
+            assert self.tails.pop(popped[1]) == popped
             popped = self.queue.pop(below)
         worth = min(map(self.worth, ends_of(self.tails)), default=math.inf)
         if popped is None:
             assert worth >= below
         else:
-            number, time, kind = popped
-            assert self.worth((time, kind)) == worth < below
-            del self.tails[number]
+            assert self.worth(popped) == worth < below
+            assert self.tails.pop(popped[1]) == popped
 
     def change(self, number: int, kind: int, retain: int) -> None:
         if number in self.tails:
-            self.queue.remove(number, *self.tails[number])
+            self.queue.remove(self.tails[number])
         self.held.discard(number)
-        self.tails[number] = (self.now + retain, kind)
-        self.queue.add(number, *self.tails[number])
+        self.tails[number] = (self.now + retain, number, kind)
+        self.queue.add(self.tails[number])
 
     def some(self, which: int) -> int:
         return sorted(self.tails)[which % len(self.tails)]
 
-    def worth(self, tail: tuple[float, int]) -> float:
-        time, kind = tail
+    def worth(self, tail: Entry) -> float:
+        time, _, kind = tail
         if self.ranking.is_lru or time == RETIRED:
             return time
         return 1e12 + time if time > self.now else self.ranking.worth(kind, self.now - time)
 
     @invariant()
     def has_all(self) -> None:
-        self.queue.check(self.tails)
+        self.queue.check(set(self.tails.values()))
 
     def teardown(self) -> None:
         self.held.clear()
@@ -145,22 +144,22 @@ TestEvictionQueueMachine.settings = settings(stateful_step_count=60)
 
 def test_compared_worths_are_at_most_a_second_old() -> None:
     random = Random(5)
-    ranking, tails = Scripted(), dict[int, tuple[float, int]]()
+    ranking, tails = Scripted(), dict[int, Entry]()
     queue = EvictionQueue(ranking, lambda number: True)
     now, num_popped = 0.0, 0
 
-    def worths(time: float, kind: int) -> list[float]:
+    def worths(time: float, number: int, kind: int) -> list[float]:
         return [ranking.worth(kind, max(0.0, at - time)) for at in (now, now - 1.0)]
 
     for number in range(3_000):
         now += random.choice([0.0, 0.01, 0.03, 0.5, 2.0])
         queue.now = now
-        tails[number] = (now, random.randrange(NUM_KINDS))
-        queue.add(number, *tails[number])
+        tails[number] = (now, number, random.randrange(NUM_KINDS))
+        queue.add(tails[number])
         if random.random() < 0.9:
             popped = queue.pop()
             assert popped is not None
-            worth = min(worths(*tails.pop(popped[0])))
+            worth = min(worths(*tails.pop(popped[1])))
             assert all(worth <= max(worths(*tail)) for tail in ends_of(tails))
             num_popped += 1
     assert num_popped > 2_000
@@ -184,7 +183,7 @@ class Counted(float):
 
 def test_no_call_does_much_work_however_many_tails_come_and_go() -> None:
     random, num_tails = Random(3), 5_000
-    ranking, tails = Scripted(), dict[int, tuple[float, int]]()
+    ranking, tails = Scripted(), dict[int, Entry]()
     num_looks = 0
 
     def look(number: int) -> bool:
@@ -197,49 +196,58 @@ def test_no_call_does_much_work_however_many_tails_come_and_go() -> None:
         now = Counted(number / 100)
         queue.now = now
         Counted.num_compared = num_looks = 0
-        tails[number] = now - random.choice([Counted(0), Counted(10)]), random.randrange(NUM_KINDS)
-        queue.add(number, Counted(tails[number][0]), tails[number][1])
+        time, kind = Counted(now - random.choice([0, 10])), random.randrange(NUM_KINDS)
+        tails[number] = (time, number, kind)
+        queue.add(tails[number])
         if len(tails) > num_tails:
             popped = queue.pop()
             assert popped is not None
-            del tails[popped[0]]
+            del tails[popped[1]]
             used = random.choice(list(tails)[:100])
-            queue.remove(used, *tails.pop(used))
+            queue.remove(tails.pop(used))
         assert Counted.num_compared < 400
         assert num_looks <= 2 * NUM_KINDS
         if number % num_tails == 0:
-            queue.check(tails)
+            queue.check(set(tails.values()))
+
+
+def test_a_held_tail_hides_nothing() -> None:
+    queue = EvictionQueue(Scripted(), lambda number: number != 0)
+    for age in (4, 3, 2):  # of kind 2 they are worth 6, 2 and 5
+        queue.add((float(4 - age), 4 - age, 2))
+    queue.now = 4.0
+    assert queue.pop() == (1.0, 1, 2)
 
 
 def test_the_order_of_ends_does_not_grow() -> None:
     queue = EvictionQueue(Scripted(), lambda number: True)
     for now in range(10_000):
         queue.now = now
-        queue.add(now, now, now % NUM_KINDS)
+        queue.add((now, now, now % NUM_KINDS))
         if now >= 10:
-            queue.remove(now - 10, now - 10, (now - 10) % NUM_KINDS)
+            queue.remove((now - 10, now - 10, (now - 10) % NUM_KINDS))
     assert len(queue._order) < 200
 
 
 def test_a_missing_tail_is_noticed() -> None:
     queue = EvictionQueue(Scripted(), lambda *_: True)
-    queue.add(1, 0.0, 0)
+    queue.add((0.0, 1, 0))
     with pytest.raises(InternalError, match=r"runs \[2\]"):
-        queue.check({1: (0.0, 0), 2: (0.0, 0)})
+        queue.check({(0.0, 1, 0), (0.0, 2, 0)})
 
 
 def test_a_tail_that_is_not_in_the_queue_is_not_taken_out_of_it() -> None:
     queue = EvictionQueue(Scripted(), lambda *_: True)
-    queue.add(1, 0.0, 0)
-    for wrong in [(2, 0.0, 0), (1, 1.0, 0), (1, 0.0, 1)]:
+    queue.add((0.0, 1, 0))
+    for wrong in [(0.0, 2, 0), (1.0, 1, 0), (0.0, 1, 1)]:
         with pytest.raises(InternalError, match="not in the eviction queue"):
-            queue.remove(*wrong)
+            queue.remove(wrong)
 
 
 def test_an_end_that_would_not_be_found_is_noticed() -> None:
     queue = EvictionQueue(Scripted(), lambda *_: True)
-    queue.add(1, 0.0, 0)
-    queue.check({1: (0.0, 0)})
+    queue.add((0.0, 1, 0))
+    queue.check({(0.0, 1, 0)})
     queue._order.clear()
     with pytest.raises(InternalError, match="end 0"):
-        queue.check({1: (0.0, 0)})
+        queue.check({(0.0, 1, 0)})

@@ -196,6 +196,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         assert sorted(freed) == sorted(ids_of(self.model.discard(root, word)))
         self.free += freed
 
+    @rule()
+    def sweep(self) -> None:
+        freed = self.index.sweep().tolist()
+        swept = [b for b in self.model.evictable() if b.found_as is None]
+        assert sorted(freed) == sorted(ids_of(swept))
+        self.model.remove(swept)
+        self.free += freed
+
     @invariant()
     def is_consistent(self) -> None:
         self.index.check()
@@ -441,16 +449,26 @@ def test_a_discarded_block_can_be_stored_again_beside_its_pinned_remains() -> No
     assert index.blocks(index.match(prompt("abcd"))).tolist() == [0, 1, 10, 11]
 
 
-def test_discarded_blocks_are_evicted_before_any_that_can_be_found() -> None:
+@pytest.mark.parametrize("num_pinned", [3, 4])
+def test_discarded_blocks_are_evicted_before_any_that_can_be_found(num_pinned: int) -> None:
     index = PrefixIndex()
     store(index, "old", 10, now=1)
     store(index, "abcd", 0, now=2)
-    pinned = index.match(prompt("abc"))
-    index.pin(pinned)  # the run's last block could still be evicted, and is queued as such
-    assert index.discard(ROOT, key_of("ab")).tolist() == [3]
+    pinned = index.match(prompt("abcd"[:num_pinned]))
+    index.pin(pinned)  # the run's last block could be evicted before, and is queued as such
+    assert index.discard(ROOT, key_of("ab")).tolist() == [0, 1, 2, 3][num_pinned:]
     index.unpin(pinned)
-    assert sorted(index.evict(2).tolist()) == [1, 2]
+    assert sorted(index.evict(num_pinned - 1).tolist()) == [0, 1, 2, 3][1:num_pinned]
     assert cached(index, "old") == 3
+
+
+def test_blocks_due_before_those_they_follow_are_found_in_time() -> None:
+    index = PrefixIndex()
+    store(index, "x", 9, now=9)
+    store(index, "a", 0, now=10)
+    index.insert(index.match(prompt("a")), ROOT, keys_of("ab", 1), ids(1), now=12, retain=-4)
+    store(index, "y", 8, now=12)
+    assert [index.evict(1).tolist() for _ in range(4)] == [[1], [9], [0], [8]]
 
 
 def test_blocks_before_a_discarded_one_are_as_recent_as_they_were() -> None:
@@ -464,6 +482,25 @@ def test_blocks_before_a_discarded_one_are_as_recent_as_they_were() -> None:
     assert sorted(index.evict(2).tolist()) == [4, 5]
     assert sorted(index.evict(2).tolist()) == [2, 3]
     assert sorted(index.evict(2).tolist()) == [10, 11]
+
+
+def test_discarded_blocks_are_swept_once_they_are_unpinned() -> None:
+    index = PrefixIndex()
+    match = store(index, "abc", 0)
+    index.pin(match)
+    index.discard(ROOT, key_of("a"))
+    assert index.sweep().tolist() == []
+    index.unpin(match)
+    assert index.sweep().tolist() == [0, 1, 2]
+    index.check()
+    assert index.evict(9).tolist() == []
+
+
+def test_what_was_dropped_at_once_does_not_wait_for_a_sweep() -> None:
+    index = PrefixIndex()
+    store(index, "abc", 0)
+    index.discard(ROOT, key_of("a"))
+    assert not index._discarded
 
 
 def test_keys_that_do_not_chain_match_nothing() -> None:
@@ -515,7 +552,7 @@ def _lose_a_block(tree: Damaged) -> None:
 
 def _empty_a_run(tree: Damaged) -> None:
     tree.branch.keys.clear()
-    tree.branch.blocks = ids()
+    del tree.branch.blocks[:]
 
 
 def _lose_a_run(tree: Damaged) -> None:

@@ -28,8 +28,8 @@ class SortedTailsMachine(RuleBasedStateMachine):
     @rule(time=st.integers(0, 9))
     def add(self, time: int) -> None:
         self.number += 1
-        self.tails.add((time, self.number))
-        insort(self.model, (time, self.number))
+        self.tails.add((time, self.number, 0))
+        insort(self.model, (time, self.number, 0))
 
     @precondition(lambda self: self.model)
     @rule(which=st.integers(0, 99))
@@ -61,14 +61,18 @@ TestSortedTailsMachine = SortedTailsMachine.TestCase
 def test_what_is_not_there_is_not_taken_out() -> None:
     tails = SortedTails()
     for time in range(10):
-        tails.add((float(time), time))
+        tails.add((float(time), time, 0))
         with pytest.raises(InternalError):
-            tails.remove((time + 0.5, time))
+            tails.remove((time + 0.5, time, 0))
     assert len(list(tails)) == 10
 
 
 def test_disorder_is_noticed() -> None:
-    damaged: list[list[list[Entry]]] = [[[(2.0, 2)], [(1.0, 1)]], [[(1.0, 1), (1.0, 1)]], [[]]]
+    damaged: list[list[list[Entry]]] = [
+        [[(2.0, 2, 0)], [(1.0, 1, 0)]],
+        [[(1.0, 1, 0), (1.0, 1, 0)]],
+        [[]],
+    ]
     for wrong in damaged:
         tails = SortedTails()
         tails._lists = wrong

@@ -28,15 +28,16 @@ def counters() -> Counters:
 
 @pytest.fixture
 def budget(counters: Counters) -> StepBudget:
-    """Loads 100 tokens a millisecond; a step of 32 tokens has taken 40 ms, so 1,000 tokens fit."""
+    """Loads 100 tokens a millisecond; steps of 32 tokens take 40 ms, so 1,000 tokens fit."""
     budget = StepBudget(counters.read, interval_s=1.0)
-    take_step(budget, 32, 0.040)
+    take_steps(budget, 32, 0.040)
     return budget
 
 
-def take_step(budget: StepBudget, num_tokens: int, seconds: float, now: float = 0.0) -> None:
-    budget.begin_step(0, num_tokens, now)
-    budget.end_step(now + seconds)
+def take_steps(budget: StepBudget, num_tokens: int, seconds: float, now: float = 0.0) -> None:
+    for _ in range(2):
+        budget.begin_step(0, num_tokens, now)
+        budget.end_step(now + seconds)
 
 
 def test_a_load_has_room_up_to_its_share_of_the_step(budget: StepBudget) -> None:
@@ -49,12 +50,12 @@ def test_loads_of_one_step_share_its_room(budget: StepBudget) -> None:
     budget.add(600, 32)
     assert budget.has_room(390, 32, now=1.0)
     assert not budget.has_room(410, 32, now=1.0)
-    take_step(budget, 64, 0.040)
+    take_steps(budget, 64, 0.040)
     assert budget.has_room(990, 64, now=1.0)
 
 
 def test_requests_that_compute_more_make_room_for_more(budget: StepBudget) -> None:
-    take_step(budget, 128, 0.160)
+    take_steps(budget, 128, 0.160)
     assert not budget.has_room(1010, 100, now=1.0)
     assert budget.has_room(3990, 128, now=1.0)
     budget.add(2000, 64)
@@ -72,7 +73,7 @@ def test_nothing_runs_within_a_step_before_times_are_known(counters: Counters) -
     assert not budget.has_room(1, 1000, now=0.0)
     counters.so_far = None
     budget = StepBudget(counters.read, interval_s=1.0)
-    take_step(budget, 32, 0.040)
+    take_steps(budget, 32, 0.040)
     assert not budget.has_room(1, 1000, now=0.0)
 
 
@@ -92,6 +93,29 @@ def test_an_idle_step_says_nothing() -> None:
     assert steps.at_least(1 << 20) == 0
 
 
+def test_a_slow_step_alone_says_nothing(budget: StepBudget) -> None:
+    budget.begin_step(0, 48, 0.0)
+    budget.end_step(9.0)
+    assert not budget.has_room(1010, 64, now=10.0)
+
+
+def test_slow_steps_say_nothing_where_larger_ones_are_fast(budget: StepBudget) -> None:
+    take_steps(budget, 48, 9.0)
+    assert budget.has_room(1010, 64, now=10.0)
+    take_steps(budget, 128, 0.040)
+    assert not budget.has_room(1010, 64, now=10.0)
+    assert not budget.has_room(1010, 256, now=10.0)
+
+
+def test_loads_that_still_run_count_with_the_time_they_take() -> None:
+    loads = LoadTimes()
+    loads.read(1000, 1.0)
+    loads.read(5000, 1.0)  # time counts once no load runs
+    assert loads.seconds(1000) == pytest.approx(1.0)
+    loads.read(9000, 17.0)
+    assert loads.seconds(9000) == pytest.approx(17.0)
+
+
 def test_loads_of_a_new_server_count_from_zero() -> None:
     loads = LoadTimes()
     loads.read(1000, 1.0)
@@ -104,14 +128,20 @@ _steps = st.lists(st.tuples(st.integers(0, 9), st.floats(0.001, 1.0)), max_size=
 
 @given(_steps)
 def test_a_step_takes_at_least_as_long_as_a_smaller_one(seen: list[tuple[int, float]]) -> None:
-    """Steps of powers of two are told apart, and of each the fastest of the last 16 counts."""
+    """Steps of powers of two are told apart, and of each the fastest of the last 16 counts, if
+    there are two."""
     steps, now = StepTimes(), 0.0
     for power, seconds in seen:
         steps.begin(1 << power, now)
         now += seconds
         steps.end(now)
-    expected = 0.0
+    fastest = {}
     for power in range(10):
         alike = [seconds for each, seconds in seen if each == power]
-        expected = max(expected, min(alike[-16:], default=0.0))
+        if len(alike) >= 2:
+            fastest[power] = min(alike[-16:])
+    expected = 0.0
+    for power in range(10):
+        if power in fastest:
+            expected = min(seconds for each, seconds in fastest.items() if each >= power)
         assert steps.at_least(1 << power) == pytest.approx(expected)

@@ -319,9 +319,9 @@ def test_a_long_load_is_waited_for_between_steps_while_others_compute(
     assert watch.by_layer == [False]
 
 
-@pytest.mark.parametrize("clears_blocks", [False, True])
-def test_copies_begin_before_inputs_are_prepared_but_after_blocks_are_cleared(
-    engine: Engine, watch: Watch, monkeypatch: pytest.MonkeyPatch, clears_blocks: bool
+@pytest.mark.parametrize("begins_late", [False, True])
+def test_copies_begin_before_inputs_are_prepared_if_they_may(
+    engine: Engine, watch: Watch, monkeypatch: pytest.MonkeyPatch, begins_late: bool
 ) -> None:
     worker, order = get_kv_transfer_group()._worker, []
     runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
@@ -336,27 +336,36 @@ def test_copies_begin_before_inputs_are_prepared_but_after_blocks_are_cleared(
         order.append("prepare")
         return update(scheduled)
 
-    def clearing(scheduled: Any) -> Any:
-        return dataclasses.replace(take_step(scheduled), clears_blocks=clears_blocks)
+    def telling(scheduled: Any) -> Any:
+        return dataclasses.replace(take_step(scheduled), begins_late=begins_late)
 
     prompt = make_prompt(300, next(_seeds))
     cold = tokens_of(engine, prompt)
     engine.forget_gpu()
     monkeypatch.setattr(worker.client, "load_by_layer", note_load)
     monkeypatch.setattr(runner, "_update_states", note_update)
-    monkeypatch.setattr(engine.scheduler.connector._scheduler, "take_step", clearing)
+    monkeypatch.setattr(engine.scheduler.connector._scheduler, "take_step", telling)
     assert tokens_of(engine, prompt) == cold
-    expected = ["prepare", "load"] if clears_blocks else ["load", "prepare"]
+    expected = ["prepare", "load"] if begins_late else ["load", "prepare"]
     assert order[:2] == expected
 
 
-def test_vllm_says_which_blocks_it_clears(engine: Engine) -> None:
-    side, blocks = engine.scheduler.connector._scheduler, [[7], None]
-    seen = [
-        side.take_step(SimpleNamespace(num_scheduled_tokens={}, new_block_ids_to_zero=cleared))
-        for cleared in blocks
-    ]
-    assert [metadata.clears_blocks for metadata in seen] == [True, False]
+@pytest.mark.parametrize(
+    ("cleared", "has_siblings", "expected"),
+    [(None, False, False), ([7], False, True), (None, True, True)],
+)
+def test_copies_begin_late_if_blocks_are_cleared_or_siblings_save_them(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    cleared: list[int] | None,
+    has_siblings: bool,
+    expected: bool,
+) -> None:
+    """Siblings save blocks that are reused when they are told of preemptions, one by one."""
+    side = engine.scheduler.connector._scheduler
+    monkeypatch.setattr(side, "_has_siblings", has_siblings)
+    step = SimpleNamespace(num_scheduled_tokens={}, new_block_ids_to_zero=cleared)
+    assert side.take_step(step).begins_late is expected
 
 
 # -- loads that do not ---------------------------------------------------------------------------

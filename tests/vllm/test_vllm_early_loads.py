@@ -149,7 +149,7 @@ def test_only_what_waits_for_a_store_is_looked_up_on_arrival(is_loading: bool) -
     )
     tables = SimpleNamespace(has_groups=False, has_tails=False)
     config = CacheConfig(num_cpu_blocks=8, endpoint="ipc:///none")
-    gets = Gets(cache, 32, tables, None, config, has_siblings=False)  # type: ignore[arg-type]
+    gets = Gets(cache, 32, tables, None, None, config, has_siblings=False)  # type: ignore[arg-type]
     if is_loading:
         gets.early_loads.is_on = True
         gets.arrived(a_request("loaded for"))

@@ -30,10 +30,10 @@ class FlexCacheMetadata(KVConnectorMetadata):  # type: ignore[misc]
     Attributes:
         stores: Puts, whose blocks the steps before this one have computed.
         idle: The engine computes nothing in this step.
-        clears_blocks: vLLM fills blocks with zeros before the model runs.
+        begins_late: No copy may begin before vLLM has prepared the inputs of the step.
     """
 
     loads: list[Load] = field(default_factory=list)
     stores: list[int] = field(default_factory=list)
     idle: bool = False
-    clears_blocks: bool = False
+    begins_late: bool = False

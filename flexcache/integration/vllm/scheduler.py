@@ -74,12 +74,12 @@ class FlexCacheScheduler:
         namespace = read_key_namespace(vllm_config)
         self._cache = CacheCalls(self.manager, block_size, namespace, keys_per_position)
         self._tables = BlockTables(model.groups, cached_group_ids(kv_cache_config), block_size)
-        has_siblings = transfer is not vllm_config.kv_transfer_config
+        self._has_siblings = transfer is not vllm_config.kv_transfer_config
         self._is_shared = place.endpoint is not None
         self._stats_interval_s = _SHARED_STATS_INTERVAL_S if self._is_shared else _STATS_INTERVAL_S
         budget = StepBudget(self._cache.read_loads, self._stats_interval_s)
         self.gets = Gets(
-            self._cache, block_size, self._tables, layerwise, budget, config, has_siblings
+            self._cache, block_size, self._tables, layerwise, budget, config, self._has_siblings
         )
         interval = tail_interval(model.groups, block_size, config.tail_interval_tokens)
         self.puts = Puts(self._cache, self._tables, PutPoints(block_size, interval))
@@ -127,8 +127,12 @@ class FlexCacheScheduler:
         self._has_news |= self.puts.release()
         stores = self.puts.launch()
         self.puts.scheduled(scheduled)
-        clears_blocks = bool(getattr(scheduled, "new_block_ids_to_zero", None))
-        return FlexCacheMetadata(loads, stores, idle, clears_blocks)
+        return FlexCacheMetadata(loads, stores, idle, self._begins_late(scheduled))
+
+    def _begins_late(self, scheduled: Any) -> bool:
+        """Return whether copies have to wait until vLLM has prepared the inputs of the step: it
+        clears blocks then, and other connectors save what is in blocks before they are reused."""
+        return self._has_siblings or bool(getattr(scheduled, "new_block_ids_to_zero", None))
 
     def transfers_ended(self, received: Collection[str], bad_blocks: Collection[int]) -> None:
         """End a step. On all ranks, the gets between steps of the requests ``received`` have ended;

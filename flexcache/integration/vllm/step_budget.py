@@ -18,6 +18,7 @@ SHARE = 0.25
 later ones are copied."""
 _SIZES_PER_OCTAVE = 4  # of steps that are told apart
 _NUM_STEPS = 16  # recent ones, of each size
+_MIN_STEPS = 2  # one alone may have compiled something, or waited
 _NUM_LOADS = 16  # recent readings of the counters
 
 
@@ -43,10 +44,12 @@ class StepTimes:
 
     def at_least(self, num_tokens: int) -> float:
         """Return how many seconds a step of ``num_tokens`` takes at least: as long as the fastest
-        recent step of some smaller size; 0 if there was none."""
-        largest = _size(num_tokens)
-        known = (min(seconds) for size, seconds in self._seconds.items() if size <= largest)
-        return max(known, default=0.0)
+        recent step of the next smaller size that is known, or of a larger one; 0 if none is."""
+        known = [(size, min(s)) for size, s in self._seconds.items() if len(s) >= _MIN_STEPS]
+        smaller = max((size for size, _ in known if size <= _size(num_tokens)), default=None)
+        if smaller is None:
+            return 0.0
+        return min(seconds for size, seconds in known if size >= smaller)
 
 
 def _size(num_tokens: int) -> int:
@@ -61,12 +64,13 @@ class LoadTimes:
         self._recent: deque[tuple[int, float]] = deque(maxlen=_NUM_LOADS)
 
     def read(self, num_tokens: int, seconds: float) -> None:
-        """Record that ``num_tokens`` in all have been loaded, during ``seconds`` in all."""
+        """Record that ``num_tokens`` in all have been loaded, during ``seconds`` in all, which
+        grow only when no load runs."""
         tokens, took_s = num_tokens - self._last[0], seconds - self._last[1]
         if tokens < 0 or took_s < 0:  # a new server
             tokens, took_s = num_tokens, seconds
-        self._last = (num_tokens, seconds)
-        if tokens:
+        if tokens and took_s:  # else the next reading has the rest
+            self._last = (num_tokens, seconds)
             self._recent.append((tokens, took_s))
 
     def seconds(self, num_tokens: int) -> float | None:

@@ -46,10 +46,10 @@ class WorkerHooks(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.restore()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Begin copies while vLLM prepares the inputs of the step, unless it clears blocks first.
-        Called at the beginning of a step by vLLM 0.32 and later."""
+        """Begin copies while vLLM prepares the inputs of the step, if they may. Called at the
+        beginning of a step by vLLM 0.32 and later."""
         metadata = kv_connector_metadata
-        if isinstance(metadata, FlexCacheMetadata) and not metadata.clears_blocks:
+        if isinstance(metadata, FlexCacheMetadata) and not metadata.begins_late:
             self._worker.begin_step(metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
