@@ -16,7 +16,7 @@ from flexcache.errors import ConfigError, InternalError
 from flexcache.router.workers import WorkerSpec, WorkerState
 
 _MAX_MASKS = 1000
-_MAX_GONE = 1000
+_MAX_REMEMBERED = 1000
 
 
 @dataclass(slots=True)
@@ -25,12 +25,14 @@ class Member:
 
     Attributes:
         models: Names of the models and adapters that it serves; empty: unknown.
+        adapters: Those of them that are adapters.
     """
 
     number: int
     spec: WorkerSpec
     state: WorkerState = WorkerState.UP
     models: frozenset[str] = frozenset()
+    adapters: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class Fleet:
     """Numbers workers and tells which of them may be chosen.
 
     Attributes:
-        models: Names of the models that workers list, or listed before they were removed.
+        models: Names of models and adapters that workers list, and of models that they did before.
     """
 
     def __init__(self) -> None:
@@ -68,8 +70,8 @@ class Fleet:
         self.models: set[str] = set()
         self._masks: dict[str | None, np.ndarray] = {}
         """By model: which workers may be chosen."""
-        self._gone: OrderedDict[str, None] = OrderedDict()
-        """Models of workers that were removed, those of the latest last."""
+        self._once_listed: OrderedDict[str, None] = OrderedDict()
+        """Models, no adapters, that workers have listed, the latest last."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -110,7 +112,7 @@ class Fleet:
         changes = Changes()
         for name in [name for name in self._members if name not in wanted]:
             member = self._members.pop(name)
-            self._remember_gone(member.models)
+            self._remember(member)
             number = member.number
             self._by_number[number] = None
             self._free.append(number)
@@ -125,12 +127,16 @@ class Fleet:
         self._note_models()
         return changes
 
-    def _remember_gone(self, models: Collection[str]) -> None:
-        for model in models:
-            self._gone[model] = None
-            self._gone.move_to_end(model)
-        while len(self._gone) > _MAX_GONE:
-            self._gone.popitem(last=False)
+    def _remember(self, member: Member) -> None:
+        """Remember models that no worker may list any more.
+
+        An adapter is forgotten: an engine may load it when it is asked for.
+        """
+        for model in member.models - member.adapters:
+            self._once_listed[model] = None
+            self._once_listed.move_to_end(model)
+        while len(self._once_listed) > _MAX_REMEMBERED:
+            self._once_listed.popitem(last=False)
 
     def _add(self, spec: WorkerSpec) -> int:
         if self._free:
@@ -145,8 +151,13 @@ class Fleet:
         self._members[name].state = state
         self._masks.clear()
 
-    def set_models(self, name: str, models: Collection[str]) -> None:
-        self._members[name].models = frozenset(models)
+    def set_models(
+        self, name: str, models: Collection[str], adapters: Collection[str] = ()
+    ) -> None:
+        """Say what a worker serves, and which of it are adapters."""
+        member = self._members[name]
+        self._remember(member)
+        member.models, member.adapters = frozenset(models), frozenset(adapters)
         self._note_models()
 
     def eligible(
@@ -159,8 +170,8 @@ class Fleet:
 
         A model is served by those that list it, also if none of them is up: SGLang answers for any
         name, with the model that it has. A name that no worker has ever listed may be a new
-        adapter; it is left to the engines. Workers that were tried are chosen again only if there
-        are no others.
+        adapter, as may that of an adapter that none lists now; it is left to the engines. Workers
+        that were tried are chosen again only if there are no others.
 
         Args:
             only: Names of those to choose from; None: all.
@@ -200,7 +211,7 @@ class Fleet:
 
     def _note_models(self) -> None:
         self._masks.clear()
-        self.models = {*self._gone, *(name for member in self for name in member.models)}
+        self.models = {*self._once_listed, *(name for member in self for name in member.models)}
 
     def check(self) -> None:
         """Verify that each number is free or belongs to one worker.

@@ -127,9 +127,11 @@ class KVRouter:
         if state is WorkerState.DOWN:
             self.holdings.forget_guesses(worker)
 
-    def set_models(self, worker: str, models: Collection[str]) -> None:
-        """Say which models and adapters a worker serves; empty: any."""
-        self.fleet.set_models(worker, models)
+    def set_models(
+        self, worker: str, models: Collection[str], adapters: Collection[str] = ()
+    ) -> None:
+        """Say which models and adapters a worker serves (empty: any), and which are adapters."""
+        self.fleet.set_models(worker, models, adapters)
 
     def set_capacity(self, worker: str, num_blocks: int, block_size: int) -> None:
         """Say how many blocks a worker's own cache has: needed where its blocks are guessed."""

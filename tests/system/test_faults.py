@@ -236,7 +236,7 @@ def test_a_second_client_for_a_rank_is_refused_by_name() -> None:
             cluster.manager.wait_ready(30)
         assert not cluster.put(TOKENS, SOURCE).mask.any()
         second.close()
-        cluster.manager.wait_ready(30)
+        until(cluster.manager.is_ready)
         assert cluster.put(TOKENS, SOURCE).mask.all()
 
 

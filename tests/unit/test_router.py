@@ -228,6 +228,19 @@ def test_a_model_whose_workers_are_away_is_not_served_by_others() -> None:
     router.check()
 
 
+def test_models_that_none_lists_any_more_are_refused_and_adapters_are_not() -> None:
+    router = make_router("a", "b")
+    router.set_models("a", ["llama", "on demand"], ["on demand"])
+    router.set_models("b", ["qwen"])
+    router.set_models("a", ["llama 2"])  # restarted with another model
+    assert router.choose(request(request_id="1", model="llama"), 0.0) is None
+    assert router.choose(request(request_id="2", model="on demand"), 0.0) is not None
+    router.set_models("b", ["qwen", "other adapter"], ["other adapter"])
+    router.set_workers([worker("a")])
+    assert router.choose(request(request_id="3", model="qwen"), 0.0) is None
+    assert router.choose(request(request_id="4", model="other adapter"), 0.0) is not None
+
+
 def test_an_adapter_that_is_named_with_its_model_goes_where_the_model_is() -> None:
     router = make_router("a", "b")
     router.set_models("a", ["s3://models:1"])

@@ -12,6 +12,7 @@ from aiohttp import web  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
 from flexcache.router.decider.prober import Prober  # noqa: E402
+from flexcache.router.tokens.engines import ModelCard  # noqa: E402
 
 PATIENCE_S = 60
 
@@ -31,8 +32,8 @@ def test_a_list_of_models_that_is_not_answered_is_not_an_empty_one() -> None:
     async def test() -> None:
         is_over = asyncio.Event()
 
-        def on_details(url: str, names: list[str] | None, _: object) -> None:
-            told.append(names)
+        def on_details(url: str, cards: list[ModelCard] | None, _: object) -> None:
+            told.append(None if cards is None else [card.id for card in cards])
             if len(told) == 3:
                 is_over.set()
 

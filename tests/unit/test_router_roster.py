@@ -25,6 +25,7 @@ class Book:
     def __init__(self) -> None:
         self.states: dict[str, WorkerState] = {}
         self.models: dict[str, set[str]] = {}
+        self.adapters: dict[str, set[str]] = {}
 
     def set_workers(self, specs: Sequence[WorkerSpec]) -> None:
         names = [each.name for each in specs]
@@ -34,9 +35,10 @@ class Book:
         assert worker in self.states
         self.states[worker] = state
 
-    def set_models(self, worker: str, models: Collection[str]) -> None:
+    def set_models(self, worker: str, models: Collection[str], adapters: Collection[str]) -> None:
         assert worker in self.states
         self.models[worker] = set(models)
+        self.adapters[worker] = set(adapters)
 
     @property
     def up(self) -> set[str]:
@@ -128,10 +130,12 @@ def test_circuits_never_take_all_engines_of_a_model_out(book: Book) -> None:
 def test_workers_of_a_known_engine_serve_its_models(book: Book) -> None:
     roster = Roster(book)
     roster.set_listed([spec(A)])
-    roster.set_models(A, ["small"])
+    roster.set_models(A, ["small", "lora"], ["lora"])
     roster.set_models("http://gone:1", ["large"])
     roster.set_listed([spec(A, 0), spec(A, 1), spec(B)])
-    assert book.models == {A: {"small"}, f"{A}#0": {"small"}, f"{A}#1": {"small"}, B: set()}
+    both = {"small", "lora"}
+    assert book.models == {A: both, f"{A}#0": both, f"{A}#1": both, B: set()}
+    assert book.adapters[f"{A}#1"] == {"lora"} and not book.adapters[B]
 
 
 def test_clients_that_leave_say_nothing_of_an_engine(book: Book) -> None:

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flexcache.logs import log_event
 from flexcache.router.decider.health import Probe
-from flexcache.router.tokens.engines import Engines
+from flexcache.router.tokens.engines import Engines, ModelCard
 from flexcache.router.waiting import is_set_within
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class Prober:
     Args:
         session: For requests to engines; headers of its own carry the engines' key.
         on_probe: Called with URL and result.
-        on_details: Called with URL, names of models and adapters (None: the engine did not answer),
-            and capacities (empty: it did not tell them).
+        on_details: Called with URL, models and adapters (None: the engine did not answer), and
+            capacities (empty: it did not tell them).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Prober:
         timeout_s: float,
         details_interval_s: float,
         on_probe: Callable[[str, Probe], None],
-        on_details: Callable[[str, list[str] | None, list[Capacity]], None],
+        on_details: Callable[[str, list[ModelCard] | None, list[Capacity]], None],
     ) -> None:
         self._session = session
         self._engines = Engines(session, timeout_s)
@@ -122,9 +122,8 @@ class Prober:
             capacities = list(parse_capacities((await self._get(url, "/metrics")).decode()))
         except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError) as error:
             log_event(logger, logging.DEBUG, "capacity_unknown", url=url, error=repr(error))
-        models = None if cards is None else [card.id for card in cards]
-        self._on_details(url, models, capacities)
-        return models is not None
+        self._on_details(url, cards, capacities)
+        return cards is not None
 
     async def _get(self, url: str, path: str) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)

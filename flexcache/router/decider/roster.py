@@ -23,7 +23,9 @@ class WorkerBook(Protocol):
 
     def set_state(self, worker: str, state: WorkerState) -> None: ...
 
-    def set_models(self, worker: str, models: Collection[str]) -> None: ...
+    def set_models(
+        self, worker: str, models: Collection[str], adapters: Collection[str]
+    ) -> None: ...
 
 
 class Roster:
@@ -59,6 +61,7 @@ class Roster:
         self._draining: set[str] = set()
         self._health: dict[str, Health] = {}
         self._models: dict[str, frozenset[str]] = {}
+        self._adapters: dict[str, frozenset[str]] = {}
         """By URL; those that are known."""
         self._states: dict[str, WorkerState] = {}
         self._specs: dict[str, WorkerSpec] = {}
@@ -152,12 +155,14 @@ class Roster:
         urls = dict.fromkeys(spec.url for spec in specs.values())
         self._health = {url: self._health.get(url) or Health() for url in urls}
         self._models = {k: v for k, v in self._models.items() if k in urls}
+        self._adapters = {k: v for k, v in self._adapters.items() if k in urls}
         self._states = {k: v for k, v in self._states.items() if k in specs}
         self._book.set_workers(self.specs)
         for name in specs.keys() - self._states.keys():
             self._states[name] = WorkerState.DOWN
             self._book.set_state(name, WorkerState.DOWN)
-            self._book.set_models(name, self.models(name))
+            url = specs[name].url
+            self._book.set_models(name, self.models(name), self._adapters.get(url, frozenset()))
         self._update_states()
         self._on_change(self.specs)
 
@@ -169,14 +174,14 @@ class Roster:
             self._health[url].probed(probe, now)
             self._update_states()
 
-    def set_models(self, url: str, models: Collection[str]) -> None:
+    def set_models(self, url: str, models: Collection[str], adapters: Collection[str] = ()) -> None:
         """Take note of what an engine serves; one that is gone is ignored."""
         if url not in self._health or self._models.get(url) == frozenset(models):
             return
-        self._models[url] = frozenset(models)
+        self._models[url], self._adapters[url] = frozenset(models), frozenset(adapters)
         for spec in self.specs:
             if spec.url == url:
-                self._book.set_models(spec.name, models)
+                self._book.set_models(spec.name, models, adapters)
         self._update_states()
         self._on_state()
 

@@ -31,6 +31,7 @@ from flexcache.router.stats import ProcessStats, ProxyStats, RouterStats
 from flexcache.router.sync.follower import Follower
 from flexcache.router.sync.publisher import SNAPSHOT_S, LifePublisher
 from flexcache.router.tokens import Tokenizers
+from flexcache.router.tokens.engines import ModelCard
 from flexcache.router.waiting import is_set_within
 from flexcache.router.workers import Tier, WorkerSpec
 from flexcache.version import __version__
@@ -196,9 +197,13 @@ class DeciderService:
         if self.roster.is_known:
             self._known.set()
 
-    def _details_read(self, url: str, models: list[str] | None, capacities: list[Capacity]) -> None:
-        if models is not None:
-            self.roster.set_models(url, models)
+    def _details_read(
+        self, url: str, cards: list[ModelCard] | None, capacities: list[Capacity]
+    ) -> None:
+        if cards is not None:
+            names = [card.id for card in cards]
+            adapters = [card.id for card in cards if card.parent is not None]
+            self.roster.set_models(url, names, adapters)
         for spec in self.roster.specs:
             if spec.url != url:
                 continue
