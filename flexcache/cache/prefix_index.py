@@ -42,7 +42,7 @@ import numpy.typing as npt
 from flexcache.cache.block_keys import BlockKeys
 from flexcache.cache.eviction_queue import RETIRED, EvictionQueue, LruRanking, Outlook, Ranking
 from flexcache.cache.sorted_tails import Entry
-from flexcache.cache.staircase import cover
+from flexcache.cache.staircase import cover, cut
 from flexcache.errors import InternalError
 from flexcache.ids import BlockKey, RootId
 
@@ -135,11 +135,7 @@ class Run:
     def truncate(self, length: int) -> None:
         del self.keys[length:]
         del self.blocks[length:]
-        recency = self.recency
-        while recency and (recency[-2][0] if len(recency) > 1 else 0) >= length:
-            recency.pop()
-        if recency:
-            recency[-1] = (length, *recency[-1][1:])
+        cut(self.recency, length)
 
 
 def _like(run: Run, length: int) -> Outlook:
@@ -342,10 +338,8 @@ class PrefixIndex:
             ordinary = recency[-2][0] if len(recency) > 1 else 0
         if kept >= ordinary:
             return 0
-        run.recency = [segment for segment in recency if segment[0] < kept]
-        if kept:
-            run.recency.append((kept, *recency[len(run.recency)][1:]))
-        run.recency.append((run.length, RETIRED, 0))
+        cut(recency, kept)
+        recency.append((run.length, RETIRED, 0))
         self._unqueue(run)
         self._queue_if_evictable(run)
         return ordinary - kept
@@ -508,10 +502,8 @@ class PrefixIndex:
         if keep < run.length:
             freed.extend(self._cut(run, keep))
         if offset < keep:  # pinned: unfindable now, freed at the unpin
-            recency = [segment for segment in run.recency if segment[0] < offset]
-            if offset:
-                recency.append((offset, *run.recency[len(recency)][1:]))
-            run.recency = [*recency, (run.length, _DISCARDED, 0)]
+            cut(run.recency, offset)
+            run.recency.append((run.length, _DISCARDED, 0))
             self._discarded[run.run_id] = None
             self._unqueue(run)
 

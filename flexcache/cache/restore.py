@@ -21,6 +21,7 @@ import numpy.typing as npt
 from flexcache.cache.restore_tails import are_tails, whole_tails
 from flexcache.cache.restored_runs import follow, restored_runs, take, words_of
 from flexcache.cache.tier import Tier
+from flexcache.storage.slot_index import stir
 
 Records = npt.NDArray[Any]
 """As in `SLOT_RECORD`: slot, generation, position, root, key, parent, and the keys' bytes."""
@@ -30,8 +31,6 @@ _Words = npt.NDArray[np.uint64]
 
 _ORPHAN = -1
 _CHUNK_ROWS = 1 << 12  # their words stay in the processor's cache
-_PRIME = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +125,10 @@ def _digests(records: Records, field: str) -> _Words:
     digests = np.empty(len(records), np.uint64)
     for start in range(0, len(records), _CHUNK_ROWS):
         part = records[start : start + _CHUNK_ROWS]
-        sizes = part[f"{field}_bytes"].astype(np.uint64)
-        of_roots = _stir(sizes, words_of(part, "root"))
-        digests[start : start + _CHUNK_ROWS] = _stir(of_roots, words_of(part, field))
-    return digests
-
-
-def _stir(digests: _Words, words: _Words) -> _Words:
-    for column in range(words.shape[1]):
-        digests = (digests ^ words[:, column]) * _PRIME
-        digests ^= digests >> _HALF
+        of_part = part[f"{field}_bytes"].astype(np.uint64)
+        for words in (*words_of(part, "root").T, *words_of(part, field).T):
+            of_part = stir(of_part ^ words)
+        digests[start : start + _CHUNK_ROWS] = of_part
     return digests
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.prefix_index import NO_BLOCKS, BlockIds, PrefixIndex, PrefixMatch, Run
-from flexcache.cache.staircase import cover
+from flexcache.cache.staircase import cover, cut
 from flexcache.cache.tail_index import Tail, TailIndex
 from flexcache.errors import InternalError
 
@@ -88,7 +88,7 @@ class Retention:
         ends = [*(np.flatnonzero(np.diff(stamps)) + 1).tolist(), len(stamps)]
         start = match.length - len(stamps)
         assert match.run is not None
-        match.run.uses = _cut(match.run.uses or [], start)  # what was there before was evicted
+        cut(match.run.uses or [], start)  # what was there before was evicted
         for end in reversed(ends):
             self._note(match.run, start + end, int(stamps[end - 1]))
 
@@ -186,14 +186,6 @@ class Retention:
                 raise InternalError(f"run {number} has blocks that were never used")
             if run.parent is not None and _stamp_at(run.parent, run.parent_length) < stamps[0]:
                 raise InternalError(f"run {number} was used later than what is before it")
-
-
-def _cut(uses: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Return the uses of a run's first ``length`` blocks only."""
-    kept = [step for step in uses if step[0] <= length]
-    if length and len(kept) < len(uses) and (not kept or kept[-1][0] < length):
-        kept.append((length, uses[len(kept)][1]))
-    return kept
 
 
 def _num_since(run: Run, oldest: int) -> int:

@@ -33,3 +33,11 @@ def cover(steps: list[Step], step: Step) -> bool:
         return False
     steps[kept:covered] = [step]
     return True
+
+
+def cut(steps: list[Step], length: int) -> None:
+    """Drop what the steps say of blocks from ``length`` on."""
+    while steps and (steps[-2][0] if len(steps) > 1 else 0) >= length:
+        steps.pop()
+    if steps and steps[-1][0] > length:
+        steps[-1] = (length, *steps[-1][1:])

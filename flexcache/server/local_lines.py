@@ -113,14 +113,21 @@ class LocalLines:
             now = time.monotonic()
             for report in reports:
                 self._hub.take_message(identity, report, now)
-            self._route()
-            if self._reactor.stopping or not self._hub.outbox.is_empty:
-                self._reactor.wake()
-            elif (cache := self._hub.cache) is not None:
-                self._reactor.wake_by(cache.tasks.queries.next_op_deadline())
+            self.pass_on()
         with self._changed:
             if (cache := self._hub.cache) is not None:
                 cache.tasks.cache.tiers.settle()  # the answers did not wait for it
+
+    def pass_on(self) -> None:
+        """Pass on what the task engine has decided, and wake the loop if it has a part in that.
+
+        Called under the lock, by other threads than the loop's.
+        """
+        self._route()
+        if self._reactor.stopping or not self._hub.outbox.is_empty:
+            self._reactor.wake()
+        elif (cache := self._hub.cache) is not None:
+            self._reactor.wake_by(cache.tasks.queries.next_op_deadline())
 
 
 _served: dict[str, LocalLines] = {}

@@ -376,10 +376,6 @@ class _EngineUse:
     def __exit__(self, *error: object) -> None:
         server = self._server
         try:
-            server._route()
-            if not server.hub.outbox.is_empty:
-                server._reactor.wake()
-            elif (cache := server._cache) is not None:
-                server._reactor.wake_by(cache.tasks.queries.next_op_deadline())
+            server._lines.pass_on()
         finally:
             server._changed.release()

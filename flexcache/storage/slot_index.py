@@ -93,7 +93,7 @@ def make_records(
     return records
 
 
-def _stir(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def stir(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     words = words * _PRIME
     words ^= words >> _HALF
     return words
@@ -108,10 +108,10 @@ def _checks(records: Records, slots: SlotIds, pool_id: bytes) -> npt.NDArray[np.
     """Compute each record's expected check, in this pool and for this slot."""
     words = _words(records)
     low, high = np.frombuffer(pool_id, "<u8")
-    mixed = _stir(slots.astype(np.uint64) ^ low)
+    mixed = stir(slots.astype(np.uint64) ^ low)
     for column in range(1, words.shape[1]):
-        mixed = _stir(mixed ^ words[:, column])
-    return _stir(mixed ^ high)
+        mixed = stir(mixed ^ words[:, column])
+    return stir(mixed ^ high)
 
 
 @dataclass(frozen=True, slots=True)

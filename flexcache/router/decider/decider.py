@@ -228,10 +228,11 @@ class Decider:
         if named is not None and not any(self.roster.is_up(name) for name in named):
             self._num_without_worker += 1
             raise NotRouted(503, "none of the workers that may be chosen is up", _RETRY_S)
-        if self.routing.fleet.eligible(request.model, only=named) is None:
+        decision = self.routing.choose(request, self.clock(), tried=tried, only=named)
+        if decision is None and self.routing.fleet.eligible(request.model, only=named) is None:
             self._num_without_worker += 1
             raise NotRouted(503, f"no worker that serves {request.model!r} is up", _RETRY_S)
-        return self.routing.choose(request, self.clock(), tried=tried, only=named)
+        return decision
 
     def choice(self, decision: Decision, matched_tokens: int | None) -> Choice:
         """Return how to reach the worker of a decision."""
