@@ -28,7 +28,6 @@ import torch
 import typer
 from reporting import Say, run_and_show
 
-import flexcache.transfer.workers.copy_cpu  # noqa: F401  an engine's rank has loaded it before
 from flexcache import CacheConfig, KVManager, KVStatus, KVTPClient, ModelConfig
 from flexcache.bench.results import Case, Result
 from flexcache.storage.pool_directory import INDEX_FILE
@@ -40,6 +39,7 @@ from flexcache.storage.slot_index import (
     SlotIndex,
     make_records,
 )
+from flexcache.transfer.workers.copy_cpu import load_copy_runs
 
 BLOCK, KEY_BYTES = 16, 32
 HEADS = 2
@@ -145,6 +145,7 @@ def some_prompts(count: int, root: bytes, rng: np.random.Generator) -> Records:
 def restart(directory: Path, num_slots: int) -> dict[str, float]:
     """Restart in this process; returns seconds, by what took them, and how much was restored."""
     engine = Engine(directory, num_slots)
+    load_copy_runs()  # as an engine's rank has, by the time it registers
     began, cpu_before = time.monotonic(), time.process_time()
     start_s = engine.start()
     ready_s = time.monotonic() - began

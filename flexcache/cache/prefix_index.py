@@ -32,7 +32,7 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -400,14 +400,18 @@ class PrefixIndex:
         """Add a run that is to have these segments, behind the cached block ``parent``.
 
         None of its keys may be cached; the run keeps the lists. No block may be more recent than
-        one before it.
+        one before it. `queue_restored` must follow.
         """
         before = EMPTY_MATCH if parent is None else self.locate(root, parent)
         run = self._add_run(root, before.run, before.length)
         run.keys, run.blocks, run.recency = keys, array("q", blocks.tobytes()), recency
         self._enter(run, 0, keys)
-        self._queue_if_evictable(run)
         return run
+
+    def queue_restored(self, runs: Iterable[Run]) -> None:
+        """Queue the evictable ones of restored runs, oldest first: each goes to the young end."""
+        for run in sorted(runs, key=lambda run: run.recency[-1][1]):
+            self._queue_if_evictable(run)
 
     def _enter(self, run: Run, offset: int, keys: Sequence[BlockKey]) -> None:
         """Make the keys of a run's last blocks findable, from ``offset`` on."""

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.restore_tails import are_tails, whole_tails
-from flexcache.cache.restored_runs import follow, restored_runs, take, words_of
+from flexcache.cache.restored_runs import CHUNK_ROWS, follow, restored_runs, take, words_of
 from flexcache.cache.tier import Tier
-from flexcache.storage.slot_index import stir
 
 Records = npt.NDArray[Any]
 """As in `SLOT_RECORD`: slot, generation, position, root, key, parent, and the keys' bytes."""
@@ -30,7 +29,7 @@ Seconds = npt.NDArray[np.float64]
 _Words = npt.NDArray[np.uint64]
 
 _ORPHAN = -1
-_CHUNK_ROWS = 1 << 12  # their words stay in the processor's cache
+_FACTORS = np.random.default_rng(0).integers(1 << 64, size=16, dtype=np.uint64) | np.uint64(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None)
     if of_tails.any():
         tails = whole_tails(records[of_tails], written_s[of_tails])
         records, written_s = records[~of_tails], written_s[~of_tails]
-    by_age = np.argsort(records["generation"])
+    by_age = _order(records["generation"])
     records, written_s = take(records, by_age), written_s[by_age]
     parents = link(records)
     found = reaches_start(records, parents)
@@ -94,15 +93,22 @@ def link(records: Records) -> Indices:
     count = len(records)
     itself = np.arange(count)
     own = _digests(records, "key")
-    latest = _latest(own)
+    places = _Places(own)
+    latest = places.latest()
     # Most records follow the one that they build on; the others are looked for.
     parents = itself - 1
-    follows = _fit(records, parents)
+    follows = np.zeros(count, np.bool_)
+    for start in range(1, count, CHUNK_ROWS):
+        part = records[start : start + CHUNK_ROWS]
+        follows[start : start + CHUNK_ROWS] = _fit(part, records[start - 1 :][: len(part)])
     follows[1:] &= latest[:-1] == itself[:-1]
     others = np.flatnonzero(~follows)
-    wanted = _digests(take(records, others), "parent")
-    parents[others] = _find(wanted, own, np.flatnonzero(latest == itself))
-    parents[others[~_fit(records, parents[others], others)]] = _ORPHAN
+    found = places.find(_digests(take(records, others), "parent"))
+    for start in range(0, len(others), CHUNK_ROWS):
+        which = slice(start, start + CHUNK_ROWS)
+        fit = _fit(take(records, others[which]), take(records, found[which]))
+        found[which] = np.where(fit, found[which], _ORPHAN)
+    parents[others] = found
     starts = records["position"] == 0
     parents[starts] = itself[starts]
     parents[latest != itself] = _ORPHAN
@@ -122,14 +128,66 @@ def _digests(records: Records, field: str) -> _Words:
 
     What it finds is compared in full; of two keys with one digest, the older is dropped.
     """
-    digests = np.empty(len(records), np.uint64)
-    for start in range(0, len(records), _CHUNK_ROWS):
-        part = records[start : start + _CHUNK_ROWS]
-        of_part = part[f"{field}_bytes"].astype(np.uint64)
-        for words in (*words_of(part, "root").T, *words_of(part, field).T):
-            of_part = stir(of_part ^ words)
-        digests[start : start + _CHUNK_ROWS] = of_part
+    root, key = words_of(records, "root"), words_of(records, field)
+    num_words = root.shape[1] + key.shape[1]
+    digests: _Words = root @ _FACTORS[: root.shape[1]]
+    digests += key @ _FACTORS[root.shape[1] : num_words]
+    digests += records[f"{field}_bytes"] * _FACTORS[num_words]
     return digests
+
+
+def _order(values: _Words) -> Indices:
+    """Return the indices that sort the values. Values and indices in one word sort much faster."""
+    if not len(values):
+        return np.empty(0, np.int64)
+    bits, lowest = len(values).bit_length(), values.min()
+    if int(values.max() - lowest) >> (64 - bits):
+        return np.argsort(values)
+    packed = (values - lowest) << np.uint64(bits) | np.arange(len(values), dtype=np.uint64)
+    packed.sort()
+    return (packed & np.uint64((1 << bits) - 1)).astype(np.int64)
+
+
+class _Places:
+    """Finds records by their digests.
+
+    They are kept in order: the digest's upper bits with the record's index behind them. So of those
+    with the same upper bits, the latest record comes last.
+    """
+
+    def __init__(self, digests: _Words) -> None:
+        self._digests = digests
+        self._bits = np.uint64(len(digests).bit_length())
+        self._low = np.uint64((1 << int(self._bits)) - 1)
+        self._sorted = digests & ~self._low | np.arange(len(digests), dtype=np.uint64)
+        self._sorted.sort()
+
+    def latest(self) -> Indices:
+        """Return the index of the last record with the same digest as each."""
+        latest = np.arange(len(self._digests))
+        upper = self._sorted >> self._bits
+        alike = np.append(False, upper[1:] == upper[:-1])[: len(upper)]
+        alike[:-1] |= alike[1:]
+        if alike.any():
+            few = np.sort((self._sorted[alike] & self._low).astype(np.int64))
+            latest[few] = few[_latest(self._digests[few])]
+        return latest
+
+    def find(self, wanted: _Words) -> Indices:
+        """Return the index of the last record that has each of the digests; -1 for none."""
+        order = np.argsort(wanted)  # neighbours are found close to each other
+        places = np.empty(len(wanted), np.int64)
+        places[order] = np.searchsorted(self._sorted, wanted[order] | self._low, side="right") - 1
+        while len(self._digests):
+            nearest = self._sorted[places]
+            found = (nearest & self._low).astype(np.int64)
+            missing = places < 0
+            missing |= (nearest ^ wanted) > self._low
+            missed = ~missing & (self._digests[found] != wanted)
+            if not missed.any():
+                return np.where(missing, _ORPHAN, found)
+            places[missed] -= 1
+        return places  # there are none
 
 
 def _latest(digests: _Words) -> Indices:
@@ -144,32 +202,11 @@ def _latest(digests: _Words) -> Indices:
     return latest
 
 
-def _find(wanted: _Words, digests: _Words, among: Indices) -> Indices:
-    """Return the index of the record among these that has each of the digests; -1 for none."""
-    if not len(wanted) or not len(among):
-        return np.full(len(wanted), _ORPHAN)
-    among = among[np.argsort(digests[among])]
-    in_order = digests[among]
-    order = np.argsort(wanted)  # neighbours are found close to each other
-    places = np.empty(len(wanted), np.int64)
-    places[order] = np.searchsorted(in_order, wanted[order])
-    places = np.minimum(places, len(among) - 1)
-    return np.where(in_order[places] == wanted, among[places], _ORPHAN)
-
-
-def _fit(records: Records, parents: Indices, which: Indices | None = None) -> npt.NDArray[np.bool_]:
-    """Return which records, of all or of some, build on those that are thought to be before them.
-
-    Exact; -1 fits none.
-    """
-    fit: npt.NDArray[np.bool_] = parents != _ORPHAN
-    for start in range(0, len(parents), _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
-        part = records[rows] if which is None else take(records, which[rows])
-        before = take(records, parents[rows])
-        fit[rows] &= part["position"] == before["position"] + 1
-        fit[rows] &= part["parent_bytes"] == before["key_bytes"]
-        for ours, theirs in (("root", "root"), ("parent", "key")):
-            for own, other in zip(words_of(part, ours).T, words_of(before, theirs).T, strict=True):
-                fit[rows] &= own == other
+def _fit(records: Records, before: Records) -> npt.NDArray[np.bool_]:
+    """Return which records build on those that are thought to be before them. Exact."""
+    fit: npt.NDArray[np.bool_] = records["position"] == before["position"] + 1
+    fit &= records["parent_bytes"] == before["key_bytes"]
+    for ours, theirs in (("root", "root"), ("parent", "key")):
+        for own, other in zip(words_of(records, ours).T, words_of(before, theirs).T, strict=True):
+            fit &= own == other
     return fit

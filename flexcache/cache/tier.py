@@ -645,18 +645,20 @@ class Tier:
 
         No block may have been used later than one before it. O(1) Python steps per run.
         """
-        taken, now = [NO_BLOCKS], self._tick()
+        taken, now, all_added = [NO_BLOCKS], self._tick(), []
         for run in runs:
             ends = run.ends or [len(run.keys)]
             times = [now - age * _TICK_S for age in run.ages]
             recency = [(end, time, 0) for end, time in zip(ends, times, strict=True)]
             added = self.index.restore(run.root, run.parent, run.keys, run.blocks, recency)
+            all_added.append(added)
             if self._retention is not None:
                 self._retention.restored(added, zip(ends, run.written_s or [now], strict=True))
             taken.append(run.blocks)
             self._charge(run.root, run.blocks)
             for tell in self.on_stored:
                 tell(run.root, run.parent, run.keys, None, 0)
+        self.index.queue_restored(all_added)
         self.pool.take_exactly(np.concatenate(taken))
 
     def restore_tails(self, tails: Sequence[Tail]) -> None:

@@ -106,7 +106,8 @@ class DiskPool:
             log_event(
                 logger, logging.WARNING, "ssd_records_torn", dropped_records=len(contents.torn)
             )
-        return contents.records[self._is_whole(contents.records["slot"])]
+        is_whole = self._is_whole(contents.records["slot"])
+        return contents.records if is_whole.all() else contents.records[is_whole]
 
     def _is_whole(self, slots: SlotIds) -> npt.NDArray[np.bool_]:
         """Whether each slot lies within its file, which may have been truncated."""

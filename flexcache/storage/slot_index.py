@@ -191,11 +191,13 @@ class SlotIndex:
 
     def load(self, num_slots: int) -> IndexContents:
         """Read the records of the first ``num_slots`` slots. Vectorised: O(slots), 0.1 us each."""
-        found, torn = [np.empty(0, SLOT_RECORD)], [np.empty(0, np.int64)]
+        found, count, torn = np.empty(num_slots, SLOT_RECORD), 0, [np.empty(0, np.int64)]
         for contents in self._chunks(num_slots):
-            found.append(contents.records)
+            rows = slice(count, count + len(contents.records))
+            _words(found[rows])[:] = _words(contents.records)
             torn.append(contents.torn)
-        return IndexContents(np.concatenate(found), np.concatenate(torn))
+            count = rows.stop
+        return IndexContents(found[:count], np.concatenate(torn))
 
     def survey(self, num_slots: int) -> Survey:
         """Read what is needed to write and read slots, from the sound records."""
