@@ -19,7 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flexcache.cache.restore_tails import are_tails, whole_tails
-from flexcache.cache.restored_runs import CHUNK_ROWS, follow, restored_runs, take, words_of
+from flexcache.cache.restored_runs import (
+    CHUNK_ROWS,
+    Links,
+    follow,
+    restored_runs,
+    take,
+    words_of,
+)
 from flexcache.cache.tier import Tier
 
 Records = npt.NDArray[Any]
@@ -59,12 +66,10 @@ def restore_tier(tier: Tier, records: Records, written_s: Seconds | None = None)
     if of_tails.any():
         tails = whole_tails(records[of_tails], written_s[of_tails])
         records, written_s = records[~of_tails], written_s[~of_tails]
-    by_age = _order(records["generation"])
-    records, written_s = take(records, by_age), written_s[by_age]
-    parents = link(records)
-    found = reaches_start(records, parents)
+    links = link(records)
+    found = reaches_start(links)
     with _uncollected():
-        tier.restore(restored_runs(records, parents, found, written_s))
+        tier.restore(restored_runs(records, links, found, written_s))
     if tails:
         tier.restore_tails(tails)
     num_restored = int(found.sum()) + sum(len(tail.units) for tail in tails)
@@ -83,41 +88,43 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def link(records: Records) -> Indices:
-    """Return the index of the record that each one builds on: itself at a prompt's start, -1 if
-    there is none.
+def link(records: Records) -> Links:
+    """Find the record that each one builds on: itself at a prompt's start, -1 if there is none.
 
     If a key occurs twice, only the later record counts: the other builds on nothing. A record that
     builds on an orphan is not itself an orphan: see `reaches_start`.
     """
-    count = len(records)
-    itself = np.arange(count)
-    own = _digests(records, "key")
-    places = _Places(own)
+    by_age, count = _order(records["generation"]), len(records)
+    digests, positions = np.empty(count, np.uint64), np.empty(count, np.int64)
+    follows = np.zeros(count, np.bool_)
+    for start in range(0, count, CHUNK_ROWS):
+        part = take(records, by_age[max(0, start - 1) : start + CHUNK_ROWS])
+        follows[max(1, start) : start + CHUNK_ROWS] = _fit(part[1:], part[:-1])
+        part = part[min(1, start) :]
+        digests[start : start + CHUNK_ROWS] = _digests(part, "key")
+        positions[start : start + CHUNK_ROWS] = part["position"]
+    places, itself = _Places(digests), np.arange(count)
     latest = places.latest()
     # Most records follow the one that they build on; the others are looked for.
     parents = itself - 1
-    follows = np.zeros(count, np.bool_)
-    for start in range(1, count, CHUNK_ROWS):
-        part = records[start : start + CHUNK_ROWS]
-        follows[start : start + CHUNK_ROWS] = _fit(part, records[start - 1 :][: len(part)])
     follows[1:] &= latest[:-1] == itself[:-1]
     others = np.flatnonzero(~follows)
-    found = places.find(_digests(take(records, others), "parent"))
+    found = places.find(_digests(take(records, by_age[others]), "parent"))
     for start in range(0, len(others), CHUNK_ROWS):
         which = slice(start, start + CHUNK_ROWS)
-        fit = _fit(take(records, others[which]), take(records, found[which]))
-        found[which] = np.where(fit, found[which], _ORPHAN)
+        part, before = take(records, by_age[others[which]]), take(records, by_age[found[which]])
+        found[which] = np.where(_fit(part, before), found[which], _ORPHAN)
     parents[others] = found
-    starts = records["position"] == 0
+    starts = positions == 0
     parents[starts] = itself[starts]
     parents[latest != itself] = _ORPHAN
-    return parents
+    return Links(by_age, parents, positions)
 
 
-def reaches_start(records: Records, parents: Indices) -> npt.NDArray[np.bool_]:
-    """Whether each record has all the blocks before it."""
-    itself = np.arange(len(records))
+def reaches_start(links: Links) -> npt.NDArray[np.bool_]:
+    """Whether each record, in the order of age, has all the blocks before it."""
+    parents = links.parents
+    itself = np.arange(len(parents))
     first = follow(np.where(parents == _ORPHAN, itself, parents))
     is_start: npt.NDArray[np.bool_] = parents == itself
     return is_start[first]
@@ -142,10 +149,11 @@ def _order(values: _Words) -> Indices:
         return np.empty(0, np.int64)
     bits, lowest = len(values).bit_length(), values.min()
     if int(values.max() - lowest) >> (64 - bits):
-        return np.argsort(values)
+        return np.asarray(np.argsort(values), np.int64)
     packed = (values - lowest) << np.uint64(bits) | np.arange(len(values), dtype=np.uint64)
     packed.sort()
-    return (packed & np.uint64((1 << bits) - 1)).astype(np.int64)
+    in_order: Indices = (packed & np.uint64((1 << bits) - 1)).astype(np.int64)
+    return in_order
 
 
 class _Places:

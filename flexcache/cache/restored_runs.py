@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,21 @@ CHUNK_ROWS = 1 << 12
 """Records handled at once: they stay in the processor's cache."""
 
 
+class Links(NamedTuple):
+    """How records hang together.
+
+    Attributes:
+        by_age: Indices of the records in the order in which they were written, which is that of
+            the other arrays.
+        parents: The one that each builds on; itself at a prompt's start, -1 if it is lost.
+        positions: Index of each one's block in its prompt.
+    """
+
+    by_age: Indices
+    parents: Indices
+    positions: Indices
+
+
 def follow(pointers: Indices) -> Indices:
     """Return where each chain of pointers ends: at one that points to itself. O(n log length)."""
     while True:
@@ -37,27 +52,26 @@ def follow(pointers: Indices) -> Indices:
 
 
 def restored_runs(
-    records: Records, parents: Indices, found: npt.NDArray[np.bool_],
-    written_s: npt.NDArray[np.float64],
+    records: Records, links: Links, found: npt.NDArray[np.bool_], written_s: npt.NDArray[np.float64]
 ) -> Iterator[RestoredRun]:  # fmt: skip
     """Yield the runs of records, each after the one it builds on, and those of a root together.
 
     O(1) Python steps per run.
 
     Args:
-        records: In the order in which they were written.
-        parents: The record that each builds on; itself at a prompt's start.
-        found: Which have all the blocks before them; the others are left out.
-        written_s: When they were written.
+        found: Which have all the blocks before them, in the order of age; the others are left out.
+        written_s: When the records were written.
     """
     kept = np.flatnonzero(found)
     if not len(kept):
         return
     numbers = np.empty(len(records), np.int64)
     numbers[kept] = np.arange(len(kept))
-    parents, positions = numbers[parents[kept]], records["position"][kept].astype(np.int64)
+    parents, positions = numbers[links.parents[kept]], links.positions[kept]
+    by_age = links.by_age[kept]
     heads = _heads(parents)
-    firsts = _in_order(records, kept, np.flatnonzero(heads == np.arange(len(kept))))
+    firsts = np.flatnonzero(heads == np.arange(len(kept)))
+    firsts = firsts[_order_of_heads(take(records, by_age[firsts]))]
     runs = np.empty(len(kept), np.int64)  # of each record
     runs[firsts] = np.arange(len(firsts))
     runs = runs[heads]
@@ -73,11 +87,11 @@ def restored_runs(
     step_runs = np.searchsorted(starts, steps, side="left") - 1
     ends, last = (steps - starts[step_runs]).tolist(), uses[steps - 1]
     step_starts = np.searchsorted(step_runs, np.arange(len(firsts) + 1)).tolist()
-    ages, times = (len(kept) - last).tolist(), written_s[kept[last]].tolist()
-    keys, slots = keys_of(records, "key", kept[laid_out]), records["slot"][kept[laid_out]]
-    first_records = take(records, kept[firsts])
+    ages, times = (len(kept) - last).tolist(), written_s[by_age[last]].tolist()
+    keys, slots = _keys_and_slots(records, by_age[laid_out])
+    first_records = take(records, by_age[firsts])
     roots = [RootId(root) for root in first_records["root"].tolist()]
-    before_keys = keys_of(first_records, "parent", np.arange(len(firsts)))
+    before_keys = _keys_of(first_records, "parent")
     for root, before, (start, stop), (step, end) in zip(
         roots, before_keys, pairwise(starts.tolist()), pairwise(step_starts), strict=True
     ):
@@ -96,11 +110,10 @@ def _heads(parents: Indices) -> Indices:
     return follow(np.where(following[parents] == itself, parents, itself))
 
 
-def _in_order(records: Records, kept: Indices, firsts: Indices) -> Indices:
+def _order_of_heads(heads: Records) -> Indices:
     """Order the first records of runs by root, then by position: each after what it hangs off."""
-    heads = take(records, kept[firsts])
     order: Indices = np.lexsort((heads["position"], *words_of(heads, "root").T))
-    return firsts[order]
+    return order
 
 
 def _last_uses(written: Indices, starts: Indices, befores: Indices) -> Indices:
@@ -127,24 +140,31 @@ def _last_uses(written: Indices, starts: Indices, befores: Indices) -> Indices:
     return uses
 
 
-def keys_of(records: Records, field: str, indices: Indices) -> list[BlockKey]:
-    """Return the keys of some records, without their padding."""
-    found: list[BlockKey] = []
+def _keys_and_slots(records: Records, indices: Indices) -> tuple[list[BlockKey], Indices]:
+    """Return the keys and slots of some records."""
+    keys: list[BlockKey] = []
+    slots = np.empty(len(indices), np.int64)
     for start in range(0, len(indices), CHUNK_ROWS):
         part = take(records, indices[start : start + CHUNK_ROWS])
-        padded, sizes = part[field], part[f"{field}_bytes"]
-        size = int(sizes[0])
-        if size and (sizes == size).all():
-            cut = np.ascontiguousarray(padded).view(np.uint8).reshape(len(part), -1)[:, :size]
-            found += np.ascontiguousarray(cut).view(f"V{size}").ravel().tolist()
-        else:
-            every = zip(padded.tolist(), sizes.tolist(), strict=True)
-            found += [BlockKey(key[:size]) for key, size in every]
-    return found
+        keys += _keys_of(part, "key")
+        slots[start : start + CHUNK_ROWS] = part["slot"]
+    return keys, slots
+
+
+def _keys_of(records: Records, field: str) -> list[BlockKey]:
+    """Return the keys of records, without their padding."""
+    padded, sizes = np.ascontiguousarray(records[field]), records[f"{field}_bytes"]
+    size = int(sizes.max(initial=0))
+    if size and (sizes == size).all():
+        cut = padded.view(np.uint8).reshape(len(records), -1)[:, :size]
+        keys: list[BlockKey] = np.ascontiguousarray(cut).view(f"V{size}").ravel().tolist()
+        return keys
+    every = zip(padded.tolist(), sizes.tolist(), strict=True)
+    return [BlockKey(key[:size]) for key, size in every]
 
 
 def take(records: Records, indices: Indices) -> Records:
-    """Return some of the records; the first one for -1. Several times as fast as indexing them."""
+    """Return some of the records. Several times as fast as indexing them."""
     words = records.view(np.uint64).reshape(len(records), records.dtype.itemsize // 8)
     taken = np.empty((len(indices), words.shape[1]), np.uint64)
     for start in range(0, len(indices), CHUNK_ROWS):

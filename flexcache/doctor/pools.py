@@ -198,7 +198,7 @@ class PoolDoctor:
         is_tail = are_tails(records)
         blocks, tails = records[~is_tail], whole_tails(records[is_tail])
         in_tails = sum(len(tail.units) for tail in tails)
-        found = int(reaches_start(blocks, link(blocks)).sum()) + in_tails
+        found = int(reaches_start(link(blocks)).sum()) + in_tails
         share = f", {in_tails:,} of them in tails" if in_tails else ""
         self._say(
             Level.OK, f"{name}: {found:,} blocks can be found{share}, {len(records) - found:,} "
