@@ -81,6 +81,23 @@ def test_the_later_of_two_records_of_a_key_counts() -> None:
     assert tier.pool.num_free == 30
 
 
+def test_the_later_record_counts_however_far_generations_are_apart() -> None:
+    found = [record("a", 0, 2**63), record("ab", 1, 1), record("a", 2, 2), record("ab", 3, 2**62)]
+    assert slots(restored(np.concatenate(found)), "ab") == [0, 3]
+
+
+def test_more_records_than_are_handled_at_once_come_back() -> None:
+    keys = [number.to_bytes(4, "little") for number in range(10_000)]
+    found = make_records(ROOT, 0, b"", keys, np.zeros(len(keys), np.uint64)).view(SLOT_RECORD)
+    found["slot"] = np.random.default_rng(0).permutation(len(keys))
+    found["generation"] = np.arange(1, len(keys) + 1)
+    expected = found["slot"].tolist()
+    order = np.random.default_rng(1).permutation(len(keys))
+    tier = restored(found[order], capacity=len(keys))
+    match = tier.match(EngineBlockKeys(ROOT, [BlockKey(key) for key in keys], len(keys)))
+    assert tier.index.blocks(match).tolist() == expected
+
+
 def test_keys_of_different_roots_stay_apart() -> None:
     found = np.concatenate(
         [record("a", 0, 1), record("ab", 1, 2, OTHER_ROOT), record("b", 2, 3, OTHER_ROOT)]
