@@ -221,10 +221,14 @@ class PrefixIndex:
         run, length = self._runs[code >> _OFFSET_BITS], (code & _OFFSET_MASK) + 1
         return PrefixMatch(run, length, run.depth + length)
 
-    def match(self, keys: BlockKeys) -> PrefixMatch:
+    def match(self, keys: BlockKeys, near: int | None = None) -> PrefixMatch:
         """Return the longest cached prefix. O(log n) probes in the prompt's blocks; no side effect.
 
         Probes the first block (most misses end there), then the last (most hits do), then bisects.
+
+        Args:
+            near: About how many blocks are cached, if the caller has an idea: they are probed in
+                place of the last, then those behind them, at growing distances.
         """
         directory = self._directories.get(keys.root)
         count = keys.num_blocks
@@ -233,18 +237,18 @@ class PrefixIndex:
         found = directory.get(keys.key(0))
         if found is None:
             return EMPTY_MATCH
-        hit, miss = 1, count
-        if count > 1:
-            last = directory.get(keys.key(count - 1))
-            if last is not None:
-                found, hit = last, count
+        hit, miss, step = 1, count + 1, 1
+        length = count if near is None else min(max(near, 2), count)
         while miss - hit > 1:
-            middle = (hit + miss) // 2
-            probe = directory.get(keys.key(middle - 1))
+            probe = directory.get(keys.key(length - 1))
             if probe is None:
-                miss = middle
+                miss = length
             else:
-                found, hit = probe, middle
+                found, hit = probe, length
+            if miss <= count:
+                length = (hit + miss) // 2
+            else:
+                length, step = min(hit + step, count), 2 * step
         run = self._runs[found >> _OFFSET_BITS]
         length = (found & _OFFSET_MASK) + 1
         if run.depth + length != hit:  # engine keys that do not chain: not a prefix cache's keys
