@@ -227,28 +227,28 @@ class PrefixIndex:
         Probes the first block (most misses end there), then the last (most hits do), then bisects.
 
         Args:
-            near: About how many blocks are cached, if the caller has an idea: they are probed in
-                place of the last, then those behind them, at growing distances.
+            near: About how many blocks are cached, if the caller has an idea. That many are probed
+                first, then others behind them or else from the front, at growing distances.
         """
         directory = self._directories.get(keys.root)
         count = keys.num_blocks
         if not directory or count == 0:
             return EMPTY_MATCH
-        found = directory.get(keys.key(0))
-        if found is None:
-            return EMPTY_MATCH
-        hit, miss, step = 1, count + 1, 1
-        length = count if near is None else min(max(near, 2), count)
+        found: int | None = None
+        hit, miss, is_bisecting = 0, count + 1, False
+        length, step = (1, count) if near is None else (min(max(near, 1), count), 1)
         while miss - hit > 1:
             probe = directory.get(keys.key(length - 1))
             if probe is None:
-                miss = length
+                miss, is_bisecting = length, hit > 0
             else:
                 found, hit = probe, length
-            if miss <= count:
+            if is_bisecting:
                 length = (hit + miss) // 2
             else:
-                length, step = min(hit + step, count), 2 * step
+                length, step = min(hit + step, miss - 1), 2 * step
+        if found is None:
+            return EMPTY_MATCH
         run = self._runs[found >> _OFFSET_BITS]
         length = (found & _OFFSET_MASK) + 1
         if run.depth + length != hit:  # engine keys that do not chain: not a prefix cache's keys
