@@ -102,7 +102,7 @@ def test_blocks_lie_together_in_memory_where_the_kernel_grants_huge_pages() -> N
             pytest.skip("no huge pages for shared memory here")
         frames = _frames(segment)
         if not frames.any():
-            pytest.skip("only root is told where pages are")
+            pytest.skip("only root sees where pages are")
         for of_block in frames.reshape(num_blocks, -1):
             assert (np.diff(of_block) == 1).all()
 
