@@ -248,7 +248,7 @@ class EarlyLoads:
 
     def is_overdue(self, keys: BlockKeys, now: float) -> bool:
         """Whether a get has waited in vain: computing is faster than reading the blocks again."""
-        return any(
+        return self.num_open > 0 and any(
             load.asked_s is not None and load.ask_until_s <= now and _is_of(load, keys)
             for load in self._under_way()
         )

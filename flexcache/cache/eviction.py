@@ -137,13 +137,17 @@ class Forecaster:
         self._guards.append(Guard(stretches, self._shadow_ranking))
         return ranking
 
-    def look_up(self, keys: BlockKeys, now: float) -> None:
-        """Record the look-up of a prompt."""
-        self.history.look_up(keys, now)
+    def look_up(self, keys: BlockKeys, now: float, near: int | None = None) -> None:
+        """Record the look-up of a prompt.
 
-    def name(self, keys: BlockKeys, session_id: str) -> None:
+        Args:
+            near: About how many of its blocks earlier prompts had, if that is known.
+        """
+        self.history.look_up(keys, now, near)
+
+    def name(self, keys: BlockKeys, session_id: str, near: int | None = None) -> None:
         """Record which session the last look-up of a prompt belongs to."""
-        visit = self.history.name(keys)
+        visit = self.history.name(keys, near)
         if visit is None:
             return
         visits = self._sessions.pop(session_id, ())
@@ -180,9 +184,9 @@ class Forecaster:
         visit.is_shown = True
         return outlook
 
-    def recall(self, keys: BlockKeys) -> Outlook | None:
+    def recall(self, keys: BlockKeys, near: int | None = None) -> Outlook | None:
         """Return the kinds of a prompt's blocks by its last look-up; None if there was none."""
-        visit = self.history.recall(keys)
+        visit = self.history.recall(keys, near)
         return None if visit is None else self._outlook(visit)
 
     def begin_study(self) -> Study | None:

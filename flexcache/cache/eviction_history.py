@@ -162,10 +162,14 @@ class History:
         """By number modulo: when the front was used again, infinity while it was not."""
         self._rear_ends = array("d", [_NO_SPELL]) * NUM_SPELLS
 
-    def look_up(self, keys: BlockKeys, now: float) -> Visit:
-        """Record the look-up of a prompt. O(log n) probes, amortised O(1) besides."""
+    def look_up(self, keys: BlockKeys, now: float, near: int | None = None) -> Visit:
+        """Record the look-up of a prompt. O(log n) probes, amortised O(1) besides.
+
+        Args:
+            near: About how many of its blocks earlier prompts had, if that is known.
+        """
         stretches = Stretches(keys, keys.num_blocks, self.blocks_each)
-        match = self._index.match(stretches)
+        match = self._match(stretches, near)
         before = self._last_visit(match)
         length, num_seen = stretches.num_blocks, match.num_blocks
         if (
@@ -217,9 +221,9 @@ class History:
         visit.last_key = path[-1]
         return visit, path
 
-    def name(self, keys: BlockKeys) -> Visit | None:
+    def name(self, keys: BlockKeys, near: int | None = None) -> Visit | None:
         """Record that the last look-up of a prompt was that of a session that names itself."""
-        visit = self.recall(keys)
+        visit = self.recall(keys, near)
         if visit is not None and not visit.is_named:
             visit.is_named = True
             self._note_levels(visit)
@@ -245,10 +249,10 @@ class History:
         """Return the keys of a prompt's stretches up to this one; none if it is forgotten."""
         return self._index.path_keys(self._index.locate(root, key))
 
-    def recall(self, keys: BlockKeys) -> Visit | None:
+    def recall(self, keys: BlockKeys, near: int | None = None) -> Visit | None:
         """Return the last visit of a prompt's longest known prefix; records nothing."""
         stretches = Stretches(keys, keys.num_blocks, self.blocks_each)
-        return self._last_visit(self._index.match(stretches))
+        return self._last_visit(self._match(stretches, near))
 
     def snapshot(self) -> Snapshot:
         """Copy the spells of the last visits. O(spells), at C speed."""
@@ -268,6 +272,10 @@ class History:
     def check(self) -> None:
         """Raise `InternalError` if an invariant does not hold. O(stretches)."""
         self._index.check()
+
+    def _match(self, stretches: Stretches, near: int | None) -> PrefixMatch:
+        """Return the known prefix of a prompt, of which this many blocks may be known."""
+        return self._index.match(stretches, None if near is None else near // self.blocks_each)
 
     def _tick(self, now: float) -> float:
         """Return the time of a visit: now, or a little later than the last."""

@@ -221,30 +221,34 @@ class PrefixIndex:
         run, length = self._runs[code >> _OFFSET_BITS], (code & _OFFSET_MASK) + 1
         return PrefixMatch(run, length, run.depth + length)
 
-    def match(self, keys: BlockKeys) -> PrefixMatch:
+    def match(self, keys: BlockKeys, near: int | None = None) -> PrefixMatch:
         """Return the longest cached prefix. O(log n) probes in the prompt's blocks; no side effect.
 
         Probes the first block (most misses end there), then the last (most hits do), then bisects.
+
+        Args:
+            near: About how many blocks are cached, if the caller has an idea. That many are probed
+                first, then others behind them or else from the front, at growing distances.
         """
         directory = self._directories.get(keys.root)
         count = keys.num_blocks
         if not directory or count == 0:
             return EMPTY_MATCH
-        found = directory.get(keys.key(0))
+        found: int | None = None
+        hit, miss, is_bisecting = 0, count + 1, False
+        length, step = (1, count) if near is None else (min(max(near, 1), count), 1)
+        while miss - hit > 1:
+            probe = directory.get(keys.key(length - 1))
+            if probe is None:
+                miss, is_bisecting = length, hit > 0
+            else:
+                found, hit = probe, length
+            if is_bisecting:
+                length = (hit + miss) // 2
+            else:
+                length, step = min(hit + step, miss - 1), 2 * step
         if found is None:
             return EMPTY_MATCH
-        hit, miss = 1, count
-        if count > 1:
-            last = directory.get(keys.key(count - 1))
-            if last is not None:
-                found, hit = last, count
-        while miss - hit > 1:
-            middle = (hit + miss) // 2
-            probe = directory.get(keys.key(middle - 1))
-            if probe is None:
-                miss = middle
-            else:
-                found, hit = probe, middle
         run = self._runs[found >> _OFFSET_BITS]
         length = (found & _OFFSET_MASK) + 1
         if run.depth + length != hit:  # engine keys that do not chain: not a prefix cache's keys

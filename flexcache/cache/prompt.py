@@ -148,7 +148,7 @@ class PromptMaker:
         )
 
     def _root(self, namespace: Namespace, kind: str) -> RootId:
-        if namespace is not None and not isinstance(namespace, str):
+        if namespace is not None and not isinstance(namespace, str | tuple):
             if not isinstance(namespace, Sequence):
                 raise ValueError(f"namespace must be a string or strings, not {namespace!r}")
             namespace = tuple(namespace)
@@ -170,11 +170,11 @@ class PromptMaker:
             raise ValueError(
                 f"token_mask must be {num_tokens} booleans, not {mask.shape} of {mask.dtype}"
             )
-        if not num_tokens or not mask.any():
+        if not num_tokens or not mask[first := int(mask.argmax())]:
             return 0, 0
-        first = int(mask.argmax())
         run = mask[first:]
-        last = num_tokens if run.all() else first + int(run.argmin())
+        length = int(run.argmin())
+        last = num_tokens if run[length] else first + length
         start = -(-first // size)
         return start, max(start, last // size)
 

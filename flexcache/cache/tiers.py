@@ -64,12 +64,12 @@ class Tiers:
     def look_up(self, keys: BlockKeys) -> None:
         """Record the look-up of a prompt, later."""
         if self.forecaster is not None:
-            self._defer(keys, partial(self.forecaster.look_up, keys, self.now))
+            self._defer(keys, partial(self._look_up, self.forecaster, keys, self.now))
 
     def name(self, keys: BlockKeys, session_id: str) -> None:
         """Record whose look-up of a prompt that was, later."""
         if self.forecaster is not None:
-            self._defer(keys, partial(self.forecaster.name, keys, session_id))
+            self._defer(keys, partial(self._name, self.forecaster, keys, session_id))
 
     def end(self, session_id: str) -> None:
         """Record that a session is over."""
@@ -95,13 +95,26 @@ class Tiers:
         if self.forecaster is None:
             return None
         self.settle()
-        return self.forecaster.recall(keys)
+        return self.forecaster.recall(keys, self._most_cached(keys))
 
     def settle(self) -> None:
         """Record what was put off, once those who looked up have their answers."""
         for record in self._deferred:
             record()
         self._deferred.clear()
+
+    def _look_up(self, forecaster: Forecaster, keys: BlockKeys, now: float) -> None:
+        forecaster.look_up(keys, now, self._most_cached(keys))
+
+    def _name(self, forecaster: Forecaster, keys: BlockKeys, session_id: str) -> None:
+        forecaster.name(keys, session_id, self._most_cached(keys))
+
+    def _most_cached(self, keys: BlockKeys) -> int:
+        """Return how many of a prompt's blocks some tier has: about as many were asked for before.
+
+        Its plan probes the same keys: none is hashed for this alone.
+        """
+        return max([tier.index.match(keys).num_blocks for tier in self._tiers])
 
     def _store_nothing(self, forecaster: Forecaster, keys: BlockKeys, stop: int) -> None:
         if (outlook := forecaster.store(keys, stop)) is not None:

@@ -39,7 +39,7 @@ class EarlyTasks:
         What has not begun to move is left to the get, which moves blocks on as they come.
         """
         owner = self._sessions.get(session)
-        if owner is None:
+        if owner is None or not self._cache.early.num_open:
             return False
         for load in self._matcher.awaited(owner, keys, stop, now):
             self._end_unstarted(load, "its request has come, and loads the rest", now)

@@ -232,6 +232,25 @@ def test_a_look_up_is_recorded_as_it_was_and_copies_no_long_prompt(
     assert tiers.recall(as_seen) != tiers.recall(never_seen)
 
 
+class Watched(TokenBlockKeys):
+    """Keys that note how far a prompt is hashed."""
+
+    num_hashed = 0
+
+    def key(self, index: int) -> BlockKey:
+        self.num_hashed = max(self.num_hashed, index + 1)
+        return super().key(index)
+
+
+def test_a_prompt_of_which_little_was_asked_for_before_is_not_hashed_whole() -> None:
+    tokens, forecaster = np.arange(65_536), Forecaster(16)
+    tiers = Tiers([Tier(TierName.CPU, 8, forecaster.ranking(8))], forecaster)
+    tiers.look_up(TokenBlockKeys(ROOT, tokens, 16))
+    keys = Watched(ROOT, tokens, 16)
+    tiers.look_up(keys)
+    assert 0 < keys.num_hashed <= 64
+
+
 class Backwards:
     """Ranks what was used last the lowest."""
 

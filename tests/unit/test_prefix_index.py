@@ -285,6 +285,49 @@ def test_the_longest_cached_prefix_is_found_whatever_its_length(
     match = index.match(prompt("x" * num_asked))
     assert match.num_blocks == min(num_cached, num_asked)
     assert index.blocks(match).tolist() == list(range(match.num_blocks))
+    for near in range(13):
+        assert index.match(prompt("x" * num_asked), near) == match
+
+
+class Counted(EngineBlockKeys):
+    """Keys that note which of them are asked for."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(ROOT, keys_of(word), len(word))
+        self.asked: list[int] = []
+
+    def key(self, index: int) -> BlockKey:
+        self.asked.append(index)
+        return super().key(index)
+
+
+@pytest.mark.parametrize(
+    ("near", "last_asked"), [(99, 101), (100, 100), (97, 103), (0, 127), (500, 499)]
+)
+def test_a_prompt_is_not_probed_far_behind_what_is_cached_nor_the_guess(
+    near: int, last_asked: int
+) -> None:
+    index = PrefixIndex()
+    store(index, "x" * 100, 0)
+    keys = Counted("x" * 1_000)
+    assert index.match(keys, near).num_blocks == 100
+    assert max(keys.asked) <= last_asked
+
+
+def test_a_prompt_of_which_nothing_is_cached_is_not_probed_behind_its_first_block() -> None:
+    index = PrefixIndex()
+    store(index, "y", 0)
+    keys = Counted("x" * 1_000)
+    assert index.match(keys, near=1).num_blocks == 0
+    assert keys.asked == [0]
+
+
+@pytest.mark.parametrize("near", range(8))
+def test_an_empty_prompt_matches_nothing_near_any_guess(near: int) -> None:
+    index = PrefixIndex()
+    store(index, "abc", 0)
+    assert index.match(prompt(""), near) is EMPTY_MATCH
+    assert index.match(prompt("cba"), near) is EMPTY_MATCH
 
 
 def test_blocks_behind_the_end_of_a_run_extend_it_in_place() -> None:
