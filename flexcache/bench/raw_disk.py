@@ -32,6 +32,11 @@ class RawDisk(ABC):
         """Write or read everything once; return GB/s."""
 
 
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Gives fio's buffers huge pages, as blocks in the host pool have: a disk may be twice as fast with
+them. fio's own way needs reserved ones."""
+
+
 class Fio(RawDisk):
     """fio, overwriting an existing file."""
 
@@ -46,7 +51,8 @@ class Fio(RawDisk):
 
     def run(self, direction: Direction) -> float:
         command = [*self._command, f"--rw={direction.value}"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        environment = {**os.environ, **_HUGE_PAGES}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise Unsupported(f"{self.name}: {done.stderr.strip() or done.stdout.strip()}"[:500])
         answer = done.stdout[done.stdout.index("{") :]  # warnings may come before
@@ -62,7 +68,9 @@ class BareLoop(RawDisk):
         self._io = io
         self._offsets = range(0, size, block_bytes)
         self._fd = os.open(path / "bare", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-        memory = memoryview(mmap.mmap(-1, QUEUE_DEPTH * block_bytes))
+        mapping = mmap.mmap(-1, QUEUE_DEPTH * block_bytes, flags=mmap.MAP_PRIVATE)
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory = memoryview(mapping)
         self._buffers = [
             memory[i * block_bytes : (i + 1) * block_bytes] for i in range(QUEUE_DEPTH)
         ]

@@ -4,8 +4,9 @@ All use O_DIRECT, the same directory and the same number of I/Os in flight, and 
 end when they are durable, reads when their checksums were compared. Without fio, a bare loop over
 FlexCache's own block I/O engine replaces it, and the results name it.
 
-A device's speed depends on how scattered a block's pages are in the machine's memory, for fio and
-for FlexCache alike, and each has its own pages: ratios differ from run to run by a fifth.
+A device's speed depends on how scattered a block's pages are in the machine's memory. So fio's
+buffers get huge pages, as the host pool does; where the kernel grants none, each side has its own
+ordinary pages, and ratios differ from run to run.
 """
 
 from __future__ import annotations

@@ -41,9 +41,8 @@ class TierConfig:
     )
     hugepages: Literal["transparent", "reserved"] = setting(
         "transparent",
-        "Pages of the DRAM tier. transparent: huge pages where the system grants them to shared "
-        "memory by advice. reserved: the system's reserved ones (vm.nr_hugepages), or refuse to "
-        "start.",
+        "Pages of the DRAM tier. transparent: huge pages where the kernel grants them on request. "
+        "reserved: the system's reserved ones (vm.nr_hugepages), or refuse to start.",
     )
     num_ssd_blocks: Count | None = setting(
         None, "Size of the SSD tier in blocks. If this and ssd_cache_gb are unset: no SSD tier.",

@@ -125,9 +125,11 @@ def check_huge_pages(subject: Subject) -> Iterator[Finding]:
     )
     if chosen is not None and chosen[1] in ("always", "within_size", "advise", "force"):
         yield ok(f"huge pages: shared memory gets them (shmem_enabled is {chosen[1]})")
-    else:  # the default on most systems, where everything works
+    elif chosen is not None and chosen[1] == "never":  # the default on most systems
+        yield ok("huge pages: the DRAM tier asks for them as it is filled (since Linux 6.1)")
+    else:
         yield ok(
-            "huge pages: none for shared memory; SSD I/O is steadier with hugepages = 'reserved', "
+            "huge pages: none for shared memory; SSD I/O is faster with hugepages = 'reserved', "
             "or with `advise` in /sys/kernel/mm/transparent_hugepage/shmem_enabled"
         )
 

@@ -13,9 +13,9 @@ layout allows it, one copy for the GPU.
 On a host with several NUMA nodes its pages are made by the rank that copies from them, on the node
 of the rank's device.
 
-Huge pages save address look-ups, and let a disk transfer one piece instead of many. A segment uses
-the system's reserved huge pages, or ordinary pages that the kernel is asked to merge. It does so
-only if /sys/kernel/mm/transparent_hugepage/shmem_enabled allows it; on most systems it does not.
+Huge pages let a disk transfer one piece instead of many. A segment uses the system's reserved ones,
+or asks the kernel for huge pages as it fills itself, and takes ordinary ones where none are left
+(`huge_pages`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import ctypes
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -37,6 +38,7 @@ from flexcache.errors import ConfigError, RegistrationError
 from flexcache.logs import log_event
 from flexcache.storage import numa
 from flexcache.storage.alignment import align_up
+from flexcache.storage.huge_pages import make_huge
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +147,17 @@ class HostSegment:
 
     def _populate(self, node: int | None, after_each_step: Callable[[], None]) -> None:
         size = len(self._map or b"")
+        file = os.fstat(self.fd)
+        refused = threading.Event()
+        if file.st_blksize > mmap.PAGESIZE or file.st_blocks * 512 >= size:
+            refused.set()  # its pages are huge, or all there
 
         def populate(start: int) -> None:
+            length = min(_POPULATE_STEP, size - start)
+            if not refused.is_set() and not make_huge(self.fd, start, length):
+                refused.set()
             # Kernels before 5.14 do not know this advice: pages are then faulted in at first use.
-            self._advise(start, min(_POPULATE_STEP, size - start), _MADV_POPULATE_WRITE)
+            self._advise(start, length, _MADV_POPULATE_WRITE)
 
         settle = None if node is None else partial(numa.stay_on, node)
         with ThreadPoolExecutor(_POPULATE_THREADS, initializer=settle) as threads:

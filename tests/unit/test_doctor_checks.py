@@ -253,7 +253,8 @@ def test_reserved_huge_pages_must_be_enough(
 
 
 @pytest.mark.parametrize(
-    ("enabled", "text"), [("advise", "gets them"), ("never", "none for shared memory")]
+    ("enabled", "text"),
+    [("advise", "gets them"), ("never", "asks for them"), ("deny", "none for shared memory")],
 )
 def test_transparent_huge_pages_are_reported(machine: Machine, enabled: str, text: str) -> None:
     machine.write("sys/kernel/mm/transparent_hugepage/shmem_enabled", f"always [{enabled}] x\n")

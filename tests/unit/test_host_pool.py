@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flexcache.errors import ConfigError, RegistrationError
 from flexcache.storage.host_pool import HostSegment
+from flexcache.storage.huge_pages import HUGE_BYTES, make_huge
 
 BLOCK_BYTES, NUM_BLOCKS = 5000, 300
 _RESERVED = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
@@ -75,3 +78,53 @@ def test_a_segment_that_its_creator_has_replaced_is_refused(segment: HostSegment
     other = HostSegment.create(BLOCK_BYTES, NUM_BLOCKS)
     with other, pytest.raises(RegistrationError):
         HostSegment.open(ref)
+
+
+def test_a_segment_in_use_keeps_its_bytes_when_another_process_fills_in_the_rest() -> None:
+    block_bytes, num_blocks = 1 << 20, 5  # two huge pages and a half
+    with HostSegment.create(block_bytes, num_blocks) as segment:
+        segment.map(populate=False)
+        segment.block(1)[:] = b"\x17" * block_bytes
+        segment.block(4)[-1] = 5
+        with HostSegment.open(segment.ref()) as other:
+            other.map()
+            assert other.block(1) == segment.block(1) == b"\x17" * block_bytes
+            assert (other.block(4)[-1], any(other.block(4)[:-1])) == (5, False)
+            assert not any(any(other.block(index)) for index in (0, 2, 3))
+            other.block(2)[0] = 7
+            assert segment.block(2)[0] == 7
+
+
+def test_blocks_lie_together_in_memory_where_the_kernel_grants_huge_pages() -> None:
+    num_blocks = 4
+    with HostSegment.create(HUGE_BYTES, num_blocks) as segment:
+        if not make_huge(segment.fd, 0, segment.size):
+            pytest.skip("no huge pages for shared memory here")
+        frames = _frames(segment)
+        if not frames.any():
+            pytest.skip("only root sees where pages are")
+        for of_block in frames.reshape(num_blocks, -1):
+            assert (np.diff(of_block) == 1).all()
+
+
+def test_without_huge_pages_a_segment_has_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(fd: int, start: int, length: int) -> bool:
+        asked.append(start)
+        return False
+
+    monkeypatch.setattr("flexcache.storage.host_pool.make_huge", refuse)
+    with HostSegment.create(HUGE_BYTES, 4) as segment:
+        segment.map()
+        assert asked == [0]
+        assert os.fstat(segment.fd).st_blocks * 512 == segment.size
+
+
+def _frames(segment: HostSegment) -> np.ndarray:
+    """Return the physical page of each of the segment's pages; zeros unless the caller is root."""
+    segment.map()
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(segment.address // mmap.PAGESIZE * 8)
+        entries = np.frombuffer(pagemap.read(segment.size // mmap.PAGESIZE * 8), np.uint64)
+    return (entries & np.uint64((1 << 55) - 1)).astype(np.int64)

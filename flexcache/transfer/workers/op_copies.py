@@ -45,8 +45,10 @@ class _GroupCopies:
         return cls(layout, *((on_gpu, on_host) if is_load else (on_host, on_gpu)))
 
     def columns(self, columns: slice) -> Copies:
-        sizes = np.tile(self.layout.sizes[columns], len(self.sources))
-        return self.destinations[:, columns].ravel(), self.sources[:, columns].ravel(), sizes
+        destinations, sources = self.destinations[:, columns], self.sources[:, columns]
+        sizes = np.empty(sources.shape, np.int64)
+        sizes[:] = self.layout.sizes[columns]
+        return destinations.ravel(), sources.ravel(), sizes.ravel()
 
 
 @dataclass(slots=True)
@@ -85,10 +87,10 @@ class OpCopies:
         more to take, `is_over`."""
         if self._all is None or self._ends is None:
             self._all = self._join()
-            self._ends = np.cumsum(self._all[2])
+            self._ends = self._all[2].cumsum()
         first, ends = self.num_started, self._ends
         taken = int(ends[first - 1]) if first else 0
-        stop = max(first + 1, int(np.searchsorted(ends, taken + num_bytes, side="right")))
+        stop = max(first + 1, int(ends.searchsorted(taken + num_bytes, side="right")))
         self.num_started, self.is_over = stop, stop >= len(ends)
         destinations, sources, sizes = self._all
         return destinations[first:stop], sources[first:stop], sizes[first:stop]
