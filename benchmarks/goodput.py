@@ -42,7 +42,7 @@ COLORS = dict(zip(SYSTEMS, ("#8a8a8a", "#2a7fb8", "#d1495b", "#e09f3e"), strict=
 IN_TIME = 0.95
 SESSIONS_PER_USER = 2
 MAX_LENGTH = 4096  # all turns of a conversation fit
-GPU_BYTES = {"tiny": 16 << 20, "mid": 96 << 20}  # twice that in bf16
+GPU_BYTES = {"tiny": 17 << 20, "mid": 97 << 20}  # a longest conversation and a spare block in fp32
 
 
 @dataclass(frozen=True)
