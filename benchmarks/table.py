@@ -190,10 +190,10 @@ def main(
     findings = {each.title: each.findings(by_title, out) for each in everything}
     goals = [goal for goal in GOALS if not only or goal.step in only]
     rows = [*rows_for(goals, findings), *(() if only else QUOTED_ROWS)]
-    earlier = before and {
-        row.what: row
-        for row in rows_for(goals, {b.title: b.findings_before(before) for b in everything})
-    }
+    earlier = None
+    if before is not None:
+        found = {each.title: each.findings_before(before) for each in everything}
+        earlier = {row.what: row for row in rows_for(goals, found)}
     text = "\n".join(describe(rows, outcomes, earlier))
     (out / "table.md").write_text(text + "\n")
     print(text)
