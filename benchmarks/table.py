@@ -1,11 +1,14 @@
 """All targets in one table, from one command: what is reached, beside which bound or peer.
 
     python benchmarks/table.py [ONLY]... --traces DIR --venvs DIR [--dir DIR] [--out DIR]
+        [--before DIR]
 
 Runs the benchmarks that have targets one after the other, each within a time limit; none stops the
 others. It takes half an hour on an idle machine: a busy one misses what is absolute. Ends with the
 table, which is also in OUT/table.md beside what each benchmark wrote; exit status 1 if one of them
 left no figures. `ONLY` selects benchmarks by their names.
+
+`--before DIR` names what an earlier run left, of an older checkout say; its figures are shown too.
 
 A row's figure is measured *alone* (its target is absolute) or beside a bound or peer in the *same
 run*. What this command does not run is *quoted* from docs/benchmarks.md. A row without a figure
@@ -85,6 +88,11 @@ class Benchmark:
         reason = "; ".join(dict.fromkeys(filter(None, reasons)))
         return Findings(reports, reason or ("" if reports else self.absence))
 
+    def findings_before(self, directory: Path) -> Findings:
+        """Read what an earlier run left of this benchmark in its directory."""
+        paths = [directory / f"{title}.json" for title in self.titles]
+        return Findings([self.reader(json.loads(p.read_text())) for p in paths if p.exists()])
+
     @property
     def absence(self) -> str:
         """Why there is no figure of it although nothing failed."""
@@ -140,9 +148,11 @@ def benchmarks(directory: Path, traces: Path | None, venvs: Path | None) -> list
     ]  # fmt: skip
 
 
-def describe(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> Iterator[str]:
+def describe(
+    rows: Sequence[Row], outcomes: Sequence[Outcome], before: Mapping[str, Row] | None = None
+) -> Iterator[str]:
     """Yield the table, how many targets are reached, how long each step took and which failed."""
-    yield from markdown(rows)
+    yield from markdown(rows, before)
     known = [row for row in rows if row.reached is not None]
     num_reached, num_open = sum(row.reached is True for row in known), len(rows) - len(known)
     yield f"\n{num_reached} of {len(known)} targets are reached, {num_open} are open.\n"
@@ -161,6 +171,7 @@ def main(
     out: Annotated[Path, typer.Option(help="For the table and all that is written.")] = Path(
         "table"
     ),
+    before: Annotated[Path | None, typer.Option(help="The OUT of an earlier run.")] = None,
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
     out = out.resolve()
@@ -179,7 +190,11 @@ def main(
     findings = {each.title: each.findings(by_title, out) for each in everything}
     goals = [goal for goal in GOALS if not only or goal.step in only]
     rows = [*rows_for(goals, findings), *(() if only else QUOTED_ROWS)]
-    text = "\n".join(describe(rows, outcomes))
+    earlier = None
+    if before is not None:
+        found = {each.title: each.findings_before(before) for each in everything}
+        earlier = {row.what: row for row in rows_for(goals, found)}
+    text = "\n".join(describe(rows, outcomes, earlier))
     (out / "table.md").write_text(text + "\n")
     print(text)
     raise typer.Exit(int(not all(findings[each.title].reports for each in chosen)))

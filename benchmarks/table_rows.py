@@ -146,12 +146,32 @@ def _row_without(goal: Goal, reason: str) -> Row:
     return Row(goal.what, f"{NO_FIGURE}: {reason}", goal.quoted, None, "", None, "")
 
 
-def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of a table to paste."""
-    yield "| what | found | beside | ratio | to reach | reached | measured |"
-    yield "| --- | ---: | --- | ---: | ---: | --- | --- |"
+def markdown(rows: Sequence[Row], before: Mapping[str, Row] | None = None) -> Iterator[str]:
+    """Yield the lines of a table to paste.
+
+    Args:
+        before: Rows of an earlier run by their names, for a column of their own.
+    """
+    headings = ["what", "found", "beside", "ratio", "to reach", "reached", "measured"]
+    marks = ["---", "---:", "---", "---:", "---:", "---", "---"]
+    if before is not None:
+        headings.insert(1, "before")
+        marks.insert(1, "---:")
+    yield f"| {' | '.join(headings)} |"
+    yield f"| {' | '.join(marks)} |"
     for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
         reached = {True: "yes", False: "**missed**", None: ""}[row.reached]
-        cells = (row.what, row.found, row.beside, ratio, row.target, reached, row.source)
+        cells = [row.what, row.found, row.beside, _times(row), row.target, reached, row.source]
+        if before is not None:
+            cells.insert(1, _figure_and_ratio(before.get(row.what)))
         yield f"| {' | '.join(cells)} |"
+
+
+def _figure_and_ratio(row: Row | None) -> str:
+    if row is None or row.found.startswith(NO_FIGURE):
+        return ""
+    return row.found if row.ratio is None else f"{row.found}, {_times(row)}"
+
+
+def _times(row: Row) -> str:
+    return "" if row.ratio is None else f"{row.ratio:.2f}x"

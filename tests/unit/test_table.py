@@ -166,6 +166,23 @@ def test_a_benchmark_that_left_nothing_has_a_row_with_the_reason(tmp_path: Path)
     assert "0 of 0 targets are reached, 2 are open" in text
 
 
+def test_figures_of_an_earlier_run_have_a_column(tmp_path: Path) -> None:
+    benchmark = Benchmark("index", "run.py", (), 1.0)
+    goals = [Goal("copy", "index", "copy", reach=0.9), Goal("new", "index", "new", limit=1)]
+
+    def rows(found: Findings) -> list[Row]:
+        return list(rows_for(goals, {"index": found}))
+
+    assert benchmark.findings_before(tmp_path) == Findings([])
+    report_of(tmp_path / "index.json", case_of(Result("copy", "GB/s", [5.0], 10.0, "memcpy")))
+    before = {row.what: row for row in rows(benchmark.findings_before(tmp_path))}
+    now = Findings([{"copy": Figure(9.0, "GB/s", 10.0, "memcpy"), "new": Figure(1.0, "s")}])
+    heading, _, copy, new, *_ = describe(rows(now), [], before)
+    assert heading.startswith("| what | before | found |")
+    assert copy.startswith("| copy | 5 GB/s, 0.50x | 9 GB/s | memcpy: 10 GB/s | 0.90x |")
+    assert new.startswith("| new |  | 1 s |")
+
+
 def test_a_benchmark_that_did_not_run_says_what_it_needs(tmp_path: Path) -> None:
     assert Benchmark("a", "run.py", (), 1.0, needs="venvs").findings({}, tmp_path) == Findings(
         [], "needs --venvs"
