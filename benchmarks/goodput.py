@@ -198,10 +198,12 @@ def draw(path: Path, found: Mapping[str, Mapping[str, Sequence[Level]]]) -> None
             for lv in levels:
                 face = color if lv.in_time >= IN_TIME else "white"
                 panel.plot(lv.num_users, lv.in_time_per_s, "o", color=color, markerfacecolor=face)
+        users = sorted({level.num_users for levels in systems.values() for level in levels})
         panel.set(xlabel="users at once", ylabel="requests/s answered in time", ylim=(0, None))
+        panel.set_xticks(users)
         panel.set_title(traffic, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].legend(loc="upper left", fontsize=8, frameon=False)
+    panels[0][0].legend(loc="upper right", fontsize=8, frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=160)
 

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NUM_TOKENS = 4000
@@ -23,38 +23,37 @@ _REACHED, _MISSED = "#2a9d5c", "#d1495b"
 _AXIS_END_MS = 260.0
 
 
-HEADLINES = {
-    # The chart's label, and the row of the table of targets.
-    "look-up from tokens, all cached": "get_match, 131,072 tokens: all cached",
-    "look-up from tokens, none cached": "get_match, 131,072 tokens: none cached",
-    "look-up by keys, all cached": "get_match, 131,072 tokens, with block_keys: all cached",
-    "through the server, by keys": "through the server, with block_keys",
-    "through the server, from tokens": "through the server, from tokens",
-    "requests/s at a server, 1 client": "request cycles at 128k tokens, one server, by 1",
-    "requests/s at a server, 4 clients": "request cycles at 128k tokens, one server, by 4",
-    "allocate, full pool, lru": "allocate 4 of a full pool, 50,000 leaves, lru",
-    "allocate, full pool, density": "allocate 4 of a full pool, 50,000 leaves, density",
-    "DRAM, 64 requests, store": "DRAM, 64 requests of 8 MiB at once, store",
-    "DRAM, 64 requests, retrieve": "DRAM, 64 requests of 8 MiB at once, retrieve",
-    "SSD write": "SSD, disk worker alone, write",
-    "SSD read": "SSD, disk worker alone, read",
-    "Mooncake write": "Mooncake, blocks of 2,048 KiB, write",
-    "Mooncake read": "Mooncake, blocks of 2,048 KiB, read",
-    "shared directory write": "shared directory, blocks of 2,048 KiB, write",
-    "shared directory read": "shared directory, blocks of 2,048 KiB, read",
-    "throughput with nothing hit, DRAM": (
-        "throughput with nothing hit, 2.6 M model, DRAM, of vLLM alone"
-    ),
-    "throughput with nothing hit, SSD": "the same, DRAM and SSD",
-    "engine's time for look-up and put": ("look-up and put, processor time of the engine's thread"),
-    "TTFT of a hit, DRAM": "TTFT of a hit, 4,000 tokens, 136 M model: DRAM",
-    "TTFT of a hit, SSD": "the same: SSD",
-    "gaps beside loads, DRAM": "gap between tokens while others' hits are loaded, p99: DRAM, one",
-    "TTFT of hits beside others, DRAM": "TTFT of those hits: DRAM, one",
-    "TTFT of hits beside others, SSD": "TTFT of those hits: SSD, one",
-    "restart with 10^6 slots": "restart with 10^6 slots on SSD, from start() to the first hit",
-    "memory of the index": "memory of the index, a block",
-}
+class Headline(NamedTuple):
+    """One bar of the targets chart: a row of the table and the position of a figure in it."""
+
+    label: str
+    row: str
+    position: int = 0
+    less_is_better: bool = True
+
+
+HEADLINES = (
+    Headline("get_match, all cached", "`get_match`, 131,072 tokens: all cached"),
+    Headline("get_match, first 100,000 cached", "first 100,000 cached"),
+    Headline("get_match, none cached", "none cached"),
+    Headline("get_match with block_keys, all cached", "the same with `block_keys`"),
+    Headline("server match with block_keys", "through the server, with `block_keys`"),
+    Headline("server match from tokens", "through the server, from tokens"),
+    Headline("allocate, full pool, lru", "allocate 4 blocks"),
+    Headline("allocate, full pool, reuse", "allocate 4 blocks", 1),
+    Headline("request cycles, 1 client", "request cycles", 0, False),
+    Headline("request cycles, 4 clients", "request cycles", 1, False),
+    Headline("memory of the index", "memory of the index"),
+    Headline("DRAM store", "DRAM store / retrieve", 0, False),
+    Headline("DRAM retrieve", "DRAM store / retrieve", 1, False),
+    Headline("SSD write, ordinary pages", "SSD write / read", 0, False),
+    Headline("SSD read, ordinary pages", "SSD write / read", 1, False),
+    Headline("SSD write, huge pages", "SSD write / read", 2, False),
+    Headline("SSD read, huge pages", "SSD write / read", 3, False),
+    Headline("S3, lowest", "REMOTE", 1, False),  # the first number is S3's 3
+    Headline("Mooncake, lowest", "REMOTE", 3, False),
+    Headline("shared directory, lowest", "REMOTE", 5, False),
+)
 
 
 def rows(page: str) -> Iterator[list[str]]:
@@ -78,20 +77,15 @@ def read_ttft(page: str) -> dict[str, dict[str, float]]:
 
 def read_targets(page: str) -> dict[str, float]:
     """Return how far each headline is above its target: 1 meets it, and more is better."""
-    lines = rows(page)
-    headings = next(cells for cells in lines if {"what", "to reach", "reached"} <= set(cells))
-    table = {}
-    for cells in lines:
-        if len(cells) == len(headings):
-            table[cells[0]] = dict(zip(headings, cells, strict=True))
-    return {label: round(_share(table[row]), 3) for label, row in HEADLINES.items()}
-
-
-def _share(row: dict[str, str]) -> float:
-    target = row["to reach"]
-    goal = numbers(target)[0]
-    found = numbers(row["ratio" if target.endswith("x") else "found"])[0]
-    return goal / found if target.startswith("<=") else found / goal
+    table = {cells[0]: cells for cells in rows(page) if len(cells) == 4}
+    found = {}
+    for headline in HEADLINES:
+        (cells,) = (cells for row, cells in table.items() if row.startswith(headline.row))
+        target = numbers(cells[2])[0]
+        reached = numbers(cells[3].partition(" (")[0])[headline.position]
+        ratio = target / reached if headline.less_is_better else reached / target
+        found[headline.label] = round(ratio, 3)
+    return found
 
 
 def draw_ttft(figures: dict[str, dict[str, float]], path: Path) -> None:
@@ -126,7 +120,7 @@ def draw_ttft(figures: dict[str, dict[str, float]], path: Path) -> None:
 
 
 def draw_targets(figures: dict[str, float], path: Path) -> None:
-    picture, axes = new_picture(8, 6.4)
+    picture, axes = new_picture(8, 5.4)
     for row, ratio in enumerate(figures.values()):
         axes.barh(row, ratio, height=0.72, color=_REACHED if ratio >= 1 else _MISSED)
         axes.text(max(ratio, 1) + 0.03, row, f"{ratio:.2f}", va="center", fontsize=8)
