@@ -5,6 +5,7 @@ That every statistic has its metric is tested with invented ones, in `test_route
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -151,11 +152,13 @@ def lose_engines() -> tuple[Watched, Expected]:
     with routed(engines, health_interval_s=0.1, metrics_interval_s=1) as watched:
         first.behave(fail="502")
         second.behave(fail="502", times=1)
-        for number in range(40):  # prompts that no engine holds, so both get some
-            assert ask(watched.router.url, [number] * 320) in (200, 502)
-        watched.look_until(
-            lambda look: look[f'worker_circuit{{state="open",worker="{first.url}"}}'] == 1
-        )
+        new_prompts = itertools.count()  # that no engine holds, so both get some
+
+        def opens(look: dict[str, float]) -> bool:
+            assert ask(watched.router.url, [next(new_prompts)] * 320) in (200, 502)
+            return look[f'worker_circuit{{state="open",worker="{first.url}"}}'] == 1
+
+        watched.look_until(opens)
         first.kill()
         second.kill()
         watched.look_until(lambda look: look["ready"] == 0)

@@ -114,10 +114,10 @@ def test_an_answer_does_not_wait_for_what_is_learned_from_its_question(
     is_answered, was_answered = threading.Event(), list[bool]()
     look_up = Forecaster.look_up
 
-    def wait_and_look_up(forecaster: Forecaster, keys: BlockKeys, now: float) -> None:
+    def wait_and_look_up(forecaster: Forecaster, keys: BlockKeys, *more: Any) -> None:
         if keys.num_blocks == 23:
             was_answered.append(is_answered.wait(30))
-        look_up(forecaster, keys, now)
+        look_up(forecaster, keys, *more)
 
     monkeypatch.setattr(Forecaster, "look_up", wait_and_look_up)
     config = CacheConfig(num_cpu_blocks=48, endpoint=private_endpoint("learning"))

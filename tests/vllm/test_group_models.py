@@ -59,6 +59,7 @@ def engine_of(model: Model, directory: Path, probes: Path | None, **more: Any) -
     engine = {
         "dtype": model.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": KV_BYTES, "seed": 0,
         "enable_prefix_caching": True,
+        "mamba_ssm_cache_dtype": "float32",  # else it, and so the position, depends on the CPU
     }  # fmt: skip
     settings = Settings(
         "FlexCache", model.name, dram_gb=None, more=config, engine=engine,

@@ -26,6 +26,7 @@ def engine_of(model: str, path: Path, **config: Any) -> DrivenEngine:
     engine = {
         "dtype": "bfloat16", "max_model_len": 2048, "kv_cache_memory_bytes": 64 << 20, "seed": 0,
         "enable_prefix_caching": True,
+        "mamba_ssm_cache_dtype": "float32",  # else it, and so the position, depends on the CPU
     }  # fmt: skip
     settings = Settings(
         "FlexCache", model, dram_gb=None, more={"skip_slow_loads": False, **config},
