@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from flexcache.cache.restore_tails import are_tails, whole_tails
 from flexcache.cache.restored_runs import (
-    CHUNK_ROWS,
     Links,
     follow,
     restored_runs,
@@ -28,6 +27,7 @@ from flexcache.cache.restored_runs import (
     words_of,
 )
 from flexcache.cache.tier import Tier
+from flexcache.storage.row_chunks import for_chunks
 
 Records = npt.NDArray[Any]
 """As in `SLOT_RECORD`: slot, generation, position, root, key, parent, and the keys' bytes."""
@@ -97,12 +97,15 @@ def link(records: Records) -> Links:
     by_age, count = _order(records["generation"]), len(records)
     digests, positions = np.empty(count, np.uint64), np.empty(count, np.int64)
     follows = np.zeros(count, np.bool_)
-    for start in range(0, count, CHUNK_ROWS):
-        part = take(records, by_age[max(0, start - 1) : start + CHUNK_ROWS])
-        follows[max(1, start) : start + CHUNK_ROWS] = _fit(part[1:], part[:-1])
-        part = part[min(1, start) :]
-        digests[start : start + CHUNK_ROWS] = _digests(part, "key")
-        positions[start : start + CHUNK_ROWS] = part["position"]
+
+    def look(rows: slice) -> None:
+        part = take(records, by_age[max(0, rows.start - 1) : rows.stop])
+        follows[max(1, rows.start) : rows.stop] = _fit(part[1:], part[:-1])
+        part = part[min(1, rows.start) :]
+        digests[rows] = _digests(part, "key")
+        positions[rows] = part["position"]
+
+    for_chunks(count, look)
     places, itself = _Places(digests), np.arange(count)
     latest = places.latest()
     # Most records follow the one that they build on; the others are looked for.
@@ -110,10 +113,12 @@ def link(records: Records) -> Links:
     follows[1:] &= latest[:-1] == itself[:-1]
     others = np.flatnonzero(~follows)
     found = places.find(_digests(take(records, by_age[others]), "parent"))
-    for start in range(0, len(others), CHUNK_ROWS):
-        which = slice(start, start + CHUNK_ROWS)
-        part, before = take(records, by_age[others[which]]), take(records, by_age[found[which]])
-        found[which] = np.where(_fit(part, before), found[which], _ORPHAN)
+
+    def compare(rows: slice) -> None:
+        part, before = take(records, by_age[others[rows]]), take(records, by_age[found[rows]])
+        found[rows] = np.where(_fit(part, before), found[rows], _ORPHAN)
+
+    for_chunks(len(others), compare)
     parents[others] = found
     starts = positions == 0
     parents[starts] = itself[starts]

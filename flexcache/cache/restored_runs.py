@@ -11,7 +11,7 @@ run: a `staircase`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +19,10 @@ import numpy.typing as npt
 
 from flexcache.cache.tier import RestoredRun
 from flexcache.ids import BlockKey, RootId
+from flexcache.storage.row_chunks import for_chunks
 
 Records = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
-
-CHUNK_ROWS = 1 << 12
-"""Records handled at once: they stay in the processor's cache."""
 
 
 class Links(NamedTuple):
@@ -43,12 +41,18 @@ class Links(NamedTuple):
 
 
 def follow(pointers: Indices) -> Indices:
-    """Return where each chain of pointers ends: at one that points to itself. O(n log length)."""
-    while True:
-        further = pointers[pointers]
-        if np.array_equal(further, pointers):
-            return pointers
-        pointers = further
+    """Return where each chain of pointers ends: at one that points to itself.
+
+    Few steps per row if most point to the one before them, and O(n log length) in any case.
+    """
+    points_elsewhere = pointers != np.arange(-1, len(pointers) - 1)
+    stretches = np.cumsum(points_elsewhere) - 1  # of rows that point to the one before them
+    firsts = np.flatnonzero(points_elsewhere)
+    ends = stretches[pointers[firsts]]
+    while not np.array_equal(further := ends[ends], ends):
+        ends = further
+    ended: Indices = firsts[ends][stretches]
+    return ended
 
 
 def restored_runs(
@@ -142,13 +146,14 @@ def _last_uses(written: Indices, starts: Indices, befores: Indices) -> Indices:
 
 def _keys_and_slots(records: Records, indices: Indices) -> tuple[list[BlockKey], Indices]:
     """Return the keys and slots of some records."""
-    keys: list[BlockKey] = []
     slots = np.empty(len(indices), np.int64)
-    for start in range(0, len(indices), CHUNK_ROWS):
-        part = take(records, indices[start : start + CHUNK_ROWS])
-        keys += _keys_of(part, "key")
-        slots[start : start + CHUNK_ROWS] = part["slot"]
-    return keys, slots
+
+    def read(rows: slice) -> list[BlockKey]:
+        part = take(records, indices[rows])
+        slots[rows] = part["slot"]
+        return _keys_of(part, "key")
+
+    return list(chain.from_iterable(for_chunks(len(indices), read))), slots
 
 
 def _keys_of(records: Records, field: str) -> list[BlockKey]:
@@ -166,10 +171,7 @@ def _keys_of(records: Records, field: str) -> list[BlockKey]:
 def take(records: Records, indices: Indices) -> Records:
     """Return some of the records. Several times as fast as indexing them."""
     words = records.view(np.uint64).reshape(len(records), records.dtype.itemsize // 8)
-    taken = np.empty((len(indices), words.shape[1]), np.uint64)
-    for start in range(0, len(indices), CHUNK_ROWS):
-        rows = slice(start, start + CHUNK_ROWS)
-        np.take(words, indices[rows], axis=0, out=taken[rows], mode="clip")
+    taken = np.take(words, indices, axis=0, mode="clip")
     return taken.view(records.dtype).ravel()
 
 

@@ -113,6 +113,8 @@ class DiskPool:
         """Whether each slot lies within its file, which may have been truncated."""
         sizes = np.array([os.fstat(fd).st_size for fd in self.data_fds])
         num_rows = (sizes - HEADER_BYTES) // self.slot_bytes
+        if not (num_rows < self.num_rows).any():
+            return np.ones(len(slots), np.bool_)
         whole: npt.NDArray[np.bool_] = slots // len(sizes) < num_rows[slots % len(sizes)]
         return whole
 

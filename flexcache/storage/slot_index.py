@@ -22,6 +22,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ import numpy.typing as npt
 
 from flexcache.ids import MAX_KEY_BYTES, ROOT_BYTES
 from flexcache.storage.alignment import PAGE_BYTES
+from flexcache.storage.row_chunks import CHUNK_ROWS, for_chunks
 
 HEADER_BYTES = PAGE_BYTES
 """Bytes before the first record of an index file, and before the first slot of a data file."""
@@ -53,7 +55,6 @@ SlotIds = npt.NDArray[np.int64]
 SlotForms = npt.NDArray[Any]
 """An array of `FORM`."""
 
-_CHUNK_ROWS = 1 << 12  # they stay in the processor's cache while they are checked
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 
@@ -93,7 +94,7 @@ def make_records(
     return records
 
 
-def stir(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _stir(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     words = words * _PRIME
     words ^= words >> _HALF
     return words
@@ -108,10 +109,10 @@ def _checks(records: Records, slots: SlotIds, pool_id: bytes) -> npt.NDArray[np.
     """Compute each record's expected check, in this pool and for this slot."""
     words = _words(records)
     low, high = np.frombuffer(pool_id, "<u8")
-    mixed = stir(slots.astype(np.uint64) ^ low)
+    mixed = _stir(slots.astype(np.uint64) ^ low)
     for column in range(1, words.shape[1]):
-        mixed = stir(mixed ^ words[:, column])
-    return stir(mixed ^ high)
+        mixed = _stir(mixed ^ words[:, column])
+    return _stir(mixed ^ high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +163,8 @@ class SlotIndex:
     def in_use(self, num_slots: int) -> SlotIds:
         """Return the slots that have a record, sound or not. Vectorised."""
         used = [np.empty(0, np.int64)]
-        for directory, fd in enumerate(self._fds):
-            for slots, records in self._rows(directory, fd, num_slots):
-                used.append(slots[_words(records).any(axis=1)])
+        for records, slots in self._rows(num_slots):
+            used.append(slots[_words(records).any(axis=1)])
         return np.concatenate(used)
 
     def erase(self, slots: SlotIds) -> None:
@@ -190,42 +190,56 @@ class SlotIndex:
                 raise OSError(errno.EIO, "a record was written only partially")
 
     def load(self, num_slots: int) -> IndexContents:
-        """Read the records of the first ``num_slots`` slots. Vectorised: O(slots), 0.1 us each."""
+        """Read the records of the first ``num_slots`` slots. Vectorised: O(slots), on all cores."""
         found, count, torn = np.empty(num_slots, SLOT_RECORD), 0, [np.empty(0, np.int64)]
-        for contents in self._chunks(num_slots):
-            rows = slice(count, count + len(contents.records))
-            _words(found[rows])[:] = _words(contents.records)
-            torn.append(contents.torn)
-            count = rows.stop
+        for directory, num_rows in self._sizes(num_slots):
+            start, load = count, partial(self._load_rows, directory, found[count:])
+            for number, contents in enumerate(for_chunks(num_rows, load)):
+                place = slice(count, count + len(contents.records))
+                if count < start + number * CHUNK_ROWS:  # slots before it are free
+                    _words(found[place])[:] = _words(contents.records)
+                torn.append(contents.torn)
+                count = place.stop
         return IndexContents(found[:count], np.concatenate(torn))
+
+    def _load_rows(self, directory: int, found: Records, rows: slice) -> IndexContents:
+        """Read the sound records of some rows to the places of those rows, from the first on."""
+        contents = self._sift(*self._read_rows(directory, rows))
+        into = found[rows.start : rows.start + len(contents.records)]
+        _words(into)[:] = _words(contents.records)
+        return IndexContents(into, contents.torn)
 
     def survey(self, num_slots: int) -> Survey:
         """Read what is needed to write and read slots, from the sound records."""
         last_generation, forms = 0, np.zeros(num_slots, FORM)
-        for contents in self._chunks(num_slots):
-            records = contents.records
+        for records, slots in self._rows(num_slots):
+            matters = (records["generation"] > last_generation) | (records["filled"] > 0)
+            records = self._sift(records[matters], slots[matters]).records
             if len(records):
                 last_generation = max(last_generation, int(records["generation"].max()))
                 packed = records[records["filled"] > 0]
                 forms[packed["slot"]] = packed[list(FORM.names or ())]
         return Survey(last_generation, forms)
 
-    def _chunks(self, num_slots: int) -> Iterator[IndexContents]:
+    def _sizes(self, num_slots: int) -> Iterator[tuple[int, int]]:
+        """Yield the available directories, and how many rows each has."""
         for directory, fd in enumerate(self._fds):
-            for slots, records in self._rows(directory, fd, num_slots):
-                yield self._sift(records, slots)
+            if fd >= 0:
+                yield directory, len(range(directory, num_slots, len(self._fds)))
 
-    def _rows(self, directory: int, fd: int, num_slots: int) -> Iterator[tuple[SlotIds, Records]]:
-        """Yield a directory's raw records and their slots, in chunks."""
-        if fd < 0:
-            return
-        num_rows = len(range(directory, num_slots, len(self._fds)))
-        for first in range(0, num_rows, _CHUNK_ROWS):
-            size = min(_CHUNK_ROWS, num_rows - first) * RECORD_BYTES
-            data = self._read(fd, size, HEADER_BYTES + first * RECORD_BYTES)
-            records = np.frombuffer(data, RECORD, len(data) // RECORD_BYTES)
-            rows = np.arange(first, first + len(records))
-            yield rows * len(self._fds) + directory, records
+    def _rows(self, num_slots: int) -> Iterator[tuple[Records, SlotIds]]:
+        """Yield the raw records and their slots, in chunks."""
+        for directory, num_rows in self._sizes(num_slots):
+            for first in range(0, num_rows, CHUNK_ROWS):
+                yield self._read_rows(directory, slice(first, min(first + CHUNK_ROWS, num_rows)))
+
+    def _read_rows(self, directory: int, rows: slice) -> tuple[Records, SlotIds]:
+        """Read a directory's raw records, fewer if its file ends before."""
+        size, offset = (rows.stop - rows.start) * RECORD_BYTES, rows.start * RECORD_BYTES
+        data = self._read(self._fds[directory], size, HEADER_BYTES + offset)
+        records = np.frombuffer(data, RECORD, len(data) // RECORD_BYTES)
+        numbers = np.arange(rows.start, rows.start + len(records))
+        return records, numbers * len(self._fds) + directory
 
     def _read(self, fd: int, size: int, offset: int) -> bytearray:
         """Read part of a file, or less if the file ends before.
