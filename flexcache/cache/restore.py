@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from flexcache.cache.restore_tails import are_tails, whole_tails
 from flexcache.cache.restored_runs import (
+    CHUNK_ROWS,
     Links,
     follow,
     restored_runs,
@@ -27,7 +28,6 @@ from flexcache.cache.restored_runs import (
     words_of,
 )
 from flexcache.cache.tier import Tier
-from flexcache.storage.row_chunks import for_chunks
 
 Records = npt.NDArray[Any]
 """As in `SLOT_RECORD`: slot, generation, position, root, key, parent, and the keys' bytes."""
@@ -36,6 +36,7 @@ Seconds = npt.NDArray[np.float64]
 _Words = npt.NDArray[np.uint64]
 
 _ORPHAN = -1
+# Odd, so that no bit of a key is lost; more than a root and a key have words.
 _FACTORS = np.random.default_rng(0).integers(1 << 64, size=16, dtype=np.uint64) | np.uint64(1)
 
 
@@ -97,15 +98,12 @@ def link(records: Records) -> Links:
     by_age, count = _order(records["generation"]), len(records)
     digests, positions = np.empty(count, np.uint64), np.empty(count, np.int64)
     follows = np.zeros(count, np.bool_)
-
-    def look(rows: slice) -> None:
-        part = take(records, by_age[max(0, rows.start - 1) : rows.stop])
-        follows[max(1, rows.start) : rows.stop] = _fit(part[1:], part[:-1])
-        part = part[min(1, rows.start) :]
-        digests[rows] = _digests(part, "key")
-        positions[rows] = part["position"]
-
-    for_chunks(count, look)
+    for start in range(0, count, CHUNK_ROWS):
+        part = take(records, by_age[max(0, start - 1) : start + CHUNK_ROWS])
+        follows[max(1, start) : start + CHUNK_ROWS] = _fit(part[1:], part[:-1])
+        part = part[min(1, start) :]
+        digests[start : start + CHUNK_ROWS] = _digests(part, "key")
+        positions[start : start + CHUNK_ROWS] = part["position"]
     places, itself = _Places(digests), np.arange(count)
     latest = places.latest()
     # Most records follow the one that they build on; the others are looked for.
@@ -113,12 +111,10 @@ def link(records: Records) -> Links:
     follows[1:] &= latest[:-1] == itself[:-1]
     others = np.flatnonzero(~follows)
     found = places.find(_digests(take(records, by_age[others]), "parent"))
-
-    def compare(rows: slice) -> None:
-        part, before = take(records, by_age[others[rows]]), take(records, by_age[found[rows]])
-        found[rows] = np.where(_fit(part, before), found[rows], _ORPHAN)
-
-    for_chunks(len(others), compare)
+    for start in range(0, len(others), CHUNK_ROWS):
+        which = slice(start, start + CHUNK_ROWS)
+        part, before = take(records, by_age[others[which]]), take(records, by_age[found[which]])
+        found[which] = np.where(_fit(part, before), found[which], _ORPHAN)
     parents[others] = found
     starts = positions == 0
     parents[starts] = itself[starts]
@@ -138,7 +134,8 @@ def reaches_start(links: Links) -> npt.NDArray[np.bool_]:
 def _digests(records: Records, field: str) -> _Words:
     """Return a digest of each record's root and of one of its keys.
 
-    What it finds is compared in full; of two keys with one digest, the older is dropped.
+    What it finds is compared in full; of two keys with one digest, the older is dropped. It is made
+    for keys that are hashes themselves: of others, some that differ little have one digest.
     """
     root, key = words_of(records, "root"), words_of(records, field)
     num_words = root.shape[1] + key.shape[1]

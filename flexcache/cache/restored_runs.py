@@ -11,7 +11,7 @@ run: a `staircase`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +19,12 @@ import numpy.typing as npt
 
 from flexcache.cache.tier import RestoredRun
 from flexcache.ids import BlockKey, RootId
-from flexcache.storage.row_chunks import for_chunks
 
 Records = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
+
+CHUNK_ROWS = 1 << 12
+"""Records handled at once: they stay in the processor's cache."""
 
 
 class Links(NamedTuple):
@@ -43,16 +45,16 @@ class Links(NamedTuple):
 def follow(pointers: Indices) -> Indices:
     """Return where each chain of pointers ends: at one that points to itself.
 
-    Few steps per row if most point to the one before them, and O(n log length) in any case.
+    O(n), and O(log length) steps for those that do not point to the one before them.
     """
-    points_elsewhere = pointers != np.arange(-1, len(pointers) - 1)
-    stretches = np.cumsum(points_elsewhere) - 1  # of rows that point to the one before them
-    firsts = np.flatnonzero(points_elsewhere)
+    is_first = pointers != np.arange(-1, len(pointers) - 1)
+    stretches = np.cumsum(is_first) - 1  # each but its first points to the one before
+    firsts = np.flatnonzero(is_first)
     ends = stretches[pointers[firsts]]
     while not np.array_equal(further := ends[ends], ends):
         ends = further
-    ended: Indices = firsts[ends][stretches]
-    return ended
+    found: Indices = firsts[ends][stretches]
+    return found
 
 
 def restored_runs(
@@ -108,8 +110,10 @@ def restored_runs(
 def _heads(parents: Indices) -> Indices:
     """Return the record that each one's run begins with: a run goes on with the earliest."""
     itself = np.arange(len(parents))
-    behind = np.flatnonzero(parents != itself)[::-1]
-    following = np.full(len(parents), -1)
+    following = np.where(np.append(parents[1:] == itself[:-1], False), itself + 1, -1)
+    behind = np.flatnonzero((parents != itself) & (parents != itself - 1))[::-1]
+    befores = parents[behind]
+    behind = behind[(following[befores] < 0) | (behind < befores)]
     following[parents[behind]] = behind  # the last assignment counts
     return follow(np.where(following[parents] == itself, parents, itself))
 
@@ -146,14 +150,13 @@ def _last_uses(written: Indices, starts: Indices, befores: Indices) -> Indices:
 
 def _keys_and_slots(records: Records, indices: Indices) -> tuple[list[BlockKey], Indices]:
     """Return the keys and slots of some records."""
+    keys: list[BlockKey] = []
     slots = np.empty(len(indices), np.int64)
-
-    def read(rows: slice) -> list[BlockKey]:
-        part = take(records, indices[rows])
-        slots[rows] = part["slot"]
-        return _keys_of(part, "key")
-
-    return list(chain.from_iterable(for_chunks(len(indices), read))), slots
+    for start in range(0, len(indices), CHUNK_ROWS):
+        part = take(records, indices[start : start + CHUNK_ROWS])
+        keys += _keys_of(part, "key")
+        slots[start : start + CHUNK_ROWS] = part["slot"]
+    return keys, slots
 
 
 def _keys_of(records: Records, field: str) -> list[BlockKey]:
@@ -169,9 +172,13 @@ def _keys_of(records: Records, field: str) -> list[BlockKey]:
 
 
 def take(records: Records, indices: Indices) -> Records:
-    """Return some of the records. Several times as fast as indexing them."""
+    """Return some of the records; no index may be negative. Several times as fast as indexing them:
+    with `clip` numpy writes to ``out`` itself, not to a buffer."""
     words = records.view(np.uint64).reshape(len(records), records.dtype.itemsize // 8)
-    taken = np.take(words, indices, axis=0, mode="clip")
+    taken = np.empty((len(indices), words.shape[1]), np.uint64)
+    for start in range(0, len(indices), CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        np.take(words, indices[rows], axis=0, out=taken[rows], mode="clip")
     return taken.view(records.dtype).ravel()
 
 

@@ -648,8 +648,9 @@ class Tier:
         taken, now, all_added = [NO_BLOCKS], self._tick(), []
         for run in runs:
             ends = run.ends or [len(run.keys)]
-            times = [now - age * _TICK_S for age in run.ages]
-            recency = [(end, time, 0) for end, time in zip(ends, times, strict=True)]
+            recency = [
+                (end, now - age * _TICK_S, 0) for end, age in zip(ends, run.ages, strict=True)
+            ]
             added = self.index.restore(run.root, run.parent, run.keys, run.blocks, recency)
             all_added.append(added)
             if self._retention is not None:
