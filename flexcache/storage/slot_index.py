@@ -53,7 +53,7 @@ SlotIds = npt.NDArray[np.int64]
 SlotForms = npt.NDArray[Any]
 """An array of `FORM`."""
 
-_CHUNK_ROWS = 1 << 14  # they stay in the processor's cache while they are checked
+_CHUNK_ROWS = 1 << 12  # they stay in the processor's cache while they are checked
 _PRIME = np.uint64(0x9E3779B97F4A7C15)
 _HALF = np.uint64(32)
 
