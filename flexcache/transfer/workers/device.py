@@ -40,7 +40,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
-_TURN_BYTES = 4 << 20  # copied by a turn to which no further op is added
+_TURN_BYTES = 16 << 20  # copied by a turn to which no further op is added; reported together
 
 
 class DeviceWorker:
