@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +36,7 @@ from table_rows import Findings, Row, markdown, rows_for
 
 HERE = Path(__file__).resolve().parent
 TOTAL_S = 3600.0
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,28 @@ class Benchmark:
             if title not in outcomes:
                 continue
             try:
-                report = json.loads((out / f"{title}.json").read_text())
-                reports.append(self.reader(report))
-                reasons.append(read.failures_in_cases(report))
-            except (OSError, ValueError, LookupError, TypeError) as error:
+                figures, failures = self._read(out / f"{title}.json")
+                reports.append(figures)
+                reasons.append(failures)
+            except _UNREADABLE as error:
                 said = outcomes[title].result
                 reasons.append(f"unreadable report: {error!r}" if said == "passed" else said)
         reason = "; ".join(dict.fromkeys(filter(None, reasons)))
         return Findings(reports, reason or ("" if reports else self.absence))
 
     def findings_before(self, directory: Path) -> Findings:
-        """Read what an earlier run left of this benchmark in its directory."""
-        paths = [directory / f"{title}.json" for title in self.titles]
-        return Findings([self.reader(json.loads(p.read_text())) for p in paths if p.exists()])
+        """Read what an earlier run, perhaps of older code, left of this benchmark."""
+        reports = []
+        for title in self.titles:
+            with suppress(*_UNREADABLE):
+                figures, _ = self._read(directory / f"{title}.json")
+                reports.append(figures)
+        return Findings(reports)
+
+    def _read(self, path: Path) -> tuple[Figures, str]:
+        """Read a report: its figures, and which of its cases failed."""
+        report = json.loads(path.read_text())
+        return self.reader(report), read.failures_in_cases(report)
 
     @property
     def absence(self) -> str:
@@ -171,7 +182,9 @@ def main(
     out: Annotated[Path, typer.Option(help="For the table and all that is written.")] = Path(
         "table"
     ),
-    before: Annotated[Path | None, typer.Option(help="The OUT of an earlier run.")] = None,
+    before: Annotated[
+        Path | None, typer.Option(help="The OUT of an earlier run.", exists=True, file_okay=False)
+    ] = None,
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
     out = out.resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import mmap
@@ -32,7 +33,7 @@ class RawDisk(ABC):
         """Write or read everything once; return GB/s."""
 
 
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+_TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 """Gives fio's buffers huge pages, as blocks in the host pool have: a disk may be twice as fast with
 them. fio's own way needs reserved ones."""
 
@@ -51,7 +52,8 @@ class Fio(RawDisk):
 
     def run(self, direction: Direction) -> float:
         command = [*self._command, f"--rw={direction.value}"]
-        environment = {**os.environ, **_HUGE_PAGES}
+        own = os.environ.get(_TUNABLES)
+        environment = {**os.environ, _TUNABLES: f"{own}:{_HUGE_PAGES}" if own else _HUGE_PAGES}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode:
             raise Unsupported(f"{self.name}: {done.stderr.strip() or done.stdout.strip()}"[:500])
@@ -69,7 +71,8 @@ class BareLoop(RawDisk):
         self._offsets = range(0, size, block_bytes)
         self._fd = os.open(path / "bare", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         mapping = mmap.mmap(-1, QUEUE_DEPTH * block_bytes, flags=mmap.MAP_PRIVATE)
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         memory = memoryview(mapping)
         self._buffers = [
             memory[i * block_bytes : (i + 1) * block_bytes] for i in range(QUEUE_DEPTH)

@@ -36,6 +36,7 @@ Seconds = npt.NDArray[np.float64]
 _Words = npt.NDArray[np.uint64]
 
 _ORPHAN = -1
+# Odd, so that no bit of a key is lost; more than a root and a key have words.
 _FACTORS = np.random.default_rng(0).integers(1 << 64, size=16, dtype=np.uint64) | np.uint64(1)
 
 
@@ -133,7 +134,8 @@ def reaches_start(links: Links) -> npt.NDArray[np.bool_]:
 def _digests(records: Records, field: str) -> _Words:
     """Return a digest of each record's root and of one of its keys.
 
-    What it finds is compared in full; of two keys with one digest, the older is dropped.
+    What it finds is compared in full; of two keys with one digest, the older is dropped. It is made
+    for keys that are hashes themselves: of others, some that differ little have one digest.
     """
     root, key = words_of(records, "root"), words_of(records, field)
     num_words = root.shape[1] + key.shape[1]

@@ -164,7 +164,8 @@ def _keys_of(records: Records, field: str) -> list[BlockKey]:
 
 
 def take(records: Records, indices: Indices) -> Records:
-    """Return some of the records. Several times as fast as indexing them."""
+    """Return some of the records; no index may be negative. Several times as fast as indexing them:
+    with `clip` numpy writes to ``out`` itself, not to a buffer."""
     words = records.view(np.uint64).reshape(len(records), records.dtype.itemsize // 8)
     taken = np.empty((len(indices), words.shape[1]), np.uint64)
     for start in range(0, len(indices), CHUNK_ROWS):

@@ -112,9 +112,10 @@ class Tiers:
     def _most_cached(self, keys: BlockKeys) -> int:
         """Return how many of a prompt's blocks some tier has: about as many were asked for before.
 
-        Its plan probes the same keys: none is hashed for this alone.
+        Its plan probes the tiers that are available too, so hardly a key is hashed for this alone.
         """
-        return max([tier.index.match(keys).num_blocks for tier in self._tiers])
+        available = [tier for tier in self._tiers if tier.name not in self.unavailable]
+        return max([tier.index.match(keys).num_blocks for tier in available], default=0)
 
     def _store_nothing(self, forecaster: Forecaster, keys: BlockKeys, stop: int) -> None:
         if (outlook := forecaster.store(keys, stop)) is not None:

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 
 from flexcache.config.remote_url import check_remote_url
 from flexcache.doctor.findings import Finding, error, in_gb, ok, warning
+from flexcache.doctor.machine import kernel_version
 from flexcache.doctor.subject import Subject
 from flexcache.storage import numa
 from flexcache.storage.host_pool import HostSegment
 from flexcache.storage.memory_limit import memory_limits
 
 _MUCH_OF_LIMIT = 0.8
+_ASKS_FOR_HUGE_PAGES = (6, 1)
 _SCRATCH_BYTES = 1 << 16
 _MIN_SHARED_BYTES = 1_000_000_000
 """Room for vLLM's queues between its processes (240 MiB each) and for NCCL, with a margin."""
@@ -123,10 +125,11 @@ def check_huge_pages(subject: Subject) -> Iterator[Finding]:
     chosen = re.search(
         r"\[(\w+)\]", subject.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     )
+    kernel = kernel_version(subject.read("/proc/sys/kernel/osrelease"))
     if chosen is not None and chosen[1] in ("always", "within_size", "advise", "force"):
         yield ok(f"huge pages: shared memory gets them (shmem_enabled is {chosen[1]})")
-    elif chosen is not None and chosen[1] == "never":  # the default on most systems
-        yield ok("huge pages: the DRAM tier asks for them as it is filled (since Linux 6.1)")
+    elif chosen is not None and chosen[1] == "never" and kernel >= _ASKS_FOR_HUGE_PAGES:
+        yield ok("huge pages: the DRAM tier asks for them as it is filled")
     else:
         yield ok(
             "huge pages: none for shared memory; SSD I/O is faster with hugepages = 'reserved', "

@@ -21,7 +21,6 @@ or asks the kernel for huge pages as it fills itself, and takes ordinary ones wh
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 import os
@@ -38,15 +37,12 @@ from flexcache.errors import ConfigError, RegistrationError
 from flexcache.logs import log_event
 from flexcache.storage import numa
 from flexcache.storage.alignment import align_up
-from flexcache.storage.huge_pages import make_huge
+from flexcache.storage.huge_pages import MADV_HUGEPAGE, MADV_POPULATE_WRITE, advise, make_huge
 
 logger = logging.getLogger(__name__)
 
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _POPULATE_STEP = 64 << 20
 _POPULATE_THREADS = min(4, os.cpu_count() or 1)
-_LIBC = ctypes.CDLL(None)
 _NAME = "flexcache-host-pool"
 
 
@@ -117,7 +113,8 @@ class HostSegment:
         """Map the segment and fault its pages in, so that no copy has to wait for one.
 
         The kernel clears the pages: with ordinary ones that takes about a second for 2 GB per
-        thread, with reserved huge ones a fifth of it. Does not hold the interpreter lock.
+        thread, with huge ones a fifth of it, but four seconds where it has to move other pages out
+        of their way first. Does not hold the interpreter lock.
 
         Args:
             node: The NUMA node for pages that do not exist yet, best effort; None: any.
@@ -127,7 +124,7 @@ class HostSegment:
         self._map = mmap.mmap(self.fd, size)
         self._view = memoryview(self._map)
         self.address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
-        self._advise(0, size, _MADV_HUGEPAGE)
+        advise(self.address, size, MADV_HUGEPAGE)
         if node is not None:
             self._prefer(node)
         if populate:
@@ -148,24 +145,21 @@ class HostSegment:
     def _populate(self, node: int | None, after_each_step: Callable[[], None]) -> None:
         size = len(self._map or b"")
         file = os.fstat(self.fd)
-        refused = threading.Event()
+        asks_no_more = threading.Event()
         if file.st_blksize > mmap.PAGESIZE or file.st_blocks * 512 >= size:
-            refused.set()  # its pages are huge, or all there
+            asks_no_more.set()  # its pages are huge, or all there
 
         def populate(start: int) -> None:
             length = min(_POPULATE_STEP, size - start)
-            if not refused.is_set() and not make_huge(self.fd, start, length):
-                refused.set()
+            if not asks_no_more.is_set() and not make_huge(self.fd, start, length):
+                asks_no_more.set()
             # Kernels before 5.14 do not know this advice: pages are then faulted in at first use.
-            self._advise(start, length, _MADV_POPULATE_WRITE)
+            advise(self.address + start, length, MADV_POPULATE_WRITE)
 
         settle = None if node is None else partial(numa.stay_on, node)
         with ThreadPoolExecutor(_POPULATE_THREADS, initializer=settle) as threads:
             for _ in threads.map(populate, range(0, size, _POPULATE_STEP)):
                 after_each_step()
-
-    def _advise(self, start: int, length: int, advice: int) -> None:
-        _LIBC.madvise(ctypes.c_void_p(self.address + start), ctypes.c_size_t(length), advice)
 
     def block(self, index: int) -> memoryview:
         """Return the block's bytes, including padding. The segment must be mapped."""

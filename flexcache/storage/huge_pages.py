@@ -16,9 +16,11 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from flexcache.storage.alignment import PAGE_BYTES
+
 HUGE_BYTES = 2 << 20
-_PAGE_BYTES = 4096
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_COLLAPSE = 25  # Linux 6.1
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
@@ -49,11 +51,17 @@ def make_huge(fd: int, start: int, length: int) -> bool:
     with _aligned_mapping(fd, start, length) as address:
         if address is None:
             return False
+        advise(address, length, MADV_HUGEPAGE)  # all that it takes with `advise`
         for offset in range(0, length, HUGE_BYTES):
-            _LIBC.madvise(address + offset, _PAGE_BYTES, _MADV_POPULATE_WRITE)
-        if not _LIBC.madvise(address, length, _MADV_COLLAPSE):
+            advise(address + offset, PAGE_BYTES, MADV_POPULATE_WRITE)
+        if advise(address, length, _MADV_COLLAPSE):
             return True
         return ctypes.get_errno() == errno.EAGAIN  # a page was in use: it stays ordinary
+
+
+def advise(address: int, length: int, advice: int) -> bool:
+    """Tell the kernel what to do with memory; whether it has done so."""
+    return not _LIBC.madvise(address, length, advice)
 
 
 @contextmanager

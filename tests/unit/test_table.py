@@ -175,6 +175,10 @@ def test_figures_of_an_earlier_run_have_a_column(tmp_path: Path) -> None:
 
     assert benchmark.findings_before(tmp_path) == Findings([])
     report_of(tmp_path / "index.json", case_of(Result("copy", "GB/s", [5.0], 10.0, "memcpy")))
+    for unreadable in ("", "{}", '{"cases": [{"name": "x"}]}'):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "index.json").write_text(unreadable)
+        assert benchmark.findings_before(tmp_path / "other") == Findings([])
     before = {row.what: row for row in rows(benchmark.findings_before(tmp_path))}
     now = Findings([{"copy": Figure(9.0, "GB/s", 10.0, "memcpy"), "new": Figure(1.0, "s")}])
     heading, _, copy, new, *_ = describe(rows(now), [], before)

@@ -280,7 +280,7 @@ def test_statistics_are_rarely_read_while_requests_run_and_complete_when_the_las
         while_busy.append(bool(side._admitted))
         return read()
 
-    monkeypatch.setattr(side, "_stats_interval_s", 1e4)
+    monkeypatch.setattr("flexcache.integration.vllm.scheduler._STATS_INTERVAL_S", 1e4)
     monkeypatch.setattr(side._cache, "read_counters", note_and_read)
     monkeypatch.setattr(side, "_stats_due_s", 0.0)
     engine.generate_all([make_prompt(200, next(_seeds)) for _ in range(12)])

@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 
 _READY_TIMEOUT_S = 60.0
 _IDLE_WAIT_S = 0.001
-_STATS_INTERVAL_S = 0.1  # reading them takes as long as a look-up
-_SHARED_STATS_INTERVAL_S = 1.0  # it takes a round trip
+_STATS_INTERVAL_S = 1.0  # reading them takes longer than a put, or a round trip
+_LOADS_INTERVAL_S = 0.1  # between readings of how fast loads are, where that takes no round trip
 
 
 class FlexCacheScheduler:
@@ -76,8 +76,8 @@ class FlexCacheScheduler:
         self._tables = BlockTables(model.groups, cached_group_ids(kv_cache_config), block_size)
         self._has_siblings = transfer is not vllm_config.kv_transfer_config
         self._is_shared = place.endpoint is not None
-        self._stats_interval_s = _SHARED_STATS_INTERVAL_S if self._is_shared else _STATS_INTERVAL_S
-        budget = StepBudget(self._cache.read_loads, self._stats_interval_s)
+        interval_s = _STATS_INTERVAL_S if self._is_shared else _LOADS_INTERVAL_S
+        budget = StepBudget(self._cache.read_loads, interval_s)
         self.gets = Gets(
             self._cache, block_size, self._tables, layerwise, budget, config, self._has_siblings
         )
@@ -163,7 +163,7 @@ class FlexCacheScheduler:
         if not has_news or (may_wait and now < self._stats_due_s):
             return None
         self._has_news = self.gets.has_matched = False
-        self._stats_due_s = now + self._stats_interval_s
+        self._stats_due_s = now + _STATS_INTERVAL_S
         counters = self._cache.read_counters()
         if counters is None:
             return None

@@ -35,7 +35,7 @@ class CpuDirectIO:
         self._permit = permit
         self._io = ThreadedBlockIO(depth)
         self._copy = load_copy_runs()
-        memory = mmap.mmap(-1, depth * block_bytes)
+        memory = mmap.mmap(-1, depth * block_bytes, flags=mmap.MAP_PRIVATE)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # a device takes one large piece faster than many
         self._buffers = memoryview(memory)
