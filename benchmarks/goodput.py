@@ -30,6 +30,7 @@ import bench_ttft
 import search_path  # noqa: F401
 import typer
 from driven_engine import DidNotRun, DrivenEngine
+from reporting import Say
 from rich.console import Console
 from rich.table import Table
 from users import Answer, Turn
@@ -143,8 +144,9 @@ def engine_of(
 
 
 def measure(
-    engines: Mapping[str, DrivenEngine], traffic: Traffic, users: Sequence[int], limits: Limits
-) -> dict[str, list[Level]]:
+    engines: Mapping[str, DrivenEngine], traffic: Traffic, users: Sequence[int], limits: Limits,
+    say: Say,
+) -> dict[str, list[Level]]:  # fmt: skip
     """Raise the load, for each engine until two levels in a row are not in time.
 
     The engines take turns at each level, so that a machine that becomes slower does so for all.
@@ -157,6 +159,7 @@ def measure(
         for name in list(engines)[:: -1 if number % 2 else 1]:
             if [level.in_time < IN_TIME for level in found[name][-2:]] == [True, True]:
                 continue
+            say(f"level {number + 1} of {len(users)}, {num_users} users: {name}")
             answers, took_s = engines[name].converse(sessions, num_users, traffic.think_s)
             found[name].append(Level.of(num_users, answers, took_s, limits))
     return found
@@ -225,22 +228,23 @@ def main(
     found: dict[str, dict[str, list[Level]]] = {}
     for kind in traffic:
         with tempfile.TemporaryDirectory(dir=directory) as work_dir, ExitStack() as stack:
+            status = stack.enter_context(Console(stderr=True).status(kind, refresh_per_second=1))
             engines = {}
             for name in system:
+                status.update(f"{kind}: starting {name}")
                 try:
                     engines[name] = stack.enter_context(
                         engine_of(name, model, dram_gb, Path(work_dir), venvs)
                     )
                 except (DidNotRun, Unsupported, RuntimeError) as error:
                     console.print(f"{name} did not run: {error}")
-            found[kind] = measure(engines, TRAFFIC[kind], users or TRAFFIC[kind].users, limits)
+            levels = users or TRAFFIC[kind].users
+            found[kind] = measure(engines, TRAFFIC[kind], levels, limits, status.update)
         title = f"{kind}, {model} model: TTFT below {ttft_ms:g} ms, {tpot_ms:g} ms per token"
         show(console, title, found[kind])
     if json_file is not None:
-        levels = {
-            k: {n: [vars(lv) for lv in lvs] for n, lvs in s.items()} for k, s in found.items()
-        }
-        json_file.write_text(json.dumps({"limits": vars(limits), "traffic": levels}, indent=1))
+        plain = {k: {n: [vars(lv) for lv in lvs] for n, lvs in s.items()} for k, s in found.items()}
+        json_file.write_text(json.dumps({"limits": vars(limits), "traffic": plain}, indent=1))
     if plot_file is not None:
         draw(plot_file, found)
 

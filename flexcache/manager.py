@@ -15,6 +15,7 @@ from flexcache.cache.prompt import (
     Namespace,
     Prompt,
     PromptMaker,
+    Span,
     Tokens,
     check_hint,
     retention_s,
@@ -185,7 +186,7 @@ class KVManager(_WholeCache):
     # -- match and launch ------------------------------------------------------------------------
 
     def get_match(
-        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, session_id: str | None = None,
     ) -> tuple[int, Mask]:  # fmt: skip
@@ -194,8 +195,8 @@ class KVManager(_WholeCache):
 
         Args:
             token_ids: The prompt, 1-D.
-            token_mask: True where the caller needs KV, after a prefix that it has. Only whole
-                blocks count.
+            token_mask: True where the caller needs KV, after a prefix that it has; or the `range`
+                of these tokens, which is cheaper. Only whole blocks count.
             namespace: Isolates keys: tenant, LoRA, cache salt.
             block_keys: The engine's own chained block hashes; if given, tokens are only counted,
                 and published in KV events: -1 stands for an unknown one.
@@ -216,7 +217,7 @@ class KVManager(_WholeCache):
         return task.task_id, mask
 
     def get_match_by_tier(
-        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         request_info: RequestInfo | None = None, look_up: bool | Literal["only"] = True,
         session_id: str | None = None, awaits_loads: bool = False,
@@ -246,7 +247,7 @@ class KVManager(_WholeCache):
         return task.task_id, mask, {tier: count * size for tier, count in task.sources.items()}
 
     def put_match(
-        self, token_ids: Tokens, token_mask: Mask | None = None, *, namespace: Namespace = None,
+        self, token_ids: Tokens, token_mask: Span | None = None, *, namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None, parent_key: bytes | None = None,
         priority: int = 0, ttl_s: float = 0.0, tail_at: int | None = None,
         request_info: RequestInfo | None = None, session_id: str | None = None,

@@ -167,8 +167,7 @@ class EvictionQueue:
         for turn in range(begin, self._turn):
             for end in range(turn % _TURNS, len(self._worths), _TURNS):
                 tails = self._tails[end % self._num_kinds]
-                while tails:
-                    entry = tails.oldest if end < self._num_kinds else tails.youngest
+                while entry := tails.oldest if end < self._num_kinds else tails.youngest:
                     if self._is_evictable(entry[1]):
                         break
                     self._pop_from(end)
@@ -185,18 +184,27 @@ class EvictionQueue:
             self._weigh(self._num_kinds + kind)
 
     def _weigh(self, end: int) -> None:
-        kind, worth = end % self._num_kinds, math.inf
-        tails = self._tails[kind]
-        if tails and end == kind:
-            worth = self.worth(tails.oldest[0], kind)
-        elif tails and not self._ranking.is_lru:
-            worth = self.worth(tails.youngest[0], kind)
-        if worth == self._worths[end]:
+        order, worth = self._order, self._worth_of(end)
+        outdated = self._worths[end]
+        if worth == outdated:
             return
         self._worths[end] = worth
-        heapq.heappush(self._order, (worth, end))
-        if len(self._order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
-            self._order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
+        if order and order[0] == (outdated, end):  # as after each eviction
+            heapq.heapreplace(order, (worth, end))
+            return
+        heapq.heappush(order, (worth, end))
+        if len(order) > _GROWTH * len(self._worths) + _SPARE_ENTRIES:
+            order[:] = sorted(zip(self._worths, range(len(self._worths)), strict=True))
+
+    def _worth_of(self, end: int) -> float:
+        """Return what the tail at an end is worth; infinity if there is none, or under LRU at the
+        young end."""
+        kind = end % self._num_kinds
+        if end == kind:
+            entry = self._tails[kind].oldest
+        else:
+            entry = None if self._ranking.is_lru else self._tails[kind].youngest
+        return math.inf if entry is None else self.worth(entry[0], kind)
 
     def check(self, queued: set[Entry]) -> None:
         """Raise `InternalError` if the queue has others than these entries, or an end that has one

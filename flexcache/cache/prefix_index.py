@@ -561,7 +561,8 @@ class PrefixIndex:
 
     def _remove(self, run: Run) -> None:
         """Forget a run without blocks."""
-        self._unqueue(run)
+        if run.queued is not None:
+            self._unqueue(run)
         del self._runs[run.run_id]
         parent = run.parent
         if parent is None:

@@ -28,6 +28,8 @@ from flexcache.ids import MAX_KEY_BYTES, BlockKey, RootId
 from flexcache.request_info import NO_INFO, PromptDetail, RequestInfo
 
 Mask = npt.NDArray[np.bool_]
+Span = Mask | range
+"""Which tokens of a prompt: a mask with one run of True, or their positions."""
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 Namespace = str | Sequence[str] | None
 
@@ -74,7 +76,7 @@ class PromptMaker:
     def make(
         self,
         token_ids: Tokens,
-        token_mask: Mask | None = None,
+        token_mask: Span | None = None,
         namespace: Namespace = None,
         block_keys: Sequence[bytes] | None = None,
         parent_key: bytes | None = None,
@@ -82,7 +84,8 @@ class PromptMaker:
         retain_s: float = 0.0,
         session_id: str | None = None,
     ) -> Prompt:
-        """Make a prompt of the whole blocks within the first run of True in ``token_mask``.
+        """Make a prompt of the whole blocks within the first run of True in ``token_mask``, or
+        within a range of positions.
 
         With ``block_keys`` only the number of tokens matters. With a ``parent_key`` they continue
         the chain that ends with it.
@@ -163,8 +166,14 @@ class PromptMaker:
             root = self._roots[namespace, kind] = make_root(self._fingerprint, parts, kind)
         return root
 
-    def _block_range(self, num_tokens: int, token_mask: Mask) -> tuple[int, int]:
+    def _block_range(self, num_tokens: int, token_mask: Span) -> tuple[int, int]:
         size = self.tokens_per_block
+        if isinstance(token_mask, range):
+            first, last = token_mask.start, min(token_mask.stop, num_tokens)
+            if first < 0 or token_mask.step != 1:
+                raise ValueError(f"{token_mask} is no range of {num_tokens} tokens")
+            start = -(-first // size)
+            return (start, max(start, last // size)) if first < last else (0, 0)
         mask = np.asarray(token_mask)
         if mask.shape != (num_tokens,) or mask.dtype != np.bool_:
             raise ValueError(

@@ -40,12 +40,14 @@ class SortedTails:
         return chain.from_iterable(self._lists)
 
     @property
-    def oldest(self) -> Entry:
-        return self._lists[0][0]
+    def oldest(self) -> Entry | None:
+        lists = self._lists
+        return lists[0][0] if lists else None
 
     @property
-    def youngest(self) -> Entry:
-        return self._lists[-1][-1]
+    def youngest(self) -> Entry | None:
+        lists = self._lists
+        return lists[-1][-1] if lists else None
 
     def add(self, entry: Entry) -> None:
         """O(1) for the youngest, O(log entries) and a bounded move otherwise."""

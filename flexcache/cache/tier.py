@@ -585,8 +585,8 @@ class Tier:
             self._retention.used_before(lease.published, lease.used_s[start:stop])
         self.index.pin(lease.published)
         lease.num_published = stop - start
-        lease.blocks = np.concatenate((lease.blocks[start:stop], lease.blocks[:start],
-                                       lease.blocks[stop:]))  # fmt: skip
+        if start:
+            lease.blocks = np.concatenate((lease.blocks[start:], lease.blocks[:start]))
         self._num_leased -= lease.num_published
         self.counters.stored_blocks += lease.num_published
         keys = lease.keys[start:stop]
@@ -612,6 +612,9 @@ class Tier:
         lease.in_flight = False
         flight = self._flights[lease.root]
         flight.num_leases -= 1
+        if flight.num_leases == 0 and not flight.waiting:
+            del self._flights[lease.root]
+            return []
         ours = [key for key in lease.keys if flight.owners.get(key) is lease]
         followers: list[Lease] = []
         if flight.waiting:

@@ -143,7 +143,7 @@ def _only_group(group_blocks: GroupBlocks) -> BlockIds:
     """Return the GPU blocks of a task of a model without groups. Raises `ValueError`."""
     if len(group_blocks) != 1:
         raise ValueError(f"blocks for {len(group_blocks)} groups of a model without groups")
-    blocks = as_slots(group_blocks[0])
+    blocks = as_slots(np.array(group_blocks[0]))  # a copy: the caller's own may change
     if len(blocks) and int(blocks.min()) < 0:
         raise ValueError("GPU blocks must not be negative")
-    return np.array(blocks)  # the caller's own may change
+    return blocks

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -25,7 +24,7 @@ _FINAL_STATE = {
     KVStatus.CANCELLED: TaskState.CANCELLED,
     KVStatus.FAILED: TaskState.FAILED,
 }
-_NONE_OPEN: Counter[OpKind] = Counter()
+_NONE_OPEN = dict.fromkeys(OpKind, 0)
 _MAX_ERRORS = 8  # that a response names
 
 
@@ -45,7 +44,7 @@ class Task:
     early: list[EarlyLoad] = field(default_factory=list)
     """What a get finds that was loaded early."""
     launched_s: float | None = None
-    open_ops: Counter[OpKind] = field(default_factory=lambda: _NONE_OPEN)  # its own once launched
+    open_ops: dict[OpKind, int] = field(default_factory=lambda: _NONE_OPEN)  # its own once launched
     moved: dict[OpKind, dict[int, int]] = field(default_factory=dict)
     """Per kind of op: position of its first block -> blocks that it moved."""
     errors: list[str] = field(default_factory=list)
@@ -58,7 +57,9 @@ class Task:
     def launch(self, now: float) -> None:
         """Every op of its graph is open from now on."""
         self.state, self.launched_s = TaskState.READY, now
-        self.open_ops = Counter(op.kind for op in self.plan.graph.ops)
+        self.open_ops = _NONE_OPEN.copy()
+        for op in self.plan.graph.ops:
+            self.open_ops[op.kind] += 1
 
     def add_running(self, run: OpRun) -> None:
         """One of its ops was given to executors."""

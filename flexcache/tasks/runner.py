@@ -184,7 +184,7 @@ class TaskRunner:
         task.open_ops[op.kind] -= 1
         self._publish_what_is_whole(task, op.kind)
         self._cache.early.settle(now)
-        is_over = not task.open_ops.total()
+        is_over = not any(task.open_ops.values())
         if op.kind.touches_gpu:
             is_due = not task.gpu_ops_open and not task.state.is_overdue
         else:

@@ -187,5 +187,5 @@ class TaskSessions:
         for task_id, task in self.tasks.items():
             if task.state.is_final:
                 raise InternalError(f"task {task_id} has ended and is still kept open")
-            if not task.is_launched and task.open_ops.total():
+            if not task.is_launched and any(task.open_ops.values()):
                 raise InternalError(f"task {task_id} has open ops without a launch")

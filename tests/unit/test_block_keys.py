@@ -16,7 +16,9 @@ from flexcache.cache.block_keys import (
     TokenBlockKeys,
     make_root,
 )
+from flexcache.cache.prompt import PromptMaker
 from flexcache.ids import BlockKey, RootId
+from flexcache.request_info import PromptDetail
 
 ROOT = make_root("model", ["tenant"], TOKEN_KEYS)
 OTHER_ROOT = make_root("model", ["neighbour"], TOKEN_KEYS)
@@ -144,3 +146,21 @@ def test_a_block_counts_only_if_both_engine_and_prompt_have_it(
 ) -> None:
     keys = EngineBlockKeys(ROOT, [bytes([index]) for index in range(num_keys)], num_blocks)
     assert keys.num_blocks == min(num_blocks, num_keys)
+
+
+@given(BLOCK_SIZES, st.integers(0, 40), st.integers(0, 45), st.integers(0, 45))
+def test_a_range_of_tokens_is_a_mask_that_is_true_there(
+    size: int, num_tokens: int, start: int, stop: int
+) -> None:
+    maker = PromptMaker("a model", size, lambda: PromptDetail.NOTHING)
+    mask = np.zeros(num_tokens, np.bool_)
+    mask[start:stop] = True
+    by_mask = maker.make(range(num_tokens), mask)
+    assert maker.make(range(num_tokens), range(start, stop))[1:] == by_mask[1:]
+
+
+@pytest.mark.parametrize("wanted", [range(-1, 4), range(0, 4, 2), range(4, 0, -1)])
+def test_a_range_that_is_none_of_tokens_is_refused(wanted: range) -> None:
+    maker = PromptMaker("a model", 2, lambda: PromptDetail.NOTHING)
+    with pytest.raises(ValueError, match="is no range of 8 tokens"):
+        maker.make(range(8), wanted)

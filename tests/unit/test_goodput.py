@@ -116,7 +116,8 @@ class PlayedEngine:
 def test_the_load_of_an_engine_rises_until_two_levels_are_not_in_time() -> None:
     engines = {"slow": PlayedEngine(1), "fast": PlayedEngine(100)}
     limits = Limits(ttft_s=2.0, tpot_s=1.0)
-    found = measure(engines, TRAFFIC["chat"], [1, 2, 4, 8], limits)  # type: ignore[arg-type]
+    said: list[str] = []
+    found = measure(engines, TRAFFIC["chat"], [1, 2, 4, 8], limits, said.append)  # type: ignore[arg-type]
     assert [engine.levels[1:] for engine in engines.values()] == [[1, 2, 4], [1, 2, 4, 8]]
     assert {name: goodput(levels) for name, levels in found.items()} == {"slow": 1.0, "fast": 8.0}
 

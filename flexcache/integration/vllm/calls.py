@@ -83,12 +83,10 @@ class CacheCalls(TaskCalls):
         Args:
             look_up: Whether the remote store may be asked first.
         """
-        mask = np.zeros(request.num_tokens, dtype=np.bool_)
-        mask[num_computed:num_tokens] = True
         try:
             matched = self._manager.get_match_by_tier(
                 request.all_token_ids,
-                mask,
+                range(num_computed, num_tokens),
                 namespace=self._namespace_of(request),
                 block_keys=self.keys(request),
                 request_info=self._info(request),
@@ -104,7 +102,7 @@ class CacheCalls(TaskCalls):
         if matched is None:
             return NoMatch.UNDECIDED
         task_id, found, sources = matched
-        return Found(task_id, int(found.sum()), sources)
+        return Found(task_id, int(np.count_nonzero(found)), sources)
 
     def prefetch(self, request: Any, num_on_gpu: int) -> int | None:
         """Begin to bring a request's blocks to DRAM, unless vLLM has them; return the task, None if
@@ -143,12 +141,10 @@ class CacheCalls(TaskCalls):
             The task, and which of its blocks will be copied: perhaps none besides the tail. None if
             there is nothing to store.
         """
-        mask = np.zeros(request.num_tokens, dtype=np.bool_)
-        mask[first * self._block_size : stop * self._block_size] = True
         try:
             task_id, wanted = self._manager.put_match(
                 request.all_token_ids,
-                mask,
+                range(first * self._block_size, stop * self._block_size),
                 namespace=self._namespace_of(request),
                 block_keys=self.keys(request),
                 tail_at=stop * self._block_size if has_tail else None,
@@ -161,11 +157,12 @@ class CacheCalls(TaskCalls):
                 logger, logging.WARNING, "put_failed", request=request.request_id, error=error
             )
             return None
-        if not wanted.any():
+        num_wanted = int(np.count_nonzero(wanted))
+        if not num_wanted:
             is_over = not has_tail or bool(self.ended([task_id]))
             return None if is_over else (task_id, range(stop, stop))
         begin = int(wanted.argmax()) // self._block_size
-        return task_id, range(begin, begin + int(wanted.sum()) // self._block_size)
+        return task_id, range(begin, begin + num_wanted // self._block_size)
 
     def session_ended(self, request: Any) -> None:
         """Pass on what an ended request says of its session."""

@@ -37,6 +37,8 @@ class SessionEnd(NamedTuple):
 
 def read_retention(request: Any) -> dict[str, Any]:
     """Return the hints as arguments of `KVManager.put_match`."""
+    if not getattr(request, "kv_transfer_params", None):
+        return {}
     hints = {
         "priority": _read(
             request, "priority", _between(int, -_HIGHEST_PRIORITY, _HIGHEST_PRIORITY)
@@ -71,9 +73,8 @@ def read_session_end(request: Any) -> SessionEnd | None:
 
 
 def _read(request: Any, name: str, convert: Callable[[Any], T]) -> T | None:
-    params = getattr(request, "kv_transfer_params", None) or {}
-    hint = params.get(f"flexcache_{name}")
-    if hint is None:
+    params = getattr(request, "kv_transfer_params", None)
+    if not params or (hint := params.get(f"flexcache_{name}")) is None:
         return None
     try:
         return convert(hint)

@@ -40,7 +40,7 @@ from flexcache.transfer.workers.permit import CopyPermit
 
 _MIN_PART_BYTES = 4 << 20  # of a load by layer: below this, starting a copy costs what it gains
 _PIECE_BYTES = 32 << 20
-_TURN_BYTES = 4 << 20  # copied by a turn to which no further op is added
+_TURN_BYTES = 16 << 20  # copied by a turn to which no further op is added; reported together
 
 
 class DeviceWorker:
@@ -194,19 +194,16 @@ class DeviceWorker:
     def _next_start(self) -> Callable[[], list[Done]] | None:
         """Return what is to be started next, if it may be now."""
         has_room = self._in_flight.has_room
-        if has_room(OpKind.H2D, urgent=True):
-            if self._queues[Lane.LAYERS]:
-                return self._start_by_layer
-            if self._in_parts:
-                return self._start_part
         has_layers = bool(self._queues[Lane.LAYERS] or self._in_parts)
+        if has_layers and has_room(OpKind.H2D, urgent=True):
+            return self._start_by_layer if self._queues[Lane.LAYERS] else self._start_part
         for kind in (OpKind.H2D, OpKind.D2H):
+            op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
+            if op is None and not queue:
+                continue
             if not has_room(kind) or (has_layers and kind is OpKind.H2D):
                 continue
-            op, queue = self._in_pieces.get(kind), self._queues[Lane.of(kind, urgent=False)]
-            message = op.message if op is not None else next(iter(queue), None)
-            if message is None:
-                continue
+            message = queue[0] if op is None else op.message
             with self._gate_lock:
                 after = self._gates.get(message.task_id)
             if self._copier.may_start(kind, after):
@@ -240,7 +237,7 @@ class DeviceWorker:
                 op = self._addresses.copies_of(message)
             except ValueError as error:
                 return [self._failed(message, str(error))]
-            if op.is_empty:
+            if not op.num_bytes:
                 return self._in_flight.end(op)
         try:
             self._start_copies(op, op.take(_PIECE_BYTES), urgent=False)

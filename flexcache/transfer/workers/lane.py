@@ -10,7 +10,7 @@ from enum import Enum
 from flexcache.ids import OpKind
 
 
-class Lane(Enum):
+class Lane(str, Enum):
     """Ops that are copied in their order, and do not wait for those of other lanes."""
 
     LAYERS = "loads by layer"

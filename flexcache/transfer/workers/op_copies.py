@@ -72,8 +72,8 @@ class OpCopies:
     _ends: Addresses | None = None
 
     @property
-    def is_empty(self) -> bool:
-        return not any(len(group.sources) and len(group.layout.sizes) for group in self.groups)
+    def num_bytes(self) -> int:
+        return sum(len(group.sources) * group.layout.block_bytes for group in self.groups)
 
     def require_whole(self, num_blocks: int) -> None:
         """Raise `ValueError` unless these are all blocks of a load by layer."""
@@ -85,8 +85,12 @@ class OpCopies:
     def take(self, num_bytes: int) -> Copies:
         """Return the next copies of all segments: this many bytes, but at least one copy. Without
         more to take, `is_over`."""
-        if self._all is None or self._ends is None:
+        if self._all is None:
             self._all = self._join()
+            if self.num_bytes <= num_bytes:
+                self.num_started, self.is_over = len(self._all[2]), True
+                return self._all
+        if self._ends is None:
             self._ends = self._all[2].cumsum()
         first, ends = self.num_started, self._ends
         taken = int(ends[first - 1]) if first else 0
@@ -187,5 +191,5 @@ class OpAddresses:
 
 def _require_range(place: str, blocks: Addresses, count: int) -> None:
     """Raise `ValueError` unless all blocks are there."""
-    if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= count):
+    if len(blocks) and blocks.view(np.uint64).max() >= count:  # what is below 0 is above all
         raise ValueError(f"a {place} block lies outside of [0, {count})")
