@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 
 import numpy as np
@@ -44,6 +45,22 @@ def test_every_run_arrives_and_nothing_else_changes(
             CopyPermit(),
         )
         assert np.array_equal(destination, expected)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 64, 2047, 2048, 2049, 4032, 4095])
+def test_a_run_arrives_in_whichever_direction_it_is_copied(behind: int) -> None:
+    """Behind: how far its destination lies behind its source within a page."""
+    size, page = 70_000, mmap.PAGESIZE
+    with mmap.mmap(-1, size) as memory, mmap.mmap(-1, size + 2 * page) as other:
+        source, target = (np.frombuffer(each, np.uint8) for each in (memory, other))
+        source[:] = np.random.default_rng(1).integers(1, 256, size, np.uint8)
+        for copy in _implementations():
+            target[:] = 0
+            addresses = target.ctypes.data + behind, source.ctypes.data, size
+            copy(*(np.array([number]) for number in addresses), CopyPermit())
+            assert np.array_equal(target[behind : behind + size], source)
+            assert not target[:behind].any() and not target[behind + size :].any()
+        del source, target
 
 
 @pytest.mark.parametrize("word", range(NUM_WORDS))

@@ -6,6 +6,11 @@ long run bypasses the caches, as four streams, a quarter of the run each, which 
 requests in flight: one stream reached 8.9 GB/s, two 10.6, four 11.8. The beginning of the next run
 is prefetched while one is copied: 11.5 instead of 9.6 GB/s with scattered runs of 16 KiB.
 
+A processor takes a load for one that needs a store just before it if their addresses agree in the
+lowest 12 bits, and waits. So a run whose destination lies a little behind its source, by these
+bits, is copied from its end: 16 instead of 3.6 GB/s on an AMD EPYC, where each tensor of torch lies
+64 bytes behind the beginning of a page. The C library's memcpy does the same.
+
 The next reader of a copied block finds it in memory rather than in a cache. That costs less than
 the copy gains, for ops of 64 KiB to 64 MiB (at 256 KiB it is the same).
 
@@ -33,6 +38,7 @@ _LINE = 64  # bytes of a cache line, and of a vector here; LLVM splits it on CPU
 _LINES_PER_STEP = 2  # of each stream
 _STEP = _NUM_STREAMS * _LINES_PER_STEP * _LINE
 _SHORTEST = 4 * _STEP  # shorter runs are left to memcpy
+_ALIAS = 4096  # addresses that differ by multiples of it are mistaken for each other
 
 _BYTES = ir.IntType(8).as_pointer()
 _INT = ir.IntType(64)
@@ -66,8 +72,15 @@ def _stream(typing: Any, destination: Any, source: Any, size: Any) -> Any:
         destination, source, size = arguments
         quarter = builder.udiv(size, _INT(_NUM_STREAMS))
         step = _INT(_LINES_PER_STEP * _LINE)
+        last = builder.sub(quarter, step)
+        behind = builder.and_(builder.sub(destination, source), _INT(_ALIAS - 1))
+        from_end = builder.and_(
+            builder.icmp_unsigned(">", behind, _INT(0)),
+            builder.icmp_unsigned("<", behind, _INT(_ALIAS // 2)),
+        )
         past_caches = builder.module.add_metadata([ir.IntType(32)(1)])
-        with cgutils.for_range_slice(builder, _INT(0), quarter, step, intp=_INT) as (at, _):
+        with cgutils.for_range_slice(builder, _INT(0), quarter, step, intp=_INT) as (done, _):
+            at = builder.select(from_end, builder.sub(last, done), done)
             offsets = _offsets(builder, at, quarter)
             loaded = [
                 builder.load(_vector_at(builder, source, offset), align=1) for offset in offsets
