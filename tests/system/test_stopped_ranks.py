@@ -119,7 +119,7 @@ def test_a_rank_stopped_past_a_deadline_writes_one_piece_at_most_when_it_goes_on
         manager, rank = stack.enter_context(stored_prompt(config))
         task_id = stop_in_a_load(manager, rank)
         response = manager.wait([task_id], WAIT_S)[task_id]
-        assert response.status is KVStatus.FAILED
+        assert not response.mask.all()  # ops of its first blocks may have ended before the stop
         assert "deadline" in (response.error or "")
         rank.fill(FOREIGN)
         rank.resume()
