@@ -1,17 +1,20 @@
 """The cost of a cache when nothing hits: vLLM's throughput with FlexCache beside vLLM alone.
 
-    python benchmarks/bench_overhead.py [--model mid] [--rounds 9] [--json FILE]
+    python benchmarks/bench_overhead.py [--model mid] [--rounds 9] [--spare 1] [--json FILE]
 
 Every prompt is new, so all that a cache can do is cost. In a round an engine serves four batches of
 prompts of the same lengths: with its KV connector, twice with that taken out, and with it again (or
 the other way round), so that drift cancels. Two engines, even two equal ones, differ by more than
-what is to be measured. A batch ends when all that it leaves behind is stored in every tier (of
-vLLM's own offloading: in DRAM). An engine without a cache, asked likewise, says how far equal
-rounds are apart.
+what is to be measured. The model computes on all processors, so that whatever else runs displaces
+it; `--spare 1` leaves it one fewer, as vLLM's server does by itself: it keeps a core for its
+scheduler and one more for a KV connector (`vllm/utils/ompmultiprocessing.py`). A batch ends when
+all that it leaves behind is stored in every tier (of vLLM's own offloading: in DRAM). An engine
+without a cache, asked likewise, says how far equal rounds are apart.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import sys
@@ -52,16 +55,22 @@ class Load:
 LOADS = {"tiny": Load(24, (200, 1200)), "mid": Load(6, (150, 350))}
 
 
-def settings(model: str, work_dir: str) -> dict[str, Settings]:
-    """The engines, by what they are called in the table."""
+def settings(model: str, work_dir: str, num_threads: int | None) -> dict[str, Settings]:
+    """The engines, by what they are called in the table; ``num_threads`` compute."""
     ours, theirs = str(Path(work_dir, "flexcache")), str(Path(work_dir, "offloading"))
+    made = partial(Settings, model=model, dram_gb=DRAM_GB, num_threads=num_threads)
     return {
-        ALONE: Settings("alone", model),
-        "FlexCache, DRAM": Settings("FlexCache", model, None, DRAM_GB),
-        "FlexCache, DRAM and SSD": Settings("FlexCache", model, ours, DRAM_GB),
-        "vLLM's own offloading, DRAM": Settings("offloading", model, None, DRAM_GB),
-        "vLLM's own offloading, DRAM and files": Settings("offloading", model, theirs, DRAM_GB),
+        ALONE: made("alone"),
+        "FlexCache, DRAM": made("FlexCache"),
+        "FlexCache, DRAM and SSD": made("FlexCache", directory=ours),
+        "vLLM's own offloading, DRAM": made("offloading"),
+        "vLLM's own offloading, DRAM and files": made("offloading", directory=theirs),
     }
+
+
+def systems(part: str) -> list[str]:
+    """vLLM alone, and those with ``part`` in the name."""
+    return [name for name in settings("", "", None) if name == ALONE or part in name]
 
 
 def rounds_of(load: Load, seed: int) -> Iterator[list[list[list[int]]]]:
@@ -77,10 +86,10 @@ def rounds_of(load: Load, seed: int) -> Iterator[list[list[list[int]]]]:
 
 @contextmanager
 def engines(
-    model: str, names: Sequence[str], work_dir: str, say: Say
+    model: str, num_threads: int, names: Sequence[str], work_dir: str, say: Say
 ) -> Iterator[dict[str, DrivenEngine]]:
     """Started one after the other: two at once would take twice as long each."""
-    wanted, log = settings(model, work_dir), Path(work_dir, "engine.log")
+    wanted, log = settings(model, work_dir, num_threads), Path(work_dir, "engine.log")
     with ExitStack() as stack:
         made = {}
         for name in names:
@@ -170,45 +179,42 @@ def figures(seen: dict[str, Seen], memcpy: float) -> Iterator[Result]:
 
 
 def run(
-    model: str, rounds: int, names: Sequence[str], directory: Path, say: Say
+    model: str, num_threads: int, rounds: int, names: Sequence[str], directory: Path, say: Say
 ) -> Iterator[Result]:
     """The figures of one model."""
     with (
         tempfile.TemporaryDirectory(dir=directory) as work_dir,
-        engines(model, names, work_dir, say) as made,
+        engines(model, num_threads, names, work_dir, say) as made,
     ):
         seen = measure(made, LOADS[model], rounds, say)
         memcpy = memcpy_bytes_per_s()
     yield from figures(seen, memcpy)
 
 
-def cases(
-    directory: Path, say: Say, rounds: int = ROUNDS, models: Sequence[str] = tuple(LOADS),
-    names: Sequence[str] = (),
-) -> list[Case]:  # fmt: skip
-    """One per model."""
-    chosen = names or list(settings("tiny", ""))
-    return [
-        Case(
-            f"distinct prompts, {model} model", partial(run, model, rounds, chosen, directory, say)
-        )
-        for model in models
-    ]
-
-
 def main(
     model: Annotated[list[str], typer.Option(help="tiny, mid.")] = list(LOADS),  # noqa: B006
     rounds: Annotated[int, typer.Option(help="After one to warm up.")] = ROUNDS,
+    spare: Annotated[
+        int, typer.Option(min=0, help="Processors that the model does not compute on.")
+    ] = 0,
     only: Annotated[
         str, typer.Option(help="Besides vLLM alone, those with this in the name.")
     ] = "",
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tier.")] = Path("."),
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
-    names = [name for name in settings("tiny", "") if name == ALONE or only in name]
+    num_threads = len(os.sched_getaffinity(0)) - spare
+    if num_threads < 1:
+        raise typer.BadParameter(f"--spare {spare} leaves the model no processor")
+
+    def cases(say: Say) -> Iterator[Case]:
+        for name in model:
+            title = f"distinct prompts, {name} model, threads that compute: {num_threads}"
+            work = partial(run, name, num_threads, rounds, systems(only), directory, say)
+            yield Case(title, work)
 
     def sections(say: Say) -> dict[str, list[Case]]:
-        return {"overhead": cases(directory, say, rounds, model, names)}
+        return {"overhead": list(cases(say))}
 
     raise typer.Exit(run_and_show(sections, directory, json_file))
 
