@@ -191,6 +191,27 @@ def run(
     yield from figures(seen, memcpy)
 
 
+def cases(
+    directory: Path, say: Say, rounds: int = ROUNDS, spare: int = 0,
+    models: Sequence[str] = tuple(LOADS), part: str = "",
+) -> list[Case]:  # fmt: skip
+    """One per model, of the systems with ``part`` in the name.
+
+    Args:
+        spare: Processors that the model does not compute on.
+    """
+    num_threads = len(os.sched_getaffinity(0)) - spare
+    if num_threads < 1:
+        raise typer.BadParameter(f"--spare {spare} leaves the model no processor")
+    return [
+        Case(
+            f"distinct prompts, {model} model, {num_threads} compute threads",
+            partial(run, model, num_threads, rounds, systems(part), directory, say),
+        )
+        for model in models
+    ]
+
+
 def main(
     model: Annotated[list[str], typer.Option(help="tiny, mid.")] = list(LOADS),  # noqa: B006
     rounds: Annotated[int, typer.Option(help="After one to warm up.")] = ROUNDS,
@@ -203,18 +224,8 @@ def main(
     directory: Annotated[Path, typer.Option("--dir", help="For the SSD tier.")] = Path("."),
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
-    num_threads = len(os.sched_getaffinity(0)) - spare
-    if num_threads < 1:
-        raise typer.BadParameter(f"--spare {spare} leaves the model no processor")
-
-    def cases(say: Say) -> Iterator[Case]:
-        for name in model:
-            title = f"distinct prompts, {name} model, threads that compute: {num_threads}"
-            work = partial(run, name, num_threads, rounds, systems(only), directory, say)
-            yield Case(title, work)
-
     def sections(say: Say) -> dict[str, list[Case]]:
-        return {"overhead": list(cases(say))}
+        return {"overhead": cases(directory, say, rounds, spare, model, only)}
 
     raise typer.Exit(run_and_show(sections, directory, json_file))
 
