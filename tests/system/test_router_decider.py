@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import random
@@ -226,6 +227,24 @@ def test_requests_wait_in_a_bounded_queue(proxies: int) -> None:
         assert len(whole) >= 5, "two run and three wait"
         assert refused and all(int(each.retry_after or 0) >= 1 for each in refused)
         assert router.stats()["queue"]["refused"]["full"] == len(refused)
+
+
+def test_forms_go_to_an_engine_of_the_model_that_they_name(proxies: int) -> None:
+    async def transcribe(url: str, model: str) -> str:
+        form = aiohttp.FormData({"file": io.BytesIO(b"speech" * 50_000), "model": model})
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/audio/transcriptions", data=form) as answer,
+        ):
+            assert answer.status == 200
+            return answer.headers["x-flexcache-worker"]
+
+    with (
+        FakeEngine(model="writes") as writes, FakeEngine(model="listens") as listens,
+        RouterProcess([writes, listens], proxies=proxies) as router,
+    ):  # fmt: skip
+        for model, engine in [("listens", listens), ("writes", writes)] * 5:
+            assert asyncio.run(transcribe(router.url, model)) == engine.url
 
 
 def test_without_an_engine_that_is_up_the_answer_is_503() -> None:

@@ -25,7 +25,7 @@ from flexcache.router.link.server import LinkServer
 from flexcache.router.load import Work
 from flexcache.router.request import RouteRequest
 from flexcache.router.router import KVRouter
-from flexcache.router.tokens.body import named_model
+from flexcache.router.tokens.named_model import named_model
 from flexcache.router.workers import WorkerSpec
 
 A, B = "http://a:1", "http://b:1"
@@ -73,7 +73,7 @@ class World:
             raise RuntimeError("a tokenizer with a fault")
         return RouteRequest(
             request_id=arrival.request_id, num_tokens=3, token_ids=[1, 2, 3],
-            model=named_model(arrival.body),
+            model=named_model(arrival),
         )  # fmt: skip
 
     @property

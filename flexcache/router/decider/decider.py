@@ -22,7 +22,7 @@ from flexcache.router.load import Work
 from flexcache.router.request import Decision, RouteRequest
 from flexcache.router.router import KVRouter
 from flexcache.router.stats import QueueStats
-from flexcache.router.tokens.body import named_model
+from flexcache.router.tokens.named_model import named_model
 from flexcache.router.workers import WorkerSpec, WorkerState
 from flexcache.tasks.histogram import Histogram
 
@@ -159,7 +159,7 @@ class Decider:
             return RouteRequest(
                 request_id=arrival.request_id,
                 num_tokens=num_tokens,
-                model=named_model(arrival.body),
+                model=named_model(arrival),
             )
         self._is_reading = True
         return request

@@ -42,7 +42,7 @@ from flexcache.router.link.messages import (
     encode,
 )
 from flexcache.router.load import Work
-from flexcache.router.tokens.body import named_model
+from flexcache.router.tokens.named_model import named_model
 from flexcache.router.waiting import is_set_within
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class RemoteChooser:
 
     def _choose_alone(self, arrival: Arrival) -> Choice:
         """Choose the worker with the fewest of this proxy's requests."""
-        workers = self._able(named_model(arrival.body))
+        workers = self._able(named_model(arrival))
         if not workers:
             raise NotRouted(503, "no worker is known and the decider is away", _RETRY_S)
         load = dict.fromkeys((worker.name for worker in workers), 0)

@@ -70,21 +70,6 @@ class Body(msgspec.Struct, kw_only=True):
             raise UnknownPrompt("prompt_logprobs")
 
 
-class _Named(msgspec.Struct):
-    model: str | None = None
-
-
-_named = msgspec.json.Decoder(_Named)
-
-
-def named_model(raw: bytes) -> str | None:
-    """Return the model that a body names, whatever else it has; None: it cannot be told."""
-    try:
-        return _named.decode(raw).model
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
-
-
 class CompletionBody(Body, kw_only=True):
     prompt: msgspec.Raw = msgspec.Raw()
     suffix: str | None = None

@@ -25,7 +25,6 @@ from flexcache.router.tokens.body import (
     Kind,
     UnknownPrompt,
     count_structure,
-    named_model,
     read_body,
     read_prompt,
 )
@@ -33,6 +32,7 @@ from flexcache.router.tokens.comparison import Comparison
 from flexcache.router.tokens.engines import Engines
 from flexcache.router.tokens.limits import TokenLimits
 from flexcache.router.tokens.local import LocalTokens
+from flexcache.router.tokens.named_model import named_model
 from flexcache.router.tokens.prompt import Prompt
 from flexcache.router.tokens.registry import ModelRegistry
 from flexcache.router.tokens.served import ServedModel
@@ -135,7 +135,7 @@ class Tokenizers:
             request_id=arrival.request_id,
             num_tokens=body.estimate(len(arrival.body)) if prompt is None else prompt.num_tokens,
             token_ids=None if prompt is None else prompt.ids,
-            model=body.model or named_model(arrival.body),
+            model=body.model or named_model(arrival),
             adapter=adapter,
             cache_salt=body.cache_salt,
             session_id=arrival.headers.get("x-session-id") or body.session_id,
