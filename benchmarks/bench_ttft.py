@@ -225,6 +225,9 @@ def main(
     venvs: Annotated[Path | None, typer.Option(help="Of peers; made where missing.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Keep every sample.")] = None,
 ) -> None:
+    if OURS not in system or not set(system) <= set(SYSTEMS):
+        raise typer.BadParameter(f"--system {OURS}, and any of {', '.join(SYSTEMS)}")
+
     def sections(say: Say) -> dict[str, list[Case]]:
         return {"TTFT": cases(directory, say, rounds, tokens, venvs, system)}
 
