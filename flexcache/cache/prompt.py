@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,14 +125,10 @@ class PromptMaker:
         parent_key: bytes | None,
         content: PromptContent | None,
     ) -> PromptKeys:
-        if parent_key is not None and (
-            block_keys is None
-            or not isinstance(parent_key, bytes)
-            or not 0 < len(parent_key) <= MAX_KEY_BYTES
-        ):
+        if parent_key is not None and (block_keys is None or not _is_key(parent_key)):
             raise ValueError(f"a parent_key must be 1 to {MAX_KEY_BYTES} bytes, beside block_keys")
         if block_keys is not None:
-            if len(block_keys) and not 0 < len(block_keys[0]) <= MAX_KEY_BYTES:
+            if len(block_keys) and not _is_key(block_keys[0]):
                 raise ValueError(f"block_keys must have 1 to {MAX_KEY_BYTES} bytes each")
             root = self._root(namespace, ENGINE_KEYS)
             num_blocks = len(token_ids) // self.tokens_per_block
@@ -188,6 +184,10 @@ class PromptMaker:
         return start, max(start, last // size)
 
 
+def _is_key(key: object) -> bool:
+    return isinstance(key, bytes) and 0 < len(key) <= MAX_KEY_BYTES
+
+
 def check_session_id(session_id: object) -> None:
     """Raise `ValueError` unless this can name a session."""
     check_name("session_id", session_id, MAX_SESSION_ID_LENGTH)
@@ -222,12 +222,14 @@ def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:
     """Return how much later than now a put's blocks count as used.
 
     Raises:
-        ValueError: ``priority`` or ``ttl_s`` is out of range.
+        ValueError: ``priority`` or ``ttl_s`` is of another type or out of range.
     """
-    if not math.isfinite(ttl_s) or ttl_s < 0:
-        raise ValueError(f"ttl_s = {ttl_s}: must be a number of seconds, at least 0")
-    if abs(priority) > MAX_PRIORITY:
-        raise ValueError(f"priority = {priority}: must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    if not isinstance(ttl_s, Real) or not math.isfinite(ttl_s) or ttl_s < 0:
+        raise ValueError(f"ttl_s = {ttl_s!r}: must be a number of seconds, at least 0")
+    if not isinstance(priority, Integral) or abs(priority) > MAX_PRIORITY:
+        raise ValueError(
+            f"priority = {priority!r}: must be an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        )
     return priority * priority_step_s + ttl_s
 
 

@@ -156,6 +156,11 @@ def test_bad_arguments_change_nothing() -> None:
             lambda: manager.get_match(tokens, namespace=7),  # type: ignore[arg-type]
             lambda: manager.clear("GPU"),
             lambda: manager.get_match(tokens, block_keys=[bytes(41)] * 4),
+            lambda: manager.get_match(tokens, block_keys=[1, 2, 3, 4]),  # type: ignore[list-item]
+            lambda: manager.put_match(tokens, block_keys=["keys"] * 4),  # type: ignore[list-item]
+            lambda: manager.put_match(tokens, priority="high"),  # type: ignore[arg-type]
+            lambda: manager.put_match(tokens, priority=1.5),  # type: ignore[arg-type]
+            lambda: manager.put_match(tokens, ttl_s="10"),  # type: ignore[arg-type]
             lambda: manager.put_match(tokens, ttl_s=-1.0),
             lambda: manager.put_match(tokens, ttl_s=float("inf")),
             lambda: manager.report_prefill(0.0),
