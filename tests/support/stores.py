@@ -107,9 +107,7 @@ def _server(
             server.kill()
 
 
-def mooncake_master(
-    segment_gb: float = 0.25, lease_ms: int = 10_000
-) -> AbstractContextManager[StoreServer]:
+def mooncake_master(segment_gb: float = 0.25) -> AbstractContextManager[StoreServer]:
     """Run a master. Each client that opens its URL contributes a segment of that size."""
 
     def make(_: Path) -> tuple[str, Sequence[str], Callable[[], bool]]:
@@ -119,7 +117,7 @@ def mooncake_master(
             f"--rpc_port={port}",
             "--rpc_address=127.0.0.1",
             f"--metrics_port={metrics_port}",
-            f"--default_kv_lease_ttl={lease_ms}",
+            "--default_kv_lease_ttl=10000",  # ms: longer than a busy machine holds up a read
         ]
         url = f"mooncake://127.0.0.1:{port}?segment_gb={segment_gb}"
         return url, command, lambda: _accepts(port)

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
@@ -497,8 +497,12 @@ def test_a_server_that_died_is_an_error_and_works_again_after_its_restart(
 @pytest.mark.skipif(missing("mooncake", "mooncake_master") is not None, reason="no Mooncake")
 def test_a_full_store_makes_room_or_reports_failure(memory: Memory) -> None:
     """Mooncake evicts what has no lease; what it cannot take is not half there."""
-    with mooncake_master(segment_gb=0.02, lease_ms=100) as master:
-        store = open_remote_store(master.url, regions=memory.regions, timeout_s=TIMEOUT_S)
+    with (
+        mooncake_master(segment_gb=0.02) as master,
+        closing(
+            open_remote_store(master.url, regions=memory.regions, timeout_s=TIMEOUT_S)
+        ) as store,
+    ):
         names, block = fresh(400), memory.filled(0, 64, 200_000)
         for name in names:
             (written,) = store.write_from([name], [block], soon())
@@ -506,4 +510,3 @@ def test_a_full_store_makes_room_or_reports_failure(memory: Memory) -> None:
         target = memory.cleared(1, 64, 200_000)
         found = [store.read_into([name], [target], soon())[0].status for name in names]
         assert set(found) == {Status.OK, Status.MISSING}
-        store.close()
