@@ -10,6 +10,9 @@ it; `--spare 1` leaves it one fewer, as vLLM's server does by itself: it keeps a
 scheduler and one more for a KV connector (`vllm/utils/ompmultiprocessing.py`). A batch ends when
 all that it leaves behind is stored in every tier (of vLLM's own offloading: in DRAM). An engine
 without a cache, asked likewise, says how far equal rounds are apart.
+
+FlexCache stores nothing once it has seen for long that nothing comes back (`skip_useless_stores`).
+Two engines show that state, reached before their first round; the others store everything.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from flexcache.bench.results import Case, Result
 ALONE = "vLLM alone"
 TO_REACH = 0.98
 DRAM_GB = 0.1  # small, so that puts have to evict
+RESTING = ", once nothing comes back"
 NUM_GENERATED = 16
 WARM_UP_ROUNDS = 1
 ROUNDS = 9  # odd: then the median is one of them
@@ -58,11 +62,17 @@ LOADS = {"tiny": Load(24, (200, 1200)), "mid": Load(6, (150, 350))}
 def settings(model: str, work_dir: str, num_threads: int | None) -> dict[str, Settings]:
     """The engines, by what they are called in the table; ``num_threads`` compute."""
     ours, theirs = str(Path(work_dir, "flexcache")), str(Path(work_dir, "offloading"))
+    resting = str(Path(work_dir, "resting"))
     made = partial(Settings, model=model, dram_gb=DRAM_GB, num_threads=num_threads)
+    always = {"skip_useless_stores": False}
     return {
         ALONE: made("alone"),
-        "FlexCache, DRAM": made("FlexCache"),
-        "FlexCache, DRAM and SSD": made("FlexCache", directory=ours),
+        "FlexCache, DRAM": made("FlexCache", more=always),
+        "FlexCache, DRAM and SSD": made("FlexCache", directory=ours, more=always),
+        f"FlexCache, DRAM{RESTING}": made("FlexCache"),
+        f"FlexCache, DRAM and SSD{RESTING}": made(
+            "FlexCache", directory=resting, more={"ssd_cache_gb": DRAM_GB}
+        ),
         "vLLM's own offloading, DRAM": made("offloading"),
         "vLLM's own offloading, DRAM and files": made("offloading", directory=theirs),
     }
@@ -118,6 +128,11 @@ def measure(made: dict[str, DrivenEngine], load: Load, rounds: int, say: Say) ->
     """All engines in turn; the first rounds warm everything up."""
     seen = {name: Seen() for name in made}
     source = rounds_of(load, seed=5)
+    for name, engine in made.items():
+        if name.endswith(RESTING):
+            say(f"until nothing is stored: {name}")
+            while not is_resting(engine):
+                engine.serve(next(source)[0], NUM_GENERATED)
     for number in range(-WARM_UP_ROUNDS, rounds):
         for name, engine in made.items():
             say(f"round {number + 1} of {rounds}: {name}")
@@ -138,6 +153,12 @@ def measure(made: dict[str, DrivenEngine], load: Load, rounds: int, say: Say) ->
             mine.num_requests += 2 * load.num_prompts
             mine.bytes_copied += bytes_copied(engine) - copied
     return seen
+
+
+def is_resting(engine: DrivenEngine) -> bool:
+    """Whether the engine's cache has begun to store nothing."""
+    stats = engine.stats()
+    return stats is not None and bool(stats["totals"]["dropped_blocks"].get("nothing_returns"))
 
 
 def bytes_copied(engine: DrivenEngine) -> int:

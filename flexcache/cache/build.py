@@ -147,6 +147,8 @@ def build_cache(
             for name, rate in limits.items()
             if name in policies and rate is not None
         },
+        # What a remote store has is read by others, too.
+        skips_useless_stores=config.skip_useless_stores and config.remote_url is None,
     )
     if config.records_changes:
         cache.keep_journal(config.tokens_per_block)

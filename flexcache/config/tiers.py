@@ -132,6 +132,12 @@ class TierConfig:
     skip_slow_loads: bool = setting(
         True, "Skip loads that the engine recomputes faster, judged by measured times of both."
     )
+    skip_useless_stores: bool = setting(
+        True,
+        "Store nothing while nothing comes back: since a prompt was last found, each tier has "
+        "replaced all that it held. Ends with the first prompt that is seen again. Without effect "
+        "beside a remote store, which others read.",
+    )
     early_load_share: Annotated[float, Meta(ge=0, le=0.75)] = setting(
         0.5,
         "Share of DRAM, at most 0.75, for blocks loaded ahead of their requests; 0: none in vLLM.",

@@ -22,7 +22,7 @@ from flexcache.tasks.stats import CacheStats, QuotaStats, Stats, TierStats
 
 _WHY_DROPPED = (
     "host_tier_full", "prefix_not_cached", "parent_missing", "session_task_limit", "name_disputed",
-    "ranks_missing",
+    "ranks_missing", "nothing_returns",
     *(
         f"{tier}_{what}"
         for tier in ("ssd", "remote")

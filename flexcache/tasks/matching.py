@@ -138,12 +138,19 @@ class Matcher:
         if kind is TaskKind.GET and self._cache.early.is_overdue(keys, self._cache.tiers.now):
             stop = max(start, min(stop, self._cache.tiers.host.index.match(keys).num_blocks))
         if kind is TaskKind.GET:
-            return self._cache.loads.plan_get(
+            plan = self._cache.loads.plan_get(
                 keys, start, stop, owner.prefill_blocks_per_s, self._may_go_direct(owner)
             )
+            if self._cache.reuse is not None:
+                self._cache.reuse.looked_up(keys, plan, stop)
+            return plan
         if kind is TaskKind.PREFETCH:
             rate = owner.prefill_blocks_per_s
             return self._cache.loads.plan_prefetch(keys, start, stop, rate, self._terms())
+        if self._cache.reuse is not None and not self._cache.reuse.is_worth_storing(
+            keys, start, stop
+        ):
+            return self._cache.plan_nothing(kind, keys, start, stop, "nothing_returns")
         if (direct := self._direct_stores(owner)) is not None:
             is_recording = self._cache.stores.is_recording
             return direct.plan_put(keys, start, stop, retain_s, is_recording)

@@ -89,11 +89,12 @@ def _connector(settings: Settings) -> dict[str, Any]:
         case "alone":
             return {}
         case "FlexCache":
-            extra: dict[str, Any] = dict(settings.more)
+            extra: dict[str, Any] = {}
             if settings.dram_gb is not None:
                 extra["cpu_cache_gb"] = settings.dram_gb
             if directory is not None:
                 extra |= {"ssd_cache_gb": 4, "ssd_cache_dirs": [directory]}
+            extra |= settings.more
             probed = PROBED_GROUPS if settings.has_groups else PROBED_FLEXCACHE
             connector = FLEXCACHE if settings.probe_dir is None else probed
             names = {**connector, "kv_load_failure_policy": "recompute"}
