@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,16 +11,10 @@ from task_builders import World
 from flexcache.cache.reuse_watch import MIN_MISSED_BLOCKS
 from flexcache.ids import TaskKind, TierName
 
-LENGTH = 30
-CPU = 60
+LENGTH = 100
+CPU = 300
 ENOUGH = MIN_MISSED_BLOCKS // LENGTH + 10
 """Prompts, none of which returns, after which nothing is stored."""
-_numbers = count()
-
-
-def new_prompt() -> str:
-    """Return a prompt that shares no block with another."""
-    return chr(0x4E00 + next(_numbers)) + "x" * (LENGTH - 1)
 
 
 class Engine:
@@ -28,6 +22,11 @@ class Engine:
 
     def __init__(self, **settings: object) -> None:
         self.world = World(**{"cpu": CPU, "ssd": 0, "chunk": LENGTH, **settings})  # type: ignore[arg-type]
+        self._letters = map(chr, range(1, 128))
+
+    def new_prompt(self) -> str:
+        """Return a prompt that shares no block with another."""
+        return next(self._letters) + "x" * (LENGTH - 1)
 
     def serve(self, text: str) -> int:
         """Return how many blocks of a prompt were cached."""
@@ -39,7 +38,7 @@ class Engine:
         return found
 
     def serve_new(self) -> str:
-        text = new_prompt()
+        text = self.new_prompt()
         assert self.serve(text) == 0
         return text
 
@@ -86,13 +85,14 @@ def test_a_prompt_that_comes_back_is_stored_and_so_is_all_after_it() -> None:
 def test_a_prompt_of_which_the_engine_has_the_beginning_counts_as_one_that_returns() -> None:
     engine = Engine()
     engine.serve_many_new()
-    engine.world.get(new_prompt(), start=1)
+    engine.world.get(engine.new_prompt(), start=1)
     assert engine.is_stored(engine.serve_new())
 
 
 def test_one_prompt_in_a_while_that_is_found_keeps_all_stored() -> None:
-    engine, popular = Engine(), new_prompt()
-    for number in range(2 * ENOUGH):
+    engine = Engine()
+    popular = engine.new_prompt()
+    for number in range(ENOUGH):
         if not number % (CPU // LENGTH - 1):
             engine.serve(popular)
         engine.serve_new()
@@ -109,7 +109,7 @@ def test_a_tier_that_still_holds_old_prompts_keeps_all_stored() -> None:
 def test_what_is_put_without_being_looked_up_is_stored() -> None:
     engine = Engine()
     for _ in range(ENOUGH):
-        engine.world.put(text := new_prompt())
+        engine.world.put(text := engine.new_prompt())
         engine.world.finish_all()
         assert engine.is_stored(text)
 
@@ -124,12 +124,12 @@ def test_what_others_read_from_a_remote_store_is_stored() -> None:
 def test_the_parts_of_a_prompt_that_is_computed_in_parts_are_all_left_out() -> None:
     engine = Engine()
     engine.serve_many_new()
-    text = new_prompt()
+    text = engine.new_prompt()
     engine.world.match(TaskKind.GET, text)
-    for stop in (10, 20, LENGTH):
+    for start, stop in pairwise((0, 20, 50, LENGTH)):
         before = engine.num_skipped()
-        engine.world.put(text[:stop], start=stop - 10)
-        assert engine.num_skipped() == before + 10
+        engine.world.put(text[:stop], start=start)
+        assert engine.num_skipped() == before + stop - start
     engine.world.finish_all()
     assert engine.serve(text) == 0
     assert engine.is_stored(text)
@@ -142,7 +142,7 @@ def test_whatever_order_prompts_come_in_only_the_first_of_each_can_be_left_out(
 ) -> None:
     engine = Engine()
     engine.serve_many_new()
-    texts = [new_prompt() for _ in range(8)]
+    texts = [engine.new_prompt() for _ in range(8)]
     seen: set[int] = set()
     stores_all = False
     for number in order:
