@@ -157,8 +157,7 @@ def measure(made: dict[str, DrivenEngine], load: Load, rounds: int, say: Say) ->
 
 def is_resting(engine: DrivenEngine) -> bool:
     """Whether the engine's cache has begun to store nothing."""
-    stats = engine.stats()
-    return stats is not None and bool(stats["totals"]["dropped_blocks"].get("nothing_returns"))
+    return "nothing_returns" in engine.stats()["dropped_blocks"]
 
 
 def bytes_copied(engine: DrivenEngine) -> int:

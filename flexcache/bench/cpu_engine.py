@@ -45,7 +45,8 @@ class CpuEngine:
         layers = self.memory.view(num_layers, num_blocks * run_bytes)
         self.layers = [layers[i].view(shape) for i in range(num_layers)]
         model = ModelConfig("bench", num_layers, heads, _HEAD_SIZE, torch.uint8)
-        self.manager = KVManager(model, CacheConfig(**settings))  # type: ignore[arg-type]
+        config = CacheConfig(**{"skip_useless_stores": False, **settings})  # type: ignore[arg-type]
+        self.manager = KVManager(model, config)
         self.manager.start()
         self._rank = KVTPClient(self.manager.endpoint)
         self._rank.register_kv_caches({f"layer.{i}": kv for i, kv in enumerate(self.layers)})
