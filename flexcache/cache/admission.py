@@ -101,6 +101,10 @@ class GhostTier:
         self.index = PrefixIndex()
         self._now = 0
 
+    def has(self, keys: BlockKeys) -> bool:
+        """Whether a prompt's first block is there."""
+        return bool(keys.num_blocks) and self.index.contains(keys.root, keys.key(0))
+
     def see(self, keys: BlockKeys, admitted: int) -> int:
         """Return how many of the blocks were there; afterwards the first ``admitted`` are.
 

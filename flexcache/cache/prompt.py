@@ -7,7 +7,7 @@ has stored.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -224,7 +224,7 @@ def retention_s(priority: int, ttl_s: float, priority_step_s: float) -> float:
     Raises:
         ValueError: ``priority`` or ``ttl_s`` is of another type or out of range.
     """
-    if not isinstance(ttl_s, Real) or not math.isfinite(ttl_s) or ttl_s < 0:
+    if not isinstance(ttl_s, Real) or not 0 <= ttl_s <= sys.float_info.max:
         raise ValueError(f"ttl_s = {ttl_s!r}: must be a number of seconds, at least 0")
     if not isinstance(priority, Integral) or abs(priority) > MAX_PRIORITY:
         raise ValueError(

@@ -147,9 +147,7 @@ class Matcher:
         if kind is TaskKind.PREFETCH:
             rate = owner.prefill_blocks_per_s
             return self._cache.loads.plan_prefetch(keys, start, stop, rate, self._terms())
-        if self._cache.reuse is not None and not self._cache.reuse.is_worth_storing(
-            keys, start, stop
-        ):
+        if self._cache.reuse is not None and not self._cache.reuse.is_worth_storing(keys, stop):
             return self._cache.plan_nothing(kind, keys, start, stop, "nothing_returns")
         if (direct := self._direct_stores(owner)) is not None:
             is_recording = self._cache.stores.is_recording

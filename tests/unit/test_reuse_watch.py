@@ -121,6 +121,18 @@ def test_what_others_read_from_a_remote_store_is_stored() -> None:
     assert engine.num_skipped() == 0
 
 
+def test_a_look_up_or_put_that_is_repeated_is_no_prompt_that_comes_back() -> None:
+    engine = Engine()
+    engine.serve_many_new()
+    text = engine.new_prompt()
+    engine.world.match(TaskKind.GET, text)
+    engine.world.match(TaskKind.GET, text)
+    for stop in (20, 50, LENGTH):
+        before = engine.num_skipped()
+        engine.world.put(text[:stop])
+        assert engine.num_skipped() == before + stop
+
+
 def test_the_parts_of_a_prompt_that_is_computed_in_parts_are_all_left_out() -> None:
     engine = Engine()
     engine.serve_many_new()

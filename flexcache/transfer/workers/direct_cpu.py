@@ -36,6 +36,7 @@ class CpuDirectIO:
         self._io = ThreadedBlockIO(depth)
         self._copy = load_copy_runs()
         memory = mmap.mmap(-1, depth * block_bytes, flags=mmap.MAP_PRIVATE)
+        memory.madvise(mmap.MADV_DONTFORK)  # a write by the parent would move pages in mid-read
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # a device takes one large piece faster than many
         self._buffers = memoryview(memory)
