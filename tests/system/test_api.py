@@ -163,6 +163,8 @@ def test_bad_arguments_change_nothing() -> None:
             lambda: manager.put_match(tokens, ttl_s="10"),  # type: ignore[arg-type]
             lambda: manager.put_match(tokens, ttl_s=-1.0),
             lambda: manager.put_match(tokens, ttl_s=float("inf")),
+            lambda: manager.put_match(tokens, ttl_s=10**400),
+            lambda: manager.session_hint("a", returns_in_s=10**400),
             lambda: manager.report_prefill(0.0),
         ):
             with pytest.raises(ValueError):

@@ -253,8 +253,9 @@ def test_a_kernel_without_huge_pages_goes_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SmallPages(mmap.mmap):
-        def madvise(self, *_: int) -> None:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        def madvise(self, option: int, *_: int) -> None:
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(mmap, "mmap", SmallPages)
     world = World(tmp_path / "slots", 4096)
