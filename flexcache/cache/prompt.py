@@ -214,7 +214,7 @@ def check_hint(session_id: object, over: object, returns_in_s: object) -> None:
         return
     if isinstance(returns_in_s, bool) or not isinstance(returns_in_s, Real):
         raise ValueError(f"returns_in_s = {returns_in_s!r}: must be a number of seconds")
-    if not 0 <= returns_in_s <= LONGEST_RETURN_S:
+    if not 0 <= returns_in_s <= LONGEST_RETURN_S:  # type: ignore[operator]
         raise ValueError(f"returns_in_s = {returns_in_s}: must be 0 to {LONGEST_RETURN_S:,.0f} s")
 
 
